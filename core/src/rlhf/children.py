@@ -55,8 +55,8 @@ class Child:
             return
         streams = {0: stdin, 1: stdout, 2: stderr, **{number: number for number in pass_fds}}
         control, guards_end = socket.socketpair()
-        with guards_end, open(os.devnull, "rb") as nothing:
-            sources = [nothing.fileno() if source is None else source for source in streams.values()]
+        with guards_end, open(os.devnull, "rb") as null_file:
+            sources = [null_file.fileno() if source is None else source for source in streams.values()]
             variables = os.environb if env is None else {os.fsencode(k): os.fsencode(v) for k, v in env.items()}
             words = [os.fsencode(word) for word in command]
             request = marshal.dumps((words, dict(variables), os.fsencode(os.getcwd()), [*streams]))
@@ -97,13 +97,13 @@ class Child:
             return await asyncio.to_thread(self._process.wait)
         if self._status is None:
             loop, readable = asyncio.get_running_loop(), asyncio.Event()
-            own = os.dup(self._control)  # a loop has one reader for a descriptor, but several coroutines may wait
-            loop.add_reader(own, readable.set)
+            control = os.dup(self._control)  # a loop has one reader for a descriptor, but several coroutines may wait
+            loop.add_reader(control, readable.set)
             try:
                 await readable.wait()
             finally:
-                loop.remove_reader(own)
-                os.close(own)
+                loop.remove_reader(control)
+                os.close(control)
         return self.wait()
 
     def end(self) -> None:

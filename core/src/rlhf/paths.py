@@ -33,8 +33,8 @@ def check_path(text: str) -> str:
         return text
     except (OSError, ValueError, RuntimeError) as cause:
         label = repr(text) if len(text) <= 60 else f"{text[:57]!r}... ({len(text)} characters)"
-        why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).rstrip(".")
-        raise ValueError(f"the path {label} cannot be used: {why}. Give another path.") from None
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).rstrip(".")
+        raise ValueError(f"the path {label} cannot be used: {reason}. Give another path.") from None
     return text
 
 

@@ -35,21 +35,21 @@ WAY_OUT = (
 )
 
 
-def validated(model: type[M], value: Any, where: Path | str) -> M:
-    """``value``, which was read from the file ``where``, as an instance of ``model``.
+def validated(model: type[M], value: Any, path: Path | str) -> M:
+    """``value``, which was read from the file ``path``, as an instance of ``model``.
 
     Raises CheckpointError with every field that is missing, unknown or of a wrong type, and what to do.
     """
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        problems = [_line(each) for each in error.errors(include_url=False)]
-    return refuse(where, *problems)
+        problems = [_line(entry) for entry in error.errors(include_url=False)]
+    return refuse(path, *problems)
 
 
-def refuse(where: Path | str, *problems: str) -> NoReturn:
-    """Raises CheckpointError: the file ``where`` does not hold what a run has written."""
-    raise CheckpointError("\n  ".join([f"{where} does not hold what a run saves:", *problems, WAY_OUT]))
+def refuse(path: Path | str, *problems: str) -> NoReturn:
+    """Raises CheckpointError: the file ``path`` does not hold what a run has written."""
+    raise CheckpointError("\n  ".join([f"{path} does not hold what a run saves:", *problems, WAY_OUT]))
 
 
 def _line(error: Any) -> str:

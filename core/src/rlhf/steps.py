@@ -55,9 +55,9 @@ class StepEnds:
 
     def _end(self, text: str, offset: int) -> int | None:
         """End position of the first separator after text that is not blank; None if there is none."""
-        while (at := text.find(self.separator, offset)) >= 0:
-            end = at + len(self.separator)
-            if text[offset:at].strip():
+        while (index := text.find(self.separator, offset)) >= 0:
+            end = index + len(self.separator)
+            if text[offset:index].strip():
                 return end
             offset = end
         return None

@@ -119,11 +119,11 @@ def guard(
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     awaited = {signal.SIGCHLD, signal.SIGIO, *STOPS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    own = os.getpid()
+    process_id = os.getpid()
     worker = os.fork()
     if worker == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != own:  # it died before the line above
+        if os.getppid() != process_id:  # it died before the line above
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         execute(command, environment, folder, streams)
@@ -132,18 +132,18 @@ def guard(
     controls = [control] if control >= 0 else []
     for descriptor in controls:
         with contextlib.suppress(OSError):  # SIGIO when it can be read; without it the next look sees that
-            fcntl.fcntl(descriptor, fcntl.F_SETOWN, own)
+            fcntl.fcntl(descriptor, fcntl.F_SETOWN, process_id)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     signals: signal.struct_siginfo | None = None
-    while not (ended := os.waitpid(worker, os.WNOHANG))[0]:
+    while not (wait_result := os.waitpid(worker, os.WNOHANG))[0]:
         stopped = signals is not None and signals.si_signo in STOPS
         if stopped or os.getppid() != parent or select.select(controls, [], [], 0)[0]:
             os.kill(worker, signal.SIGKILL)
-            ended = os.waitpid(worker, 0)
+            wait_result = os.waitpid(worker, 0)
             break
         signals = signal.sigtimedwait(awaited, LOOK_SECONDS)
     end_descendants()
-    return ended[1]
+    return wait_result[1]
 
 
 def execute(

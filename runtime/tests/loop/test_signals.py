@@ -23,7 +23,7 @@ def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
 
 def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
     called = []
-    with StopRequest("ending soon", then=lambda: called.append(1)) as stop:
+    with StopRequest("ending soon", callback=lambda: called.append(1)) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         stop.request("again")
     assert called == [1]

@@ -14,7 +14,7 @@ rows_of_ids = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=7), min_
 @pytest.fixture(autouse=True)
 def share_all(monkeypatch):
     """Share all prefixes, also short ones."""
-    monkeypatch.setattr(rules, "LEAST", 1)
+    monkeypatch.setattr(rules, "MIN_TOKENS", 1)
     monkeypatch.setattr(rules, "GAIN", 0.0)
 
 

@@ -173,7 +173,7 @@ def prepare(config: RunFile, plugins: Plugins) -> tuple[PlacedPlugins, TrainData
         images_of = {name: placed.spec(name, images=True).images for name in placed.specs}
         specs = {name: replace(spec, images=images_of[name]) for name, spec in placed.specs.items()}
         placed = replace(placed, specs=specs)
-        check_parts(placed, placed.places, specs, here=True)
+        check_parts(placed, placed.places, specs, is_local=True)
     return placed, data
 
 

@@ -24,7 +24,7 @@ class InitCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_short_flags(parser, without=("output", "resume", "overwrite"))
+        add_short_flags(parser, excluded_flags=("output", "resume", "overwrite"))
         parser.add_argument("--env", metavar="ENV", help="environment plugin")
         where = "file to write (default: standard output)"
         parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=where)

@@ -37,7 +37,7 @@ def planned_run(config: RunFile, plugins: Plugins, device: str) -> RunPlugins:
     run = checked(config, plugins)
     places = run.places_on(device)
     specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
-    check_parts(run, places, specs, here=False)
+    check_parts(run, places, specs, is_local=False)
     return run
 
 

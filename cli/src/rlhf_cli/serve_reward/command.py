@@ -25,7 +25,7 @@ class ServeRewardCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, without=NOT_HERE)
+        add_run_file(parser, excluded_flags=NOT_HERE)
         parser.add_argument(
             "--model",
             metavar="MODEL",

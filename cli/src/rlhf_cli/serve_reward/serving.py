@@ -68,7 +68,7 @@ def serve(
         server = _Server(application, access, limits)
         url = _call(server.start(), main)
         closing.callback(_end, server, main)
-        stop.then = _at_once
+        stop.callback = _at_once
         if placed is None:
             scorer = Scorer(rewards, seed=config.run.seed)
             closing.callback(scorer.close)
@@ -78,7 +78,7 @@ def serve(
             scorer = start_scorer(placed, main, closing, wait=limits.wait, largest=limits.batch, passed=passed)
         tokenizer = None if placed is None else placed.tokenizer
         samples = SampleGroups(tokenizer, label, config.data.add_eos, config.data.max_tokens)
-        stop.then = lambda: main.from_main(server.stop.set)
+        stop.callback = lambda: main.from_main(server.stop.set)
         application.answer = _answer(scorer, samples)
         announce(f"serving {', '.join(reward.name for reward in rewards)} at {url}")
         main.run(server.until_stopped())

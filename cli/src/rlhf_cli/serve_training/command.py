@@ -29,7 +29,7 @@ class ServeTrainingCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, without=NOT_HERE)
+        add_run_file(parser, excluded_flags=NOT_HERE)
         parser.add_argument("--name", help="how clients name the base model (default: as --model has it)")
         parser.add_argument("--checkpoints", default="runs/served", metavar="FOLDER", help="default: %(default)s")
         parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

@@ -74,7 +74,7 @@ async def _serve(
     main: MainThread,
 ) -> None:
     ended = asyncio.Event()
-    stop.then = lambda: main.from_main(ended.set)
+    stop.callback = lambda: main.from_main(ended.set)
     runner = web.AppRunner(application.web, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -138,7 +138,6 @@ def reads_turns(advantage: Advantage) -> bool:
     return type(advantage).turn_credit is not Advantage.turn_credit
 
 
-def baseline_of(advantage: Advantage, r_N: Tensor, group_N: Tensor, **further: Any) -> Tensor:
-    """Call :meth:`Advantage.baseline` with those of the ``further`` arguments that it takes."""
-    own = {name: value for name, value in further.items() if reads(advantage, name)}
-    return advantage.baseline(r_N, group_N, **own)
+def baseline_of(advantage: Advantage, r_N: Tensor, group_N: Tensor, **arguments: Any) -> Tensor:
+    """Call :meth:`Advantage.baseline` with those of the ``arguments`` that it takes."""
+    return advantage.baseline(r_N, group_N, **{n: v for n, v in arguments.items() if reads(advantage, n)})

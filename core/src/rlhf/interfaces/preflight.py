@@ -66,8 +66,8 @@ class TrainerPreflight(Preflight):
             work: what the role computes.
             device: ``cpu`` | ``cuda``, where the rank would run.
         """
-        again = spec.gradient_checkpointing
-        return whole_copy(size, work, trained=spec.role.trained, checkpointing=again, ranks=spec.world_size)
+        checkpointing = spec.gradient_checkpointing
+        return whole_copy(size, work, trained=spec.role.trained, checkpointing=checkpointing, ranks=spec.world_size)
 
     @classmethod
     def adapters(cls, config: Any, spec: ModelSpec) -> LowRankAdapters | None:

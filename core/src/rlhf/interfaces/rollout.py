@@ -81,7 +81,7 @@ class RolloutContext(ABC):
 
     def encode_following(
         self,
-        before: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         answer: Mapping[str, Any],
         following: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -91,12 +91,12 @@ class RolloutContext(ABC):
         tokens before it stay as they are.
 
         Args:
-            before: all messages before the answer.
+            messages: all messages before the answer.
             answer: the sampled answer (:meth:`parse_answer`).
             following: the messages after it, such as tool results.
             turn: the turn of the answer; None: the one that :meth:`generate` returned last.
 
-        Returns: None if the chat template writes ``before`` or the answer otherwise once ``following`` follows (Qwen3
+        Returns: None if the chat template writes ``messages`` or the answer otherwise once ``following`` follows (Qwen3
             removes the reasoning of earlier answers when a user message follows). The tokens so far are then not what
             the template shows the policy: go on with :meth:`encode_messages` and :attr:`~rlhf.types.Turn.fresh`.
 

@@ -182,8 +182,8 @@ class Batch:
     def between(self, first: int, last: int) -> Batch:
         """The units ``first`` to ``last - 1``, renumbered from 0. Shares the memory of this batch."""
         begin, end = torch.searchsorted(self.unit_B, torch.tensor([first, last])).tolist()
-        at = int(self.lens_B[:begin].sum())
-        tokens = slice(at, at + int(self.lens_B[begin:end].sum()))
+        offset = int(self.lens_B[:begin].sum())
+        tokens = slice(offset, offset + int(self.lens_B[begin:end].sum()))
         return Batch(
             self.ids_N[tokens],
             self.lens_B[begin:end],

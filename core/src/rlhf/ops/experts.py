@@ -39,18 +39,18 @@ def check_records(turns: Sequence[Turn], model: ExpertLayers | None) -> None:
     Args:
         model: replays the records; None: nothing does.
     """
-    at = 0
+    tokens = 0
     for number, turn in enumerate(turns):
-        at = len(turn.ids) + (0 if turn.fresh else at)
+        tokens = len(turn.ids) + (0 if turn.fresh else tokens)
         record = turn.experts
         if record is None:
             continue
         if not turn.sampled:
             raise ValueError(f"turn {number} has a record of experts, but it was not sampled")
-        if not record.token_bytes or len(record.choices) % record.token_bytes or record.tokens >= max(at, 1):
+        if not record.token_bytes or len(record.choices) % record.token_bytes or record.tokens >= max(tokens, 1):
             raise ValueError(
                 f"turn {number}: its record of experts has {len(record.choices)} bytes, {record.token_bytes} for each "
-                f"token; allowed: at most {max(at, 1) - 1} whole tokens, those before the turn's last one"
+                f"token; allowed: at most {max(tokens, 1) - 1} whole tokens, those before the turn's last one"
             )
         if model is None:
             continue
@@ -73,17 +73,17 @@ def _named(sizes: tuple[int, int, int]) -> str:
 
 def drop_repeated(turns: Sequence[Turn]) -> None:
     """Cut from each record the tokens that the record of an earlier turn of its sequence has."""
-    at = end = 0  # tokens of the sequence, and how many of them have no gap in records before a new one
+    tokens = end = 0  # tokens of the sequence, and how many of them have no gap in records before a new one
     for turn in turns:
         if turn.fresh:
-            at = end = 0
-        at += len(turn.ids)
+            tokens = end = 0
+        tokens += len(turn.ids)
         if turn.experts is None:
             continue
-        repeated = end - (at - 1 - turn.experts.tokens)
+        repeated = end - (tokens - 1 - turn.experts.tokens)
         if repeated > 0:
             turn.experts = replace(turn.experts, choices=turn.experts.choices[repeated * turn.experts.token_bytes :])
-        end = max(end, at - 1)
+        end = max(end, tokens - 1)
 
 
 def expert_column(turns: Sequence[Turn]) -> Tensor | None:

@@ -38,17 +38,17 @@ def masks(loss: Loss) -> tuple[str, ...]:
             raise TrainingError(
                 f"loss {loss.name!r}: there is no Reduce({reduce.how!r}); allowed are {', '.join(LEVEL)}"
             )
-    own, *others = dict.fromkeys(reduce.over for reduce in terms.values())
-    if others:
+    mask, *other_masks = dict.fromkeys(reduce.over for reduce in terms.values())
+    if other_masks:
         heads = {output.over for output in loss.outputs() if isinstance(output, Head)}
         for term, reduce in terms.items():
-            if reduce.over != own and (reduce.over not in heads or LEVEL[reduce.how] != "tok"):
+            if reduce.over != mask and (reduce.over not in heads or LEVEL[reduce.how] != "tok"):
                 raise TrainingError(
-                    f"loss {loss.name!r}: the term {term!r} is over {reduce.over!r}, not over {own!r} as the first "
+                    f"loss {loss.name!r}: the term {term!r} is over {reduce.over!r}, not over {mask!r} as the first "
                     f"term. It needs a Head(..., over={reduce.over!r}) in outputs(), which has "
                     f"{', '.join(sorted(heads)) or 'none of its own'}, and a reduction per token, got {reduce.how!r}"
                 )
-    return (own, *others)
+    return (mask, *other_masks)
 
 
 def required_columns(loss: Loss, heads: Iterable[Head]) -> tuple[str, ...]:
@@ -124,17 +124,17 @@ def _metric_sums(loss: Loss, result: LossOutput, sizes: Mapping[str, int]) -> di
                 f"metric {name!r} of loss {loss.name!r} must be (level, values) or (level, values, where) with "
                 f"a level of 'token', 'sequence' or 'unit'{_masks(sizes)}, got {type(metric).__name__} {metric!r:.80}"
             )
-        level, values, *where = metric
+        level, values, *selection = metric
         expected = sizes[level]
-        bools = all(isinstance(w, Tensor) and w.shape == (expected,) and w.dtype == torch.bool for w in where)
+        bools = all(isinstance(w, Tensor) and w.shape == (expected,) and w.dtype == torch.bool for w in selection)
         if not isinstance(values, Tensor) or values.shape != (expected,) or not bools:
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and the same number of "
                 f"bools if it has a selection; got {_got(values)}"
             )
-        counted = values[where[0]] if where else values
-        if counted.numel() or not (where or level not in LEVELS):
-            sums[name] = counted.detach().float().sum(), float(counted.numel())
+        values = values[selection[0]] if selection else values
+        if values.numel() or not (selection or level not in LEVELS):
+            sums[name] = values.detach().float().sum(), float(values.numel())
     return sums
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlhf.types import Image
 
-LEAST = 4
+MIN_TOKENS = 4
 """Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
 GAIN = 1 / 50
 """Nothing is shared if less than this part of all tokens would be saved, for the same reason."""
@@ -60,7 +60,7 @@ def sorted_by_prefix(
     group: Sequence[int] | None = None,
 ) -> tuple[list[int], list[int]]:
     """``sequences`` in an order in which those with a common prefix are neighbours, and the number of tokens that
-    each shares with the one before it (0 if fewer than :data:`LEAST`, or if their ``group`` differs)."""
+    each shares with the one before it (0 if fewer than :data:`MIN_TOKENS`, or if their ``group`` differs)."""
     array = ids.numpy()
     raw = {b: array[starts[b] : starts[b] + lens[b]].astype(np.int32).tobytes() for b in sequences}  # half of int64
     order = sorted(sequences, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
@@ -68,18 +68,18 @@ def sorted_by_prefix(
     for i, (a, b) in enumerate(pairwise(order), 1):
         if group is None or group[a] == group[b]:
             front = _front(np.frombuffer(raw[a], np.int32), np.frombuffer(raw[b], np.int32))
-            fronts[i] = front if front >= LEAST else 0
+            fronts[i] = front if front >= MIN_TOKENS else 0
     return order, fronts
 
 
 def _front(ids_a: np.ndarray, ids_b: np.ndarray) -> int:
     """How many tokens two sequences have in common at their fronts."""
-    least, begin, step = min(len(ids_a), len(ids_b)), 0, 256
-    while begin < least:
-        end = min(begin + step, least)
+    length, begin, step = min(len(ids_a), len(ids_b)), 0, 256
+    while begin < length:
+        end = min(begin + step, length)
         differ = ids_a[begin:end] != ids_b[begin:end]
         first = int(differ.argmax())
         if differ[first]:
             return begin + first
         begin, step = end, 2 * step
-    return least
+    return length

@@ -52,9 +52,9 @@ def gae(
     advantage, after_N = torch.zeros_like(R), R.new_zeros(R.shape[0])
     next_value_N = after_N if boot_N is None else boot_N.double()
     for t in reversed(range(R.shape[1])):
-        own = mask_NA[:, t]
+        mask_N = mask_NA[:, t]
         delta_N = R[:, t] + gamma * next_value_N - V[:, t]
-        after_N = torch.where(own, delta_N + gamma * lam * after_N, after_N)
-        next_value_N = torch.where(own, V[:, t], next_value_N)
-        advantage[:, t] = torch.where(own, after_N, torch.zeros_like(after_N))
+        after_N = torch.where(mask_N, delta_N + gamma * lam * after_N, after_N)
+        next_value_N = torch.where(mask_N, V[:, t], next_value_N)
+        advantage[:, t] = torch.where(mask_N, after_N, torch.zeros_like(after_N))
     return advantage.to(R_NA.dtype), torch.where(mask_NA, advantage + V, torch.zeros_like(V)).to(R_NA.dtype)

@@ -108,7 +108,7 @@ def temperature_of(trajectory: Trajectory, turn: Turn) -> float:
 
 def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -> dict[tuple[int, int], float]:
     """{(turn, token): weighted sum of the step rewards there}, as :func:`rlhf.ops.trajectories.assemble` says."""
-    placed: dict[tuple[int, int], float] = {}
+    rewards: dict[tuple[int, int], float] = {}
     for source, weight in step_sources.items():
         if source == ENV:
             steps = turn_rewards(trajectory)
@@ -123,8 +123,8 @@ def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -
                     f"({problem}); a step reward belongs to a token that the policy sampled"
                 )
             value = _finite(trajectory, f"step reward of {source!r}", float(value))
-            placed[number, token] = placed.get((number, token), 0.0) + weight * value
-    return placed
+            rewards[number, token] = rewards.get((number, token), 0.0) + weight * value
+    return rewards
 
 
 def turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:

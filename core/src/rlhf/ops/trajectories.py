@@ -188,14 +188,14 @@ class _Layout:
         unit = self.units[-1] + 1 if self.units else 0
         starts: dict[int, int] = {}
         for numbers in sequences:
-            before = self.tokens
+            begin = self.tokens
             for number in numbers:
                 starts[number] = self.tokens
                 self.turns.append((trajectory, number))
                 self.tokens += len(trajectory.turns[number].ids)
-            if self.tokens == before:
+            if self.tokens == begin:
                 raise ValueError(f"{name_of(trajectory)}: a sequence of the turns {list(numbers)} has no token")
-            self.lens.append(self.tokens - before)
+            self.lens.append(self.tokens - begin)
             self.units.append(unit)
         for (number, token), reward in steps.items():
             self.step_rewards[starts[number] + token] = reward
@@ -213,28 +213,28 @@ class _Layout:
             return ()
         per_sequence: list[list[Turn]] = []
         ends = iter(accumulate(self.lens))
-        at, end = 0, 0
+        offset, end = 0, 0
         for turn in turns:
-            if at == end:
+            if offset == end:
                 per_sequence.append([])
                 end = next(ends)
             per_sequence[-1].append(turn)
-            at += len(turn.ids)
+            offset += len(turn.ids)
         return tuple(joined_images((len(turn.ids), turn.images) for turn in turns) for turns in per_sequence)
 
     def observations(self) -> Tensor:
         """bool [N]: tokens of turns that were not sampled, after a sampled turn of their sequence."""
         mask_N = empty((self.tokens,), torch.bool).zero_()
         ends = iter(accumulate(self.lens))
-        at, end, sampled = 0, 0, False
+        offset, end, sampled = 0, 0, False
         for trajectory, number in self.turns:
             turn = trajectory.turns[number]
-            if at == end:
+            if offset == end:
                 end, sampled = next(ends), False
             if sampled and not turn.sampled:
-                mask_N[at : at + len(turn.ids)] = True
+                mask_N[offset : offset + len(turn.ids)] = True
             sampled = sampled or turn.sampled
-            at += len(turn.ids)
+            offset += len(turn.ids)
         return mask_N
 
     def columns(self, with_logprobs: bool) -> dict[str, Tensor]:

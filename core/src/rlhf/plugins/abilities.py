@@ -49,16 +49,16 @@ def check_abilities(kind: str, cls: type[Any], label: str) -> None:
             strings = [repr(c) for c in sorted(cls.capabilities) if _CAPABILITIES.get(c) == name]
             if strings or methods:
                 reasons[name] = [*strings, *methods]
-    pool = _of_a_pool(cls) if kind == "generator" else []
+    pool = _pool_methods(cls) if kind == "generator" else []
     if not reasons and not pool:
         return
     problems = []
     if reasons:
         bases = [*reasons, *(b.__name__ for b in cls.__bases__)]
-        why = ", ".join(f"{name} for {' and '.join(parts)}" for name, parts in reasons.items())
+        listing = ", ".join(f"{name} for {' and '.join(parts)}" for name, parts in reasons.items())
         problems.append(
             f" Write class {cls.__name__}({', '.join(bases)}), with the classes of rlhf.interfaces for what it can do "
-            f"({why}), and remove such words from `capabilities`."
+            f"({listing}), and remove such words from `capabilities`."
         )
     if pool:
         problems.append(f" Remove {', '.join(pool)}, of a launcher's rlhf.interfaces.EnginePool.")
@@ -68,9 +68,9 @@ def check_abilities(kind: str, cls: type[Any], label: str) -> None:
     )
 
 
-def _of_a_pool(cls: type[Any]) -> list[str]:
+def _pool_methods(cls: type[Any]) -> list[str]:
     """The methods of a class that only a pool of engines has."""
     from rlhf.interfaces import AnswersRequests, EnginePool
 
-    own = [n for n in vars(EnginePool) if not n.startswith("_") and not hasattr(AnswersRequests, n)]
-    return [f"{n}()" for n in own if hasattr(cls, n)]
+    names = [n for n in vars(EnginePool) if not n.startswith("_") and not hasattr(AnswersRequests, n)]
+    return [f"{n}()" for n in names if hasattr(cls, n)]

@@ -60,8 +60,8 @@ class SourceFile:
 
     @property
     def module_name(self) -> str:
-        where = hashlib.sha256(self.path.encode()).hexdigest()[:6]
-        return f"rlhf_file_{self.name}_{where}_{self.sha256[:12]}"
+        path_hash = hashlib.sha256(self.path.encode()).hexdigest()[:6]
+        return f"rlhf_file_{self.name}_{path_hash}_{self.sha256[:12]}"
 
     def tree(self) -> ast.Module:
         try:
@@ -115,11 +115,11 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
         return component_of(getattr(module, attribute), kind, attribute, source.name, module, label)
     from rlhf.interfaces import interface
 
-    own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
-    candidates: list[Any] = [c for c in own if isinstance(c, type) and issubclass(c, interface(kind))]
+    members = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
+    candidates: list[Any] = [c for c in members if isinstance(c, type) and issubclass(c, interface(kind))]
     concrete = [c for c in candidates if not abstract_methods(c)] or candidates
     if kind == "reward" and not concrete:
-        concrete = [f for f in own if _is_function(f) and form_of_function(f)]
+        concrete = [f for f in members if _is_function(f) and form_of_function(f)]
     if len(concrete) > 1:
         choices = ", ".join(f"file:{source.path}:{c.__name__}" for c in concrete)
         raise PluginInvalid(f"{label}: the file defines {len(concrete)} of that kind; pick one: {choices}")
@@ -148,8 +148,8 @@ def component_of(member: Any, kind: str, attribute: str, name: str, module: Modu
 
     class_name = f"Reward_{attribute}"
     if (cls := vars(module).get(class_name)) is None:
-        where = f"reward function {attribute!r} of {module.__file__}"
-        cls = reward_of_function(member, form, name=name, class_name=class_name, module=module.__name__, label=where)
+        label = f"reward function {attribute!r} of {module.__file__}"
+        cls = reward_of_function(member, form, name=name, class_name=class_name, module=module.__name__, label=label)
         if hasattr(module, "conformance"):  # settings for the conformance suite, written beside the function
             cls.conformance = module.conformance
         setattr(module, class_name, cls)  # so that it pickles

@@ -47,8 +47,8 @@ def form_of_function(function: Callable[..., Any]) -> Form | None:
     except (TypeError, ValueError):
         return None
     form = form_of([p.name for p in parameters if p.kind in _NAMED])
-    others = {p.kind for p in parameters} - {*_NAMED}
-    return form if others <= (set() if form == "sample" else {inspect.Parameter.VAR_KEYWORD}) else None
+    other_kinds = {p.kind for p in parameters} - {*_NAMED}
+    return form if other_kinds <= (set() if form == "sample" else {inspect.Parameter.VAR_KEYWORD}) else None
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -26,7 +26,7 @@ def importing(label: str) -> Iterator[None]:
     Raises PluginImportFailed where the plugin calls ``os._exit``, or takes more than :data:`LIMIT_SECONDS`. The limit
     needs the main thread, because no other one can be interrupted.
     """
-    thread, process, ended = threading.get_ident(), os.getpid(), threading.Event()
+    thread, process, end_event = threading.get_ident(), os.getpid(), threading.Event()
     late: list[str] = []
 
     def leave(status: int) -> NoReturn:
@@ -36,11 +36,11 @@ def importing(label: str) -> Iterator[None]:
         raise PluginImportFailed(f"{label}: it calls os._exit({status}) when it is imported, which would end the run")
 
     def watch() -> None:
-        if ended.wait(NOTE_SECONDS):
+        if end_event.wait(NOTE_SECONDS):
             return
         text = f"note: {label}: its import has taken {NOTE_SECONDS:g} s; it is at {place(thread)}. Ctrl-C ends the run."
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-        if not ended.wait(LIMIT_SECONDS - NOTE_SECONDS) and thread == threading.main_thread().ident:
+        if not end_event.wait(LIMIT_SECONDS - NOTE_SECONDS) and thread == threading.main_thread().ident:
             late.append(place(thread))
             signal.pthread_kill(thread, signal.SIGINT)  # interrupts a wait too
 
@@ -55,7 +55,7 @@ def importing(label: str) -> Iterator[None]:
         raise
     finally:
         os._exit = leave_now
-        ended.set()
+        end_event.set()
         watcher.join()
 
 

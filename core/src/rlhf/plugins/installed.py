@@ -36,9 +36,9 @@ def _folder(name: str) -> _Folder:
         facts = os.stat(name or ".")
     except OSError:
         return name, ()
-    now = time.time_ns()
+    time_ns = time.time_ns()
     # The times of files move in ticks of milliseconds: what is installed right after a read may not change them.
-    recent = (now,) if now - facts.st_mtime_ns < 10**9 else ()
+    recent = (time_ns,) if time_ns - facts.st_mtime_ns < 10**9 else ()
     return name, (facts.st_dev, facts.st_ino, facts.st_mtime_ns, *recent)
 
 
@@ -57,14 +57,14 @@ def _read(folders: tuple[_Folder, ...]) -> tuple[Entry, ...]:
         name, its_version = metadata["Name"], metadata["Version"]
         if canonicalize_name(name) in offers:  # the first on the path wins, as for import
             continue
-        own = [Entry(p.group.removeprefix("rlhf."), p.name, name, its_version, p.value) for p in points]
-        offers[canonicalize_name(name)] = (metadata.get_all("Requires-Dist") or distribution.requires or [], own)
+        entries = [Entry(p.group.removeprefix("rlhf."), p.name, name, its_version, p.value) for p in points]
+        offers[canonicalize_name(name)] = (metadata.get_all("Requires-Dist") or distribution.requires or [], entries)
         versions[canonicalize_name(name)] = its_version
     version_of = cache(lambda name: versions.get(name) or installed_version(name, path))
     all_entries: list[Entry] = []
-    for texts, own in offers.values():
+    for texts, entries in offers.values():
         status = _unmet(texts, offers, version_of) or "ok"
-        all_entries += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
+        all_entries += [replace(e, status=_unknown_kind(e.kind) or status) for e in entries]
     return tuple(all_entries)
 
 
@@ -92,8 +92,8 @@ def _unmet(texts: Iterable[str], providers: Collection[str], version_of: Callabl
         except InvalidRequirement:
             return f"has the unreadable requirement {text!r}"
         name = canonicalize_name(requirement.name)
-        ours = name.startswith("rlhf-") or name in providers
-        if ours and (problem := unmet(requirement, version_of(name))):
+        is_rlhf = name.startswith("rlhf-") or name in providers
+        if is_rlhf and (problem := unmet(requirement, version_of(name))):
             return problem
     return ""
 

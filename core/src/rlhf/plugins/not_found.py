@@ -41,6 +41,6 @@ def not_found(reference: Reference, entries: Sequence[Entry], how_to_install: Ca
         served = f"is served by the plugin {name!r}, which is not installed."
         return f"{kind} {reference.text!r} {served}{installed}{line}"
     text = f"no {kind} named {name!r}.{did_you_mean(name, names)}{installed}"
-    if others := [e for e in entries if e.name == name]:
-        text += f" {name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
+    if namesakes := [e for e in entries if e.name == name]:
+        text += f" {name!r} is of kind {namesakes[0].kind} ({namesakes[0].owner}), not {kind}."
     return text + line

@@ -85,7 +85,7 @@ def pick(classes: list[type[Any]], kind: str, name: str, label: str) -> type[Any
         return check_class(kind, matches[0], label)
     if matches:
         raise PluginInvalid(
-            f"{label} registers {len(matches)} classes named {name!r}: {', '.join(map(_where, matches))}"
+            f"{label} registers {len(matches)} classes named {name!r}: {', '.join(map(_path, matches))}"
         )
     offered = ", ".join(f"{cls.__name__} (name = {cls.name!r})" for cls in classes) or "none"
     raise PluginInvalid(
@@ -98,7 +98,7 @@ def check_class(kind: str, cls: Any, label: str) -> type[Any]:
     check_kind_of(kind, cls, label)
     if not isinstance(cls.name, str) or not NAME.fullmatch(cls.name):
         raise PluginInvalid(
-            f"{label}: {_where(cls)} has name = {cls.name!r}; a name is lower case letters, digits and '_', e.g. "
+            f"{label}: {_path(cls)} has name = {cls.name!r}; a name is lower case letters, digits and '_', e.g. "
             f"name = {re.sub(r'[^a-z0-9_]+', '_', str(cls.name or cls.__name__).lower())!r}"
         )
     _check_config(kind, cls, label)
@@ -108,7 +108,7 @@ def check_class(kind: str, cls: Any, label: str) -> type[Any]:
         owners.setdefault(_owner(kind, cls, name), []).append(name)
     if owners:
         missing = "; ".join(f"{', '.join(names)}, which every {owner} must have" for owner, names in owners.items())
-        raise PluginInvalid(f"{label}: {_where(cls)} does not define {missing}")
+        raise PluginInvalid(f"{label}: {_path(cls)} does not define {missing}")
     result: type[Any] = cls
     return result
 
@@ -119,14 +119,14 @@ def _check_config(kind: str, cls: type[Any], label: str) -> None:
 
     if not hasattr(interface(kind), "Config"):
         if hasattr(cls, "Config"):
-            raise PluginInvalid(f"{label}: {_where(cls)} has a Config, but a {kind} has no options. Remove the Config")
+            raise PluginInvalid(f"{label}: {_path(cls)} has a Config, but a {kind} has no options. Remove the Config")
         return
     from rlhf.interfaces import ComponentConfig
 
     config = cls.Config
     if not isinstance(config, type) or not issubclass(config, ComponentConfig):
         raise PluginInvalid(
-            f"{label}: {_where(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
+            f"{label}: {_path(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
         )
 
 
@@ -142,7 +142,7 @@ def check_kind_of(kind: str, cls: Any, label: str) -> None:
     if not issubclass(cls, base):
         other = kind_of(cls)
         description = f"is of kind {other}" if other else f"derives from {', '.join(b.__name__ for b in cls.__bases__)}"
-        raise PluginInvalid(f"{label}: {_where(cls)} {description}; kind {kind} needs {expected}")
+        raise PluginInvalid(f"{label}: {_path(cls)} {description}; kind {kind} needs {expected}")
 
 
 def kind_of(cls: type[Any]) -> str:
@@ -165,7 +165,7 @@ def _owner(kind: str, cls: type[Any], method: str) -> str:
     return base.__name__ if issubclass(base, Ability) and not issubclass(base, interface(kind)) else kind
 
 
-def _where(cls: type[Any]) -> str:
+def _path(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

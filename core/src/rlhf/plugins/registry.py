@@ -57,14 +57,14 @@ class Plugins:
         """All entries, or those of one kind, in order of kind and name, each with its status."""
         if kind is not None:
             check_kind(kind)
-        listed = []
+        entries = []
         for entry in self._all():
             if kind is None or entry.kind == kind:
-                others = [e.distribution for e in self._named(entry.kind, entry.name) if e != entry]
-                if others and entry.status == "ok":
-                    entry = replace(entry, status=f"conflict with {', '.join(others)}")
-                listed.append(entry)
-        return listed
+                conflicts = [e.distribution for e in self._named(entry.kind, entry.name) if e != entry]
+                if conflicts and entry.status == "ok":
+                    entry = replace(entry, status=f"conflict with {', '.join(conflicts)}")
+                entries.append(entry)
+        return entries
 
     def register(self, kind: str, cls: type[Any], distribution: str = IN_PROCESS) -> type[Any]:
         """Offer a class of this process, for tests and notebooks. Registering the same class again (a notebook cell
@@ -104,9 +104,9 @@ class Plugins:
         if reference.scheme == "python":
             return self._resolve_module(reference)
         entry = self._find(reference)
-        own = self._registered.get((kind, entry.name, entry.distribution))
-        sha256 = source_sha256(own) if own is not None and entry.distribution == IN_PROCESS else ""
-        cls = own or self._import(entry)
+        registered_class = self._registered.get((kind, entry.name, entry.distribution))
+        sha256 = source_sha256(registered_class) if registered_class and entry.distribution == IN_PROCESS else ""
+        cls = registered_class or self._import(entry)
         return Resolved(
             kind, entry.name, cls, entry.distribution, entry.version, ref, sha256, options=reference.options
         )

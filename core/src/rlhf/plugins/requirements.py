@@ -126,8 +126,8 @@ def unmet_optional(distribution: str, name: str, version: str) -> str:
     which a plugin found by itself."""
     for metadata in importlib.metadata.distributions(name=distribution):
         for requirement in map(Requirement, metadata.requires or ()):
-            ours = canonicalize_name(requirement.name) == canonicalize_name(name)
-            if ours and not requirement.specifier.contains(version, prereleases=True):
+            names_match = canonicalize_name(requirement.name) == canonicalize_name(name)
+            if names_match and not requirement.specifier.contains(version, prereleases=True):
                 words = pip_words(requirement.name, str(requirement.specifier))
                 return f"needs {requirement.name}{requirement.specifier}, found {version}. Try: pip install {words}"
         break
@@ -152,9 +152,9 @@ def check_requirements(requirements: Iterable[str], path: Sequence[str] | None =
             version = installed_version(requirement.name, path)
             problem = unmet(requirement, version)
         except ValueError as cause:  # InvalidRequirement is one; so is a version number of thousands of digits
-            why = str(cause).splitlines()[0]
+            reason = str(cause).splitlines()[0]
             raise ConfigError(
-                f"run.requires: {text!r} is not a requirement ({why}); write e.g. 'rlhf-plugin-math>=0.1'"
+                f"run.requires: {text!r} is not a requirement ({reason}); write e.g. 'rlhf-plugin-math>=0.1'"
             ) from cause
         if problem:
             problems.append(problem)

@@ -59,12 +59,12 @@ def _reward_of_samples(function: Callable[..., Any], label: str) -> tuple[type[A
     return Reward, {"per_sample": True, "reads": "text", "score": score_async if is_async(function) else score}
 
 
-def reward_value(value: Any, label: str, where: str = "") -> float | None:
+def reward_value(value: Any, label: str, location: str = "") -> float | None:
     """A reward function's return value for a sample, checked: a finite number or None.
 
     Args:
         label: name of the function in messages.
-        where: which of several samples the value is for, in messages.
+        location: which of several samples the value is for, in messages.
 
     Raises RewardError otherwise.
     """
@@ -75,7 +75,7 @@ def reward_value(value: Any, label: str, where: str = "") -> float | None:
     except OverflowError:  # an integer that is too large for a float
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{label} returned {shown(value)}{where}; expected a finite number or None")
+        raise RewardError(f"{label} returned {shown(value)}{location}; expected a finite number or None")
     return number
 
 
@@ -115,15 +115,15 @@ class ColumnFunction(Reward):
         columns, arguments = self.config.columns, self.config.arguments
         for option, names in (("columns", columns), ("arguments", arguments)):
             unknown = [n for n in names if n not in self._names and not self._takes_all]
-            if own := [n for n in names if n in self.samples]:
-                raise ConfigError(f"{option}.{own[0]}: {self.label} gets {own[0]!r} from the run. Remove the option.")
+            if name := next((n for n in names if n in self.samples), None):
+                raise ConfigError(f"{option}.{name}: {self.label} gets {name!r} from the run. Remove the option.")
             if unknown:
                 raise ConfigError(
                     f"{option}.{unknown[0]}: {self.label} has no parameter {unknown[0]!r}; it has "
                     f"{', '.join(self._names)}"
                 )
-        if twice := [n for n in columns if n in arguments]:
-            raise ConfigError(f"columns.{twice[0]} and arguments.{twice[0]} are both set. Remove one.")
+        if duplicates := [n for n in columns if n in arguments]:
+            raise ConfigError(f"columns.{duplicates[0]} and arguments.{duplicates[0]} are both set. Remove one.")
         if missing := [n for n in self._needed if n in NOT_PASSED and n not in columns and n not in arguments]:
             raise ConfigError(
                 f"{self.label} has the parameter {missing[0]!r}, which rewards are not given here. Give it a default, "
@@ -271,8 +271,8 @@ class _Log:
         self._metrics.setdefault(str(name), []).append(number)
 
     def infos(self) -> list[dict[str, Any]]:
-        if both := sorted(self._extra.keys() & self._metrics.keys()):
-            raise RewardError(f"{self._label} logs {both[0]!r} with log_extra and with log_metric. Rename one.")
+        if duplicates := sorted(self._extra.keys() & self._metrics.keys()):
+            raise RewardError(f"{self._label} logs {duplicates[0]!r} with log_extra and with log_metric. Rename one.")
         metrics = {name: math.fsum(values) / len(values) for name, values in self._metrics.items()}
         return [{**{n: v[i] for n, v in self._extra.items()}, **metrics} for i in range(self._samples)]
 

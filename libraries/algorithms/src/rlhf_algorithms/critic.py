@@ -94,9 +94,9 @@ class ValueScale:
         if not count:
             return
         mean = float(returns_A.double().mean())
-        apart, total = mean - self.mean, self.count + count
-        self.squares += float((returns_A.double() - mean).square().sum()) + apart**2 * self.count * count / total
-        self.mean += apart * count / total
+        delta, total = mean - self.mean, self.count + count
+        self.squares += float((returns_A.double() - mean).square().sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
         self.count = total
 
     def state_dict(self) -> dict[str, float]:

@@ -44,8 +44,8 @@ def k2(d: Tensor) -> Tensor:
 
 def k3(d: Tensor) -> Tensor:
     """Unbiased and never negative; tangent beyond ``EXP_BOUND``."""
-    inside, beyond = clip(-d, -math.inf, EXP_BOUND), torch.relu(-d - EXP_BOUND)
-    return torch.expm1(inside) + math.exp(EXP_BOUND) * beyond + d
+    exponent, excess = clip(-d, -math.inf, EXP_BOUND), torch.relu(-d - EXP_BOUND)
+    return torch.expm1(exponent) + math.exp(EXP_BOUND) * excess + d
 
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

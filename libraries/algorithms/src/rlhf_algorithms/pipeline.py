@@ -156,17 +156,17 @@ def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Ten
         block = batch.between(first, last)
         begin, end = end, end + block.tokens
         boot = None if boot_U is None else boot_U[first:last]
-        for values_N, own in zip(columns, _returns(block, advantage, R_N[begin:end], boot), strict=False):
-            values_N[begin:end] = own
+        for values_N, block_values_N in zip(columns, _returns(block, advantage, R_N[begin:end], boot), strict=False):
+            values_N[begin:end] = block_values_N
     return batch.with_column("tok", "returns", columns[1]) if advantage.needs_values else batch, columns[0]
 
 
-def _blocks(batch: Batch, most: int) -> Iterator[tuple[int, int]]:
-    """(first unit, last + 1) of each block: as many units as a matrix of ``most`` values holds, at least one."""
+def _blocks(batch: Batch, max_values: int) -> Iterator[tuple[int, int]]:
+    """(first unit, last + 1) of each block: as many units as a matrix of ``max_values`` values holds, at least one."""
     first, width = 0, 0
     for unit, tokens in enumerate(batch.tokens_per_unit()):
         width = max(width, tokens)
-        if unit > first and width * (unit + 1 - first) > most:
+        if unit > first and width * (unit + 1 - first) > max_values:
             yield first, unit
             first, width = unit, tokens
     yield first, batch.units
@@ -232,15 +232,15 @@ def bootstrap_values(batch: Batch) -> Tensor | None:
     return torch.where(batch.unit["truncated"], value_U, torch.zeros_like(value_U))
 
 
-def normalise(values_N: Tensor, mask_N: Tensor, how: Literal["none", "center", "whiten"]) -> Tensor:
+def normalise(values_N: Tensor, mask_N: Tensor, mode: Literal["none", "center", "whiten"]) -> Tensor:
     """Stage 8: subtract the mean over all tokens under the mask; ``whiten`` also divides by the square root of their
     population variance, clamped at 1e-8. float32 [N], 0 where masked."""
-    if how == "none":
+    if mode == "none":
         return torch.where(mask_N, values_N, 0.0).float()
     values = masked(values_N, mask_N).double()
     if values.numel():
         values -= values.mean()
-        if how == "whiten":
+        if mode == "whiten":
             values /= values.square().mean().clamp(min=MIN_VARIANCE).sqrt()
     return torch.zeros(values_N.shape).masked_scatter_(mask_N, values.float())
 
@@ -255,11 +255,11 @@ def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
     raw_U, group_U = batch.unit["reward"], batch.unit["group"]
     std_G = one_per_group(group_std(raw_U, group_U), group_U)
     step_N = batch.tok.get("step_reward", torch.zeros(1))
-    placed_A = masked(step_N, batch.tok["loss_mask"]) if any(step_N.aminmax()) else step_N[:0]
+    step_reward_A = masked(step_N, batch.tok["loss_mask"]) if any(step_N.aminmax()) else step_N[:0]
     steps: Metrics = {}
-    if placed_A.numel() and any(placed_A.aminmax()):  # one of them is not 0
-        placed = float(placed_A.double().sum()) / batch.units
-        steps = {"reward/steps": placed, "reward/total": _mean(raw_U) + placed}
+    if step_reward_A.numel() and any(step_reward_A.aminmax()):  # one of them is not 0
+        steps_mean = float(step_reward_A.double().sum()) / batch.units
+        steps = {"reward/steps": steps_mean, "reward/total": _mean(raw_U) + steps_mean}
     return steps | {
         "reward/mean": _mean(raw_U),
         "reward/std": _std(raw_U),

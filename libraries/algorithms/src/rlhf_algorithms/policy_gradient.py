@@ -329,8 +329,8 @@ class PolicyGradient(Algorithm[Group]):
         """``batch`` without the masked samples. If all samples are masked the batch is not changed, because no batch
         may be empty; :meth:`updates` then trains nothing."""
         masked_U = self._masked(batch)
-        some = bool(masked_U.any()) and not bool(masked_U.all())
-        return batch.keep(~masked_U[batch.unit_B]) if some else batch
+        is_partial = bool(masked_U.any()) and not bool(masked_U.all())
+        return batch.keep(~masked_U[batch.unit_B]) if is_partial else batch
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapt the coefficients: of the KL to the KL of this step and its number of trajectories, including masked
@@ -383,8 +383,8 @@ class PolicyGradient(Algorithm[Group]):
     def _uses_kl(self) -> bool:
         return bool(self.config.kl.coef > 0)
 
-    def _kl_in(self, where: str) -> bool:
-        return self._uses_kl and self.config.kl.where == where
+    def _kl_in(self, place: str) -> bool:
+        return self._uses_kl and self.config.kl.where == place
 
     @property
     def _reads_old(self) -> bool:

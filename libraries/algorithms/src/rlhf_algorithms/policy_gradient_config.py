@@ -332,8 +332,8 @@ def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfi
         replaced = _replaced(cls, base, method)
         if replaced is None:
             continue
-        owner, stated = replaced
-        lost = [option for option in options if IS_SET[option](config) and option not in stated]
+        owner, applied_options = replaced
+        lost = [option for option in options if IS_SET[option](config) and option not in applied_options]
         if lost:
             raise ConfigError(
                 f"algorithm.{', algorithm.'.join(lost)}: set, but {owner.__name__}.{method}() of algorithm "
@@ -350,12 +350,12 @@ def replaces(cls: type[Any], base: type[Any], method: str) -> bool:
 def _replaced(cls: type[Any], base: type[Any], method: str) -> tuple[type[Any], tuple[str, ...]] | None:
     """The class whose override replaces the base's method, and the options that it and its subclasses declare to apply;
     None if the method of ``base`` is used."""
-    stated: tuple[str, ...] = ()
+    applied_options: tuple[str, ...] = ()
     for owner in _up_to(cls, base):
-        stated += tuple(vars(owner).get("applies", ()))
-        own = vars(owner).get(method)
-        if own is not None and not _calls_base(own, method):
-            return owner, stated
+        applied_options += tuple(vars(owner).get("applies", ()))
+        override = vars(owner).get(method)
+        if override is not None and not _calls_base(override, method):
+            return owner, applied_options
     return None
 
 

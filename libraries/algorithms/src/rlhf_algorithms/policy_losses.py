@@ -95,10 +95,10 @@ class PolicyLoss(Loss):
 
     def reduce(self) -> dict[str, Reduce]:
         c = self.config
-        how = Reduce(c.aggregation, constant=float(c.max_length or 1))
-        terms = {"policy": how}
+        reduction = Reduce(c.aggregation, constant=float(c.max_length or 1))
+        terms = {"policy": reduction}
         if c.entropy_coef:
-            terms["entropy"] = Reduce(c.aggregation, coef=-c.entropy_coef, constant=how.constant)
+            terms["entropy"] = Reduce(c.aggregation, coef=-c.entropy_coef, constant=reduction.constant)
         return terms
 
     def misfits(self, shape: OnlineShape) -> list[str]:

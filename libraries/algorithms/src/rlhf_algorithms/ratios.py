@@ -14,15 +14,15 @@ LOG_RATIO_BOUND = 20.0
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """The log-ratio within +-20, with gradient 1 everywhere. Infinite input gives the bound (and no gradient)."""
-    inside = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.where(log_ratio.isinf(), inside, inside.detach() + (log_ratio - log_ratio.detach()))
+    clamped_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.where(log_ratio.isinf(), clamped_ratio, clamped_ratio.detach() + (log_ratio - log_ratio.detach()))
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
     """``x.clamp(low, high)`` with gradient 1 at the bounds, where torch's has had 0 since 2.15. With a clip of zero the
     ratios of a first step are there."""
-    inside = x.clamp(low, high).detach()
-    return torch.where(x == inside, x, inside)
+    clamped_x = x.clamp(low, high).detach()
+    return torch.where(x == clamped_x, x, clamped_x)
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -44,6 +44,6 @@ def clipped_surrogate(
     objective, active = torch.minimum(unclipped, clipped), clipped < unclipped
     if dual_clip is not None:
         floor = dual_clip * advantages
-        below = (advantages < 0) & (objective < floor)
-        objective, active = torch.where(below, floor, objective), active | below
+        floor_mask = (advantages < 0) & (objective < floor)
+        objective, active = torch.where(floor_mask, floor, objective), active | floor_mask
     return -objective, active

@@ -80,9 +80,9 @@ class Teacher:
                 f"{', '.join(map(repr, run.sources))}. A source's name is its `name`, or the stem of its file"
             )
         counts = {source: self._teachers_of(source) for source in run.sources}
-        if several := [source for source, count in counts.items() if count > 1]:
+        if sources := [source for source, count in counts.items() if count > 1]:
             raise ConfigError(
-                f"the rows of {', '.join(map(repr, several))} have several teachers: {', '.join(run.teachers)}. Name "
+                f"the rows of {', '.join(map(repr, sources))} have several teachers: {', '.join(run.teachers)}. Name "
                 "the data sources of each in its reward's `sources`"
             )
         if not config.task and (untaught := [source for source, count in counts.items() if count == 0]):
@@ -246,13 +246,13 @@ class Teacher:
         order_B = torch.argsort(unit_B, stable=True)
         index_N = spans((torch.cumsum(lens_B, 0) - lens_B)[order_B], lens_B[order_B])
 
-        def joined(values_N: Tensor, further: Tensor) -> Tensor:
-            return torch.cat([values_N, further.to(values_N.dtype)])[index_N]
+        def joined(values_N: Tensor, teacher_values: Tensor) -> Tensor:
+            return torch.cat([values_N, teacher_values.to(values_N.dtype)])[index_N]
 
         tok = {}
         for name, values_N in batch.tok.items():
-            further = values_N.new_full((added, *values_N.shape[1:]), UNKNOWN if name == EXPERTS else 0)
-            tok[name] = joined(values_N, torch.tensor(temperatures) if name == "temperature" else further)
+            teacher_values = values_N.new_full((added, *values_N.shape[1:]), UNKNOWN if name == EXPERTS else 0)
+            tok[name] = joined(values_N, torch.tensor(temperatures) if name == "temperature" else teacher_values)
         mask_N = joined(torch.zeros(batch.tokens, dtype=torch.bool), torch.tensor(sampled, dtype=torch.bool))
         role_B = torch.cat([batch.role_B, torch.zeros(len(units), dtype=torch.int64)])[order_B]
         all_ids_N = joined(batch.ids_N, torch.tensor(ids, dtype=torch.int64))
@@ -270,8 +270,8 @@ class Teacher:
             return None
         if not isinstance(text, str):
             raise TrainingError(f"{name}: algorithm.teacher.context = {config.context!r} is no text, got {shown(text)}")
-        before = [i for turn in sample.turns[: _first(sample)] for i in turn.ids]
-        if any(turn.images for turn in sample.turns) or before != list(self.opening(row, "")):
+        prompt_ids = [i for turn in sample.turns[: _first(sample)] for i in turn.ids]
+        if any(turn.images for turn in sample.turns) or prompt_ids != list(self.opening(row, "")):
             raise TrainingError(
                 f"{name}: algorithm.teacher.context is added to a row's prompt of text, but this sample has images, or "
                 "its rollout wrote another prompt than the row's. Leave it out, or use another rollout"

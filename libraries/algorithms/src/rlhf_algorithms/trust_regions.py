@@ -22,7 +22,7 @@ from rlhf_algorithms.correction import divergence
 from rlhf_algorithms.policy_losses import Metrics, PolicyLoss, PolicyLossConfig, PPOConfig, PPOLoss
 from rlhf_algorithms.ratios import LOG_RATIO_BOUND, bounded, token_ratio
 
-NOW, SELECTED = "live_logprobs", "covariance_selected"
+LIVE_LOGPROBS, SELECTED = "live_logprobs", "covariance_selected"
 """Token columns: log-probs right before the optimizer step, and 1 for tokens that the covariance selects."""
 
 
@@ -173,8 +173,8 @@ class CovarianceConfig(PPOConfig):
     def _one_treatment(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"low = {self.low} must be below high = {self.high}")
-        others = ("kl_coef",) if self.treatment == "clip" else ("low", "high", "clip_low", "clip_high", "dual_clip")
-        idle = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
+        options = ("kl_coef",) if self.treatment == "clip" else ("low", "high", "clip_low", "clip_high", "dual_clip")
+        idle = [name for name in options if getattr(self, name) != type(self).model_fields[name].default]
         if idle:
             raise ValueError(f"treatment = {self.treatment!r} does not read {' and '.join(idle)}; leave it out")
         return self
@@ -205,19 +205,19 @@ class Covariance(PPOLoss):
         return super().signal() if self.config.treatment == "clip" else ()  # the penalty is of all selected tokens
 
     def prepass(self) -> tuple[Annotation, ...]:
-        return (*super().prepass(), Annotation("policy", "logprobs", NOW))
+        return (*super().prepass(), Annotation("policy", "logprobs", LIVE_LOGPROBS))
 
     def prepare(self, batch: Batch) -> Batch:
         batch = super().prepare(batch)
         mask_N = batch.tok["loss_mask"]
-        logprobs_A, advantages_A = (batch.column(name)[mask_N].double() for name in (NOW, "advantages"))
+        logprobs_A, advantages_A = (batch.column(name)[mask_N].double() for name in (LIVE_LOGPROBS, "advantages"))
         covariance_A = (logprobs_A - logprobs_A.mean()) * (advantages_A - advantages_A.mean())
         count = math.ceil(self.config.share * logprobs_A.numel())
         if self.config.treatment == "kl":
             picked = covariance_A.topk(count).indices
         else:
-            inside = ((covariance_A >= self.config.low) & (covariance_A <= self.config.high)).nonzero()[:, 0]
-            picked = inside[draws(batch)[mask_N][inside].argsort(stable=True)[:count]]
+            indices = ((covariance_A >= self.config.low) & (covariance_A <= self.config.high)).nonzero()[:, 0]
+            picked = indices[draws(batch)[mask_N][indices].argsort(stable=True)[:count]]
         selected_A = torch.zeros(logprobs_A.shape).index_fill_(0, picked, 1.0)
         return batch.with_column("tok", SELECTED, torch.zeros(batch.tokens).masked_scatter_(mask_N, selected_A))
 

@@ -25,7 +25,7 @@ def batch(count: int = 4, extra: int = 0) -> Batch:
         UnitData([SequenceData([1, 2], {"loss_mask": [False, u < count]}, role) for role in (0, 1)])
         for u in range(count + extra)
     ]
-    pairs = pack(made).with_column("tok", ranks.NOW, column((NOW * 2)[: count + extra]), over=None)
+    pairs = pack(made).with_column("tok", ranks.LIVE_LOGPROBS, column((NOW * 2)[: count + extra]), over=None)
     return pairs.with_column("tok", "ref_logprobs", column((REFERENCE * 2)[: count + extra]), over=None)
 
 

@@ -39,7 +39,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def share_all(monkeypatch):
     """Share all prefixes, also short ones."""
-    monkeypatch.setattr(rules, "LEAST", 1)
+    monkeypatch.setattr(rules, "MIN_TOKENS", 1)
     monkeypatch.setattr(rules, "GAIN", 0.0)
 
 

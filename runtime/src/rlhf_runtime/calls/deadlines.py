@@ -15,7 +15,7 @@ from rlhf.errors import RlhfError
 
 T = TypeVar("T")
 
-OURS = tuple(str(Path(file).parent) for file in (rlhf.errors.__file__, Path(__file__).parent))
+RLHF_FOLDERS = tuple(str(Path(file).parent) for file in (rlhf.errors.__file__, Path(__file__).parent))
 """Folders of the core and of the code that calls plugins. An error raised in these folders during a call into a plugin
 is the plugin's error, so their frames are not shown."""
 
@@ -76,23 +76,23 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
     as plain ``def``.
     """
     clock, loop = Clock(), asyncio.get_running_loop()
-    before = _CLOCK.set(clock)
+    clock_token = _CLOCK.set(clock)
     try:
         task = asyncio.ensure_future(_errors_only(awaitable))  # the task copies the context, and with it the clock
     finally:
-        _CLOCK.reset(before)
+        _CLOCK.reset(clock_token)
     begin, seconds_left = loop.time(), seconds
-    ended: set[asyncio.Future[T]] = set()
+    done_tasks: set[asyncio.Future[T]] = set()
     try:
-        while not ended and seconds_left > 0:
-            ended, _ = await asyncio.wait({task}, timeout=seconds_left)
+        while not done_tasks and seconds_left > 0:
+            done_tasks, _ = await asyncio.wait({task}, timeout=seconds_left)
             seconds_left = seconds - (loop.time() - begin - clock.waited())
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
         task.add_done_callback(_retrieve)
         raise
-    if not ended:
+    if not done_tasks:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
         task.add_done_callback(_retrieve)
@@ -103,14 +103,14 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
 
 
 def cause(error: BaseException) -> str:
-    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside of :data:`OURS`,
-    which is the place that the plugin's author has to look at. Errors of this project name their place themselves."""
+    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside of
+    :data:`RLHF_FOLDERS`, where the plugin's author has to look. Errors of this project name their place themselves."""
     if isinstance(error, ProcessEnd) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, RlhfError):
         return f"{type(error).__name__}: {error}"
     frames = list(traceback.extract_tb(error.__traceback__))
-    frames = [f for f in frames if not f.filename.startswith(OURS)] or frames
+    frames = [f for f in frames if not f.filename.startswith(RLHF_FOLDERS)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 

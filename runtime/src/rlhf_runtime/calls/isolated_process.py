@@ -43,9 +43,9 @@ class LentPackages:
         return [d for d in distributions if context.name in (None, d.metadata["Name"])]
 
 
-def lend(lent: dict[str, Any]) -> None:
-    """Let this process import the packages of the run that ``lent`` names, before packages of the same name here."""
-    sys.meta_path.insert(0, LentPackages(lent["folders"], lent["metadata"]))
+def lend(packages: dict[str, Any]) -> None:
+    """Let this process import the ``packages`` of the run, before packages of the same name here."""
+    sys.meta_path.insert(0, LentPackages(packages["folders"], packages["metadata"]))
 
 
 def main() -> None:

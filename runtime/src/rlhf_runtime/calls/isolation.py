@@ -61,8 +61,8 @@ def command(resolved: Resolved, python: str, *arguments: str) -> list[str]:
         distribution = importlib.metadata.distribution(resolved.distribution)
         header = (distribution.read_text("METADATA") or "").partition("\n\n")[0]  # without the README
         metadata = {"METADATA": header, "entry_points.txt": distribution.read_text("entry_points.txt") or ""}
-    lent = json.dumps({"folders": {name: _folder(name) for name in modules}, "metadata": metadata})
-    return [_absolute(python), "-s", str(PROGRAM), *arguments, lent]
+    packages = json.dumps({"folders": {name: _folder(name) for name in modules}, "metadata": metadata})
+    return [_absolute(python), "-s", str(PROGRAM), *arguments, packages]
 
 
 def environment(python: str, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -113,19 +113,19 @@ class MainThread:
             try:
                 return self._jobs.get(timeout=min(LOOK, self._standstill, self._grace))
             except queue.Empty:
-                now = time.monotonic()
+                time_s = time.monotonic()
             if beat.is_set():
                 beat.clear()
                 self.loop.call_soon_threadsafe(beat.set)
-                turned = now
-            elif not is_reported and now - turned >= self._standstill:
+                turned = time_s
+            elif not is_reported and time_s - turned >= self._standstill:
                 is_reported = True
-                print(_standing_still(self._thread, now - turned), file=sys.stderr, flush=True)  # noqa: T201
+                print(_standing_still(self._thread, time_s - turned), file=sys.stderr, flush=True)  # noqa: T201
             if self.stop is not None and self.stop.requested:
-                stop_time = now if stop_time is None else stop_time
-                if now - max(stop_time, turned) >= self._grace:
+                stop_time = time_s if stop_time is None else stop_time
+                if time_s - max(stop_time, turned) >= self._grace:
                     self._stuck = True
-                    raise StandstillError(_in_the_way(self._thread, self.stop.reason, now - turned))
+                    raise StandstillError(_in_the_way(self._thread, self.stop.reason, time_s - turned))
 
     def _finish(self, future: asyncio.Future[T], settle: Callable[[], None]) -> None:
         def settle_if_waiting() -> None:

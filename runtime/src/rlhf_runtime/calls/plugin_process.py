@@ -83,7 +83,7 @@ def main() -> None:
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     faulthandler.enable()
     host: Any = None
-    own = os.getpid()
+    process_id = os.getpid()
     while (request := receive(connection)) is not None:
         try:
             name, arguments = pickle.loads(request)
@@ -103,7 +103,7 @@ def main() -> None:
             answer = json.dumps({"invalid": str(error)})
         except Exception as error:
             answer = json.dumps({"raised": cause(error)})
-        if os.getpid() != own:  # a fork made by the plugin returned here and must not answer
+        if os.getpid() != process_id:  # a fork made by the plugin returned here and must not answer
             os._exit(0)
         send(connection, answer.encode())
 

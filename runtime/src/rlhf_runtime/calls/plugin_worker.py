@@ -73,18 +73,18 @@ class PluginWorker:
         self.label, self.error, self.alive = label or str(resolved), error, True
         self._resolved, self._python = resolved, python
         self._build = (reference(resolved, error), None if config is None else config.model_dump_json())
-        self._socket, theirs = socket.socketpair()
+        self._socket, peer = socket.socketpair()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
         environment.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order in every worker
-        end = str(theirs.fileno())
+        end = str(peer.fileno())
         program = [sys.executable, "-P", "-m", "rlhf_runtime.calls.plugin_process", end]
         if python is not None:
             environment = isolation.environment(python, environment)
             program = isolation.command(resolved, python, end)
         read_end, write_end = os.pipe()
-        self._process = Child(program, stdout=write_end, stderr=write_end, pass_fds=(theirs.fileno(),), env=environment)
-        theirs.close()
+        self._process = Child(program, stdout=write_end, stderr=write_end, pass_fds=(peer.fileno(),), env=environment)
+        peer.close()
         os.close(write_end)
         self._socket.setblocking(False)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -107,11 +107,11 @@ class PluginWorker:
             await self.call("path", list(sys.path), deadline=START_DEADLINE)
         else:
             requirements = isolation.requirements(self._resolved)
-            here = f"{self._resolved.ref} --kind {self._resolved.kind}"
+            arguments = f"{self._resolved.ref} --kind {self._resolved.kind}"
             if missing := await self.call("unmet", requirements, isolation.EXTRA, deadline=START_DEADLINE):
                 raise self.error(
                     f"{self.label}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it "
-                    f"there, or make another with `rlhf plugins isolate {here} --output DIR`."
+                    f"there, or make another with `rlhf plugins isolate {arguments} --output DIR`."
                 )
         await self.call("build", *self._build, deadline=START_DEADLINE)
 

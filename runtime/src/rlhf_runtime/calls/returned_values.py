@@ -69,8 +69,8 @@ def check_step(step: object, agents: Sequence[str] = ()) -> EnvStep:
     if strangers := [name for name in names if name not in agents]:
         raise InvalidResult(f"returned an EnvStep that names the agent {shown(strangers[0])}; {_allowed(agents)}")
     rewards = {agent: _number(f"EnvStep(rewards={{{agent!r}: ", value) for agent, value in step.rewards.items()}
-    own = step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score
-    return EnvStep(*own, step.agent, rewards)
+    fields = step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score
+    return EnvStep(*fields, step.agent, rewards)
 
 
 def check_opening(opening: object, agents: Sequence[str] = ()) -> str | EnvStep:
@@ -113,9 +113,9 @@ def check_turns(turns: object, experts: ExpertLayers | None = None, agents: Sequ
         if turn.agent not in conversations:
             raise InvalidResult(f"returned turn {number} of the agent {shown(turn.agent)}; {_allowed(agents)}")
         conversations[turn.agent].append(turn)
-    played = [own for own in conversations.values() if own] or [[]]
-    for own in played:
-        _check_conversation(own, experts)
+    played = [conversation for conversation in conversations.values() if conversation] or [[]]
+    for conversation in played:
+        _check_conversation(conversation, experts)
     return played
 
 

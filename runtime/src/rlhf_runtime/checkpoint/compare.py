@@ -120,13 +120,13 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     differences += _differences(
         meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
     )
-    before, now = meta.get("content", {}), current.get("content", {})
+    old, new = meta.get("content", {}), current.get("content", {})
     return (
         differences
         + [  # of a key that only one of them has, the config differs, or the release
-            Difference(f"content of {key}", before[key][:12], now[key][:12], _severity_of_key(key, reported))
-            for key in sorted(before.keys() & now.keys())
-            if before[key] != now[key]
+            Difference(f"content of {key}", old[key][:12], new[key][:12], _severity_of_key(key, reported))
+            for key in sorted(old.keys() & new.keys())
+            if old[key] != new[key]
         ]
     )
 
@@ -147,9 +147,9 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
     """Raise CheckpointError if continuing from ``path`` would mix two runs. Returns lines of text for the user."""
     refused = [str(d) for d in differences if d.severity == "refuse"]
     if refused:
-        listed = "\n  ".join(refused)
+        listing = "\n  ".join(refused)
         raise CheckpointError(
-            f"checkpoint {path} is from another config:\n  {listed}\n"
+            f"checkpoint {path} is from another config:\n  {listing}\n"
             f"Set these back to continue that run, or choose another run.output to start a new one."
         )
     lines = []
@@ -164,8 +164,8 @@ def _of_layout(layout: Collection[str]) -> list[str]:
     return [f"{place}.{name}" for place in ("trainer.options", "*.trainer", "roles.*.trainer") for name in layout]
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
-    old, new = _flatten(before), _flatten(now)
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
+    old, new = _flatten(old), _flatten(new)
     differences = []
     for key in sorted({*old, *new}):
         a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
@@ -188,12 +188,12 @@ def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
     return "refuse"
 
 
-def _severity_of_plugin(key: str, before: Any, now: Any) -> Severity:
+def _severity_of_plugin(key: str, old: Any, new: Any) -> Severity:
     """Another version, or other content of a file, is reported. Another distribution under the same name is another
     plugin. A plugin that only one of both has also differs in the config, and is compared there."""
-    if _ABSENT in (before, now):
+    if _ABSENT in (old, new):
         return "report"
-    return "report" if before.split(" ")[0] == now.split(" ")[0] else "refuse"
+    return "report" if old.split(" ")[0] == new.split(" ")[0] else "refuse"
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -22,11 +22,11 @@ MARK = "$float"
 Nonfinite = Literal["refuse", "mark"]
 
 
-def encode(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse") -> Any:
+def encode(value: Any, name: str = "state", nonfinite: Nonfinite = "refuse") -> Any:
     """``value`` as plain JSON values. Scalars of numpy and torch become the Python number they hold.
 
     Args:
-        where: name of the value in messages: ``state.algorithm.kl_coef``.
+        name: name of the value in messages: ``state.algorithm.kl_coef``.
         nonfinite: ``refuse`` NaN and infinity, or ``mark`` them as ``{"$float": "nan"}``.
 
     Raises CheckpointError naming the place of a value that JSON cannot represent.
@@ -41,28 +41,28 @@ def encode(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse") ->
         if nonfinite == "mark":
             return {MARK: repr(float(value))}
         raise CheckpointError(
-            f"{where} is {value!r}, which JSON cannot hold. Keep None for 'no value yet', or write it with "
+            f"{name} is {value!r}, which JSON cannot hold. Keep None for 'no value yet', or write it with "
             f'nonfinite="mark".'
         )
     if isinstance(value, list | tuple):
-        return [encode(item, f"{where}[{n}]", nonfinite) for n, item in enumerate(value)]
+        return [encode(item, f"{name}[{n}]", nonfinite) for n, item in enumerate(value)]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key == MARK:
                 raise CheckpointError(
-                    f"{where} has the key {key!r}; keys must be text other than {MARK!r}. Keep str(key) and convert it "
+                    f"{name} has the key {key!r}; keys must be text other than {MARK!r}. Keep str(key) and convert it "
                     "where it is read, or keep a list of [key, value]."
                 )
-        return {key: encode(item, f"{where}.{key}", nonfinite) for key, item in value.items()}
+        return {key: encode(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold. Allowed: dict with text keys, list, str, "
+        f"{name} is a {type(value).__name__}, which JSON cannot hold. Allowed: dict with text keys, list, str, "
         f"int, float, bool, None."
     )
 
 
-def dumps(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse", indent: int | None = None) -> str:
+def dumps(value: Any, name: str = "state", nonfinite: Nonfinite = "refuse", indent: int | None = None) -> str:
     """``value`` as JSON text; see :func:`encode`."""
-    return to_text(encode(value, where, nonfinite), indent)
+    return to_text(encode(value, name, nonfinite), indent)
 
 
 def to_text(plain: Any, indent: int | None = None) -> str:
@@ -76,12 +76,12 @@ def to_text(plain: Any, indent: int | None = None) -> str:
     return text
 
 
-def loads(text: str, where: str = "state") -> Any:
+def loads(text: str, name: str = "state") -> Any:
     """The value from which :func:`dumps` made ``text``. Raises CheckpointError for text that is not strict JSON."""
     try:
         return json.loads(text, object_hook=_unmark, parse_constant=_refuse_constant)
     except (ValueError, TypeError, RecursionError) as cause:  # also a marker without a number, or too many brackets
-        raise CheckpointError(f"{where} is not valid JSON: {cause}") from cause
+        raise CheckpointError(f"{name} is not valid JSON: {cause}") from cause
 
 
 def write_json(path: Path, value: Any, nonfinite: Nonfinite = "refuse") -> None:

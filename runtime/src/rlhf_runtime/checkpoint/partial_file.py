@@ -25,8 +25,8 @@ class PartialFile:
         about: JSON values that describe the job's input. Parts of another process are used only if these are equal.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self.path, self.about = path, dict(about)
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path, self.header = path, dict(header)
         self.partial = path.with_name(f"{path.name}.partial")
 
     def resume(self) -> Iterator[dict[str, Any]]:
@@ -35,25 +35,25 @@ class PartialFile:
         Raises ConfigError if the parts were made from another input, naming the difference.
         """
         if not self.partial.is_file():
-            self._append(self.about)
+            self._append(self.header)
             return
-        whole = 0
+        size = 0
         with self.partial.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
                     break
                 part = loads(line.decode(), f"{self.partial}:{number + 1}")
-                whole += len(line)
+                size += len(line)
                 if number:
                     yield part
-                elif differing := sorted(k for k in {*self.about, *part} if self.about.get(k) != part.get(k)):
+                elif differing := sorted(k for k in {*self.header, *part} if self.header.get(k) != part.get(k)):
                     raise ConfigError(
                         f"{self.partial} was begun with another {', another '.join(differing)}. Use the same again to "
                         "continue it, or remove it (--force)"
                     )
-        os.truncate(self.partial, whole)
-        if not whole:
-            self._append(self.about)
+        os.truncate(self.partial, size)
+        if not size:
+            self._append(self.header)
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Append a part. The part is on the disk when this returns."""

@@ -151,17 +151,17 @@ def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tu
                     places = [place for place in places if place in rows]
                     batch = batch.take(pa.array([place - number + batch.num_rows for place in places], pa.int64()))
                 for place, values in zip(places, _values(batch), strict=True):
-                    where = f"{path}, row {place + 1}"
+                    location = f"{path}, row {place + 1}"
                     exact = values.pop("exact")
                     if exact is not None:
-                        yield where, loads(exact, where)
+                        yield location, loads(exact, location)
                         continue
-                    values["info"] = loads(values["info"] or "{}", where)
+                    values["info"] = loads(values["info"] or "{}", location)
                     for reward in (values["rewards"] or {}).values():
-                        reward["info"] = loads(reward["info"], where)
+                        reward["info"] = loads(reward["info"], location)
                     if reader.schema.metadata == NO_PROMPTS:
                         del values["prompt"]
-                    yield where, values
+                    yield location, values
     except (OSError, pa.ArrowException) as cause:
         raise CheckpointError(f"cannot read {path}: {cause}") from cause
 
@@ -297,10 +297,10 @@ def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 def _token_values(lists: pa.ListArray) -> list[dict[str, Any]]:
     """{name: numpy array} of each row."""
-    names, numbers, ends = lists.values.field("name").to_pylist(), lists.values.field("values"), lists.offsets
-    at, values = numbers.offsets.to_pylist(), numbers.values.to_numpy()
+    names, numbers = lists.values.field("name").to_pylist(), lists.values.field("values")
+    ends, offsets, values = lists.offsets.to_pylist(), numbers.offsets.to_pylist(), numbers.values.to_numpy()
     return [
-        {names[n]: values[at[n] : at[n + 1]] for n in range(first, last)} for first, last in pairwise(ends.to_pylist())
+        {names[n]: values[offsets[n] : offsets[n + 1]] for n in range(first, last)} for first, last in pairwise(ends)
     ]
 
 

@@ -186,9 +186,9 @@ def _plain(value: Any) -> Any:
 
 
 def _reward_out(result: RewardResult, name: str, trajectory: Trajectory) -> dict[str, Any]:
-    where = f"sample {trajectory.index}: info of reward {name!r}"
+    label = f"sample {trajectory.index}: info of reward {name!r}"
     out = {name: getattr(result, name) for name in _names(RewardResult)}
-    return {**out, "info": encode(result.info, where, nonfinite="mark")}
+    return {**out, "info": encode(result.info, label, nonfinite="mark")}
 
 
 def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
@@ -225,8 +225,8 @@ def _require_type(value: Any, hint: Any, name: str) -> None:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        at = ".".join([name, *map(str, first["loc"])])
-        raise TypeError(f"{at}: {str(first['msg']).removeprefix('Input ')}, got {shown(first['input'])}") from None
+        field = ".".join([name, *map(str, first["loc"])])
+        raise TypeError(f"{field}: {str(first['msg']).removeprefix('Input ')}, got {shown(first['input'])}") from None
 
 
 @cache

@@ -95,11 +95,11 @@ class CheckpointStore:
             raise self.unwritten(f"checkpoint {target}", cause) from cause
         return target
 
-    def mark_best(self, step: int, **about: Any) -> None:
-        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``about``: the metric
+    def mark_best(self, step: int, **best: Any) -> None:
+        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``best``: the metric
         and its value, for ``best.json``. Passing ``best`` to :meth:`save` instead makes both in one atomic step."""
         self._find(step)
-        self._point(step, about)
+        self._point(step, best)
 
     def clean(self) -> None:
         """At a run's start: delete the files of a killed save and repair the pointer to the best checkpoint."""

@@ -45,20 +45,20 @@ EXPERTS = "experts"
 
 
 def check_parts(
-    plugins_of_run: RunPlugins, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool
+    plugins_of_run: RunPlugins, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], is_local: bool
 ) -> None:
     """Raises ConfigError, CapabilityError or PluginError, as the run itself would.
 
     Args:
-        here: whether the run would start on this machine. False: it is only planned.
+        is_local: whether the run would start on this machine. False: it is only planned.
     """
     config, selection = plugins_of_run.config, plugins_of_run.parts["launcher"]
     launcher, generator = selection.resolved.cls, plugins_of_run.parts.get(GENERATOR)
     launcher.check(selection.config, places, generator.resolved.cls if generator else None, config.sync.transport)
-    device = device_here() if here and launcher.here(selection.config) else None
+    device = device_here() if is_local and launcher.here(selection.config) else None
     for name, spec in specs.items():
         trainer = plugins_of_run.trainer(name)
-        if here:
+        if is_local:
             trainer.resolved.cls.check_files(spec)
         trainer.resolved.cls.check(trainer.config, spec, device)
     experts = _replayed_experts(plugins_of_run, specs["policy"]) if "policy" in specs else None
@@ -92,12 +92,12 @@ def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: Generat
         return engine
     generator, trainer = plugins_of_run.parts[GENERATOR], plugins_of_run.trainer("policy")
     adapters = trainer.resolved.cls.adapters(trainer.config, policy)
-    why, beside = "the policy trains no adapters (trainer.lora)", replace(engine, adapters=adapters)
+    reason, adapter_spec = "the policy trains no adapters (trainer.lora)", replace(engine, adapters=adapters)
     if adapters is not None:
-        why = adapters.inseparable or generator.resolved.cls.refuses_adapters(generator.config, beside)
-    if why:
-        raise CapabilityError(f"sync.adapters = 'alone': {why}. Leave it out, or set it to 'merged'.")
-    return beside
+        reason = adapters.inseparable or generator.resolved.cls.refuses_adapters(generator.config, adapter_spec)
+    if reason:
+        raise CapabilityError(f"sync.adapters = 'alone': {reason}. Leave it out, or set it to 'merged'.")
+    return adapter_spec
 
 
 def _replayed_experts(run: RunPlugins, policy: ModelSpec) -> ExpertLayers | None:
@@ -106,12 +106,12 @@ def _replayed_experts(run: RunPlugins, policy: ModelSpec) -> ExpertLayers | None
     experts = trainer.resolved.cls.experts(trainer.config, policy)
     if experts is None:
         return None
-    where = f"trainer {trainer.resolved.cls.name!r} is to replay the experts that were chosen in sampling"
+    problem = f"trainer {trainer.resolved.cls.name!r} is to replay the experts that were chosen in sampling"
     if not run.online:
-        raise CapabilityError(f"{where}, but this run learns from data. Remove trainer.router_replay.")
+        raise CapabilityError(f"{problem}, but this run learns from data. Remove trainer.router_replay.")
     if generator is not None and EXPERTS not in generator.capabilities:
         raise CapabilityError(
-            f"{where}, but generator {generator.name!r} records none (it lacks the capability {EXPERTS!r}). Remove "
+            f"{problem}, but generator {generator.name!r} records none (it lacks the capability {EXPERTS!r}). Remove "
             "trainer.router_replay, or use another --generator.use: transformers and vllm record them."
         )
     return experts
@@ -128,9 +128,9 @@ def idle_options(plugins_of_run: RunPlugins) -> list[str]:
         options = plugins_of_run.section(name).trainer
         trainer = plugins_of_run.trainer(name).resolved.cls
         for key in sorted(trainer.learning & options.keys()) if not role.trained and name != "policy" else ():
-            where = f"{where_trainer(name)}.{key}"
+            path = f"{where_trainer(name)}.{key}"
             problems.append(
-                f"{where}{origin(where, plugins_of_run.config.origins)}: {name} is not trained, so nothing reads it. "
+                f"{path}{origin(path, plugins_of_run.config.origins)}: {name} is not trained, so nothing reads it. "
                 "Remove it. In [trainer] the option applies to the trained roles."
             )
     return problems
@@ -196,7 +196,7 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
 
 
 def lending_problems(
-    lent: Iterable[Lent], roles: Mapping[str, RoleSpec], snapshots: Collection[str], precomputed: Collection[str]
+    loans: Iterable[Lent], roles: Mapping[str, RoleSpec], snapshots: Collection[str], precomputed: Collection[str]
 ) -> list[str]:
     """Why these heads cannot be lent. The borrower's copy must always equal the lender's head.
 
@@ -205,18 +205,18 @@ def lending_problems(
         precomputed: roles whose models are unloaded before the first step.
     """
     problems = []
-    for each in lent:
-        if each.role not in roles or each.to not in roles:
-            why = f"there is no such role; there are {', '.join(roles)}"
-        elif roles[each.role].head != "lm":
-            why = f"it has a {roles[each.role].head!r} head, not that of a language model"
-        elif roles[each.role].trained or each.role in snapshots:
-            why = "its weights change during the run"
-        elif each.role in precomputed:
-            why = f"{each.role}.precompute = true unloads its model. Remove it"
+    for loan in loans:
+        if loan.role not in roles or loan.to not in roles:
+            reason = f"there is no such role; there are {', '.join(roles)}"
+        elif roles[loan.role].head != "lm":
+            reason = f"it has a {roles[loan.role].head!r} head, not that of a language model"
+        elif roles[loan.role].trained or loan.role in snapshots:
+            reason = "its weights change during the run"
+        elif loan.role in precomputed:
+            reason = f"{loan.role}.precompute = true unloads its model. Remove it"
         else:
             continue
-        problems.append(f"{each.to!r} is to compute with the output head of {each.role!r}, but {why}.")
+        problems.append(f"{loan.to!r} is to compute with the output head of {loan.role!r}, but {reason}.")
     return problems
 
 
@@ -351,10 +351,10 @@ def check_margins(algorithm: Algorithm, data: TrainData) -> None:
 
 def check_eval_rows(algorithm: Algorithm, rows: int) -> None:
     """Raises ConfigError where the loss cannot be evaluated on so few rows."""
-    least = algorithm.needs().rows_min
-    if 0 < rows < least:
+    min_rows = algorithm.needs().rows_min
+    if 0 < rows < min_rows:
         raise ConfigError(
-            f"{algorithm.name} needs at least {least} rows to evaluate on, got {rows} from data.eval. Add rows, or "
+            f"{algorithm.name} needs at least {min_rows} rows to evaluate on, got {rows} from data.eval. Add rows, or "
             "leave data.eval out."
         )
 
@@ -369,9 +369,9 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
     if algorithm.data != "prompts" or not estimates or CORRECTION in algorithm.needs().features:
         return []
     if stream.staleness:
-        age, back = f"stream.staleness = {stream.staleness}: samples are {_steps(stream.staleness)} old", "staleness 0"
+        age, flag = f"stream.staleness = {stream.staleness}: samples are {_steps(stream.staleness)} old", "staleness 0"
     elif stream.round > 1:
-        age, back = f"stream.round = {stream.round}: samples are up to {_steps(stream.round - 1)} old", "round 1"
+        age, flag = f"stream.round = {stream.round}: samples are up to {_steps(stream.round - 1)} old", "round 1"
     else:
         return []
     losses = {slot: part for slot, part in algorithm.parts.items() if isinstance(part, Loss)}
@@ -380,7 +380,7 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
     ]
     return [
         f"{age} when they are trained on, and no importance weight corrects for it: the loss treats them as samples of "
-        f"the policy at the start of the step. Set {' or '.join([*options, f'--stream.{back}'])}."
+        f"the policy at the start of the step. Set {' or '.join([*options, f'--stream.{flag}'])}."
     ]
 
 

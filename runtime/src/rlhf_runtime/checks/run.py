@@ -101,10 +101,10 @@ class RunPlugins:
             images: whether the data have images, also if the run file does not say it.
         """
         declared, data = self.roles[role], self.config.data
-        own = self.section(role)
-        like = self.section(declared.like) if declared.like is not None else own
-        storage = own.storage or like.storage or "fp32"
-        dtype = own.dtype if own.dtype != "auto" else like.dtype
+        section = self.section(role)
+        like = self.section(declared.like) if declared.like is not None else section
+        storage = section.storage or like.storage or "fp32"
+        dtype = section.dtype if section.dtype != "auto" else like.dtype
         model, has_images = self.model(role), images or data.images is not None or bool(data.max_images)
         # The algorithm's roles read the batches. Roles of rewards read what their reward gives them.
         reads_batches = any(r.name == role for r in self.algorithm.needs().roles)
@@ -112,8 +112,8 @@ class RunPlugins:
             declared,
             model,
             "bf16" if dtype == "auto" and storage == "bf16" else dtype,
-            own.gradient_checkpointing,
-            own.trust_remote_code or (own.model is None and like.trust_remote_code),
+            section.gradient_checkpointing,
+            section.trust_remote_code or (section.model is None and like.trust_remote_code),
             self.config.run.seed,
             updates,
             world_size=ranks,
@@ -158,8 +158,8 @@ class RunPlugins:
         source = declared.like
         if source is None or source not in self.roles or declared.trained or declared.head != self.roles[source].head:
             return None
-        elsewhere = role in self.config.placement and not _beside(self.config, places, role, source)
-        if elsewhere or self.section(role) != ModelSection():
+        is_separate = role in self.config.placement and not _shares_devices(self.config, places, role, source)
+        if is_separate or self.section(role) != ModelSection():
             return None
         return source if self.model(role) == self.model(source) else None
 
@@ -284,12 +284,12 @@ def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits:
     """The model of a role: the one that its section sets, else the one that its RoleSpec sets, else the model of the
     role that it is declared ``like``. A hub name becomes ``owner/name@commit``."""
     role = roles[name]
-    own = section_of(config, name).model or role.model
-    if own is None and role.like is not None:
+    model = section_of(config, name).model or role.model
+    if model is None and role.like is not None:
         return model_of(config, roles, role.like, commits)
-    if own is None:
+    if model is None:
         raise ConfigError(f"no model is named for the role {name!r}; set --roles.{name}.model PATH")
-    return pinned(own, commits)
+    return pinned(model, commits)
 
 
 def active_rewards(selections: Selections) -> list[ActiveReward]:
@@ -297,8 +297,8 @@ def active_rewards(selections: Selections) -> list[ActiveReward]:
     rewards = []
     for number, s in enumerate(selections.config.reward):
         selected = selections[f"reward.{number}"]
-        about = (s.weight, s.deadline, s.retries, s.credit, s.concurrency, s.sources, s.python)
-        rewards.append(ActiveReward(s.label, selected.resolved, selected.build(), selected.config, *about))
+        options = (s.weight, s.deadline, s.retries, s.credit, s.concurrency, s.sources, s.python)
+        rewards.append(ActiveReward(s.label, selected.resolved, selected.build(), selected.config, *options))
     return rewards
 
 
@@ -316,7 +316,7 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
     return {name: role for name, (role, _) in declared.items()}
 
 
-def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
+def _shares_devices(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
     """Whether a role is placed on the devices of another one, and its number of ranks is equal or not set."""
     place, source = places[name], places[other]
     has_ranks = "ranks" in config.placement[name].model_fields_set

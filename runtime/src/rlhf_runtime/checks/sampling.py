@@ -43,8 +43,8 @@ def sampling(run: RunPlugins) -> list[str]:
         )
     cut = [
         f"{key} = {value}"
-        for key, value, off in (("top_p", s.top_p, 1), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0))
-        if value != off
+        for key, value, default in (("top_p", s.top_p, 1), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0))
+        if value != default
     ]
     if cut and CORRECTION not in needs.features:
         problems.append(
@@ -132,12 +132,12 @@ def _teachers(run: RunPlugins, needs: Needs) -> list[str]:
 
 def room(run: RunPlugins) -> list[str]:
     """Answers that leave no room for a prompt."""
-    most, longest = run.config.sampling.max_new_tokens, run.config.data.max_tokens
-    if not run.online or most < longest:
+    answer, longest = run.config.sampling.max_new_tokens, run.config.data.max_tokens
+    if not run.online or answer < longest:
         return []
     return [
-        f"sampling.max_new_tokens = {most} leaves no room for a prompt within data.max_tokens = {longest}. Set "
-        f"--data.max_tokens to the longest prompt plus {most}."
+        f"sampling.max_new_tokens = {answer} leaves no room for a prompt within data.max_tokens = {longest}. Set "
+        f"--data.max_tokens to the longest prompt plus {answer}."
     ]
 
 
@@ -229,12 +229,12 @@ def _filtering(run: RunFile, unscored: bool) -> list[str]:
 def _shape(run: RunPlugins) -> OnlineShape:
     """The shape of the run. The number of turns of an answer is known only in an environment."""
     config, in_environment = run.config, _in_environment(run)
-    s, most = config.sampling, config.data.max_tokens - 1
+    s, limit = config.sampling, config.data.max_tokens - 1
     turns = config.env.max_turns if in_environment and config.env is not None else 1
-    answer = min(s.max_new_tokens * turns, most)
+    answer = min(s.max_new_tokens * turns, limit)
     trajectories = config.data.batch_size * s.samples_per_prompt * max(1, len(played(run)))
     observes = run.rollout is not None and run.rollout.observes and not (in_environment and turns == 1)
-    return OnlineShape(trajectories, answer, answer if in_environment else most, observes, s.temperature)
+    return OnlineShape(trajectories, answer, answer if in_environment else limit, observes, s.temperature)
 
 
 def generator_capabilities(run: RunPlugins) -> list[str]:

@@ -43,12 +43,12 @@ _OF_ANSWERS = ("response", "add_eos")
 
 def rows_per_step(run: RunPlugins) -> list[str]:
     """Fewer rows a step than the algorithm needs."""
-    algorithm, least, rows = run.algorithm, run.algorithm.needs().rows_min, run.config.data.batch_size
-    if rows >= least:
+    algorithm, min_rows, rows = run.algorithm, run.algorithm.needs().rows_min, run.config.data.batch_size
+    if rows >= min_rows:
         return []
     return [
-        f"{algorithm.name} needs at least {least} rows a step, got data.batch_size = {rows}; set --data.batch_size "
-        f"{least} or more."
+        f"{algorithm.name} needs at least {min_rows} rows a step, got data.batch_size = {rows}; set --data.batch_size "
+        f"{min_rows} or more."
     ]
 
 
@@ -62,9 +62,9 @@ def trainer_capabilities(run: RunPlugins) -> list[str]:
         )
     if STORAGE not in trainer.capabilities:
         problems += [
-            f"{where}.storage = 'bf16': trainer {trainer.name!r} stores weights in fp32 only (it lacks {STORAGE!r}). "
+            f"{path}.storage = 'bf16': trainer {trainer.name!r} stores weights in fp32 only (it lacks {STORAGE!r}). "
             "Remove it, or use another --trainer.use."
-            for where, section in _sections_of_roles(run).items()
+            for path, section in _sections_of_roles(run).items()
             if section.storage == "bf16"
         ]
     return problems
@@ -74,12 +74,12 @@ def sync(run: RunPlugins) -> list[str]:
     """Options of ``[sync]`` that nothing reads."""
     problems, section, generator = [], run.config.sync, run.generator_class
     if section != SyncSection() and (generator is None or not issubclass(generator, TakesTensors)):
-        why = (
+        reason = (
             "this run has no generator"
             if generator is None
             else f"generator {generator.name!r} holds no copy of the weights"
         )
-        problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
+        problems.append(f"[sync] is set, but {reason}, so nothing is sent. Remove it.")
     if section.tolerance is not None and section.canaries == 0:
         problems.append(
             f"sync.tolerance = {section.tolerance:g} is for the canaries, but sync.canaries = 0. Remove it."
@@ -102,8 +102,8 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
         if not is_read and getattr(data, field) != type(data).model_fields[field].default:
             by_readers.setdefault(readers, []).append(f"data.{field}")
     for readers, fields in by_readers.items():
-        listing, of = ", ".join(fields), " and ".join(readers)
-        problems.append(f"{listing}: used for {of} only, but {learns}. Remove what is not used.")
+        listing, form_names = ", ".join(fields), " and ".join(readers)
+        problems.append(f"{listing}: used for {form_names} only, but {learns}. Remove what is not used.")
     return problems
 
 
@@ -163,8 +163,8 @@ def roles(run: RunPlugins) -> list[str]:
 def checkpointing(run: RunPlugins) -> list[str]:
     """Gradient checkpointing of roles that are not trained. A policy that only answers is trained elsewhere."""
     return [
-        f"{where}.gradient_checkpointing = true: {role.name} is not trained, so it has no backward pass. Remove it."
-        for role, (where, section) in zip(run.roles.values(), _sections_of_roles(run).items(), strict=True)
+        f"{path}.gradient_checkpointing = true: {role.name} is not trained, so it has no backward pass. Remove it."
+        for role, (path, section) in zip(run.roles.values(), _sections_of_roles(run).items(), strict=True)
         if section.gradient_checkpointing and not role.trained and role.name != "policy"
     ]
 
@@ -306,10 +306,10 @@ def reward_sources(run: RunPlugins) -> list[str]:
     demonstrations = run.algorithm.needs().given_sources
     train = [source for source in config.data.train if trains and source.label not in demonstrations]
     needed = {"data.train": train, "data.eval": config.data.eval}
-    for where, sources in needed.items():
+    for option, sources in needed.items():
         if unscored := [source.label for source in sources if source.label not in scored]:
             problems.append(
-                f"reward: no reward scores the rows of {', '.join(map(repr, unscored))} of {where}. Add it to the "
+                f"reward: no reward scores the rows of {', '.join(map(repr, unscored))} of {option}. Add it to the "
                 "`sources` of a reward, or add a reward without `sources`."
             )
     return problems

@@ -38,36 +38,36 @@ HELP = {
     "overwrite": "delete the run that the run directory holds",
 }
 EVERY_FLAG = "Every option of a run file is a flag, such as --trainer.lr 1e-5; `rlhf explain` says what each means."
-SEVERAL = ("reward", "data", "eval-data")
+REPEATABLE_FLAGS = ("reward", "data", "eval-data")
 """Short flags that may be given several times."""
 
 
 def add_run_file(
-    parser: argparse.ArgumentParser, without: Sequence[str] = (), meanings: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser, excluded_flags: Sequence[str] = (), meanings: Mapping[str, str] | None = None
 ) -> None:
     """Add ``RUN.TOML`` and the short flags.
 
     Args:
-        without: short flags that the command does not take, without dashes.
+        excluded_flags: short flags that the command does not take, without dashes.
         meanings: {short flag: help} of those that mean something else in the command.
     """
     parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags override its values")
-    add_short_flags(parser, without, meanings)
+    add_short_flags(parser, excluded_flags, meanings)
     parser.epilog = f"{EVERY_FLAG} {parser.epilog or ''}".strip()
 
 
 def add_short_flags(
-    parser: argparse.ArgumentParser, without: Sequence[str] = (), meanings: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser, excluded_flags: Sequence[str] = (), meanings: Mapping[str, str] | None = None
 ) -> None:
-    """Add :data:`SHORT_FLAGS`, but for those in ``without``."""
+    """Add :data:`SHORT_FLAGS`, but for ``excluded_flags``."""
     texts = {**HELP, **(meanings or {})}
     for name in SHORT_FLAGS:
-        if name in without:
+        if name in excluded_flags:
             continue
         if name in ("resume", "overwrite"):
             parser.add_argument(f"--{name}", action="store_true", help=texts[name])
         else:
-            action = "append" if name in SEVERAL else "store"
+            action = "append" if name in REPEATABLE_FLAGS else "store"
             parser.add_argument(f"--{name}", action=action, metavar=name.upper(), help=texts[name])
 
 

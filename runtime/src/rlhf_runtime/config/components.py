@@ -27,7 +27,7 @@ from rlhf_runtime.config.suggestions import ROLES, Chosen, Suggestions
 def component_config(
     resolved: Resolved,
     options: Mapping[str, Any],
-    where: str,
+    path: str,
     origins: Mapping[str, str] | None = None,
     suggestions: Suggestions | None = None,
 ) -> Any:
@@ -37,17 +37,17 @@ def component_config(
     type.
 
     Args:
-        where: dotted path of the section, e.g. ``"reward.0"``.
+        path: dotted path of the section, e.g. ``"reward.0"``.
         origins: :attr:`rlhf_runtime.config.runfile.RunFile.origins`, for file and line in messages.
         suggestions: similar names, for options that the section does not have.
 
     Raises ConfigError naming the plugin, its distribution and version, and every problem.
     """
-    kind = where.partition(".")[0]
+    kind = path.partition(".")[0]
     section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are beside the plugin's own options
-    beside = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
+    fields = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
     config, problems = options_config(
-        resolved, options, where, origins or {}, dict.fromkeys(beside), suggestions=suggestions
+        resolved, options, path, origins or {}, dict.fromkeys(fields), suggestions=suggestions
     )
     if config is None:
         refuse([(resolved, problems)])
@@ -58,13 +58,13 @@ def select(
     plugins: Plugins,
     kind: str,
     choice: Choice,
-    where: str | None = None,
+    path: str | None = None,
     origins: Mapping[str, str] | None = None,
     suggestions: Suggestions | None = None,
 ) -> Selection:
     """Resolve a section's plugin and check its options."""
     resolved = plugins.resolve(kind, choice.use)
-    return Selection(resolved, component_config(resolved, choice.options, where or kind, origins, suggestions))
+    return Selection(resolved, component_config(resolved, choice.options, path or kind, origins, suggestions))
 
 
 def build_algorithm(
@@ -96,21 +96,21 @@ def _select_each(
     suggestions = Suggestions(plugins, choices)
     selected: dict[str, Selection | AlgorithmSelection | PluginError] = {}
     problems, missing, shared = [], [], dict[str, Any]()
-    for kind, where, choice in choices:
+    for kind, path, choice in choices:
         if kind == "trainer":
             choice = Choice(use=choice.use, options={**shared, **choice.options})
         try:
-            if where == "algorithm":
-                selected[where] = select_algorithm(plugins, choice, origins, suggestions)
+            if path == "algorithm":
+                selected[path] = select_algorithm(plugins, choice, origins, suggestions)
             else:
-                selected[where] = select(plugins, kind, choice, where, origins, suggestions)
+                selected[path] = select(plugins, kind, choice, path, origins, suggestions)
         except ConfigError as error:
             problems.append(str(error))
         except PluginError as error:
-            selected[where] = error
+            selected[path] = error
             missing += [str(error)] if isinstance(error, PluginNotFound) else []
         else:
-            shared = dict(choice.options) if where == "trainer" else shared
+            shared = dict(choice.options) if path == "trainer" else shared
     return selected, problems + missing if problems else []
 
 
@@ -119,8 +119,8 @@ def chosen_by(run: RunFile) -> Chosen:
     choices = [(kind, kind, choice) for kind in SINGLE if (choice := getattr(run, kind)) is not None]
     for kind in LISTS:
         choices += [(kind, f"{kind}.{n}", choice) for n, choice in enumerate(getattr(run, kind))]
-    for where, _, section in _role_trainers(run):
-        choices.append(("trainer", where, Choice(use=run.trainer.use, options=section.trainer)))
+    for path, _, section in _role_trainers(run):
+        choices.append(("trainer", path, Choice(use=run.trainer.use, options=section.trainer)))
     return choices
 
 
@@ -146,8 +146,8 @@ class AlgorithmSelection:
             try:
                 parts[f"members.{name}"] = member.build(run)
             except ConfigError as error:
-                inside = re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", str(error))
-                raise ConfigError(f"member {name!r}: {inside}") from None
+                message = re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", str(error))
+                raise ConfigError(f"member {name!r}: {message}") from None
         algorithm: Algorithm = self.own.build(parts, run)
         return algorithm
 
@@ -162,8 +162,8 @@ class AlgorithmSelection:
         for name, selection in self.slots.items():
             options[name] = {"use": selection.resolved.ref, **dumped(selection.config)}
         for name, member in self.members.items():
-            own = {**options["members"][name], "use": member.own.resolved.ref}
-            options["members"] = {**options["members"], name: {**own, **member.options()}}
+            fields = {**options["members"][name], "use": member.own.resolved.ref}
+            options["members"] = {**options["members"], name: {**fields, **member.options()}}
         return options
 
     def defaults(self) -> dict[str, Any]:
@@ -183,32 +183,32 @@ def select_algorithm(
     choice: Choice,
     origins: Mapping[str, str],
     suggestions: Suggestions | None = None,
-    where: str = "algorithm",
+    path: str = "algorithm",
 ) -> AlgorithmSelection:
     """Raises ConfigError with the problems of the algorithm, its slots and its members."""
     resolved = plugins.resolve("algorithm", choice.use)
     declared: Mapping[str, Slot] = resolved.cls.slots
-    own = {k: v for k, v in choice.options.items() if k not in declared}
+    algorithm_options = {k: v for k, v in choice.options.items() if k not in declared}
     slots: dict[str, Selection] = {}
     refusals: list[tuple[Resolved, list[str]]] = []
     fields: dict[str, str] = {}
     for name, slot in declared.items():
-        part, options = _slot(plugins, slot, choice.options.get(name, {}), f"{where}.{name}", origins)
+        part, options = _slot(plugins, slot, choice.options.get(name, {}), f"{path}.{name}", origins)
         fields |= dict.fromkeys(part.cls.Config.model_fields, name)
-        config, problems = options_config(part, options, f"{where}.{name}", origins, suggestions=suggestions)
+        config, problems = options_config(part, options, f"{path}.{name}", origins, suggestions=suggestions)
         if config is None:
             refusals.append((part, problems))
         else:
             slots[name] = Selection(part, config)
     members, refused = {}, []
-    if resolved.cls.has_members and "members" in own:
-        own["members"], choices = _members(resolved, own["members"])
+    if resolved.cls.has_members and "members" in algorithm_options:
+        algorithm_options["members"], choices = _members(resolved, algorithm_options["members"])
         for name, member in choices.items():
             try:
-                members[name] = select_algorithm(plugins, member, origins, suggestions, f"{where}.members.{name}")
+                members[name] = select_algorithm(plugins, member, origins, suggestions, f"{path}.members.{name}")
             except ConfigError as error:
                 refused.append(str(error))
-    config, problems = options_config(resolved, own, where, origins, declared, fields, suggestions)
+    config, problems = options_config(resolved, algorithm_options, path, origins, declared, fields, suggestions)
     if config is None:
         refusals.insert(0, (resolved, problems))
     if config is None or refusals or refused:
@@ -227,35 +227,35 @@ def _members(resolved: Resolved, members: Any) -> tuple[Any, dict[str, Choice]]:
         )
     if not isinstance(members, Mapping):
         return members, {}
-    own: dict[str, Any] = {}
+    member_fields: dict[str, Any] = {}
     choices: dict[str, Choice] = {}
     for name, table in members.items():
         use = table.get("use") if isinstance(table, Mapping) else None
         if not isinstance(use, str):
-            own[name] = table
+            member_fields[name] = table
             continue
-        own[name] = {k: v for k, v in table.items() if k in model.model_fields}
+        member_fields[name] = {k: v for k, v in table.items() if k in model.model_fields}
         options = {k: v for k, v in table.items() if k not in model.model_fields}
         choices[name] = Choice(use=str(use), options=options)
-    return own, choices
+    return member_fields, choices
 
 
 def _slot(
-    plugins: Plugins, slot: Slot, setting: Any, where: str, origins: Mapping[str, str]
+    plugins: Plugins, slot: Slot, setting: Any, path: str, origins: Mapping[str, str]
 ) -> tuple[Resolved, dict[str, Any]]:
     """The plugin of a slot and its options, with the algorithm's defaults if they apply."""
     if isinstance(setting, str):
         setting = {"use": str(setting)}
     if not isinstance(setting, Mapping):
         raise ConfigError(
-            f"{where}{origin(where, origins)}: a slot is a table or the name of a plugin of kind {slot.kind!r}, got "
-            f'{type_and_value(plain(setting))}. Write `[{where}] use = "{slot.use}"`.'
+            f"{path}{origin(path, origins)}: a slot is a table or the name of a plugin of kind {slot.kind!r}, got "
+            f'{type_and_value(plain(setting))}. Write `[{path}] use = "{slot.use}"`.'
         )
     options = {k: v for k, v in setting.items() if k != "use"}
     use = setting.get("use", slot.use)
     if not isinstance(use, str):
         raise ConfigError(
-            f"{where}.use{origin(f'{where}.use', origins)}: the name of a plugin, got {type_and_value(use)}"
+            f"{path}.use{origin(f'{path}.use', origins)}: the name of a plugin, got {type_and_value(use)}"
         )
     try:
         resolved = plugins.resolve(slot.kind, str(use))
@@ -263,7 +263,7 @@ def _slot(
         if "use" in setting:
             raise
         raise PluginNotFound(
-            f"{error} The algorithm takes it for its slot where {where}.use is not set. Set that to another, or to a "
+            f"{error} The algorithm takes it for its slot where {path}.use is not set. Set that to another, or to a "
             "class in a file: file:PATH.py:CLASS."
         ) from None
     if _same(plugins, slot, resolved):
@@ -318,8 +318,8 @@ class Selections:
         Raises ConfigError with the problems of the options of all plugins; PluginError where one cannot be resolved,
         unless it is the default of a section that the algorithm does not use.
         """
-        others = {where for where, name, _ in _role_trainers(run) if roles is not None and name not in roles}
-        choices = [choice for choice in chosen_by(run) if choice[0] in kinds and choice[1] not in others]
+        other_trainers = {path for path, name, _ in _role_trainers(run) if roles is not None and name not in roles}
+        choices = [choice for choice in chosen_by(run) if choice[0] in kinds and choice[1] not in other_trainers]
         selected, problems = _select_each(plugins, choices, run.origins)
         if problems:
             raise ConfigError("\n".join(problems))
@@ -351,9 +351,9 @@ class Selections:
         the plugin's class, of the algorithm for its slot, or of ``[trainer]`` for a role's own trainer. What has no
         default is one of them."""
         tree = _defaults(self.config, None)
-        for where, selection in self._of_sections.items():
+        for section_path, selection in self._of_sections.items():
             section = tree
-            *parents, last = where.split(".")
+            *parents, last = section_path.split(".")
             for part in parents:
                 section = section[part]
             if isinstance(selection, AlgorithmSelection):
@@ -368,7 +368,7 @@ class Selections:
             if isinstance(value, Mapping) and "use" in value:  # the short form of a part, `loss = "NAME"`
                 path, value = f"{path}.use", value["use"]
             for part in path.split("."):
-                default = _at(default, part)
+                default = _child_default(default, part)
             if path.endswith(".use"):
                 value = str(value).removeprefix("plugin:")
             if default is NO_DEFAULT or to_jsonable_python(value) != to_jsonable_python(default):
@@ -390,30 +390,30 @@ class Selections:
                 sections[kind] = section.model_copy(update={"options": dumped(self[kind].config)})
         for kind in LISTS:
             sections[kind] = tuple(
-                choice.model_copy(update={"options": dumped(self[where].config)})
-                if (where := f"{kind}.{number}") in self
+                choice.model_copy(update={"options": dumped(self[path].config)})
+                if (path := f"{kind}.{number}") in self
                 else choice
                 for number, choice in enumerate(getattr(run, kind))
             )
-        for where, name, role in _role_trainers(run):
-            if where not in self:
+        for path, name, role in _role_trainers(run):
+            if path not in self:
                 continue
-            own = {k: v for k, v in dumped(self[where].config).items() if k in role.trainer}
-            target = sections["roles"] if where.startswith("roles.") else sections
-            target[name] = role.model_copy(update={"trainer": own})
+            options = {k: v for k, v in dumped(self[path].config).items() if k in role.trainer}
+            target = sections["roles"] if path.startswith("roles.") else sections
+            target[name] = role.model_copy(update={"trainer": options})
         return sections
 
 
 def options_config(
     resolved: Resolved,
     options: Mapping[str, Any],
-    where: str,
+    prefix: str,
     origins: Mapping[str, str],
     extra: Mapping[str, Any] | None = None,
-    elsewhere: Mapping[str, str] | None = None,
+    slot_fields: Mapping[str, str] | None = None,
     suggestions: Suggestions | None = None,
 ) -> tuple[ComponentConfig | None, list[str]]:
-    """The config, or None and the problems. ``extra``: further keys that the section may have; ``elsewhere``: {field:
+    """The config, or None and the problems. ``extra``: further keys that the section may have; ``slot_fields``: {field:
     slot} of fields that belong into a slot's section."""
     problems = []
     model = resolved.cls.Config
@@ -421,17 +421,17 @@ def options_config(
     for key, value in options.items():
         if key in merged and plain(value) != merged[key]:
             problems.append(
-                f"{where}.{key}{origin(f'{where}.{key}', origins)}: {type_and_value(plain(value))}, but the reference "
-                f"{resolved.ref!r} already sets it to {merged[key]!r}. Keep one of them."
+                f"{prefix}.{key}{origin(f'{prefix}.{key}', origins)}: {type_and_value(plain(value))}, but the "
+                f"reference {resolved.ref!r} already sets it to {merged[key]!r}. Keep one of them."
             )
         merged[key] = value
     for key in [k for k in merged if k not in model.model_fields]:
-        path = f"{where}.{key}"
+        path = f"{prefix}.{key}"
         value = merged.pop(key)
-        if elsewhere and key in elsewhere:
+        if slot_fields and key in slot_fields:
             problems.append(
-                f"{path}{origin(path, origins)}: belongs to {where}.{elsewhere[key]}; write "
-                f"--{where}.{elsewhere[key]}.{key} {value if isinstance(value, FlagText) else plain(value)}."
+                f"{path}{origin(path, origins)}: belongs to {prefix}.{slot_fields[key]}; write "
+                f"--{prefix}.{slot_fields[key]}.{key} {value if isinstance(value, FlagText) else plain(value)}."
             )
         else:
             allowed = [*model.model_fields, *(extra or ())]
@@ -439,7 +439,7 @@ def options_config(
     try:
         config = model.model_validate(read(model, merged))
     except ValidationError as error:
-        return None, problems + describe(error, model, where, origins, suggestions)
+        return None, problems + describe(error, model, prefix, origins, suggestions)
     return (None if problems else config), problems
 
 
@@ -471,18 +471,18 @@ def _defaults(value: Any, default: Any) -> Any:
     """
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
-        whole = default if type(default) is type(value) else None
+        default_model = default if type(default) is type(value) else None
         of_fields = {n: f.get_default(call_default_factory=True) for n, f in fields.items()}
-        if whole is None and default is None and all(getattr(value, n) == d for n, d in of_fields.items()):
+        if default_model is None and default is None and all(getattr(value, n) == d for n, d in of_fields.items()):
             return NO_DEFAULT
-        of_fields = of_fields if whole is None else {n: getattr(whole, n) for n in fields}
+        of_fields = of_fields if default_model is None else {n: getattr(default_model, n) for n in fields}
         return {n: _defaults(getattr(value, n), d) for n, d in of_fields.items()}
     if isinstance(value, Mapping):
-        return {name: _defaults(v, _at(default, name)) for name, v in value.items()}
+        return {name: _defaults(v, _child_default(default, name)) for name, v in value.items()}
     if isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
         return {str(number): _defaults(item, NO_DEFAULT) for number, item in enumerate(value)}
     return default
 
 
-def _at(values: Any, name: str) -> Any:
+def _child_default(values: Any, name: str) -> Any:
     return values.get(name, NO_DEFAULT) if isinstance(values, Mapping) else NO_DEFAULT

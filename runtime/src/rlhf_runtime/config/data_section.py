@@ -122,8 +122,8 @@ class DataSection(ComponentConfig):
             raise ValueError("data.eval: probabilities are for training data; every evaluation row is used once")
         probabilities = [s.probability for s in self.train if s.probability is not None]
         if probabilities and len(probabilities) != len(self.train):
-            without = [s.label for s in self.train if s.probability is None]
-            raise ValueError(f"data.train: give a probability for every source or for none; {without} have none")
+            labels = [s.label for s in self.train if s.probability is None]
+            raise ValueError(f"data.train: give a probability for every source or for none; {labels} have none")
         if probabilities and abs(sum(probabilities) - 1) > 1e-6:
             raise ValueError(
                 f"data.train: probabilities must sum to 1, got {probabilities}, which sum to {sum(probabilities):g}"

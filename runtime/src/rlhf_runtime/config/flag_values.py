@@ -27,8 +27,8 @@ PLUGIN_OPTIONS = "plugin options"
 """Marker in a field's ``Annotated`` metadata: the values belong to a plugin, so their types are not known yet."""
 
 
-class Alone(enum.Enum):
-    """:data:`ALONE`: a flag that was given without a value."""
+class NoValue(enum.Enum):
+    """:data:`NO_VALUE`: a flag that was given without a value."""
 
     FLAG = "true"
 
@@ -36,7 +36,7 @@ class Alone(enum.Enum):
         return self.value
 
 
-ALONE = Alone.FLAG
+NO_VALUE = NoValue.FLAG
 PYTHON_BOOLEANS = {"True": True, "False": False}
 
 
@@ -74,7 +74,7 @@ def toml_value(text: str) -> Any:
 
 def plain(value: Any) -> Any:
     """``value`` with every FlagText read without knowing its field."""
-    if value is ALONE:
+    if value is NO_VALUE:
         return True
     if isinstance(value, FlagText):
         return value.value
@@ -106,7 +106,7 @@ def read(annotation: Any, value: Any) -> Any:
             return container(read(inner, v) for v in value)
     if annotation is Any:
         return plain(value)
-    if value is ALONE:
+    if value is NO_VALUE:
         return True if bool in _members(annotation) else value
     if isinstance(value, FlagText):
         parsed = toml_value(value)

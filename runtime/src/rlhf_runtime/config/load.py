@@ -25,7 +25,7 @@ from rlhf_hub.hub import Commits, hub_name, known
 from rlhf_hub.published import pinned, require_folder
 
 from rlhf_runtime.config.components import chosen_by, dumped, option_problems
-from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, PythonValue, plain, read
+from rlhf_runtime.config.flag_values import NO_VALUE, PYTHON_BOOLEANS, FlagText, PythonValue, plain, read
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
@@ -121,8 +121,8 @@ def unquoted(text: str, error: str) -> str:
     if place is None or int(place[1]) > len(lines := text.splitlines()):
         return ""
     line, column = lines[int(place[1]) - 1], int(place[2]) - 1
-    whole = re.fullmatch(r"\s*[\w.-]+\s*=\s*([^\s\"'\[{#][^#\"']*?)\s*(#.*)?", line)
-    word = whole[1] if whole else _word(line, column) if error.startswith("Invalid value") else ""
+    assignment = re.fullmatch(r"\s*[\w.-]+\s*=\s*([^\s\"'\[{#][^#\"']*?)\s*(#.*)?", line)
+    word = assignment[1] if assignment else _word(line, column) if error.startswith("Invalid value") else ""
     if word in PYTHON_BOOLEANS:
         return f" TOML's booleans are written true and false, got {word}."
     if not word or FlagText(word).value != word:  # the word is a valid value, so the error is in the line before
@@ -188,8 +188,8 @@ def _read(path: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        beside = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
-        hint = f" In {file.parent} there are: {', '.join(beside)}.{did_you_mean(file.name, beside)}" if beside else ""
+        names = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
+        hint = f" In {file.parent} there are: {', '.join(names)}.{did_you_mean(file.name, names)}" if names else ""
         raise ConfigError(f"no run file {path}.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         config = file / "config.toml"
@@ -263,10 +263,10 @@ def _check_depth(data: Any) -> None:
     """Raises ConfigError if tables and lists are nested too deeply for the recursive functions below."""
     level = [data]
     for _ in range(MAX_DEPTH):
-        within = [v for node in level for v in (node.values() if isinstance(node, Mapping) else node)]
+        children = [v for node in level for v in (node.values() if isinstance(node, Mapping) else node)]
         level = [
             v
-            for v in (v.value if isinstance(v, FlagText) else v for v in within)
+            for v in (v.value if isinstance(v, FlagText) else v for v in children)
             if isinstance(v, Mapping | list | tuple)
         ]
         if not level:
@@ -288,16 +288,16 @@ def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") ->
 
 def _sections(value: Any) -> Any:
     if isinstance(value, Choice):
-        own = {name: getattr(value, name) for name in type(value).model_fields if name != "options"}
-        clash = own.keys() & value.options.keys()
-        return _sections({**own, "options": value.options} if clash else {**own, **value.options})
+        fields = {name: getattr(value, name) for name in type(value).model_fields if name != "options"}
+        clash = fields.keys() & value.options.keys()
+        return _sections({**fields, "options": value.options} if clash else {**fields, **value.options})
     if isinstance(value, RunFile) or hasattr(type(value), "model_fields"):
         return _sections({name: getattr(value, name) for name in type(value).model_fields})
     if isinstance(value, Mapping):
         return {k: _sections(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
         return [_sections(v) for v in value]
-    return plain(value) if isinstance(value, FlagText) or value is ALONE else value
+    return plain(value) if isinstance(value, FlagText) or value is NO_VALUE else value
 
 
 _BEGIN, _END = "<fill in: ", ">"

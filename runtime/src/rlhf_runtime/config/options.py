@@ -94,8 +94,8 @@ def sections() -> list[Section]:
             model = _table(nested.annotation)
             if model is not None and PLUGIN_OPTIONS not in nested.metadata:
                 path = f"{name}.{inner}"
-                several = item_of(nested.annotation) is not None
-                heading = f"[[{path}]]" if several else f"[{path}]"
+                is_list = item_of(nested.annotation) is not None
+                heading = f"[[{path}]]" if is_list else f"[{path}]"
                 entries.append(Section(path, heading, model, _meaning(model, nested)))
     return entries
 
@@ -118,8 +118,8 @@ def options_of(config: type[BaseModel], prefix: str = "", plugin: str = "") -> l
     options: list[Option] = []
     fields = list(config.model_fields.items())
     if plugin:  # what a class adds comes before what it inherits
-        own = inspect.get_annotations(config)
-        fields.sort(key=lambda pair: pair[0] not in own)
+        annotations = inspect.get_annotations(config)
+        fields.sort(key=lambda pair: pair[0] not in annotations)
     for name, field in fields:
         path, inner = f"{prefix}{name}", _table(field.annotation)
         if name == "options" and PLUGIN_OPTIONS in field.metadata:
@@ -138,32 +138,32 @@ def options_of(config: type[BaseModel], prefix: str = "", plugin: str = "") -> l
     return options
 
 
-def plugin_options(plugins: Plugins, kind: str, where: str, choice: Choice, skip_broken: bool = False) -> list[Option]:
+def plugin_options(plugins: Plugins, kind: str, path: str, choice: Choice, skip_broken: bool = False) -> list[Option]:
     """The options of the plugin that a section selects, and of the plugins in its slots.
 
     Args:
-        where: dotted path of the section, e.g. ``reward.0``.
+        path: dotted path of the section, e.g. ``reward.0``.
         skip_broken: of a plugin in a slot that cannot be imported, only ``use`` is listed.
 
     Raises PluginError where a plugin cannot be imported.
     """
     resolved: Resolved = plugins.resolve(kind, choice.use)
-    options = options_of(resolved.cls.Config, f"{where}.", str(resolved))
+    options = options_of(resolved.cls.Config, f"{path}.", str(resolved))
     for name, slot in getattr(resolved.cls, "slots", {}).items():
         setting = choice.options.get(name)
         setting = setting.get("use") if isinstance(setting, Mapping) else setting
-        use, path = str(setting or slot.use), f"{where}.{name}"
-        options.append(Option(f"{path}.use", "text", slot.use, False, USE, kind=slot.kind, plugin=str(resolved)))
+        use, slot_path = str(setting or slot.use), f"{path}.{name}"
+        options.append(Option(f"{slot_path}.use", "text", slot.use, False, USE, kind=slot.kind, plugin=str(resolved)))
         defaults = slot.defaults if use.removeprefix("plugin:") == slot.use else {}
         try:
-            of_part = plugin_options(plugins, slot.kind, path, Choice(use=use), skip_broken)
+            of_part = plugin_options(plugins, slot.kind, slot_path, Choice(use=use), skip_broken)
         except PluginError:
             if skip_broken:
                 continue
             raise
         for o in of_part:
-            theirs = o.path == f"{path}.{o.name}" and o.name in defaults
-            options.append(replace(o, default=to_jsonable_python(defaults[o.name]), required=False) if theirs else o)
+            is_set = o.path == f"{slot_path}.{o.name}" and o.name in defaults
+            options.append(replace(o, default=to_jsonable_python(defaults[o.name]), required=False) if is_set else o)
     return options
 
 

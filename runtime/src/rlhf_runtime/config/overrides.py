@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.errors import did_you_mean
 
-from rlhf_runtime.config.flag_values import ALONE, FlagText, PythonValue, item_of, model_of, toml_value
+from rlhf_runtime.config.flag_values import NO_VALUE, FlagText, PythonValue, item_of, model_of, toml_value
 from rlhf_runtime.config.problems import leaves, origin
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice, label_of
@@ -73,14 +73,14 @@ class Overrides:
         entries: list[Any] = []
         for text in texts:
             if isinstance(text, PythonValue):
-                listed = text.value if isinstance(text.value, list | tuple) else [text.value]
+                values = text.value if isinstance(text.value, list | tuple) else [text.value]
                 entries += [
-                    {field: v} if isinstance(v, str) else dict(v) if isinstance(v, Mapping) else v for v in listed
+                    {field: v} if isinstance(v, str) else dict(v) if isinstance(v, Mapping) else v for v in values
                 ]
                 continue
             value = toml_value(text)
-            several = value if isinstance(value, list) and all(isinstance(v, str) for v in value) else [text]
-            entries += [{field: str(v)} for v in several]
+            strings = value if isinstance(value, list) and all(isinstance(v, str) for v in value) else [text]
+            entries += [{field: str(v)} for v in strings]
         parent[name] = entries
         for path in [p for p in self.origins if p.startswith(f"{key}.")]:
             del self.origins[path]
@@ -98,9 +98,8 @@ class Overrides:
         if node is None:
             return
         if isinstance(node, list):
-            hint = self._suggest(key)
-            how = hint or f" Give a field of one entry, e.g. --{path}.0.{parts[-1]}."
-            self.problems.append(f"--{key}: {path} is a list.{how}")
+            advice = self._suggest(key) or f" Give a field of one entry, e.g. --{path}.0.{parts[-1]}."
+            self.problems.append(f"--{key}: {path} is a list.{advice}")
             return
         last = parts[-1]
         full = f"{path}.{last}" if path else last
@@ -110,7 +109,7 @@ class Overrides:
         if isinstance(raw, PythonValue):
             node[last] = raw.value
         else:
-            node[last] = ALONE if raw is None else str(raw) if last == "use" else FlagText(raw)
+            node[last] = NO_VALUE if raw is None else str(raw) if last == "use" else FlagText(raw)
         self.origins[full] = _origin(key, raw)
 
     def _descend(self, parts: Sequence[str], key: str) -> tuple[Any, str]:
@@ -123,11 +122,11 @@ class Overrides:
                     return None, path
                 node, part = node[index], str(index)
             else:
-                here = f"{path}.{part}" if path else part
+                node_path = f"{path}.{part}" if path else part
                 if part not in node:
-                    node[part] = [] if here in LIST_PATHS else {}
+                    node[part] = [] if node_path in LIST_PATHS else {}
                 elif isinstance(node[part], str):  # the short form of a plugin or model
-                    node[part] = {"model" if here in ("policy", "critic", "reference") else "use": str(node[part])}
+                    node[part] = {"model" if node_path in ("policy", "critic", "reference") else "use": str(node[part])}
                 node = node[part]
             path = f"{path}.{part}" if path else part
             if not isinstance(node, dict | list):
@@ -154,10 +153,10 @@ class Overrides:
         old = node.get("use") or _default(path)
         if old is not None and old.removeprefix("plugin:") == new.removeprefix("plugin:"):
             return
-        own = _own_fields(path)
+        section_fields = _own_fields(path)
         if path in RUNTIME:
             return
-        old_fields = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in own})]
+        old_fields = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in section_fields})]
         for field in old_fields:
             if field not in flags and not self.origins.get(field, "").startswith(("flag", "option")):
                 was = f"{old!r}" if old is not None else "the plugin that is there by default"

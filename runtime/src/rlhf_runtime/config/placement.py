@@ -21,26 +21,26 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
     parts = [*roles, GENERATOR] if generator else list(roles)
     problems = []
     for name, section in sections.items():
-        where = f"[placement.{name}]"
+        label = f"[placement.{name}]"
         if name not in parts:
             problems.append(
-                f"{where}: this run holds {', '.join(parts)}.{did_you_mean(name, parts)} Remove the section."
+                f"{label}: this run holds {', '.join(parts)}.{did_you_mean(name, parts)} Remove the section."
             )
         elif section.share is not None:
             host = sections.get(section.share, PlacementSection())
             if section.share == name or section.share not in parts:
-                others = ", ".join(h for h in parts if h != name)
-                problems.append(f"{where} shares the devices of {section.share!r}; it can share those of {others}.")
+                hosts = ", ".join(h for h in parts if h != name)
+                problems.append(f"{label} shares the devices of {section.share!r}; it can share those of {hosts}.")
             elif host.share is not None:
                 problems.append(
-                    f"{where} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
+                    f"{label} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
                     "itself in both."
                 )
             elif "devices" in section.model_fields_set and name != GENERATOR:
-                problems.append(f"{where}: devices are those of {section.share!r}; give only one of share and devices.")
+                problems.append(f"{label}: devices are those of {section.share!r}; give only one of share and devices.")
             elif section.ranks * section.devices > host.ranks * host.devices:
                 problems.append(
-                    f"{where}: {section.ranks} ranks x {section.devices} devices do not fit on the {host.ranks} ranks "
+                    f"{label}: {section.ranks} ranks x {section.devices} devices do not fit on the {host.ranks} ranks "
                     f"x {host.devices} devices = {host.ranks * host.devices} of {section.share!r}. Lower its ranks, or "
                     f"raise those of {section.share!r}."
                 )

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from rlhf.errors import ConfigError, RlhfError, did_you_mean
 
-from rlhf_runtime.config.flag_values import ALONE, item_of, model_of, toml_value
+from rlhf_runtime.config.flag_values import NO_VALUE, item_of, model_of, toml_value
 from rlhf_runtime.config.suggestions import Suggestions
 
 _TOML_NAMES: dict[type, str] = {
@@ -49,13 +49,13 @@ def describe(
         suggestions: finds similar names for unknown keys; default: only names of the section itself.
     """
     by_location: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for each in error.errors(include_url=False):
-        location = tuple(str(part) for part in each["loc"] if "[" not in str(part))  # not the branch of a union
-        by_location.setdefault(location, []).append({**each, "loc": location})
+    for details in error.errors(include_url=False):
+        location = tuple(str(part) for part in details["loc"] if "[" not in str(part))  # not the branch of a union
+        by_location.setdefault(location, []).append({**details, "loc": location})
     lines = []
     for errors in by_location.values():
         right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches, those that fit it
-        for entry in errors[:1] if errors[0]["input"] is ALONE else right_type or errors:
+        for entry in errors[:1] if errors[0]["input"] is NO_VALUE else right_type or errors:
             lines += _lines(entry, model, prefix, origins, suggestions)
     return lines
 
@@ -69,23 +69,23 @@ def unknown_keys(
 ) -> list[str]:
     """The lines for an unknown key: one for each key below it."""
     names = sorted(set(allowed) - _RESERVED)
-    listed = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
+    listing = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
     section = get_close_matches(path, names, n=1, cutoff=0.8) if isinstance(value, Mapping) else []
     lines = []
     for key in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
-        where = origin(key, origins)
+        location = origin(key, origins)
         if section and "." not in path:
             hint = f" Did you mean the section {section[0]!r}?"
         elif suggestions is None:
             hint = did_you_mean(path.rpartition(".")[2], names)
         else:
-            hint = suggestions.suggest(key, names if key == path else (), "flag --" in where)
-        here = "" if hint and "'" not in hint else f" {listed}"  # suggestions from other sections are not quoted
-        if "." not in key and "flag --" in where:
+            hint = suggestions.suggest(key, names if key == path else (), "flag --" in location)
+        suffix = "" if hint and "'" not in hint else f" {listing}"  # suggestions from other sections are not quoted
+        if "." not in key and "flag --" in location:
             dots = "" if hint else " Fields of the run file are dotted: --run.seed 3"
             lines.append(f"no flag --{key}.{hint}{dots}")
         else:
-            lines.append(f"{key}{where}: unknown key.{hint}{here}")
+            lines.append(f"{key}{location}: unknown key.{hint}{suffix}")
     return lines
 
 
@@ -132,34 +132,34 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
     location = [str(part) for part in error["loc"]]
     path = ".".join([prefix, *location] if prefix else location)
     kind, value = error["type"], error["input"]
-    at = f"{path}{origin(path, origins)}"
+    label = f"{path}{origin(path, origins)}"
     if kind == "missing":
         parent = _model_at(model, location[:-1])
         field = parent.model_fields.get(location[-1]) if parent is not None else None
         item = item_of(field.annotation) if field is not None else None
         tables = item is not None and item[0] is dict and model_of(item[1]) is not None
-        listed = item is not None and item[0] is not dict
-        how = f" Write a table [{path}.NAME] for each." if tables else _how_to_give(path, listed)
-        return f"{at}: required, and not given.{how}"
+        is_list = item is not None and item[0] is not dict
+        advice = f" Write a table [{path}.NAME] for each." if tables else _how_to_give(path, is_list)
+        return f"{label}: required, and not given.{advice}"
     message = str(error["msg"])
     if kind in ("value_error", "assertion_error"):
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        return f"{at}: {message}" if path else message  # a check of several sections names them itself
+        return f"{label}: {message}" if path else message  # a check of several sections names them itself
     message = re.sub(r" or instance of \w+", "", message)
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
-    if value is ALONE:
+    if value is NO_VALUE:
         parent = _model_at(model, location[:-1])
         field = parent.model_fields.get(location[-1]) if parent else None
         default = field.default if field is not None and isinstance(field.default, int | float | str) else None
-        return f"{at}: needs a value, which {message}{f', e.g. --{path} {default}' if default else ''}."
+        return f"{label}: needs a value, which {message}{f', e.g. --{path} {default}' if default else ''}."
     hint = ""
-    if kind in ("tuple_type", "list_type") and isinstance(value, str) and "flag --" in at:
+    if kind in ("tuple_type", "list_type") and isinstance(value, str) and "flag --" in label:
         hint = f" Write a list in the form of TOML: '{_as_list(value)}'."
     if kind == "bool_type":
         hint = " Write true or false, without quotes."
     if kind == "literal_error" and isinstance(value, str):
         hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])
-    return f"{at}: {message}, got {type_and_value(value)}.{hint}"
+    return f"{label}: {message}, got {type_and_value(value)}.{hint}"
 
 
 def _as_list(text: str) -> str:
@@ -171,21 +171,21 @@ def _as_list(text: str) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
-def _how_to_give(path: str, listed: bool) -> str:
+def _how_to_give(path: str, is_list: bool) -> str:
     if path == "algorithm":
         return ' Name one with --algo NAME or `algorithm = "NAME"`; `rlhf plugins list` shows them.'
     if path.rsplit(".", 1)[-1] == "use":
         return f' Name the plugin: `use = "NAME"` or --{path} NAME.'
-    value = "'[VALUE, ...]'" if listed else "VALUE"
+    value = "'[VALUE, ...]'" if is_list else "VALUE"
     return f" Set it with --{path} {value}."
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
     annotation: Any = model
     for part in location:
-        here, item = model_of(annotation), item_of(annotation)
-        if here is not None and part in here.model_fields:
-            annotation = here.model_fields[part].annotation
+        parent, item = model_of(annotation), item_of(annotation)
+        if parent is not None and part in parent.model_fields:
+            annotation = parent.model_fields[part].annotation
         elif item is not None:
             annotation = item[1]
         else:

@@ -47,8 +47,8 @@ def _with_options(cls: type[Choice], value: Any) -> Any:
     """``{use, a, b}`` -> ``{use, options: {a, b}}``, keeping the section's own fields."""
     if not isinstance(value, dict) or "options" in value:
         return value
-    own = {k: v for k, v in value.items() if k in cls.model_fields}
-    return {**own, "options": {k: v for k, v in value.items() if k not in cls.model_fields}}
+    fields = {k: v for k, v in value.items() if k in cls.model_fields}
+    return {**fields, "options": {k: v for k, v in value.items() if k not in cls.model_fields}}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -39,9 +39,9 @@ microseconds per step."""
 
 def unique(names: Sequence[str], problem: str, remedy: str) -> None:
     """Raises ValueError if a name occurs twice."""
-    twice = [name for name, n in Counter(names).items() if n > 1]
-    if twice:
-        raise ValueError(f"{problem} {', '.join(map(repr, twice))}; {remedy}")
+    duplicates = [name for name, n in Counter(names).items() if n > 1]
+    if duplicates:
+        raise ValueError(f"{problem} {', '.join(map(repr, duplicates))}; {remedy}")
 
 
 class Choice(ComponentConfig):

@@ -16,11 +16,11 @@ from rlhf_runtime.config.sections import Choice
 ROLES = ("policy", "critic", "reference")
 PLACES = ("policy", "generator")
 """Names for which ``[placement.NAME]`` is suggested."""
-WHOLE = ("reward", "observer", "data.train", "data.eval")
+LIST_FLAGS = ("reward", "observer", "data.train", "data.eval")
 """Flags that stand for a list of sections."""
 LIKE = 0.75
 """Smallest similarity of a name from another section than the one where the unknown name was written."""
-MOST = 3
+MAX_NAMES = 3
 """Largest number of suggestions in one message."""
 
 Chosen = Collection[tuple[str, str, Choice]]
@@ -40,14 +40,14 @@ class Suggestions:
     @cached_property
     def options(self) -> tuple[str, ...]:
         """Dotted paths of all options of the run."""
-        paths = [*WHOLE, "roles"]
+        paths = [*LIST_FLAGS, "roles"]
         for path in (option.path for option in run_file_options()):
             if path.startswith("placement.NAME."):
                 paths += [path.replace("NAME", place) for place in PLACES]
             elif not path.startswith("roles.NAME."):
                 paths.append(path)
-        for kind, where, choice in self._choices:
-            paths += self._of_plugin(kind, where, choice)
+        for kind, section, choice in self._choices:
+            paths += self._plugin_paths(kind, section, choice)
         return tuple(dict.fromkeys(paths))
 
     def suggest(self, path: str, allowed: Iterable[str], flag: bool) -> str:
@@ -60,32 +60,32 @@ class Suggestions:
         """
         section, _, key = path.rpartition(".")
         if not section and (options := self._values.get(key.replace("-", "_"))):
-            return f" Did you mean {' or '.join(f'--{option} {key}' for option in options[:MOST])}?"
-        matches, exact = self._elsewhere(path.replace("-", "_"))
-        here = (
+            return f" Did you mean {' or '.join(f'--{option} {key}' for option in options[:MAX_NAMES])}?"
+        matches, exact = self._match_end(path.replace("-", "_"))
+        close_names = (
             [] if exact or (matches and not section) else difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.6)
         )
-        if here and not matches:
-            return f" Did you mean {here[0]!r}?"
-        matches = [*(f"{section}.{name}" for name in here), *(matches or self._like(key))]
+        if close_names and not matches:
+            return f" Did you mean {close_names[0]!r}?"
+        matches = [*(f"{section}.{name}" for name in close_names), *(matches or self._like(key))]
         absent = () if matches else OTHER_NAMES.get(key.replace("-", "_"), ())
         names = [f"--{name}" if flag else name for name in dict.fromkeys([*matches, *absent])]
         if absent:
-            return f" It would be {' or '.join(names[:MOST])}, which the plugins of this run do not have."
-        return f" Did you mean {' or '.join(names[:MOST])}?" if names else ""
+            return f" It would be {' or '.join(names[:MAX_NAMES])}, which the plugins of this run do not have."
+        return f" Did you mean {' or '.join(names[:MAX_NAMES])}?" if names else ""
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
         """{value: the options of the algorithm that allow it}. Other frameworks have options named like values."""
         options: dict[str, list[str]] = {}
-        for kind, where, choice in self._choices:
+        for kind, section, choice in self._choices:
             if kind == "algorithm":
-                for option in self._options(kind, where, choice) or ():
+                for option in self._options(kind, section, choice) or ():
                     for value in option.allowed:
                         options.setdefault(value, []).append(option.path)
         return options
 
-    def _elsewhere(self, path: str) -> tuple[list[str], bool]:
+    def _match_end(self, path: str) -> tuple[list[str], bool]:
         """Options for the longest end of ``path`` that is a name in another framework, or an option's own name; and
         whether it is a name in another framework."""
         parts = path.split(".")
@@ -95,29 +95,29 @@ class Suggestions:
                 matches = [name for name in OTHER_NAMES[end] if name in self.options]
                 if matches or not start:
                     return matches, True
-            ours = [o for o in self.options if o == end or o.endswith(f".{end}")]
-            ours = [o for o in ours if o != path and _of_role(o) in ("", parts[0])]
-            if ours:
-                return sorted(ours, key=lambda o: (_of_role(o) == "", o.count("."))), False
+            options = [o for o in self.options if o == end or o.endswith(f".{end}")]
+            options = [o for o in options if o != path and _of_role(o) in ("", parts[0])]
+            if options:
+                return sorted(options, key=lambda o: (_of_role(o) == "", o.count("."))), False
         return [], False
 
     def _like(self, key: str) -> list[str]:
         names = {o.rpartition(".")[2] for o in self.options} | {n for n in OTHER_NAMES if "." not in n}
         matches = difflib.get_close_matches(key.replace("-", "_"), sorted(names), n=1, cutoff=LIKE)
-        return self._elsewhere(matches[0])[0] if matches else []
+        return self._match_end(matches[0])[0] if matches else []
 
-    def _options(self, kind: str, where: str, choice: Choice) -> list[Option] | None:
+    def _options(self, kind: str, section: str, choice: Choice) -> list[Option] | None:
         """None: the plugin cannot be imported."""
         try:
-            return plugin_options(self._plugins, kind, where, choice, skip_broken=True)
+            return plugin_options(self._plugins, kind, section, choice, skip_broken=True)
         except RlhfError:
             return None
 
-    def _of_plugin(self, kind: str, where: str, choice: Choice) -> Iterator[str]:
-        options = self._options(kind, where, choice)
+    def _plugin_paths(self, kind: str, section: str, choice: Choice) -> Iterator[str]:
+        options = self._options(kind, section, choice)
         if options is None:
             return
-        yield f"{where}.use"
+        yield f"{section}.use"
         yield from (option.path for option in options)
         if kind == "trainer":
             yield from (f"{role}.{option.path}" for role in ROLES for option in options)

@@ -83,14 +83,14 @@ def export(
             ModelFiles(parts.config, parts.algorithm, template).write_policy(role, folder)
 
         def write_all(folder: Path) -> None:
-            *others, newest = checkpoints
+            *earlier_checkpoints, newest = checkpoints
             with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as place:
-                exports = [Path(place) / f"step-{checkpoint.step}" for checkpoint in others]
-                for path, checkpoint in zip(exports, others, strict=True):
+                exports = [Path(place) / f"step-{checkpoint.step}" for checkpoint in earlier_checkpoints]
+                for path, checkpoint in zip(exports, earlier_checkpoints, strict=True):
                     path.mkdir()
                     write(path, checkpoint)
                 write(folder, newest)
-                if others:  # the product of mean factors is not the mean of products
+                if earlier_checkpoints:  # the product of mean factors is not the mean of products
                     shutil.rmtree(folder / ADAPTER, ignore_errors=True)
                 _add_to_mean(folder, exports)
             write_card(folder, run, steps=[checkpoint.step for checkpoint in checkpoints])

@@ -140,14 +140,14 @@ class Conversation:
         prefix = ""
         for piece in self._generator.stream(request):
             answer_ids += piece
-            whole = self._template.decode(answer_ids)
-            if len(whole) > len(prefix) and not whole.endswith("\ufffd"):  # the rest of a character follows
-                yield whole[len(prefix) :]
-                prefix = whole
-        whole = self._template.decode(answer_ids)
-        if len(whole) > len(prefix):
-            yield whole[len(prefix) :]
-        self._messages = [*messages, {"role": "assistant", "content": whole}]
+            full_text = self._template.decode(answer_ids)
+            if len(full_text) > len(prefix) and not full_text.endswith("\ufffd"):  # the rest of a character follows
+                yield full_text[len(prefix) :]
+                prefix = full_text
+        full_text = self._template.decode(answer_ids)
+        if len(full_text) > len(prefix):
+            yield full_text[len(prefix) :]
+        self._messages = [*messages, {"role": "assistant", "content": full_text}]
 
     def _require_room(self, tokens: int) -> None:
         longest = self._template.section.max_tokens

@@ -36,9 +36,9 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.jobs.export import loaded_policy
 from rlhf_runtime.jobs.mismatch_causes import (
-    ALONE,
     ARITHMETIC,
     CAUSES,
+    COMPOSITION,
     CUT,
     EARLIER,
     OTHER_DTYPE,
@@ -61,7 +61,7 @@ from rlhf_runtime.report.recorded_samples import recorded_steps
 
 ROUNDING = 1e-5
 """A gap below this is rounding in fp32 [nats]."""
-ALIKE = 3
+SIZE_RATIO = 3
 """A gap is of the size of a difference of arithmetic if it is at most this many times that difference."""
 SMALL = 1.5
 """A set of causes explains the gap if what it leaves is at most this many times what the best set leaves."""
@@ -126,13 +126,13 @@ def weights_kept(run: Path) -> list[int]:
 
 
 def examine(
-    config: RunFile, plugins: Plugins, run: Path, file: Path, step: int, most: int, note: Callable[[str], None]
+    config: RunFile, plugins: Plugins, run: Path, file: Path, step: int, max_samples: int, note: Callable[[str], None]
 ) -> Mismatch:
     """Compare the log-probs of the samples of ``step`` in ``file``.
 
     Args:
         config: the run's own run file.
-        most: number of samples that are compared, evenly spaced in the file.
+        max_samples: number of samples that are compared, evenly spaced in the file.
         note: shows remarks of the trainer.
 
     Raises ConfigError or CheckpointError where there is nothing to compare, or the weights of the step are not kept.
@@ -144,7 +144,7 @@ def examine(
             f"the weights that step {step} started with are not kept in {run}. Allowed here: --step "
             f"{', '.join(map(str, steps)) or '(none)'}. Run with --checkpoint.every 1 to keep those of the last steps."
         )
-    trajectories = _usable(file, most)
+    trajectories = _usable(file, max_samples)
     generator = select(plugins, "generator", config.generator)
     samples = _Samples.of(trajectories)
     causes, passes, dtype = _computed(config, plugins, run, file, trajectories, samples, version, note)
@@ -158,14 +158,14 @@ def examine(
         for n in range(len(candidates) + 1)
         for chosen in combinations(candidates, n)
     }
-    composition = residual.difference((), ALONE)
+    composition = residual.difference((), COMPOSITION)
     rounding = residual.difference((), OTHER_DTYPE) if Pass(version, other_dtype=True) in passes.table else None
     floor = _floor(composition, rounding)
     chosen = _explanation({key: gap for key, (gap, _) in best.items()}, floor)
     left, changes = best[chosen]
     names = chosen
     other = rounding is not None and residual.difference(changes, OTHER_DTYPE)
-    if ARITHMETIC not in chosen and floor < left <= ALIKE * other:
+    if ARITHMETIC not in chosen and floor < left <= SIZE_RATIO * other:
         names = (*chosen, ARITHMETIC)  # of that size, though the engine rounds elsewhere than the trainer does
     now_A, _ = residual.trainer(Setting())
     gap_A = samples.generator_A - now_A
@@ -204,7 +204,7 @@ def _computed(
     checkpoints, every = weights_kept(run), {version, *samples.version_A.tolist()}
     versions = sorted(every & set(checkpoints))
     earlier = [n for n in EARLIER if n <= version and all(max(v - n, 0) in checkpoints for v in every)]
-    loaded = sorted({*versions, *(max(v - n, 0) for v in versions for n in earlier)})
+    all_versions = sorted({*versions, *(max(v - n, 0) for v in versions for n in earlier)})
     config, replays, experts = routing(config, samples.batch)
     heated = bool((samples.batch.tok["temperature"] != 1).any())
     causes = {
@@ -228,18 +228,18 @@ def _computed(
             if merged:
                 folder = Path(files.enter_context(TemporaryDirectory(prefix=".doctor-", dir=run)))
                 exports = {version: folder / str(version) for version in versions}
-            loaded = sorted({*loaded, *([0] if adapters else [])})
+            all_versions = sorted({*all_versions, *([0] if adapters else [])})
             passes = Passes(run, batches, heads, exports)
-            passes.compute(role, loaded)
+            passes.compute(role, all_versions)
             passes.compute_alone(role, version)
         dtypes = {False: config}
         if config.policy.storage != "bf16":
             policy = config.policy.model_copy(update={"dtype": "fp32" if dtype == "bf16" else "bf16"})
             dtypes[True] = config.model_copy(update={"policy": policy})
             with loaded_policy(dtypes[True], plugins, run) as (role, _, _):
-                passes.compute(role, loaded, other_dtype=True)
-        for (exported, path), (other_dtype, changed) in product(exports.items(), dtypes.items()):
-            with loaded_policy(changed, plugins, run, path) as (role, _, _):
+                passes.compute(role, all_versions, other_dtype=True)
+        for (exported, path), (other_dtype, run_config) in product(exports.items(), dtypes.items()):
+            with loaded_policy(run_config, plugins, run, path) as (role, _, _):
                 passes.compute_rounded(role, exported, other_dtype)
     causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
     if adapters:  # version 0 is that of absent adapters
@@ -293,24 +293,24 @@ class _Residual:
         gap_A = (self.samples.generator_A - trainer_A).abs()[keep_A]
         return float(gap_A.mean()) if len(gap_A) else math.inf
 
-    def difference(self, changes: Iterable[Change], further: Change) -> float:
+    def difference(self, changes: Iterable[Change], change: Change) -> float:
         """Mean difference that a further change makes to the trainer's log-probs."""
-        (before_A, keep_A), (after_A, _) = self.trainer(_setting(changes)), self.trainer(_setting([*changes, further]))
+        (before_A, keep_A), (after_A, _) = self.trainer(_setting(changes)), self.trainer(_setting([*changes, change]))
         return float((after_A - before_A).abs()[keep_A].mean())
 
     def trainer(self, s: Setting) -> tuple[Tensor, Tensor]:
         """(log-probs, whether they are known) of the tokens: [A], bool [A]."""
-        own_A = self.samples.version_A
+        version_A = self.samples.version_A
         if s.first or not s.by_token:
-            own_A = torch.full_like(own_A, 0 if s.first else self.version)
-        trainer_A, known_A = torch.zeros(len(own_A)), torch.zeros(len(own_A), dtype=torch.bool)
-        for own in own_A.unique().tolist():
-            version = max(own - s.earlier, 0)
+            version_A = torch.full_like(version_A, 0 if s.first else self.version)
+        trainer_A, known_A = torch.zeros(len(version_A)), torch.zeros(len(version_A), dtype=torch.bool)
+        for sample_version in version_A.unique().tolist():
+            version = max(sample_version - s.earlier, 0)
             outputs = self.table.get(Pass(version, s.other_dtype, s.alone, s.weights, s.rendered, s.rerouted))
             if outputs is not None:
-                own_here_A = own_A == own
-                trainer_A = torch.where(own_here_A, outputs[f"lp{int(s.plain)}{int(s.cut)}"], trainer_A)
-                known_A |= own_here_A
+                mask_A = version_A == sample_version
+                trainer_A = torch.where(mask_A, outputs[f"lp{int(s.plain)}{int(s.cut)}"], trainer_A)
+                known_A |= mask_A
         return trainer_A, known_A
 
 
@@ -335,25 +335,25 @@ def _floor(composition: float, rounding: float | None) -> float:
 def _explanation(gaps: Mapping[tuple[str, ...], float], floor: float) -> tuple[str, ...]:
     """The smallest set of causes that leaves about as little as the best one; of equally many, the one that leaves
     least."""
-    enough = max(floor, SMALL * min(gaps.values()))
-    return min((c for c, gap in gaps.items() if gap <= enough), key=lambda c: (len(c), gaps[c]))
+    limit = max(floor, SMALL * min(gaps.values()))
+    return min((c for c, gap in gaps.items() if gap <= limit), key=lambda c: (len(c), gaps[c]))
 
 
-def _usable(file: Path, most: int) -> list[Trajectory]:
+def _usable(file: Path, max_samples: int) -> list[Trajectory]:
     """Samples with log-probs of the generator and versions of its weights."""
     groups = read_groups(file, lambda source, index: Row({}, source, index))
     usable = []
     for trajectory in (t for group in groups for t in group.trajectories):
         turns = [turn for turn in trajectory.turns if turn.sampled]
-        whole = all(turn.logprobs is not None and turn.versions and not turn.given for turn in turns if turn.ids)
-        if trajectory.status != "failed" and trajectory.sampled_tokens and whole:
+        is_usable = all(turn.logprobs is not None and turn.versions and not turn.given for turn in turns if turn.ids)
+        if trajectory.status != "failed" and trajectory.sampled_tokens and is_usable:
             usable.append(trajectory)
     if not usable:
         raise ConfigError(
             f"no sample in {file} has log-probs of the generator: the generator reports none, all samples failed, or "
             "their answers come from the data. There is nothing to compare."
         )
-    return usable[:: math.ceil(len(usable) / most)]
+    return usable[:: math.ceil(len(usable) / max_samples)]
 
 
 def _assembled(trajectories: Sequence[Trajectory]) -> Batch:
@@ -377,8 +377,8 @@ def _batches(
     rendered, differing = [], 0
     for trajectory in trajectories:
         prompt, turns = prompts.get(trajectory.index), trajectory.turns
-        alone = not turns[0].sampled and turns[1].sampled and not turns[0].images
-        ids = _prompt_ids(template, prompt) if prompt is not None and alone else None
+        has_text_prompt = not turns[0].sampled and turns[1].sampled and not turns[0].images
+        ids = _prompt_ids(template, prompt) if prompt is not None and has_text_prompt else None
         if ids and ids != list(turns[0].ids):
             differing += 1
             answer, record = turns[1], turns[1].experts
@@ -392,8 +392,8 @@ def _batches(
     if EXPERTS not in batch.tok:
         return batches, differing
     plain = {kind: replace(b, tok={k: v for k, v in b.tok.items() if k != EXPERTS}) for kind, b in batches.items()}
-    present, others = (batches, plain) if replays else (plain, batches)
-    return {**present, **{(kind, True): b for (kind, _), b in others.items()}}, differing
+    present, rerouted_batches = (batches, plain) if replays else (plain, batches)
+    return {**present, **{(kind, True): b for (kind, _), b in rerouted_batches.items()}}, differing
 
 
 def _prompt_ids(template: Template, prompt: Any) -> list[int] | None:
@@ -424,8 +424,8 @@ def _reproduced(file: Path, trajectories: Sequence[Trajectory], now_A: Tensor) -
     for trajectory in trajectories:
         end = start + trajectory.sampled_tokens
         number = group_number(trajectory.index[0], trajectory.agent)
-        then = values[number, trajectory.index[1]].get("policy/logprobs")
-        if then is not None:  # one value stands for all where they are equal
-            differences.append((now_A[start:end] - torch.tensor(list(then))).abs())
+        step_logprobs = values[number, trajectory.index[1]].get("policy/logprobs")
+        if step_logprobs is not None:  # one value stands for all where they are equal
+            differences.append((now_A[start:end] - torch.tensor(list(step_logprobs))).abs())
         start = end
     return float(torch.cat(differences).mean()) if differences else None

@@ -58,7 +58,7 @@ class Change:
 
 
 OTHER_DTYPE = Change({"other_dtype": True})
-ALONE = Change({"alone": True}, "batch composition")
+COMPOSITION = Change({"alone": True}, "batch composition")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,14 @@ def stale(shares: Mapping[int, float], version: int, checkpoints: Sequence[int])
         version: of the weights that the step started with.
         checkpoints: versions whose weights can be loaded.
     """
-    others = sorted(set(shares) - {version})
-    if not others:
+    other_versions = sorted(set(shares) - {version})
+    if not other_versions:
         return Cause((), f"all tokens are of version {version}, that of the step")
     note = (
-        f"{1 - shares.get(version, 0.0):.0%} of the tokens are of the versions {others}; each is compared with its own"
+        f"{1 - shares.get(version, 0.0):.0%} of the tokens are of the versions {other_versions}; each is compared with "
+        "its own"
     )
-    if unkept := [other for other in others if other not in checkpoints]:
+    if unkept := [v for v in other_versions if v not in checkpoints]:
         note += f"; those of {unkept}, whose weights are not kept, are left out"
     return Cause((Change({"by_token": True}, "as recorded"),) if set(shares) & set(checkpoints) else (), note)
 
@@ -119,8 +120,8 @@ def older_weights(
 def arithmetic(dtype: str, examined: bool) -> Cause:
     """``dtype``: that of the trainer; ``examined``: whether it can compute in the other one."""
     if not examined:
-        return Cause((ALONE,), "the weights are stored in bf16")
-    return Cause((replace(OTHER_DTYPE, name="fp32" if dtype == "bf16" else "bf16"), ALONE))
+        return Cause((COMPOSITION,), "the weights are stored in bf16")
+    return Cause((replace(OTHER_DTYPE, name="fp32" if dtype == "bf16" else "bf16"), COMPOSITION))
 
 
 def template(prompts: int, differing: int) -> Cause:

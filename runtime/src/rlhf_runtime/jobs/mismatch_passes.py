@@ -101,8 +101,8 @@ def _add_rounded(path: Path, base: Path) -> None:
     tensors, base_tensors = load_file(path), load_file(base)
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            before = base_tensors[name].float()
-            tensors[name] = (before + tensor.bfloat16().float() - before.bfloat16().float()).to(tensor.dtype)
+            base_tensor = base_tensors[name].float()
+            tensors[name] = (base_tensor + tensor.bfloat16().float() - base_tensor.bfloat16().float()).to(tensor.dtype)
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -71,7 +71,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     places = run.places_on(device_here())
     specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
     specs = on_processor(specs, run.trainer_class)
-    check_parts(run, places, specs, here=True)
+    check_parts(run, places, specs, is_local=True)
     check_vocabularies(replace(run, roles={"policy": RoleSpec("policy")}).spec("policy"), tokenizer, specs.values())
     used = [*(s.resolved for s in run.parts.values()), *(r.resolved for r in run.rewards)]
     return PlacedPlugins(
@@ -85,7 +85,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
 
 
 def start_scorer(
-    placed: PlacedPlugins,
+    plugins_of_run: PlacedPlugins,
     main: MainThread,
     closing: ExitStack,
     *,
@@ -99,11 +99,11 @@ def start_scorer(
         closing: receives the callbacks that release what was started.
         wait, largest, passed: how calls of a model are batched (:func:`~rlhf_runtime.rewards.reward_models.together`).
     """
-    launcher = placed.parts["launcher"].build()
+    launcher = plugins_of_run.parts["launcher"].build()
     closing.callback(launcher.shutdown)
-    roles = launch_roles(placed, launcher)
+    roles = launch_roles(plugins_of_run, launcher)
     ask = together(score_with_role(roles, main), read_role(roles, main), wait, largest, passed)
-    scorer = make_scorer(placed, *ask)
+    scorer = make_scorer(plugins_of_run, *ask)
     closing.callback(scorer.close)
     main.run(scorer.setup())
     return scorer

@@ -67,7 +67,7 @@ def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     check_ids(path, config.policy.trust_remote_code)
     places = run.places_on(device_here())
     specs = on_processor({"policy": run.spec("policy", ranks=places["policy"].ranks)}, run.trainer_class)
-    check_parts(run, places, specs, here=True)
+    check_parts(run, places, specs, is_local=True)
     return PlacedPlugins(
         **vars(run),
         tokenizer=tokenizer,
@@ -96,13 +96,13 @@ def _problems(config: RunFile, trainer: Selection) -> list[str]:
 
 
 @contextmanager
-def trained_policy(placed: PlacedPlugins, note: Callable[[str], None]) -> Iterator[TrainedPolicy]:
+def trained_policy(plugins_of_run: PlacedPlugins, note: Callable[[str], None]) -> Iterator[TrainedPolicy]:
     """Load the policy and start its generator."""
-    launcher = placed.parts["launcher"].build()
+    launcher = plugins_of_run.parts["launcher"].build()
     with ExitStack() as resources:
         resources.callback(launcher.shutdown)
-        role = launch_roles(placed, launcher)["policy"]
-        generator, weights = launch_generator(placed, role, launcher, note, resources)
-        trainer = placed.trainer("policy")
+        role = launch_roles(plugins_of_run, launcher)["policy"]
+        generator, weights = launch_generator(plugins_of_run, role, launcher, note, resources)
+        trainer = plugins_of_run.trainer("policy")
         options: Any = trainer.config
-        yield TrainedPolicy(placed.config, role, trainer, generator, weights, options.lora.rank)
+        yield TrainedPolicy(plugins_of_run.config, role, trainer, generator, weights, options.lora.rank)

@@ -88,16 +88,16 @@ class BestTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError where the state belongs to another metric: their values are not comparable."""
-        before, now = state["metric"], self.metric
+        saved_metric, metric = state["metric"], self.metric
         if state["value"] is None:  # no value to compare with; the metric's name may have been misspelled before
             self.waited = int(state["waited"])
             return
-        same = before is None or now is None or before in (now, f"eval/{now}")
-        if same:
-            self.metric = before or now
-        if not same or state["mode"] != self._direction():
+        is_same = saved_metric is None or metric is None or saved_metric in (metric, f"eval/{metric}")
+        if is_same:
+            self.metric = saved_metric or metric
+        if not is_same or state["mode"] != self._direction():
             raise CheckpointError(
-                f"the checkpoint's best value is of {before!r} ({state['mode']}), this run follows {now!r} "
+                f"the checkpoint's best value is of {saved_metric!r} ({state['mode']}), this run follows {metric!r} "
                 f"({self.mode}). Set eval.metric and eval.mode back, or start a new run."
             )
         self.value = float(state["value"])

@@ -257,21 +257,21 @@ class RunState:
 
         Raises CheckpointError naming the file and the field that is invalid, or whose state could not be restored.
         """
-        folder, where = checkpoint.path, checkpoint.path / "state.json"
-        state = read_json(where)
+        folder, path = checkpoint.path, checkpoint.path / "state.json"
+        state = read_json(path)
         form = next((form for kind, form in FORMS.items() if isinstance(self.stream, kind)), SavedState)
-        saved_state = validated(form, state, where)
-        encode(state, str(where))  # no number in it is NaN or infinite
+        saved_state = validated(form, state, path)
+        encode(state, str(path))  # no number in it is NaN or infinite
         if saved_state.step != checkpoint.step:
-            refuse(where, f"step: {saved_state.step}, but the checkpoint is of step {checkpoint.step}.")
+            refuse(path, f"step: {saved_state.step}, but the checkpoint is of step {checkpoint.step}.")
         key = "data" if self.stream is None else "stream"
         if state.get(key) is None:
-            refuse(where, f"{key}: missing.")
+            refuse(path, f"{key}: missing.")
         for name in self.saved_roles:
             saved_role = folder / "roles" / name
             if name in self.trained_roles or saved_role.is_dir():  # a shorter run may not have reached a snapshot
                 self.roles[name].every("load", saved_role)
-        saved = {name: own for name, own in state["components"].items() if not name.startswith("observer.")}
+        saved = {name: value for name, value in state["components"].items() if not name.startswith("observer.")}
         needed = {name: c for name, c in self.components.items() if not name.startswith("observer.")}
         if set(needed) != set(saved):
             raise CheckpointError(
@@ -284,27 +284,27 @@ class RunState:
             self.data.load_state_dict(state["data"])
         for name, component in self.components.items():
             if name in state["components"]:  # observers may be added and removed: they change nothing of the run
-                _restore(name, component, state["components"][name], where)
+                _restore(name, component, state["components"][name], path)
         if self.best is not None and saved_state.best is not None:  # an evaluation may be added and removed, too
             self.best.load_state_dict(state["best"])
         self.control.restore(saved_state.changed)
         self.updates = saved_state.updates
         if saved_state.unfinished is not None:
-            self.unfinished = loads(saved_state.unfinished, f"{where}, unfinished")
+            self.unfinished = loads(saved_state.unfinished, f"{path}, unfinished")
         return saved_state.step
 
 
-def _restore(name: str, component: Component, saved: dict[str, Any], where: Path) -> None:
+def _restore(name: str, component: Component, saved: dict[str, Any], path: Path) -> None:
     """Restore a component's state, and check the result, because a loader could convert a wrong value silently."""
-    label = f"load_state_dict() of {name} ({type(component).__name__}), given components.{name} of {where},"
+    label = f"load_state_dict() of {name} ({type(component).__name__}), given components.{name} of {path},"
     with boundary(CheckpointError, label):
         component.load_state_dict(saved)
         if name.startswith("observer."):  # it changes nothing of the run, and may have no state before it has started
             return
         result = encode(component.state_dict(), f"state_dict() of {name}")
-    if changed := [key for key in saved if key in result and dumps(saved[key]) != dumps(result[key])]:
-        key = changed[0]
-        refuse(where, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(result[key])}.")
+    if changed_keys := [key for key in saved if key in result and dumps(saved[key]) != dumps(result[key])]:
+        key = changed_keys[0]
+        refuse(path, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(result[key])}.")
 
 
 def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list[Group]:

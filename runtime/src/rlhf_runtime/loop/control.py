@@ -30,8 +30,8 @@ class TrainerOptions:
     def changed(self, option: str, value: Any) -> ComponentConfig:
         """The config with another value of the option. Raises ConfigError if the value is invalid."""
         options = self.config.model_dump(mode="json", exclude_none=True)
-        where = self.names[option].rpartition(".")[0]
-        config: ComponentConfig = component_config(self.resolved, {**options, option: value}, where)
+        section = self.names[option].rpartition(".")[0]
+        config: ComponentConfig = component_config(self.resolved, {**options, option: value}, section)
         return config
 
 
@@ -61,8 +61,8 @@ class Control(RunControl):
 
     @property
     def changeable(self) -> Mapping[str, Any]:
-        now = {n: getattr(t.config, option) for t in self._trainers for option, n in t.names.items()}
-        return now | self._waiting
+        values = {n: getattr(t.config, option) for t in self._trainers for option, n in t.names.items()}
+        return values | self._waiting
 
     def change(self, option: str, value: Any) -> None:
         if option not in (allowed := self.changeable):
@@ -70,7 +70,7 @@ class Control(RunControl):
                 f"the option {option!r} cannot be changed while the run trains; those that can are "
                 f"{', '.join(sorted(allowed)) or 'none'}.{did_you_mean(option, allowed)}"
             )
-        for trainer, field in self._of(option):
+        for trainer, field in self._trainers_of(option):
             trainer.changed(field, value)
         self._waiting[option] = value
 
@@ -80,12 +80,12 @@ class Control(RunControl):
         """Apply the requested options on every rank, between two steps. Returns whether there were any."""
         waiting, self._waiting = self._waiting, {}
         for option, value in waiting.items():
-            before = self.changeable[option]
-            for trainer, field in self._of(option):
+            old_value = self.changeable[option]
+            for trainer, field in self._trainers_of(option):
                 trainer.config = trainer.changed(field, value)
                 trainer.role.every("change", trainer.config)
             self.changed[option] = value
-            self._note(f"{option} changed from {before} to {value}")
+            self._note(f"{option} changed from {old_value} to {value}")
         return bool(waiting)
 
     def take_save(self) -> bool:
@@ -93,12 +93,12 @@ class Control(RunControl):
         save, self._save = self._save, False
         return save
 
-    def restore(self, changed: Mapping[str, Any]) -> None:
+    def restore(self, options: Mapping[str, Any]) -> None:
         """At a resume, set the options to what they were when the checkpoint was saved."""
-        for option, value in changed.items():
+        for option, value in options.items():
             self.change(option, value)
         self.apply()
 
-    def _of(self, option: str) -> list[tuple[TrainerOptions, str]]:
+    def _trainers_of(self, option: str) -> list[tuple[TrainerOptions, str]]:
         """The trainers that have an option, each with the name of its field."""
         return [(t, field) for t in self._trainers for field, name in t.names.items() if name == option]

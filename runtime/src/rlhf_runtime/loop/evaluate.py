@@ -59,12 +59,12 @@ def evaluate_rollouts(
         settings.failures.forget()
     groups: list[Group] = []
     for start in range(0, len(rows), batch_size):
-        before = start * settings.samples
+        offset = start * settings.samples
 
-        def ended(samples: int, of_batch: int, before: int = before) -> None:
-            count(before + samples, len(rows) * settings.samples)
+        def count_samples(samples: int, of_batch: int, offset: int = offset) -> None:
+            count(offset + samples, len(rows) * settings.samples)
 
-        groups += rollouts.run(rows[start : start + batch_size], start, settings, ended)
+        groups += rollouts.run(rows[start : start + batch_size], start, settings, count_samples)
     metrics = evaluation_metrics(groups, section.samples, section.pass_threshold)
     return {f"eval/{name}": value for name, value in metrics.items()}, groups
 

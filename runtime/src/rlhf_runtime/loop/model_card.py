@@ -67,13 +67,13 @@ def _card(
     hashes = start.get("content", {})
     yield "## Data\n\n| | source | rows | SHA-256 |\n|---|---|---|---|"
     for kind, sources in start.get("data", {}).items():
-        for name, about in sources.items():
-            yield f"| {kind} | {_cell(public(name))} | {about['rows']:,} | `{str(about['fingerprint'])[:16]}` |"
+        for name, source in sources.items():
+            yield f"| {kind} | {_cell(public(name))} | {source['rows']:,} | `{str(source['fingerprint'])[:16]}` |"
     yield "\n## Result\n"
     yield from _results(lines)
     yield "\n## Options that differ from the defaults\n\n```text"
     for path in starts[0].get("options", []):
-        if path not in _LEFT_OUT and (value := _at(config, path)) is not None:
+        if path not in _LEFT_OUT and (value := _option_value(config, path)) is not None:
             yield f"{path} = {json.dumps(public(value), ensure_ascii=False)}"
     yield "```\n\n## Versions\n\n| | |\n|---|---|"
     environment = start.get("environment", {})
@@ -133,7 +133,7 @@ def public(value: Any) -> Any:
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if is_path and hub_name(value) is None else value
 
 
-def _at(config: Mapping[str, Any], path: str) -> Any:
+def _option_value(config: Mapping[str, Any], path: str) -> Any:
     value: Any = config
     for part in path.split("."):
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):

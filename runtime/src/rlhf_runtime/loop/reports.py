@@ -143,12 +143,12 @@ def token_values(batch: Batch, annotations: Sequence[Annotation]) -> TokenValues
         return {}
     mask_N = batch.tok["loss_mask"]
     count_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_N, mask_N.long())
-    ends, own = count_U.cumsum(0).tolist(), batch.unit["own_tokens"].tolist()
+    ends, own_tokens = count_U.cumsum(0).tolist(), batch.unit["own_tokens"].tolist()
     values = {name: batch.tok[column][mask_N].float().numpy() for name, column in columns.items()}
     result: dict[tuple[int, int], dict[str, Any]] = {}
     for unit, index in enumerate(zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)):
-        first, last = ends[unit] - own[unit], ends[unit]
-        if own[unit] and own[unit] == int(count_U[unit]):
+        first, last = ends[unit] - own_tokens[unit], ends[unit]
+        if own_tokens[unit] and own_tokens[unit] == int(count_U[unit]):
             parts: dict[str, Any] = {name: values_A[first:last] for name, values_A in values.items()}
             result[index] = {n: float_array(v[:1] if (v == v[0]).all() else v, n) for n, v in parts.items()}
     return result

@@ -129,8 +129,8 @@ class Run:
         if self.status != "stopped" or self._no_patience:
             return ""
         last = self.config.run.stop_after
-        further = f" --run.stop_after {self.total_steps}" if last is not None and self.steps_done >= last else ""
-        return f"rlhf train {shlex.quote(str(self.directory.path / 'config.toml'))} --resume{further}"
+        flag = f" --run.stop_after {self.total_steps}" if last is not None and self.steps_done >= last else ""
+        return f"rlhf train {shlex.quote(str(self.directory.path / 'config.toml'))} --resume{flag}"
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
@@ -175,8 +175,8 @@ class Run:
         self._catch_up(step)
         counts = ready.counts if ready is not None else {}
         self.left_out.update(counts)
-        why = left_out(counts)
-        self.progress.note(f"step {step + 1}: nothing to learn from, no update{why and f': {why}'}")
+        reason = left_out(counts)
+        self.progress.note(f"step {step + 1}: nothing to learn from, no update{reason and f': {reason}'}")
         return {"empty": 1.0}
 
     def keep_skipped(self, reason: str, batch: Batch) -> None:
@@ -286,9 +286,9 @@ class Run:
     def _record_end(self, error: BaseException | None) -> None:
         """Write to the manifest how the run ended."""
         failure = "" if error is None else f"{type(error).__name__}: {error}"
-        why = {"finished": "", "stopped": self.stop.reason or self._no_patience, "failed": failure}[self.status]
+        reason = {"finished": "", "stopped": self.stop.reason or self._no_patience, "failed": failure}[self.status]
         with suppress(OSError, RlhfError):  # on a full disk, the error that ended the run is shown instead
-            self.directory.write_end(self.status, why, self.progress.notes)
+            self.directory.write_end(self.status, reason, self.progress.notes)
 
     def _catch_up(self, step: int) -> None:
         """Advance the learning-rate schedules if the step took fewer optimizer steps than planned, because its batch

@@ -117,8 +117,8 @@ class Saves:
         """Write the final model and, with ``checkpoint.export_trained``, those of the other trained roles."""
         with self._store.writing(self._directory.model), self._reports.timed("export"):
             self._directory.publish_model(self.write_model)
-        others = [name for name in self._state.trained_roles if name != "policy"]
-        for name in others if self._config.checkpoint.export_trained else ():
+        other_roles = [name for name in self._state.trained_roles if name != "policy"]
+        for name in other_roles if self._config.checkpoint.export_trained else ():
             with self._store.writing(self._directory.model_of(name)), self._reports.timed("export"):
                 self._directory.publish_model(partial(self._write_role, name), name)
 
@@ -180,12 +180,12 @@ class ModelFiles:
         algorithm's ``model_config`` and, if rows were solutions in steps, the separator of steps. A chat template that
         the run file names replaces all of the tokenizer's own."""
         self._write(policy, path)
-        own = self._algorithm.model_config()
+        model_config = self._algorithm.model_config()
         if self._algorithm.data == "steps":
-            own = {STEP_SEPARATOR: self._config.data.step_separator, **own}
-        if own:
+            model_config = {STEP_SEPARATOR: self._config.data.step_separator, **model_config}
+        if model_config:
             config = path / "config.json"
-            write_json(config, {**read_json(config), **own})
+            write_json(config, {**read_json(config), **model_config})
         _complete_adapter(path)
 
     def write_role(self, role: Role, path: Path) -> None:
@@ -216,8 +216,8 @@ def _complete_adapter(path: Path) -> None:
 def _add_end_tokens(generation_config: Path, tokens: Iterable[int]) -> None:
     """Write ``tokens`` behind the end tokens of a generation config."""
     config = read_json(generation_config)
-    own = config.get("eos_token_id")
-    own = own if isinstance(own, list) else [] if own is None else [own]
-    ends = list(dict.fromkeys([*own, *tokens]))
-    if ends != own:
+    old_tokens = config.get("eos_token_id")
+    old_tokens = old_tokens if isinstance(old_tokens, list) else [] if old_tokens is None else [old_tokens]
+    ends = list(dict.fromkeys([*old_tokens, *tokens]))
+    if ends != old_tokens:
         write_json(generation_config, {**config, "eos_token_id": ends})

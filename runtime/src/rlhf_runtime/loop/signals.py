@@ -23,7 +23,7 @@ class StopRequest:
 
     Args:
         promise: what will be done about the request; the first signal shows it.
-        then: called at the first request, in a signal handler or by :meth:`request`.
+        callback: called at the first request, in a signal handler or by :meth:`request`.
         show: called in a signal handler with a line for the user. Returns whether it will be shown.
     """
 
@@ -32,10 +32,10 @@ class StopRequest:
     def __init__(
         self,
         promise: str = "stopping after this step, with a checkpoint",
-        then: Callable[[], None] = lambda: None,
+        callback: Callable[[], None] = lambda: None,
         show: Callable[[str], bool] = lambda text: False,
     ) -> None:
-        self.promise, self.then, self._show = promise, then, show
+        self.promise, self.callback, self._show = promise, callback, show
         self.requested = False
         self.reason = ""
         """Name of the signal, or the reason given to :meth:`request`."""
@@ -47,7 +47,7 @@ class StopRequest:
         """Ask for a stop at the next step boundary, from code instead of a signal."""
         first, self.requested, self.reason = not self.requested, True, reason
         if first:
-            self.then()
+            self.callback()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():

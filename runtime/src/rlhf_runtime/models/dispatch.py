@@ -63,12 +63,12 @@ def plan(
     filler = _Item((shortest,), tokens_per_unit[shortest])
     if not any(shared):
         order, shared = range(len(tokens_per_unit)), [0] * len(tokens_per_unit)
-    best, least = [], None
+    best, lowest_cost = [], None
     for cap in _caps(sum(tokens_per_unit) - sum(shared), ranks, budget) if any(shared) else [0]:
         bins = [b or [filler] for b in _spread(_bundles(tokens_per_unit, order, shared, cap), ranks, budget)]
         cost = _cost(bins, ranks, budget)
-        if least is None or cost < least:
-            best, least = bins, cost
+        if lowest_cost is None or cost < lowest_cost:
+            best, lowest_cost = bins, cost
     micros = [sorted(u for item in b for u in item.units) for b in best]
     return [micros[rank::ranks] for rank in range(ranks)]
 

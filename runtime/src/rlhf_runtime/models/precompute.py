@@ -146,8 +146,8 @@ def precompute(
                 continue
             new = batch.keep(missing_B)
             for view in dict.fromkeys(view for _, view in heads):
-                own = [head for head, of in heads if of == view]
-                for head, values in zip(own, role.forward(new, own, view).values(), strict=True):
+                view_heads = [head for head, head_view in heads if head_view == view]
+                for head, values in zip(view_heads, role.forward(new, view_heads, view).values(), strict=True):
                     table.add(new, head, view, values)
             new_values = len(table.values) - len(old_keys)
             if new_values * 10 // total > last_tenth:
@@ -201,18 +201,18 @@ def problems_of(
     problems = []
     for name in names:
         annotations = [a for a in algorithm.annotations(0) if a.role == name]
-        together = [a.column for a in annotations if not a.per_row]
+        columns = [a.column for a in annotations if not a.per_row]
         if algorithm.data == "prompts":
-            why = f"{algorithm.name} learns from samples that do not exist before the run"
+            reason = f"{algorithm.name} learns from samples that do not exist before the run"
         elif name in trained:
-            why = f"{algorithm.name} trains it"
+            reason = f"{algorithm.name} trains it"
         elif name in snapshots:
-            why = f"{algorithm.name} replaces its weights during the run"
+            reason = f"{algorithm.name} replaces its weights during the run"
         elif not annotations:
-            why = f"{algorithm.name} reads none of its outputs before an update"
-        elif together:
-            why = f"{algorithm.name} computes {together[0]!r} on combinations of rows, which differ from step to step"
+            reason = f"{algorithm.name} reads none of its outputs before an update"
+        elif columns:
+            reason = f"{algorithm.name} computes {columns[0]!r} on combinations of rows, which differ from step to step"
         else:
             continue
-        problems.append(f"{name}.precompute = true, but {why}. Remove it.")
+        problems.append(f"{name}.precompute = true, but {reason}. Remove it.")
     return problems

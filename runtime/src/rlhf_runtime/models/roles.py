@@ -98,8 +98,7 @@ class Role:
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
         """One optimizer step on ``batch``, whose weight columns are already there. Units without a signal
         (:meth:`Loss.signal`) are not computed, unless the trainer has an auxiliary loss of its own, which reads all."""
-        everything = self.facts.wants_token_share
-        computed = batch if everything else with_signal(batch.only(self._columns(loss)), loss)
+        computed = batch if self.facts.wants_token_share else with_signal(batch.only(self._columns(loss)), loss)
         per_share = self._with_loss(computed, loss, update)
         self.changes += 1
         self.steps_taken += 1
@@ -169,9 +168,9 @@ class Role:
 
     def _begin(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         """:meth:`_call` without waiting."""
-        each = self.facts.ranks_per_share
-        results = self.group.begin(method, [arguments for arguments in per_share for _ in range(each)])
-        return lambda: results()[::each]
+        ranks = self.facts.ranks_per_share
+        results = self.group.begin(method, [arguments for arguments in per_share for _ in range(ranks)])
+        return lambda: results()[::ranks]
 
     def _with_loss(self, batch: Batch, loss: Loss, update: Update) -> list[tuple[Any, ...]]:
         """(micro-batches, loss, coefficients, live columns) of each share."""
@@ -292,19 +291,19 @@ def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
         return micro
     filler_U = torch.zeros(micro.units, dtype=torch.bool)
     filler_U[list(units)] = True
-    of = {"tok": filler_U[micro.unit_N], "seq": filler_U[micro.unit_B], "unit": filler_U}
+    filler_masks = {"tok": filler_U[micro.unit_N], "seq": filler_U[micro.unit_B], "unit": filler_U}
     for level in ("tok", "seq", "unit"):
         for name, values in list(getattr(micro, level).items()):
             if name.startswith(WEIGHT):
-                micro = micro.with_column(level, name, values.masked_fill(of[level], 0.0), over=None)
+                micro = micro.with_column(level, name, values.masked_fill(filler_masks[level], 0.0), over=None)
     return micro.with_column("unit", FILLER, filler_U)
 
 
-def lend(lent: Iterable[Lent], roles: Mapping[str, Role]) -> None:
+def lend(loans: Iterable[Lent], roles: Mapping[str, Role]) -> None:
     """Send each output head that another role computes with once: by reference inside this process, otherwise through
     the launcher's store."""
-    for each in lent:
-        heads = list(roles[each.role].group.stream("lend_head", roles[each.role].view))
+    for loan in loans:
+        heads = list(roles[loan.role].group.stream("lend_head", roles[loan.role].view))
         if len(heads) != 1:
-            raise TrainingError(f"role {each.role!r} lent {len(heads)} output heads; its trainer must give one")
-        roles[each.to].every("borrow_head", each.role, heads[0])
+            raise TrainingError(f"role {loan.role!r} lent {len(heads)} output heads; its trainer must give one")
+        roles[loan.to].every("borrow_head", loan.role, heads[0])

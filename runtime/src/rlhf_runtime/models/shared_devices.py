@@ -34,8 +34,8 @@ class Phases:
         """
         self._sleeper, self._refresh = generator if isinstance(generator, Sleeps) else None, refresh
         shared = neighbours(places, GENERATOR) if GENERATOR in places else []
-        here = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
-        self.neighbours = list({id(role.group): role for role in here}.values())  # two roles may be views of one model
+        peers = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
+        self.neighbours = list({id(role.group): role for role in peers}.values())  # two roles may be views of one model
         self.active = bool(shared)
         self._aside = False
         """Whether the generator is awake."""
@@ -52,7 +52,7 @@ class Phases:
         self.begin_sync()
         if self._sleeper is not None and self._sleeper.wake():
             self._refresh()
-        with self._then_learning(here=not self._together):
+        with self._then_learning(is_outermost=not self._together):
             yield
 
     @contextmanager
@@ -95,15 +95,15 @@ class Phases:
             self._sleeper.sleep()
 
     @contextmanager
-    def _then_learning(self, here: bool = True) -> Iterator[None]:
-        """Call :meth:`begin_learning` after the body (if ``here``), also if the body fails. The body's error is the one
-        that is raised."""
+    def _then_learning(self, is_outermost: bool = True) -> Iterator[None]:
+        """Call :meth:`begin_learning` after the body (if ``is_outermost``), also if the body fails. The body's error
+        is raised."""
         try:
             yield
         except BaseException:
             with suppress(RlhfError):
-                if here:
+                if is_outermost:
                     self.begin_learning()
             raise
-        if here:
+        if is_outermost:
             self.begin_learning()

@@ -105,10 +105,10 @@ class WeightSync:
                 raise SyncError(f"the generator reports weight version {proof.version} after a sync of {version}")
             return {"sync/version": float(version)}
         if not isinstance(generator, TakesTensors):
-            where = "in this process" if worker is not None else "in another process"
+            location = "in this process" if worker is not None else "in another process"
             raise CapabilityError(
                 f"generator {generator.name!r} ({type(generator).__name__}) gets no weights from the policy, which is "
-                f"{where}. It must be a rlhf.interfaces.TakesTensors, or a TakesModule in the process of the policy."
+                f"{location}. It must be a rlhf.interfaces.TakesTensors, or a TakesModule in the process of the policy."
             )
         start = time.perf_counter()
         if isinstance(generator, EnginePool):
@@ -218,9 +218,7 @@ class WeightSync:
         coarse = FP8_TOLERANCE if "fp8" in formats else BF16_TOLERANCE if "bf16" in formats else None
         differences = canary_differences(reference.canaries, reference.outputs()["logprobs"], answers, bool(coarse))
         tolerance = self.section.tolerance or coarse or FP32_TOLERANCE
-        wrong = [
-            canary for canary, apart in zip(reference.canaries, differences, strict=True) if not apart <= tolerance
-        ]
+        wrong = [canary for canary, gap in zip(reference.canaries, differences, strict=True) if not gap <= tolerance]
         largest = float(torch.tensor(differences).max())  # NaN, if one is
         if wrong:
             label = "the canary with an image" if all(c.images for c in wrong) else "the canaries"
@@ -242,8 +240,8 @@ class WeightSync:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +281,7 @@ def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longe
 
 
 def canary_differences(
-    canaries: Sequence[Canary], ours_N: Tensor, engines: Sequence[Sequence[Sequence[float]]], bf16: bool
+    canaries: Sequence[Canary], logprobs_N: Tensor, engines: Sequence[Sequence[Sequence[float]]], bf16: bool
 ) -> list[float]:
     """Of each canary, the |difference| of log-probs for the engine that differs most; NaN where either side is not
     finite. In fp32 it is the mean over the canary's tokens, because a wrong expert moves few tokens. In bf16 it is the
@@ -291,17 +289,17 @@ def canary_differences(
     by several nats, and at times most tokens of one canary.
 
     Args:
-        ours_N: the trainer's log-probs of all tokens.
+        logprobs_N: the trainer's log-probs of all tokens.
         engines: the answers of :meth:`rlhf.interfaces.TakesTensors.logprobs`.
         bf16: whether either side computes in bf16.
     """
-    ours = ours_N.split([len(c.ids) for c in canaries])
-    each = [
-        torch.stack([(torch.tensor(theirs[i][c.first - 1 :]) - ours_T[c.first :]).abs() for theirs in engines])
-        for i, (c, ours_T) in enumerate(zip(canaries, ours, strict=True))
+    logprobs = logprobs_N.split([len(c.ids) for c in canaries])
+    gaps = [
+        torch.stack([(torch.tensor(engine[i][c.first - 1 :]) - logprobs_T[c.first :]).abs() for engine in engines])
+        for i, (c, logprobs_T) in enumerate(zip(canaries, logprobs, strict=True))
     ]  # of each canary [engine, token]
     if bf16:
         kinds = [bool(c.images) for c in canaries]
-        each = [torch.cat([x for x, other in zip(each, kinds, strict=True) if other == kind], 1) for kind in kinds]
-    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in each]  # NaN where a token is not finite
+        gaps = [torch.cat([x for x, other in zip(gaps, kinds, strict=True) if other == kind], 1) for kind in kinds]
+    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN where a token is not finite
     return [float(x.max()) for x in ends]

@@ -51,8 +51,8 @@ def _reward(plugins: Plugins, name: str | None, item: Any) -> Entry:
 
 def reward_class(function: Callable[..., Any], name: str | None = None) -> type[Reward]:
     """A Reward class that calls ``function``. Raises ConfigError where its parameters match no form."""
-    own = getattr(function, "__name__", type(function).__name__)
-    label = f"reward function {own!r}"
+    function_name = getattr(function, "__name__", type(function).__name__)
+    label = f"reward function {function_name!r}"
     form = form_of_function(function)
     if form is None:
         try:
@@ -62,7 +62,7 @@ def reward_class(function: Callable[..., Any], name: str | None = None) -> type[
                 f"{label}: its parameters cannot be read: {cause}. A reward function is {FORMS}."
             ) from None
         raise ConfigError(f"{label} has the parameters {signature}. A reward function is {FORMS}.")
-    final_name, module = plugin_name(name or own), _module_of(function)
+    final_name, module = plugin_name(name or function_name), _module_of(function)
     return reward_of_function(
         function, form, name=final_name, class_name=f"Reward_{final_name}", module=module, label=label
     )

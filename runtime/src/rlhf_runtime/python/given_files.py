@@ -126,15 +126,15 @@ def save_dataset(data: Any, path: Path) -> str:
     """Save the selected rows with ``save_to_disk``. Returns the SHA-256 of the values."""
     import datasets
 
-    whole = data.flatten_indices(keep_in_memory=True) if data._indices is not None else data
+    dataset = data.flatten_indices(keep_in_memory=True) if data._indices is not None else data
     shows_bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        whole.save_to_disk(str(path))
+        dataset.save_to_disk(str(path))
     finally:
         if not shows_bars:
             datasets.enable_progress_bars()
-    return content_hash(whole.data.table)
+    return content_hash(dataset.data.table)
 
 
 def save_rows(data: Iterable[Any], path: Path, name: str) -> str:
@@ -153,19 +153,19 @@ def save_rows(data: Iterable[Any], path: Path, name: str) -> str:
 def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
     """Each row as a line of JSON. Raises DataError, which names the row and the position in it."""
     for number, row in enumerate(data):
-        where = f"{name} data, row {number}"
+        location = f"{name} data, row {number}"
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{where}: a row is a dict of columns, got {shown(row)}. Of a dict of splits give one split."
+                f"{location}: a row is a dict of columns, got {shown(row)}. Of a dict of splits give one split."
             )
-        values = json_value(dict(row), where)
+        values = json_value(dict(row), location)
         try:
             yield json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: a text that is not Unicode: {error.reason}") from None
+            raise DataError(f"{location}: a text that is not Unicode: {error.reason}") from None
 
 
-def json_value(value: Any, where: str) -> Any:
+def json_value(value: Any, location: str) -> Any:
     """Returns ``value`` if JSON reads it back unchanged; an image (of PIL, an array of pixels, a file's bytes) as a
     ``data:`` URL. Raises DataError otherwise."""
     if value is None or isinstance(value, str | bool | int):
@@ -173,21 +173,21 @@ def json_value(value: Any, where: str) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise DataError(f"{where}: {value} is no JSON value. Leave the row out, or give None.")
+        raise DataError(f"{location}: {value} is no JSON value. Leave the row out, or give None.")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise DataError(f"{where}: a name is text, got {shown(key)}")
-        return {key: json_value(item, f"{where}, {key!r}") for key, item in value.items()}
+                raise DataError(f"{location}: a name is text, got {shown(key)}")
+        return {key: json_value(item, f"{location}, {key!r}") for key, item in value.items()}
     if isinstance(value, list):
-        return [json_value(item, f"{where}[{number}]") for number, item in enumerate(value)]
+        return [json_value(item, f"{location}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, bytes) or is_picture(value):
         try:
             return data_url(image_file(value, None))
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+            raise DataError(f"{location}: {error}") from None
     raise DataError(
-        f"{where}: got {shown(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
+        f"{location}: got {shown(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
         "jsonl file. Convert it: list(...), int(...), float(...) or str(...)."
     )
 

@@ -69,7 +69,7 @@ def _near(name: str, arguments: tuple[str, ...], algorithm: Any) -> str:
 
 
 Path_ = str | os.PathLike[str]
-LATER = "(given as an object)"
+PLACEHOLDER = "(given as an object)"
 """Stands for the path of a file that is not written yet."""
 
 
@@ -162,8 +162,8 @@ class Objects:
         self._tokenizer = tokenizer
         self._model = None if _is_path(model) else model
         self._rows = {"train": data, "eval": eval_data}
-        self.paths: dict[str, Any] = {"policy.model": os.fspath(model) if _is_path(model) else model and LATER}
-        """{option: value}: the path where a path was given, and :data:`LATER` for objects."""
+        self.paths: dict[str, Any] = {"policy.model": os.fspath(model) if _is_path(model) else model and PLACEHOLDER}
+        """{option: value}: the path where a path was given, and :data:`PLACEHOLDER` for objects."""
         if tokenizer is not None and self._model is None:
             raise ConfigError(
                 f"tokenizer: given beside {'the path of a model' if model else 'no model'}; a run takes the tokenizer "
@@ -173,7 +173,7 @@ class Objects:
             if rows is None:
                 continue
             paths = _paths(name, rows)
-            self.paths[f"data.{name}"] = paths or [_source(name, LATER)]
+            self.paths[f"data.{name}"] = paths or [_source(name, PLACEHOLDER)]
             if paths:
                 self._rows[name] = None
 
@@ -192,7 +192,7 @@ class Objects:
         output = run.output if has_output else str(default_folder(run.resume or run.overwrite))
         check_folder(output, run.resume, run.overwrite)
         files, manifest = GivenFiles(output), Path(output) / "manifest.json"
-        before = manifest.read_bytes() if manifest.exists() else None
+        old_manifest = manifest.read_bytes() if manifest.exists() else None
         try:
             options: dict[str, Any] = {} if has_output else {"run.output": output}
             if self._model is not None:
@@ -200,7 +200,7 @@ class Objects:
             options |= {f"data.{name}": [_source(name, files.rows(name, value))] for name, value in rows.items()}
             yield options
         except BaseException:
-            started = manifest.exists() and manifest.read_bytes() != before  # written when everything is loaded
+            started = manifest.exists() and manifest.read_bytes() != old_manifest  # written when everything is loaded
             if not started:
                 files.remove()
             raise

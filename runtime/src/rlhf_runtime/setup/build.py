@@ -258,9 +258,9 @@ def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[Trai
     options = []
     for name, role in roles.items():
         if role.spec.role.trained:
-            selected, own = prepared.trainer(name), prepared.section(name).trainer
+            selected, role_options = prepared.trainer(name), prepared.section(name).trainer
             changeable = sorted(selected.resolved.cls.changeable)
-            names = {o: f"{where_trainer(name) if o in own else 'trainer'}.{o}" for o in changeable}
+            names = {o: f"{where_trainer(name) if o in role_options else 'trainer'}.{o}" for o in changeable}
             options.append(TrainerOptions(role, selected.resolved, selected.config, names))
     return options
 

@@ -140,7 +140,7 @@ def launch_sampler(
 
 
 def launch_generator(
-    placed: PlacedPlugins,
+    plugins_of_run: PlacedPlugins,
     policy: Role,
     launcher: Launcher,
     note: Callable[[str], None],
@@ -155,10 +155,10 @@ def launch_generator(
         end_token_ids: tokens that end an answer, beside those of the policy.
         images: makes the tokens of images, in a run that has some; ``image_limit``: most of a request.
     """
-    config = placed.config
+    config = plugins_of_run.config
     spec = GeneratorSpec(
         tuple(dict.fromkeys((*policy.facts.eos_token_ids, *end_token_ids))),
-        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code, placed.tokenizer),
+        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code, plugins_of_run.tokenizer),
         policy.spec.path,
         policy.facts.dtype,
         policy.spec.trust_remote_code,
@@ -168,13 +168,13 @@ def launch_generator(
         config.sync.in_flight,
         config.sync.keys,
         image_limit,
-        shares_devices=_shares_devices(placed, launcher),
+        shares_devices=_shares_devices(plugins_of_run, launcher),
         experts=policy.facts.experts,
     )
-    selected = placed.parts.get(GENERATOR)
+    selected = plugins_of_run.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)
     if selected is not None:
-        spec = with_adapters(placed, policy.spec, spec)
+        spec = with_adapters(plugins_of_run, policy.spec, spec)
         cls, options = selected.resolved.cls, selected.config
         # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
         with phase(f"starting the generator {cls.name}"):

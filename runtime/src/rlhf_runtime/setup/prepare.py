@@ -104,11 +104,11 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     """
     config, algorithm, selections = plugins_of_run.config, plugins_of_run.algorithm, plugins_of_run.selections
     parts, rewards, roles = plugins_of_run.parts, plugins_of_run.rewards, plugins_of_run.roles
-    rollout, before = plugins_of_run.rollout, last_start(config)
+    rollout, previous_start = plugins_of_run.rollout, last_start(config)
     observers = {
-        choice.label: selections[where]
+        choice.label: selections[path]
         for number, choice in enumerate(config.observer)
-        if (where := f"observer.{number}") in selections
+        if (path := f"observer.{number}") in selections
     }
     tokenizer = load_tokenizer(plugins_of_run.model("policy"), config.policy.trust_remote_code)
     check_ids(plugins_of_run.model("policy"), config.policy.trust_remote_code)
@@ -117,7 +117,7 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         check_texts(rewards, tokenizer)
     answers = algorithm.needs().answered
     images = _images(plugins_of_run)
-    day = datetime.fromisoformat(before["template_day"]) if "template_day" in before else None
+    day = datetime.fromisoformat(previous_start["template_day"]) if "template_day" in previous_start else None
     with phase("reading data"):
         data = TrainData(
             config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
@@ -146,8 +146,8 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         name: plugins_of_run.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles
     }
     specs = {name: replace(spec, replaced=name in schedule.snapshots) for name, spec in specs.items()}
-    specs = on_processor(specs, plugins_of_run.trainer_class, before.get("on_processor"))
-    check_parts(plugins_of_run, places, specs, here=True)
+    specs = on_processor(specs, plugins_of_run.trainer_class, previous_start.get("on_processor"))
+    check_parts(plugins_of_run, places, specs, is_local=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if data.has_images and isinstance(images, ImageTokens):
         check_image_tokens(images, [specs[role.name] for role in algorithm.needs().roles])

@@ -81,15 +81,15 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         return None
     check_steps(newest.step, prepared.total_steps)
     saved = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta")
-    before = saved.environment
-    now = describe(
+    environment = saved.environment
+    new_meta = describe(
         prepared.config.model_dump(mode="json"),
         [plugin.manifest() for plugin in prepared.plugins],
-        threads=before.get("threads"),
-        device=before.get("device", ""),
+        threads=environment.get("threads"),
+        device=environment.get("device", ""),
         content=content(prepared, saved.content),
     )
-    differences = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
+    differences = compare(newest.meta, new_meta, prepared.parts["trainer"].resolved.cls.layout)
     require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), newest.path)
     return store.open(newest.step)
 
@@ -151,8 +151,8 @@ def restore(
         with store.writing(directory.path):
             directory.cut(None)
         return 0
-    now = {**meta, "content": content(prepared, checkpoint.meta.get("content", {}))}
-    differences = compare(checkpoint.meta, now, prepared.parts["trainer"].resolved.cls.layout)
+    new_meta = {**meta, "content": content(prepared, checkpoint.meta.get("content", {}))}
+    differences = compare(checkpoint.meta, new_meta, prepared.parts["trainer"].resolved.cls.layout)
     for line in require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), checkpoint.path):
         note(line)
     step = state.read(checkpoint)
@@ -176,14 +176,14 @@ def allow_defaults(
         config: the run file with every option filled in.
         resolve: fills in options (:class:`rlhf_runtime.config.components.Selections`).
     """
-    stated = config.model_dump(mode="json")
+    options = config.model_dump(mode="json")
 
     def at_default(key: str) -> bool:
         data = config.model_dump()
         if not _remove(data, key.split(".")):
             return False
         try:
-            return resolve(RunFile.model_validate(data)).model_dump(mode="json") == stated
+            return resolve(RunFile.model_validate(data)).model_dump(mode="json") == options
         except (ValidationError, RlhfError):  # the option is required
             return False
 
@@ -195,8 +195,8 @@ def allow_defaults(
 
 def _remove(data: Any, path: list[str]) -> bool:
     """Delete the value at ``path``. Returns False where there is none."""
-    *above, last = path
-    for part in above:
+    *parents, last = path
+    for part in parents:
         if isinstance(data, list | tuple):
             data = dict(zip(map(str, range(len(data))), data, strict=True)).get(part)
         elif isinstance(data, dict):
@@ -225,24 +225,24 @@ def check_record(prepared: Prepared) -> None:
         raise ConfigError(f"stream.replay = {str(folder)!r} is not the folder of a run: it has no config.toml.")
     if folder.resolve() == Path(config.run.output).resolve():
         raise ConfigError(f"stream.replay and run.output are both {folder}. Set --run.output to another folder.")
-    before = load(str(folder / "config.toml"))
-    if different := [name for name in SECTIONS if _section(before, name) != _section(config, name)]:
+    old_config = load(str(folder / "config.toml"))
+    if different := [name for name in SECTIONS if _section(old_config, name) != _section(config, name)]:
         raise ConfigError(
             f"stream.replay = {str(folder)!r} records another run: [{'], ['.join(different)}] differ. Use its own run "
             f"file: rlhf replay {folder}"
         )
-    if before.run.seed != config.run.seed:
+    if old_config.run.seed != config.run.seed:
         raise ConfigError(
-            f"stream.replay = {str(folder)!r} was recorded with seed {before.run.seed}, and run.seed = "
+            f"stream.replay = {str(folder)!r} was recorded with seed {old_config.run.seed}, and run.seed = "
             f"{config.run.seed}. Remove it."
         )
     last = min(config.run.stop_after or prepared.total_steps, prepared.total_steps)
     missing = next((step for step in range(1, last + 1) if not RunDirectory.rollouts_of(folder, step).is_file()), None)
     if missing is not None:
-        why = "" if before.checkpoint.save_rollouts else " It was run with checkpoint.save_rollouts = false."
+        reason = "" if old_config.checkpoint.save_rollouts else " It was run with checkpoint.save_rollouts = false."
         fewer = f" Set --steps {missing - 1} to replay what is there." if missing > 1 else ""
         raise ConfigError(
-            f"stream.replay = {str(folder)!r} records no samples of step {missing} of {last}.{why}{fewer}"
+            f"stream.replay = {str(folder)!r} records no samples of step {missing} of {last}.{reason}{fewer}"
         )
 
 
@@ -262,12 +262,12 @@ def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
     )
 
 
-def content(prepared: Prepared, before: Mapping[str, str] = {}) -> dict[str, str]:
+def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[str, str]:
     """Hashes of what the run reads from local paths and a checkpoint does not hold: the models that roles start as,
     the chat template, the held-out rows. Training rows have theirs in the order of rows.
 
     Args:
-        before: those of the checkpoint to resume from. A model's hash by an earlier release is kept where it is equal.
+        saved_hashes: of the checkpoint to resume from. A model's hash by an earlier release is kept if it is equal.
     """
     folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
     hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
@@ -278,14 +278,14 @@ def content(prepared: Prepared, before: Mapping[str, str] = {}) -> dict[str, str
             digests[f"{name}.base"] = content_of(base)
     for name, folder in folders.items():
         key = f"{name}.model"
-        saved = before.get(key)
+        saved = saved_hashes.get(key)
         if key in digests and saved not in (None, digests[key]) and saved == content_of(folder, whole=True):
             digests[key] = saved
     if prepared.config.data.chat_template is not None:
         template: str = prepared.data.template.tokenizer.chat_template
         digests["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
-    for source, about in prepared.data.fingerprints()["eval"].items():
-        digests[f"data.eval.{source}"] = about["fingerprint"]
+    for source, facts in prepared.data.fingerprints()["eval"].items():
+        digests[f"data.eval.{source}"] = facts["fingerprint"]
     return digests
 
 
@@ -307,9 +307,9 @@ def record_start(run: Run, prepared: Prepared) -> None:
             **_measured(prepared),
         )
         run.directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))
-    for count, why in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
+    for count, reason in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
         if count:
-            run.progress.note(f"{count} evaluation rows are {why} and left out")
+            run.progress.note(f"{count} evaluation rows are {reason} and left out")
     if precision := run.roles["policy"].facts.precision:
         run.progress.note(f"precision: {precision}")
     for note in dict.fromkeys(note for role in run.roles.values() for note in role.facts.notes):

@@ -42,10 +42,10 @@ class CPOConfig(ComponentConfig):
             "gamma": self.loss_type != "simpo" and f"loss_type = {self.loss_type!r}",
             "nll_reduce": self.nll_coef == 0 and "nll_coef = 0",
         }
-        for option, why in idle.items():
+        for option, setting in idle.items():
             value, default = getattr(self, option), type(self).model_fields[option].default
-            if why and value != default:
-                raise ValueError(f"{option} = {value!r} has no effect with {why}; leave it at {default!r}")
+            if setting and value != default:
+                raise ValueError(f"{option} = {value!r} has no effect with {setting}; leave it at {default!r}")
         return self
 
 
@@ -70,8 +70,8 @@ class CPOLoss(ContrastLoss):
 
     @property
     def nll_how(self) -> How:
-        how: How = self.config.nll_reduce
-        return how
+        reduction: How = self.config.nll_reduce
+        return reduction
 
     def shaped(self, logprob_U: Tensor) -> Tensor:
         return shaped(logprob_U, self.config.alpha)
@@ -104,8 +104,8 @@ def shaped(logprob: Tensor, alpha: float) -> Tensor:
     if alpha == 0:
         return logprob
     exponent = -alpha * logprob
-    inside, beyond = clip(exponent, -math.inf, EXP_BOUND), torch.relu(exponent - EXP_BOUND)
-    return -(torch.expm1(inside) + math.exp(EXP_BOUND) * beyond) / alpha
+    clipped_exponent, excess = clip(exponent, -math.inf, EXP_BOUND), torch.relu(exponent - EXP_BOUND)
+    return -(torch.expm1(clipped_exponent) + math.exp(EXP_BOUND) * excess) / alpha
 
 
 class CPO(PairLearning):

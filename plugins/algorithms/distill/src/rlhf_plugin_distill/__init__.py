@@ -153,8 +153,8 @@ class DistillOnPolicy(_Distillation):
         batch = assemble(examples, scored=False)
         if batch is None:
             return None, {}
-        own = [unit for unit, from_data in enumerate(batch.unit["given"].tolist()) if not from_data]
-        metrics = length_metrics(batch.select(own)) if own else {}
+        sampled_units = [unit for unit, from_data in enumerate(batch.unit["given"].tolist()) if not from_data]
+        metrics = length_metrics(batch.select(sampled_units)) if sampled_units else {}
         batch, left_out = self.teacher.prepared(batch, examples)
         # Without the column temperature: heads read the student's logits as they are.
         batch = batch.only(("loss_mask", "own_tokens", "truncated", "given", *self.teacher.masks))

@@ -73,9 +73,9 @@ class Distill(Loss):
         return (TOP_IDS, TOP_LOGPROBS) if self.by_ids else (HIDDEN,)
 
     def reduce(self) -> dict[str, Reduce]:
-        alpha, how = self.config.alpha, self.config.reduce
-        terms = {"divergence": Reduce(how, coef=alpha)}
-        return {"nll": Reduce(how, coef=1 - alpha), **terms} if alpha < 1 else terms
+        alpha, reduction = self.config.alpha, self.config.reduce
+        terms = {"divergence": Reduce(reduction, coef=alpha)}
+        return {"nll": Reduce(reduction, coef=1 - alpha), **terms} if alpha < 1 else terms
 
     def __call__(self, x: LossInput) -> LossOutput:
         d_A, agree_A = x["divergence"].unbind(1)

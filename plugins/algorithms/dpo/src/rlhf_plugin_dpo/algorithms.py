@@ -58,11 +58,11 @@ class Pairing:
             candidates = [(ranked[0], worst)] if worst is not None else []
         else:
             candidates = [(a, b) for n, a in enumerate(ranked) for b in ranked[n + 1 :]]
-        apart = [(a, b) for a, b in candidates if a.score - b.score > min_gap]
-        pairs = [(a, b) for a, b in apart if a.answer != b.answer]
+        ordered_pairs = [(a, b) for a, b in candidates if a.score - b.score > min_gap]
+        pairs = [(a, b) for a, b in ordered_pairs if a.answer != b.answer]
         self.groups += 1
-        self.tied_groups += not apart
-        self.equal_answers += len(apart) - len(pairs)
+        self.tied_groups += not ordered_pairs
+        self.equal_answers += len(ordered_pairs) - len(pairs)
         self.pairs += pairs
 
 

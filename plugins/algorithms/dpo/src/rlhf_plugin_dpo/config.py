@@ -89,11 +89,11 @@ class DPOConfig(ComponentConfig):
             raise ValueError(f"loss_weights needs one number for each of {list(names)}, got {list(self.loss_weights)}")
         if "exo_pair" in names and self.label_smoothing == 0:
             raise ValueError("exo_pair needs label_smoothing above 0 (its paper's is 1e-3): it takes its logarithm")
-        others = [n for n in names if n not in MARGIN_ONLY]
-        if self.f_divergence != "reverse_kl" and others:
+        other_losses = [n for n in names if n not in MARGIN_ONLY]
+        if self.f_divergence != "reverse_kl" and other_losses:
             raise ValueError(
                 f"f_divergence = {self.f_divergence!r} is defined for losses of the margin alone "
-                f"({', '.join(MARGIN_ONLY)}); {', '.join(others)} need reverse_kl"
+                f"({', '.join(MARGIN_ONLY)}); {', '.join(other_losses)} need reverse_kl"
             )
         if self.f_divergence != "reverse_kl" and self.reference_free:
             raise ValueError(

@@ -76,7 +76,7 @@ class DPOLoss(Loss):
         return terms
 
     def prepass(self) -> tuple[Annotation, ...]:
-        return (Annotation("policy", "logprobs", ranks.NOW),) if set(SORTED) & set(self.config.types) else ()
+        return (Annotation("policy", "logprobs", ranks.LIVE_LOGPROBS),) if set(SORTED) & set(self.config.types) else ()
 
     def prepare(self, batch: Batch) -> Batch:
         if "aot" in self.config.types:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_plugin_dpo.weighting import tail_weights
 
-NOW = "now_logprobs"
+LIVE_LOGPROBS = "now_logprobs"
 """Token column: the policy's log-probs right before the step."""
 REFERENCE_PARTNER = "aot_reference"
 """Unit column, ``aot``: the reference's log-ratio between chosen and rejected of equal rank."""
@@ -33,8 +33,8 @@ CHOSEN_PARTNER = "aot_chosen"
 
 def paired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
     """The batch with the column ``aot_reference``."""
-    chosen_U, rejected_U = sums(batch, batch.tok[NOW], ld_alpha)
-    reference_N = torch.zeros_like(batch.tok[NOW]) if reference_free else batch.tok["ref_logprobs"]
+    chosen_U, rejected_U = sums(batch, batch.tok[LIVE_LOGPROBS], ld_alpha)
+    reference_N = torch.zeros_like(batch.tok[LIVE_LOGPROBS]) if reference_free else batch.tok["ref_logprobs"]
     ref_chosen_U, ref_rejected_U = sums(batch, reference_N, ld_alpha)
     partner_U = partners(chosen_U - rejected_U, ref_chosen_U - ref_rejected_U, live(batch))
     return batch.with_column("unit", REFERENCE_PARTNER, partner_U)
@@ -42,7 +42,7 @@ def paired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) ->
 
 def unpaired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
     """The batch with the columns ``aot_rejected`` and ``aot_chosen``."""
-    ratio_N = batch.tok[NOW] if reference_free else batch.tok[NOW] - batch.tok["ref_logprobs"]
+    ratio_N = batch.tok[LIVE_LOGPROBS] if reference_free else batch.tok[LIVE_LOGPROBS] - batch.tok["ref_logprobs"]
     chosen_U, rejected_U = sums(batch, ratio_N, ld_alpha)
     live_U = live(batch)
     batch = batch.with_column("unit", REJECTED_PARTNER, partners(chosen_U, rejected_U, live_U))

@@ -81,12 +81,12 @@ class KTO(Algorithm[Example]):
         return units, {"labels/without_twin": chosen.count(None), "labels/cut_twins": cut}
 
     def annotations(self, step: int) -> list[Annotation]:
-        own = Annotation("reference", "logprobs", "ref_logprobs")
+        annotation = Annotation("reference", "logprobs", "ref_logprobs")
         if not self._mismatched:
-            return [own]
+            return [annotation]
         from rlhf_plugin_kto.loss import twin_logprobs
 
-        return [own, Annotation("reference", twin_logprobs(), "twin_ref_logprobs", per_row=False)]
+        return [annotation, Annotation("reference", twin_logprobs(), "twin_ref_logprobs", per_row=False)]
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """The snapshot comes last: the columns of the next step are the new reference's."""
@@ -111,11 +111,11 @@ def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) ->
     """The unit of a row. ``twinned``: with the column ``twin_mask``, whether or not there is a twin."""
     from rlhf.ops.packing import SequenceData, UnitData
 
-    before, answer = [False] * len(row.prompt), list(row.mask)
-    masks = {"loss_mask": before + answer, **({TWIN_MASK: before + [False] * len(answer)} if twinned else {})}
+    prompt_mask, answer = [False] * len(row.prompt), list(row.mask)
+    masks = {"loss_mask": prompt_mask + answer, **({TWIN_MASK: prompt_mask + [False] * len(answer)} if twinned else {})}
     sequences = [SequenceData(row.prompt + row.answer, masks, ANSWER, row.images_before(row))]
     if twin is not None:
-        mask = before + list(twin.mask)
+        mask = prompt_mask + list(twin.mask)
         mask[0] = False  # nothing predicts a sequence's first token
         masks = {"loss_mask": [False] * len(mask), TWIN_MASK: mask}
         sequences.append(SequenceData(row.prompt + twin.answer, masks, TWIN, row.images_before(twin)))

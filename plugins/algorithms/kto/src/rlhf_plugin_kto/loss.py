@@ -33,10 +33,10 @@ def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
     units = []
     for u in range(batch.units):
         single, n = batch.select([u]), twin_tokens(u)
-        own = {name: values.tolist() for name, values in single.tok.items()}
-        sequences = [SequenceData(single.ids_N.tolist(), {**own, TWIN_MASK: [False] * single.tokens})]
+        columns = {name: values.tolist() for name, values in single.tok.items()}
+        sequences = [SequenceData(single.ids_N.tolist(), {**columns, TWIN_MASK: [False] * single.tokens})]
         if n:
-            tok = {name: [values[0]] * (n + 1) for name, values in own.items()}
+            tok = {name: [values[0]] * (n + 1) for name, values in columns.items()}
             masks = {"loss_mask": [False] * (n + 1), TWIN_MASK: [False] + [True] * n}
             sequences.append(SequenceData([7] * (n + 1), {**tok, **masks}, TWIN))
         units.append(UnitData(sequences, {"label": bool(single.unit["label"][0])}))

@@ -35,15 +35,15 @@ class Labelled:
         """The labelled answer of a sequence with at least one trained token."""
         start = sequence.loss_mask.index(True)
         ids, mask = tuple(sequence.ids), tuple(sequence.loss_mask)
-        before = tuple(image for image in sequence.images if image.at < start)
-        later = tuple(image.moved(-start) for image in sequence.images if image.at >= start)
-        return cls(ids[:start], ids[start:], mask[start:], desirable, place, before, later)
+        prompt_images = tuple(image for image in sequence.images if image.at < start)
+        answer_images = tuple(image.moved(-start) for image in sequence.images if image.at >= start)
+        return cls(ids[:start], ids[start:], mask[start:], desirable, place, prompt_images, answer_images)
 
     def cut(self, room: int) -> Labelled:
         """A copy with at most ``room`` tokens of the answer, and none of an image that is not whole."""
         end = next((image.at for image in self.later_images if image.at + image.tokens > room), room)
-        later = tuple(image for image in self.later_images if image.at < end)
-        return replace(self, answer=self.answer[:end], mask=self.mask[:end], later_images=later)
+        images = tuple(image for image in self.later_images if image.at < end)
+        return replace(self, answer=self.answer[:end], mask=self.mask[:end], later_images=images)
 
     def images_before(self, other: Labelled) -> tuple[Image, ...]:
         """The images of this prompt followed by the answer of ``other``."""
@@ -62,12 +62,12 @@ def twins(rows: Sequence[Labelled]) -> list[int | None]:
     The result depends on the set of rows, not on their order in ``rows``.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].place, rows[i].prompt, rows[i].answer))
-    several = len({row.question for row in rows}) > 1
+    prompts_differ = len({row.question for row in rows}) > 1
     partners: list[int | None] = [None] * len(rows)
-    for at, i in enumerate(order):
+    for position, i in enumerate(order):
         for k in range(1, len(order)):
-            other = rows[order[at - k]]
-            if other.question != rows[i].question if several else other.answer != rows[i].answer:
-                partners[i] = order[at - k]
+            other = rows[order[position - k]]
+            if other.question != rows[i].question if prompts_differ else other.answer != rows[i].answer:
+                partners[i] = order[position - k]
                 break
     return partners

@@ -66,9 +66,9 @@ class PerSourceConfig(ComponentConfig):
                 )
             for source in member.sources:
                 if source in owner:
-                    twice = f"both {owner[source]!r} and {name!r}" if owner[source] != name else f"{name!r} twice"
+                    names = f"both {owner[source]!r} and {name!r}" if owner[source] != name else f"{name!r} twice"
                     raise ValueError(
-                        f"members: the source {source!r} is named by {twice}; a source has one member. Remove one"
+                        f"members: the source {source!r} is named by {names}; a source has one member. Remove one"
                     )
                 owner[source] = name
         return self
@@ -160,12 +160,12 @@ class PerSource(Algorithm[Group]):
         features = [set(of_member.features) for name, of_member in needs.items() if self._samples(name)]
         return Needs(
             tuple(role for role, _ in roles.values()),
-            max(each.group_min for each in needs.values()),
-            any(each.generator_logprobs for each in needs.values()),
+            max(member_needs.group_min for member_needs in needs.values()),
+            any(member_needs.generator_logprobs for member_needs in needs.values()),
             tuple(sorted(set.intersection(*features))),
-            max(each.rows_min for each in needs.values()),
+            max(member_needs.rows_min for member_needs in needs.values()),
             given_sources=tuple(source for source, name in self._owner.items() if not self._samples(name)),
-            greedy=any(each.greedy for each in needs.values()),
+            greedy=any(member_needs.greedy for member_needs in needs.values()),
         )
 
     def columns(self, source: str) -> Collection[str]:
@@ -197,9 +197,9 @@ class PerSource(Algorithm[Group]):
             groups[self._owner[group.row.source]].append(group)
         parts: dict[str, Batch] = {}
         metrics: dict[str, float] = {}
-        for name, own in groups.items():
-            examples_of_member = own if self._samples(name) else [demonstration(group) for group in own]
-            own_batch, counts = self.members[name].assemble(examples_of_member) if own else (None, {})
+        for name, own_groups in groups.items():
+            examples_of_member = own_groups if self._samples(name) else [demonstration(group) for group in own_groups]
+            own_batch, counts = self.members[name].assemble(examples_of_member) if own_groups else (None, {})
             metrics |= {f"{name}/{key}": value for key, value in counts.items()}
             if own_batch is not None:
                 parts[name] = own_batch
@@ -219,8 +219,8 @@ class PerSource(Algorithm[Group]):
                         "which is not of tokens under loss_mask alone; per_source cannot join it. Leave out the "
                         "member's option that needs this role"
                     )
-                own = replace(head, name=f"{name}/{head.name}", over=f"{name}/loss_mask")
-                annotations.append(replace(a, output=own, column=f"{name}/{a.column}"))
+                output = replace(head, name=f"{name}/{head.name}", over=f"{name}/loss_mask")
+                annotations.append(replace(a, output=output, column=f"{name}/{a.column}"))
         return annotations
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -228,8 +228,8 @@ class PerSource(Algorithm[Group]):
 
         parts: dict[str, Batch] = {}
         metrics: dict[str, float] = {}
-        for name, member, own in self._parts(batch):
-            parts[name], counts = member.credit(own)
+        for name, member, part in self._parts(batch):
+            parts[name], counts = member.credit(part)
             metrics |= {f"{name}/{key}": value for key, value in counts.items()}
         return join(parts, self.members), metrics
 
@@ -242,15 +242,13 @@ class PerSource(Algorithm[Group]):
         plans = {name: planned_update(name, member, step) for name, member in self.members.items()}
         idle: dict[str, float] = {}
         if batch is not None:
-            now = {name: member.updates(step, own) for name, member, own in self._parts(batch)}
-            idle = {f"{name}/{FACTOR}": 0.0 for name, updates in now.items() if not updates}
-            batch_updates = {
-                name: policy_update(name, self.members[name], updates) for name, updates in now.items() if updates
-            }
+            all_updates = {name: member.updates(step, part) for name, member, part in self._parts(batch)}
+            idle = {f"{name}/{FACTOR}": 0.0 for name, updates in all_updates.items() if not updates}
+            batch_updates = {name: policy_update(name, self.members[name], u) for name, u in all_updates.items() if u}
             if not batch_updates:
                 return []
             planned = replace(planned, minibatches=max(update.minibatches for update in batch_updates.values()))
-            plans = {name: batch_updates.get(name, plans[name]) for name in now}
+            plans = {name: batch_updates.get(name, plans[name]) for name in all_updates}
         coef = {f"{name}/{key}": value for name, u in plans.items() for key, value in u.coef.items()}
         coef |= {f"{name}/{FACTOR}": m.weight_at(step) / m.weight for name, m in self._moving.items()}
         live = {f"{name}/{column}": output for name, u in plans.items() for column, output in u.live.items()}
@@ -258,8 +256,8 @@ class PerSource(Algorithm[Group]):
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics = {f"{name}/weight": m.weight_at(step) for name, m in self._moving.items()}
-        for name, member, own in self._parts(batch):
-            of_member = member.finish(step, own, metrics_of(name, tuple(self.members), metrics))
+        for name, member, part in self._parts(batch):
+            of_member = member.finish(step, part, metrics_of(name, tuple(self.members), metrics))
             all_metrics |= {f"{name}/{key}": value for key, value in of_member.items()}
         return all_metrics
 
@@ -295,9 +293,9 @@ class PerSource(Algorithm[Group]):
         from rlhf_plugin_per_source.batch_parts import part
 
         for name, member in self.members.items():
-            own = part(batch, name)
-            if own is not None:
-                yield name, member, own
+            member_batch = part(batch, name)
+            if member_batch is not None:
+                yield name, member, member_batch
 
     def _check_updates(self, step: int) -> Update:
         """The passes of a step, on which all members that sample must agree; demonstrations take part in them. Raises
@@ -319,14 +317,14 @@ class PerSource(Algorithm[Group]):
 def check_member(name: str, member: Algorithm) -> None:
     """Raises ConfigError for an algorithm that cannot be a member."""
     needs = member.needs()
-    others = sorted(role.name for role in needs.roles if role.trained and role.name != "policy")
+    roles = sorted(role.name for role in needs.roles if role.trained and role.name != "policy")
     checks = (
         (
             member.data not in ("prompts", "demonstrations"),
             f"learns from {member.data}; members learn from samples (prompts) or demonstrations",
         ),
         (member.has_members, "has members itself; a member has none"),
-        (bool(others), f"trains {', '.join(others)}; members train the policy alone. Use one without a critic"),
+        (bool(roles), f"trains {', '.join(roles)}; members train the policy alone. Use one without a critic"),
         (not needs.reward or needs.given > 0, "learns from samples without a reward; members need one"),
         (
             needs.given_samples > 0,
@@ -334,9 +332,9 @@ def check_member(name: str, member: Algorithm) -> None:
         ),
         (bool(needs.lent), "computes with the output head of another role; members cannot"),
     )
-    for wrong, why in checks:
+    for wrong, problem in checks:
         if wrong:
-            raise ConfigError(f"member {name!r}: algorithm {member.name!r} {why}")
+            raise ConfigError(f"member {name!r}: algorithm {member.name!r} {problem}")
 
 
 def demonstration(group: Group) -> Example:
@@ -373,14 +371,14 @@ def policy_update(name: str, member: Algorithm, updates: Sequence[Any]) -> Updat
 def metrics_of(name: str, members: Sequence[str], metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step as the algorithm reads them where it is alone: its own without its name, those of other
     members left out."""
-    own = {}
+    member_metrics = {}
     for key, value in metrics.items():
         for start in ("policy/loss/", "policy/", ""):
             owner, slash, rest = key.removeprefix(start).partition("/")
             if key.startswith(start) and slash and owner in members:
                 if owner == name:
-                    own[start + rest] = value
+                    member_metrics[start + rest] = value
                 break
         else:
-            own[key] = value
-    return own
+            member_metrics[key] = value
+    return member_metrics

@@ -39,14 +39,14 @@ class LossOfMembers(Loss):
         self.losses, self.weights = dict(losses), dict(weights)
         heads: dict[str, str | Head] = {}
         for name, loss in self.losses.items():
-            own, *others = masks(loss)
-            if own != "loss_mask":
-                raise _unfit(name, loss, f"reads tokens under the mask {own}")
+            mask, *other_masks = masks(loss)
+            if mask != "loss_mask":
+                raise _unfit(name, loss, f"reads tokens under the mask {mask}")
             if loss.prepass():
                 raise _unfit(name, loss, "asks for columns before each optimizer step (prepass)")
             for output in loss.outputs():
                 head = output.name if isinstance(output, Head) else output
-                if isinstance(output, Head) and output.over in others and not output.columns:
+                if isinstance(output, Head) and output.over in other_masks and not output.columns:
                     output = replace(output, name=f"{name}/{head}", over=_over(name, output.over))
                     heads[output.name] = output
                     continue
@@ -101,14 +101,14 @@ class LossOfMembers(Loss):
             for term, reduce in loss.reduce().items():
                 level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
                 values = output.terms[term] if factor == 1.0 else output.terms[term] * factor
-                own = reduce.over != "loss_mask"
-                terms[f"{name}/{term}"] = values if own else _spread(values, keep[level])
-            for metric, (level, values, *where) in output.metrics.items():
+                has_mask = reduce.over != "loss_mask"
+                terms[f"{name}/{term}"] = values if has_mask else _spread(values, keep[level])
+            for metric, (level, values, *selection) in output.metrics.items():
                 if level not in keep:  # the mask of a term, which is the member's own
-                    metrics[f"{name}/{metric}"] = (_over(name, level), values, *where)
+                    metrics[f"{name}/{metric}"] = (_over(name, level), values, *selection)
                     continue
-                counted = _spread(where[0], keep[level]) if where else keep[level]
-                metrics[f"{name}/{metric}"] = (level, _spread(values, keep[level]), counted)
+                mask = _spread(selection[0], keep[level]) if selection else keep[level]
+                metrics[f"{name}/{metric}"] = (level, _spread(values, keep[level]), mask)
         return LossOutput(terms, metrics)
 
 
@@ -132,8 +132,8 @@ def _spread(values: Tensor, keep: Tensor) -> Tensor:
     return spread
 
 
-def _unfit(name: str, loss: Loss, why: str) -> ConfigError:
+def _unfit(name: str, loss: Loss, reason: str) -> ConfigError:
     return ConfigError(
-        f"member {name!r}: the loss {loss.name!r} {why}, which per_source cannot join. Leave out its option that "
+        f"member {name!r}: the loss {loss.name!r} {reason}, which per_source cannot join. Leave out its option that "
         "does, or use another loss"
     )

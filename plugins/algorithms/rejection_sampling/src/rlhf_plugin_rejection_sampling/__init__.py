@@ -107,18 +107,18 @@ def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> BestS
     steps_U = torch.zeros(samples.units, dtype=torch.float64)
     steps_U.index_add_(0, samples.unit_N, samples.tok["step_reward"].double())
     reward_U: list[float] = (samples.unit["reward"] + steps_U).tolist()
-    own_U, number_U = samples.unit["own_tokens"].tolist(), samples.unit["sample"].tolist()
+    tokens_U, number_U = samples.unit["own_tokens"].tolist(), samples.unit["sample"].tolist()
     groups: dict[int, list[int]] = {}
     for u, group in enumerate(samples.unit["group"].tolist()):
         groups.setdefault(group, []).append(u)
     best = BestSamples()
     for members in groups.values():
-        passing = [u for u in members if own_U[u] and (min_reward is None or reward_U[u] >= min_reward)]
+        passing = [u for u in members if tokens_U[u] and (min_reward is None or reward_U[u] >= min_reward)]
         ranked = sorted(passing, key=lambda u: (-reward_U[u], number_U[u]))
         best.units += ranked[:keep]
         best.empty_groups += not ranked
         best.ties += len(ranked) > keep and reward_U[ranked[keep]] == reward_U[ranked[keep - 1]]
-    best.mean = _mean([r for r, own in zip(reward_U, own_U, strict=True) if own])
+    best.mean = _mean([r for r, tokens in zip(reward_U, tokens_U, strict=True) if tokens])
     best.mean_kept = _mean([reward_U[u] for u in best.units])
     return best
 
