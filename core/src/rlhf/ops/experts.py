@@ -60,14 +60,14 @@ def check_records(turns: Sequence[Turn], model: ExpertLayers | None) -> None:
         )
         if sizes != allowed:
             raise ValueError(
-                f"turn {number}: its record is of a model with {_named(sizes)}; the policy has {_named(allowed)}. "
+                f"turn {number}: its record is of a model with {_layout(sizes)}; the policy has {_layout(allowed)}. "
                 "Records of another model cannot be replayed: set trainer.router_replay = false, or sample again."
             )
         if record.tokens and not 0 <= choices_of(record).min() <= choices_of(record).max() < model.experts:
             raise ValueError(f"turn {number}: its record names an expert that is none of the {model.experts}")
 
 
-def _named(sizes: tuple[int, int, int]) -> str:
+def _layout(sizes: tuple[int, int, int]) -> str:
     return f"{sizes[0]} layers of {sizes[1]} experts, {sizes[2]} for each token"
 
 

@@ -97,7 +97,7 @@ def evaluate(
         if not isinstance(values, Tensor) or values.shape != w.shape or not values.is_floating_point():
             raise TrainingError(
                 f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
-                f"got {_got(values)}{_sizes(x)}"
+                f"got {_shape_of(values)}{_sizes(x)}"
             )
         part = (w * values.float()).sum()
         total = part if total is None else total + part
@@ -130,7 +130,7 @@ def _metric_sums(loss: Loss, result: LossOutput, sizes: Mapping[str, int]) -> di
         if not isinstance(values, Tensor) or values.shape != (expected,) or not bools:
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and the same number of "
-                f"bools if it has a selection; got {_got(values)}"
+                f"bools if it has a selection; got {_shape_of(values)}"
             )
         values = values[selection[0]] if selection else values
         if values.numel() or not (selection or level not in LEVELS):
@@ -143,7 +143,7 @@ def _masks(sizes: Mapping[str, int]) -> str:
     return "".join(f" or {name!r}" for name in sizes if name not in LEVELS)
 
 
-def _got(values: object) -> str:
+def _shape_of(values: object) -> str:
     if not isinstance(values, Tensor):
         return f"{type(values).__name__} {values!r:.60}"
     return f"{tuple(values.shape)}{'' if values.is_floating_point() else f' of {values.dtype}'}"

@@ -60,7 +60,7 @@ class Plugins:
         entries = []
         for entry in self._all():
             if kind is None or entry.kind == kind:
-                conflicts = [e.distribution for e in self._named(entry.kind, entry.name) if e != entry]
+                conflicts = [e.distribution for e in self._matches(entry.kind, entry.name) if e != entry]
                 if conflicts and entry.status == "ok":
                     entry = replace(entry, status=f"conflict with {', '.join(conflicts)}")
                 entries.append(entry)
@@ -145,12 +145,12 @@ class Plugins:
         added = [Entry(k, n, d, "", cls.__module__) for (k, n, d), cls in self._registered.items()]
         return sorted(self._entries + added, key=_order) if added else self._entries
 
-    def _named(self, kind: str, name: str) -> Entries:
+    def _matches(self, kind: str, name: str) -> Entries:
         return [e for e in self._all() if e.kind == kind and e.name == name]
 
     def _find(self, reference: Reference) -> Entry:
         kind, name, distribution = reference.kind, reference.name, reference.distribution
-        candidates = self._named(kind, name)
+        candidates = self._matches(kind, name)
         if distribution is not None:
             candidates = [e for e in candidates if canonicalize_name(e.distribution) == canonicalize_name(distribution)]
         if len(candidates) > 1:
@@ -199,7 +199,7 @@ class Plugins:
             except RlhfError as cause:
                 return f"{label}: {cause}"
             return "" if sha256 == item["sha256"] else f"the source of {item['ref']} has changed since"
-        matches = [e for e in self._named(item["kind"], item["name"]) if e.distribution == item["distribution"]]
+        matches = [e for e in self._matches(item["kind"], item["name"]) if e.distribution == item["distribution"]]
         if not matches:
             return f"{label} is not installed here"
         return "" if matches[0].version == item["version"] else f"{label} is version {matches[0].version} here"

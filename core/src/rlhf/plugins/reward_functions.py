@@ -199,7 +199,7 @@ class RewardOfSamples(ColumnFunction):
 
     def _results(self, values: Any, group: Group, log: _Log) -> list[RewardResult]:
         """Converts what a function returned, a list or array with a number or None for each sample, to results."""
-        numbers = _each(values, len(group.trajectories))
+        numbers = _as_list(values, len(group.trajectories))
         if numbers is None:
             raise RewardError(
                 f"{self.label} returned {shown(values)}; expected a list with {len(group.trajectories)} numbers"
@@ -255,7 +255,7 @@ class _Log:
 
     def extra(self, column: str, values: Any) -> None:
         """A value for each sample."""
-        items = _each(values, self._samples)
+        items = _as_list(values, self._samples)
         if items is None:
             raise RewardError(
                 f"{self._label}: log_extra({column!r}, {shown(values)}): expected a list with {self._samples} values, "
@@ -277,7 +277,7 @@ class _Log:
         return [{**{n: v[i] for n, v in self._extra.items()}, **metrics} for i in range(self._samples)]
 
 
-def _each(values: Any, count: int) -> Sequence[Any] | None:
+def _as_list(values: Any, count: int) -> Sequence[Any] | None:
     """A list or an array as a list; None if it has not that many items."""
     items = values.tolist() if hasattr(values, "tolist") else values
     return items if isinstance(items, list | tuple) and len(items) == count else None

@@ -38,8 +38,8 @@ def marks(tensors: Sequence[Tensor], like: str = "") -> list[str]:
     if tensors and (like.startswith(WORDS) if like else devices):
         home = devices[0] if devices else torch.device("cpu")
         totals = torch.stack([_sum_of_words(t).to(home) for t in tensors]).tolist()  # one transfer to the host for all
-        return [WORDS + _named(t, (n % 2**64).to_bytes(8, "little")) for t, n in zip(tensors, totals, strict=True)]
-    return [_named(t, host_bytes(t).data) for t in tensors]
+        return [WORDS + _digest(t, (n % 2**64).to_bytes(8, "little")) for t, n in zip(tensors, totals, strict=True)]
+    return [_digest(t, host_bytes(t).data) for t in tensors]
 
 
 def host_bytes(tensor: Tensor) -> np.ndarray:
@@ -47,7 +47,7 @@ def host_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _named(tensor: Tensor, data: bytes | memoryview) -> str:
+def _digest(tensor: Tensor, data: bytes | memoryview) -> str:
     state = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     state.update(data)
     return state.hexdigest()

@@ -207,9 +207,9 @@ def _batches(samples: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
 def _batch(samples: list[Mapping[str, Any]]) -> pa.RecordBatch:
     rows = [_row(sample) for sample in samples]
     try:
-        return _built(rows)
+        return _record_batch(rows)
     except UnicodeEncodeError:  # half of a character, which models do sample: a text without the other half
-        return _built([_with_exact(row, sample) for row, sample in zip(rows, samples, strict=True)])
+        return _record_batch([_with_exact(row, sample) for row, sample in zip(rows, samples, strict=True)])
 
 
 def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
-    plain = encode(_listed(sample), "sample", nonfinite="mark")
+    plain = encode(_plain_lists(sample), "sample", nonfinite="mark")
     try:
         json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
         return row
@@ -236,12 +236,12 @@ def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any
         return {**_escaped(row), "exact": to_text(plain)}
 
 
-def _listed(value: Any) -> Any:
+def _plain_lists(value: Any) -> Any:
     """``value`` with lists in place of arrays."""
     if isinstance(value, Mapping):
-        return {key: _listed(item) for key, item in value.items()}
+        return {key: _plain_lists(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
+        return [_plain_lists(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -254,7 +254,7 @@ def _escaped(value: Any) -> Any:
     return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _built(rows: list[dict[str, Any]]) -> pa.RecordBatch:
+def _record_batch(rows: list[dict[str, Any]]) -> pa.RecordBatch:
     columns = {f.name: pa.array([r.get(f.name) for r in rows], f.type) for f in SCHEMA if f.name != "turns"}
     turns = [turn for row in rows for turn in row.get("turns", ())]
     fields = {f.name: pa.array([t[f.name] for t in turns], f.type) for f in TURN if f.name not in ("ids", "logprobs")}

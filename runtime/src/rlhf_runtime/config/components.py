@@ -266,12 +266,12 @@ def _slot(
             f"{error} The algorithm takes it for its slot where {path}.use is not set. Set that to another, or to a "
             "class in a file: file:PATH.py:CLASS."
         ) from None
-    if _same(plugins, slot, resolved):
+    if _is_default(plugins, slot, resolved):
         options = {**slot.defaults, **options}
     return resolved, options
 
 
-def _same(plugins: Plugins, slot: Slot, plugin: Resolved) -> bool:
+def _is_default(plugins: Plugins, slot: Slot, plugin: Resolved) -> bool:
     if plugin.ref.removeprefix("plugin:") == slot.use:
         return True
     try:

@@ -27,7 +27,7 @@ PLUGIN_OPTIONS = "plugin options"
 """Marker in a field's ``Annotated`` metadata: the values belong to a plugin, so their types are not known yet."""
 
 
-class NoValue(enum.Enum):
+class ValuelessFlag(enum.Enum):
     """:data:`NO_VALUE`: a flag that was given without a value."""
 
     FLAG = "true"
@@ -36,7 +36,7 @@ class NoValue(enum.Enum):
         return self.value
 
 
-NO_VALUE = NoValue.FLAG
+NO_VALUE = ValuelessFlag.FLAG
 PYTHON_BOOLEANS = {"True": True, "False": False}
 
 

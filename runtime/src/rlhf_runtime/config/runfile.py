@@ -51,7 +51,7 @@ def _with_options(cls: type[Choice], value: Any) -> Any:
     return {**fields, "options": {k: v for k, v in value.items() if k not in cls.model_fields}}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -67,9 +67,9 @@ def expand(data: dict[str, Any]) -> dict[str, Any]:
             data[key] = {"use": data[key]}
     for key in LISTS:
         if key in data:
-            data[key] = [{"use": v} if isinstance(v, str) else v for v in _listed(data[key])]
+            data[key] = [{"use": v} if isinstance(v, str) else v for v in _as_list(data[key])]
     if isinstance(data.get("data"), dict):
-        short = {k: list(map(_source, _listed(data["data"][k]))) for k in ("train", "eval") if k in data["data"]}
+        short = {k: list(map(_source, _as_list(data["data"][k]))) for k in ("train", "eval") if k in data["data"]}
         data["data"] = {**data["data"], **short}
     return data
 

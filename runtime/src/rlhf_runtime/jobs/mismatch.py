@@ -144,10 +144,10 @@ def examine(
             f"the weights that step {step} started with are not kept in {run}. Allowed here: --step "
             f"{', '.join(map(str, steps)) or '(none)'}. Run with --checkpoint.every 1 to keep those of the last steps."
         )
-    trajectories = _usable(file, max_samples)
+    trajectories = _read_samples(file, max_samples)
     generator = select(plugins, "generator", config.generator)
     samples = _Samples.of(trajectories)
-    causes, passes, dtype = _computed(config, plugins, run, file, trajectories, samples, version, note)
+    causes, passes, dtype = _compute(config, plugins, run, file, trajectories, samples, version, note)
     residual = _Residual(samples, passes.table, version)
     candidates = [cause for cause in CAUSES if causes[cause].changes]
     best = {
@@ -167,8 +167,8 @@ def examine(
     other = rounding is not None and residual.difference(changes, OTHER_DTYPE)
     if ARITHMETIC not in chosen and floor < left <= SIZE_RATIO * other:
         names = (*chosen, ARITHMETIC)  # of that size, though the engine rounds elsewhere than the trainer does
-    now_A, _ = residual.trainer(Setting())
-    gap_A = samples.generator_A - now_A
+    trainer_A, _ = residual.trainer(Setting())
+    gap_A = samples.generator_A - trainer_A
     return Mismatch(
         step=step,
         samples=len(trajectories),
@@ -176,7 +176,7 @@ def examine(
         dtype=dtype,
         gap=best[()][0],
         kl=float((torch.exp(-gap_A) - 1 + gap_A).mean()),
-        reproduced=_reproduced(file, trajectories, now_A),
+        reproduced=_recorded_gap(file, trajectories, trainer_A),
         composition=composition,
         rounding=rounding,
         floor=floor,
@@ -190,7 +190,7 @@ def examine(
     )
 
 
-def _computed(
+def _compute(
     config: RunFile,
     plugins: Plugins,
     run: Path,
@@ -264,7 +264,7 @@ class _Samples:
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory]) -> _Samples:
-        batch = _assembled(trajectories)
+        batch = _assemble(trajectories)
         versions: list[int] = []
         ends: list[bool] = []
         for turn in (turn for t in trajectories for turn in t.turns if turn.sampled):
@@ -339,7 +339,7 @@ def _explanation(gaps: Mapping[tuple[str, ...], float], floor: float) -> tuple[s
     return min((c for c, gap in gaps.items() if gap <= limit), key=lambda c: (len(c), gaps[c]))
 
 
-def _usable(file: Path, max_samples: int) -> list[Trajectory]:
+def _read_samples(file: Path, max_samples: int) -> list[Trajectory]:
     """Samples with log-probs of the generator and versions of its weights."""
     groups = read_groups(file, lambda source, index: Row({}, source, index))
     usable = []
@@ -356,7 +356,7 @@ def _usable(file: Path, max_samples: int) -> list[Trajectory]:
     return usable[:: math.ceil(len(usable) / max_samples)]
 
 
-def _assembled(trajectories: Sequence[Trajectory]) -> Batch:
+def _assemble(trajectories: Sequence[Trajectory]) -> Batch:
     groups = [Group(t.row, number, [t]) for number, t in enumerate(trajectories)]
     batch = assemble(groups, scored=False)
     assert batch is not None, "every sample has a sampled token"
@@ -388,7 +388,7 @@ def _batches(
             first, answer = replace(turns[0], ids=int_array(ids, "ids")), replace(answer, experts=record)
             trajectory = replace(trajectory, turns=[first, answer, *turns[2:]])
         rendered.append(trajectory)
-    batches = {(False, False): batch, **({(True, False): _assembled(rendered)} if differing else {})}
+    batches = {(False, False): batch, **({(True, False): _assemble(rendered)} if differing else {})}
     if EXPERTS not in batch.tok:
         return batches, differing
     plain = {kind: replace(b, tok={k: v for k, v in b.tok.items() if k != EXPERTS}) for kind, b in batches.items()}
@@ -417,7 +417,7 @@ def _bins(batch: Batch, gap_A: Tensor) -> Iterator[Bin]:
         first, last = last + 1, 4 * last + 3
 
 
-def _reproduced(file: Path, trajectories: Sequence[Trajectory], now_A: Tensor) -> float | None:
+def _recorded_gap(file: Path, trajectories: Sequence[Trajectory], trainer_A: Tensor) -> float | None:
     """Mean difference between the trainer's log-probs now and those that the step recorded."""
     values = {unit_of(line): line.get("token_values") or {} for _, line in recorded(file) if line["sample"] is not None}
     differences, start = [], 0
@@ -426,6 +426,6 @@ def _reproduced(file: Path, trajectories: Sequence[Trajectory], now_A: Tensor) -
         number = group_number(trajectory.index[0], trajectory.agent)
         step_logprobs = values[number, trajectory.index[1]].get("policy/logprobs")
         if step_logprobs is not None:  # one value stands for all where they are equal
-            differences.append((now_A[start:end] - torch.tensor(list(step_logprobs))).abs())
+            differences.append((trainer_A[start:end] - torch.tensor(list(step_logprobs))).abs())
         start = end
     return float(torch.cat(differences).mean()) if differences else None

@@ -78,7 +78,7 @@ class Role:
 
     def begin_forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> Callable[[], dict[str, Tensor]]:
         """:meth:`forward` without waiting. Returns a function that waits for the outputs."""
-        read_B = _read_by(batch, heads)
+        read_B = _sequence_mask(batch, heads)
         if not bool(read_B.all()):
             wait, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
             return lambda: {name: _spread_over(read_N, values) for name, values in wait().items()}
@@ -249,7 +249,7 @@ def _nonzero(batch: Batch, column: str) -> Tensor:
     return torch.zeros(batch.units, dtype=torch.int64).index_add_(0, unit, different.long()) > 0
 
 
-def _read_by(batch: Batch, heads: Sequence[Head]) -> Tensor:
+def _sequence_mask(batch: Batch, heads: Sequence[Head]) -> Tensor:
     """bool [B]: sequences with a token under a head's mask; all if a head reads every sequence, or if none is read."""
     read_B, seq_N = torch.zeros(batch.sequences, dtype=torch.bool), batch.seq_N
     for head in heads:

@@ -209,7 +209,7 @@ class WeightSync:
             unknown = [name for name in proof.received if name not in marks]
             for names, verb in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
                 if names:
-                    problems.append(f"{proof.who} {verb} {_listed(names)}")
+                    problems.append(f"{proof.who} {verb} {_listing(names)}")
         if reference.outputs is None:
             return problems, 0.0
         images = [c.images for c in reference.canaries]
@@ -236,10 +236,10 @@ class WeightSync:
             stale += generator.stale(bucket)
         if not stale:
             return "No single tensor could be shown to be stale: look for other arithmetic (dtype, attention)."
-        return f"Stale in the generator: {_listed(stale)}."
+        return f"Stale in the generator: {_listing(stale)}."
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listing(names: Sequence[str]) -> str:
     suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + suffix
 

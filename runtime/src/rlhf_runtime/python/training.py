@@ -50,7 +50,7 @@ def only_known(function: Callable[P, R]) -> Callable[P, R]:
             if name not in parameters:
                 algorithm = args[0] if args else kwargs.get("algorithm")
                 raise ConfigError(
-                    f"rlhf.{function.__name__} has no argument {name!r}.{_near(name, tuple(parameters), algorithm)} "
+                    f"rlhf.{function.__name__} has no argument {name!r}.{_hint(name, tuple(parameters), algorithm)} "
                     f"The arguments are {', '.join(parameters)}. An option of the run file is given by its name, e.g. "
                     'options={"trainer.lr": 1e-5}.'
                 )
@@ -59,7 +59,7 @@ def only_known(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def _near(name: str, arguments: tuple[str, ...], algorithm: Any) -> str:
+def _hint(name: str, arguments: tuple[str, ...], algorithm: Any) -> str:
     """`` Did you mean ...?`` with an argument, or with options of a run of that algorithm; or an empty string."""
     defaults = {kind: RunFile.model_fields[kind].default for kind in SINGLE}
     if isinstance(algorithm, str):

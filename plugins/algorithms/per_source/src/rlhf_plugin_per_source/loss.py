@@ -96,7 +96,7 @@ class LossOfMembers(Loss):
             if bool(keep_U.any()):
                 output = loss(x.of_units(keep_U, f"{name}/", loss.columns(), loss.name))
             else:
-                output = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, name, loss)))
+                output = LossOutput(dict.fromkeys(loss.reduce(), _no_values(x, name, loss)))
             factor = x.coef.get(f"{name}/{FACTOR}", 1.0)
             for term, reduce in loss.reduce().items():
                 level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
@@ -117,7 +117,7 @@ def _over(name: str, mask: str) -> str:
     return mask if mask == "loss_mask" else f"{name}/{mask}"
 
 
-def _nothing(x: LossInput, name: str, loss: Loss) -> Tensor:
+def _no_values(x: LossInput, name: str, loss: Loss) -> Tensor:
     """[0], with a gradient of zero for each output of the loss. Every micro-batch must reach the same outputs: stage 3
     of ZeRO compares the order of backward passes between ranks."""
     heads = [resolve_head(output) for output in loss.outputs()]
