@@ -40,9 +40,9 @@ class OpenRLHF(Adapter):
         self._runs_nemo_gym = "nemo_gym" in _packages(tree)
         if kind == "reward":
             functions = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-            # other frameworks call their functions so too, which need no adapter: their parameters say so
-            own = (f for f in functions if f.name == REWARD_FUNCTION)
-            return any(form_of([a.arg for a in (*f.args.args, *f.args.kwonlyargs)]) is None for f in own)
+            # functions of this name with another framework's parameters need no adapter
+            reward_functions = (f for f in functions if f.name == REWARD_FUNCTION)
+            return any(form_of([a.arg for a in (*f.args.args, *f.args.kwonlyargs)]) is None for f in reward_functions)
         if kind in ("env", "rollout"):
             bases = [b for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for b in n.bases]
             names = {b.attr if isinstance(b, ast.Attribute) else getattr(b, "id", "") for b in bases}

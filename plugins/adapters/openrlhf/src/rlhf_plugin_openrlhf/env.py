@@ -30,11 +30,11 @@ def env_class(module: ModuleType, instance_class: type[Any] | None, executor: ty
     Args:
         instance_class: None: only an executor that was built with arguments knows it.
     """
-    of = instance_class or executor
-    assert of is not None
+    source_class = instance_class or executor
+    assert source_class is not None
     body = {
         "__module__": module.__name__,
-        "__doc__": of.__doc__ or f"{of.__name__} of {module.__file__}.",
+        "__doc__": source_class.__doc__ or f"{source_class.__name__} of {module.__file__}.",
         "Config": config_of(EnvConfig, executor, module),
         "instance_class": instance_class,
     }
@@ -89,8 +89,8 @@ class _AgentEnv(Env):
             info["scores"] = score
         new_params = result.get("sampling_params")
         sampling = None if new_params is None or self.sampling is None else from_params(new_params, self.sampling)
-        changed = sampling if sampling != self.sampling else None
-        return EnvStep(feedback, reward, bool(result["done"]), changed, info, images, score)
+        new_sampling = sampling if sampling != self.sampling else None
+        return EnvStep(feedback, reward, bool(result["done"]), new_sampling, info, images, score)
 
     async def close(self) -> None:
         """Calls ``close`` if the instance has it; OpenRLHF's interface has no such method."""

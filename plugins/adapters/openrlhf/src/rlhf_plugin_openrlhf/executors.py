@@ -123,21 +123,21 @@ async def built(cls: type[Any]) -> Any:
 
 
 def _chosen(module: ModuleType, attribute: str | None) -> type[Any] | None:
-    executors = [c for c in _own(module, attribute) if _derives(c, EXECUTOR_BASE)]
+    executors = [c for c in _defined_classes(module, attribute) if _derives(c, EXECUTOR_BASE)]
     return next((c for c in executors if c.__name__ == EXECUTOR), executors[0] if executors else None)
 
 
-def _own(module: ModuleType, attribute: str | None) -> list[type[Any]]:
-    own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+def _defined_classes(module: ModuleType, attribute: str | None) -> list[type[Any]]:
+    classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
     if attribute is not None:
-        own = [v for v in own if v.__name__ == attribute]
-        if not own:
+        classes = [v for v in classes if v.__name__ == attribute]
+        if not classes:
             raise PluginInvalid(f"{module.__file__} defines no class {attribute!r}")
-    return own
+    return classes
 
 
 def _instances(module: ModuleType, attribute: str | None) -> list[type[Any]]:
-    return [c for c in _own(module, attribute) if _derives(c, INSTANCE_BASE) and not inspect.isabstract(c)]
+    return [c for c in _defined_classes(module, attribute) if _derives(c, INSTANCE_BASE) and not inspect.isabstract(c)]
 
 
 def _executes(executor: type[Any]) -> bool:

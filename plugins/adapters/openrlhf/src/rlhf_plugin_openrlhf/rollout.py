@@ -43,8 +43,8 @@ class _ExecutorRollout(Rollout):
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         prompt = ctx.encode_prompt(row)
         if prompt.images:
-            where = f"row {row.index} of {row.source}"
-            raise RolloutError(f"{where} has images, which an executor's execute() does not get; use an environment")
+            location = f"row {row.index} of {row.source}"
+            raise RolloutError(f"{location} has images, which an executor's execute() does not get; use an environment")
         executor, engine = self.config.built_executor(), ExecutorEngine(ctx)
         arguments = {
             "prompt": ctx.tokenizer.decode(list(prompt.ids), skip_special_tokens=False),
@@ -99,13 +99,13 @@ class ExecutorEngine:
             raise RolloutError(
                 f"execute() returned {shown(result)}; expected a dict with observation_tokens, action_ranges and reward"
             )
-        tokens, turns, at = [int(token) for token in result["observation_tokens"]], [], 0
+        tokens, turns, position = [int(token) for token in result["observation_tokens"]], [], 0
         for start, end in result["action_ranges"]:
             turn = self._find(tokens, start, end)
-            if start > at:
-                turns.append(Turn(tokens[at:start], sampled=False))
+            if start > position:
+                turns.append(Turn(tokens[position:start], sampled=False))
             turns.append(turn)
-            at = end
+            position = end
         if not turns:
             raise RolloutError("execute() returned no action_ranges; there is nothing to learn from")
         turns[-1].reward = scalar(result.get("reward"), "reward")
@@ -119,9 +119,9 @@ class ExecutorEngine:
 
     def _find(self, tokens: list[int], start: int, end: int) -> Turn:
         """A copy of the turn whose tokens are at ``start:end``. The last one may be cut at the end of the tokens."""
-        for before, turn in self._sampled:
+        for prompt, turn in self._sampled:
             ids, cut = list(turn.ids[: end - start]), end == len(tokens)
-            if before == tokens[:start] and ids == tokens[start:end] and ids and (cut or len(ids) == len(turn.ids)):
+            if prompt == tokens[:start] and ids == tokens[start:end] and ids and (cut or len(ids) == len(turn.ids)):
                 if len(ids) == len(turn.ids):
                     return replace(turn)
                 assert turn.logprobs is not None

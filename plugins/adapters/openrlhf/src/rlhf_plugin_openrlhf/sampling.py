@@ -44,9 +44,9 @@ def to_params(sampling: Sampling) -> SamplingParams:
 
 def from_params(params: Any, sampling: Sampling) -> Sampling:
     """``sampling`` with the values of ``params``. Raises ValueError for values that are not supported here."""
-    for name, off in UNSUPPORTED.items():
-        if (value := getattr(params, name, None)) not in off:
-            raise ValueError(f"sampling_params.{name} = {value!r} is not supported; leave it at {off[0]!r}")
+    for name, defaults in UNSUPPORTED.items():
+        if (value := getattr(params, name, None)) not in defaults:
+            raise ValueError(f"sampling_params.{name} = {value!r} is not supported; leave it at {defaults[0]!r}")
     max_tokens = getattr(params, "max_tokens", None)
     top_k = getattr(params, "top_k", None)
     settings: dict[str, Any] = {

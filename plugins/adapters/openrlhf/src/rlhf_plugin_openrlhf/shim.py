@@ -71,12 +71,12 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     ) -> dict[str, Any]:
         tokens = _tokens(hf_tokenizer, prompt)
         output = (await llm_engine.generate(tokens, deepcopy(sampling_params))).outputs[0]
-        whole = tokens + list(output.token_ids)
+        observation_tokens = tokens + list(output.token_ids)
         return {
             "prompt": prompt,
             "label": label,
-            "observation_tokens": whole,
-            "action_ranges": [(len(tokens), len(whole))],
+            "observation_tokens": observation_tokens,
+            "action_ranges": [(len(tokens), len(observation_tokens))],
             "truncated": output.finish_reason == "length",
             "reward": None,
             "scores": None,

@@ -44,7 +44,7 @@ class DeepSpeedTrainerConfig(ShardedConfig):
                 "optimizer steps the weights where they live"
             )
         if self.tensor_parallel > 1:
-            for name, wrong, why in (
+            for name, wrong, cause in (
                 (
                     f"sequence_parallel = {self.sequence_parallel}",
                     self.sequence_parallel > 1,
@@ -68,7 +68,7 @@ class DeepSpeedTrainerConfig(ShardedConfig):
                 ),
             ):
                 if wrong:
-                    raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
+                    raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {cause}")
         if (option := self.quantizes) is not None and (self.stage == 3 or self.tensor_parallel > 1):
             other = "stage = 3" if self.stage == 3 else f"tensor_parallel = {self.tensor_parallel}"
             raise ValueError(

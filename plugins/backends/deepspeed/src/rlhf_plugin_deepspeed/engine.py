@@ -68,8 +68,8 @@ class ZeroEngine:
         if self.stage == 3:
             pairs = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
         else:
-            own = [parts[self.topology.replica] for parts in optimizer.parallel_partitioned_bit16_groups]
-            pairs = zip(optimizer.single_partition_of_fp32_groups, own, strict=True)
+            replica_parts = [parts[self.topology.replica] for parts in optimizer.parallel_partitioned_bit16_groups]
+            pairs = zip(optimizer.single_partition_of_fp32_groups, replica_parts, strict=True)
         for stepped, computed in pairs:
             stepped.data = computed.data
         if self.stage < 3:

@@ -28,44 +28,44 @@ from torch.nn import functional as F
 class Outputs(nn.Module):
     """Computes outputs from hidden states. The head's parameters belong to the model, not to this module."""
 
-    def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
+    def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
-        self._loaded, self._config = (loaded,), config  # a tuple, so that the head does not become a submodule
+        self._loaded, self._config = (model,), config  # a tuple, so that the head does not become a submodule
 
     def logits(self) -> Callable[[Tensor], Tensor]:
         """[C, H] -> [C, vocabulary] or [C, outputs of the head], while the head's weights are whole. For fp32 logits a
         head that is stored in bf16 is converted once for all chunks."""
-        (loaded,) = self._loaded
-        if (multiply := head_product(loaded.head, self._config.head_fp32)) is not None:
-            return lambda hidden_CH: loaded.shaped(multiply(hidden_CH))
-        return lambda hidden_CH: loaded.shaped(F.linear(hidden_CH, loaded.head.weight, loaded.head.bias))
+        (model,) = self._loaded
+        if (multiply := head_product(model.head, self._config.head_fp32)) is not None:
+            return lambda hidden_CH: model.shaped(multiply(hidden_CH))
+        return lambda hidden_CH: model.shaped(F.linear(hidden_CH, model.head.weight, model.head.bias))
 
     def forward(
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
     ) -> dict[str, Tensor]:
         """``hidden_MH``, ``place_N``: see :func:`rlhf_modeling.packed_model.hidden_states`."""
-        (loaded,) = self._loaded
+        (model,) = self._loaded
         return head_ops.compute(
             hidden_MH,
             batch,
             outputs,
             self.logits(),
             place_N,
-            tempered=loaded.kind == "lm",
-            chunk=max(1, most_logits(self._config, hidden_MH.device.type) // loaded.head.out_features),
+            tempered=model.kind == "lm",
+            chunk=max(1, most_logits(self._config, hidden_MH.device.type) // model.head.out_features),
             head_fp32=bool(self._config.head_fp32),
-            part=loaded.part,
+            part=model.part,
         )
 
 
 class EngineModule(nn.Module):
     """Body and outputs. Autocast is inside the module, because DeepSpeed's engine changes it outside."""
 
-    def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
+    def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
-        self.model = loaded.module
-        self.outputs = Outputs(loaded, config)
-        self._loaded, self._config = (loaded,), config
+        self.model = model.module
+        self.outputs = Outputs(model, config)
+        self._loaded, self._config = (model,), config
 
     @property
     def shares_prefixes(self) -> bool:
@@ -74,9 +74,9 @@ class EngineModule(nn.Module):
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32."""
-        (loaded,) = self._loaded
+        (model,) = self._loaded
         with torch.autocast(batch.ids_N.device.type, torch.bfloat16, enabled=bf16):
-            hidden_MH, place_N = hidden_states(loaded, batch, self.shares_prefixes)
+            hidden_MH, place_N = hidden_states(model, batch, self.shares_prefixes)
             return self.outputs(hidden_MH, place_N, batch, outputs)
 
     def gather_outside(self) -> None:
@@ -85,15 +85,15 @@ class EngineModule(nn.Module):
         adapter by DoRA, which computes the length of its rows."""
         from deepspeed.runtime.zero import register_external_parameter
 
-        (loaded,) = self._loaded
-        for parameter in loaded.head.parameters():
+        (model,) = self._loaded
+        for parameter in model.head.parameters():
             register_external_parameter(self.outputs, parameter)
-        for _, adapted_layer in adapted(loaded.module):
+        for _, adapted_layer in adapted(model.module):
             for dora in adapted_layer.lora_magnitude_vector.values():
                 parts = (adapted_layer.base_layer, adapted_layer.lora_A[NAME], adapted_layer.lora_B[NAME])
                 for parameter in (part.weight for part in parts):
                     register_external_parameter(dora, parameter)
-        for layer in loaded.module.modules():
+        for layer in model.module.modules():
             for child in layer.children():
                 for parameter in child.parameters() if isinstance(child, nn.Conv1d) else ():
                     register_external_parameter(layer, parameter)

@@ -58,10 +58,8 @@ def load(
     if topology.parts > 1:
         return load_part(spec, device, config, topology)
     adapters, deterministic = _adapters(spec, config), config.deterministic
-    loaded = load_model(
-        spec, device, adapters, config.quantization, kernels=config.kernels, deterministic=deterministic
-    )
-    return loaded, TensorSplit(topology)
+    model = load_model(spec, device, adapters, config.quantization, kernels=config.kernels, deterministic=deterministic)
+    return model, TensorSplit(topology)
 
 
 def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | None:
@@ -72,11 +70,11 @@ def load_part(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, topology: Topology
 ) -> tuple[LoadedModel, TensorSplit]:
     """Load whole in host memory and keep this rank's part. ``device`` never holds more."""
-    loaded = load_on_host(spec, device, _adapters(spec, config), config.kernels)
-    split = divide(loaded, topology, device)
+    model = load_on_host(spec, device, _adapters(spec, config), config.kernels)
+    split = divide(model, topology, device)
     if config.kernels == "liger":
-        use_kernels(loaded, "liger", precision_of(spec, device).bf16)
-    return loaded, split
+        use_kernels(model, "liger", precision_of(spec, device).bf16)
+    return model, split
 
 
 def _round(module: Any) -> None:
@@ -94,15 +92,15 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
     copies = second_copies(config.hpz_partition_size, config.timeout)
     divided = engine_config(config, 2**62)
     with quiet(), copies, _transformers_divides(divided):
-        loaded = load_model(spec, device, divided=True)
-    if loaded.fresh_head:
-        with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
+        model = load_model(spec, device, divided=True)
+    if model.fresh_head:
+        with deepspeed.zero.GatheredParameters(list(model.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
-                draw_head(loaded, spec)
+                draw_head(model, spec)
     if spec.storage == "bf16":
-        _round(loaded.module)
+        _round(model.module)
     if (lora := _adapters(spec, config)) is not None:
         with _transformers_divides(divided):  # so peft gathers a weight whose rows DoRA measures
-            adapt(loaded, spec, lora, device)
-        loaded.module.eval().to(device)
-    return loaded
+            adapt(model, spec, lora, device)
+        model.module.eval().to(device)
+    return model

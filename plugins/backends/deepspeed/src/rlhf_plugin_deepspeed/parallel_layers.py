@@ -62,9 +62,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
+        grad_sum = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad_sum, group=ctx.group)
+        return grad_sum, None
 
 
 class _Leave(torch.autograd.Function):
@@ -72,9 +72,9 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        whole = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=group)
-        return whole
+        output = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(output, group=group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -104,10 +104,10 @@ class LinearPart(nn.Module):
     """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. With ``dim`` 1 the
     bias is not added here, because it must be added once, to the sum over the ranks."""
 
-    def __init__(self, whole: nn.Linear, dim: int, topology: Topology) -> None:
+    def __init__(self, linear: nn.Linear, dim: int, topology: Topology) -> None:
         super().__init__()
-        self.weight = _part(whole.weight, dim, topology)
-        self.bias = whole.bias if dim or whole.bias is None else _part(whole.bias, 0, topology)
+        self.weight = _part(linear.weight, dim, topology)
+        self.bias = linear.bias if dim or linear.bias is None else _part(linear.bias, 0, topology)
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ class LinearPart(nn.Module):
 class Inward(LinearPart):
     """A linear layer of which a rank has some outputs; its input is whole."""
 
-    def __init__(self, whole: nn.Linear, topology: Topology, entrance: Entrance) -> None:
-        super().__init__(whole, 0, topology)
+    def __init__(self, linear: nn.Linear, topology: Topology, entrance: Entrance) -> None:
+        super().__init__(linear, 0, topology)
         self._entrance = entrance
 
     def forward(self, x_NI: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class Inward(LinearPart):
 class Outward(LinearPart):
     """A linear layer of which a rank has some inputs."""
 
-    def __init__(self, whole: nn.Linear, topology: Topology) -> None:
-        super().__init__(whole, 1, topology)
+    def __init__(self, linear: nn.Linear, topology: Topology) -> None:
+        super().__init__(linear, 1, topology)
         self._group = topology.group
 
     def forward(self, x_NP: Tensor) -> Tensor:
@@ -141,9 +141,9 @@ def _summed(own_NO: Tensor, bias: Tensor | None, group: Any) -> Tensor:
     return out_NO if bias is None else out_NO + bias.to(out_NO.dtype)
 
 
-def _part(whole: Tensor, dim: int, topology: Topology) -> nn.Parameter:
-    part = whole.detach().chunk(topology.parts, dim)[topology.part].clone()
-    return nn.Parameter(part, requires_grad=whole.requires_grad)
+def _part(tensor: Tensor, dim: int, topology: Topology) -> nn.Parameter:
+    part = tensor.detach().chunk(topology.parts, dim)[topology.part].clone()
+    return nn.Parameter(part, requires_grad=tensor.requires_grad)
 
 
 @dataclass(slots=True)
@@ -155,27 +155,27 @@ class Divided:
     partial: set[str] = field(default_factory=set)
     """Whole ones whose gradients are parts of a sum."""
 
-    def matrix(self, half: Any, name: str, where: str, topology: Topology, entrance: Entrance | None) -> None:
+    def matrix(self, half: Any, name: str, path: str, topology: Topology, entrance: Entrance | None) -> None:
         """Divide the linear layer ``name`` of ``half``, with its adapter if it has one.
 
         Args:
             entrance: shared entrance of the input matrices; None for an output matrix.
         """
         layer, dim = getattr(half, name), 1 if entrance is None else 0
-        whole, at = layer, f"{where}.{name}"
+        linear, layer_path = layer, f"{path}.{name}"
         if hasattr(layer, "lora_A"):
-            whole, at = layer.base_layer, f"{at}.base_layer"
-            layer.base_layer = LinearPart(whole, dim, topology)
+            linear, layer_path = layer.base_layer, f"{layer_path}.base_layer"
+            layer.base_layer = LinearPart(linear, dim, topology)
             cut, whole_matrix = (layer.lora_B, "lora_A") if entrance is not None else (layer.lora_A, "lora_B")
             cut[NAME].weight = _part(cut[NAME].weight, dim, topology)
-            self.dims[f"{where}.{name}.{'lora_A' if dim else 'lora_B'}.{NAME}.weight"] = dim
-            self.partial.add(f"{where}.{name}.{whole_matrix}.{NAME}.weight")
+            self.dims[f"{path}.{name}.{'lora_A' if dim else 'lora_B'}.{NAME}.weight"] = dim
+            self.partial.add(f"{path}.{name}.{whole_matrix}.{NAME}.weight")
             layer.forward = _adapted(layer, topology, entrance)
         else:
-            setattr(half, name, Outward(whole, topology) if entrance is None else Inward(whole, topology, entrance))
-        self.dims[f"{at}.weight"] = dim
-        if entrance is not None and whole.bias is not None:
-            self.dims[f"{at}.bias"] = 0
+            setattr(half, name, Outward(linear, topology) if entrance is None else Inward(linear, topology, entrance))
+        self.dims[f"{layer_path}.weight"] = dim
+        if entrance is not None and linear.bias is not None:
+            self.dims[f"{layer_path}.bias"] = 0
 
 
 def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Callable[[Tensor], Tensor]:
@@ -185,34 +185,34 @@ def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Calla
     return lambda x_NP: _summed(with_adapter(layer, x_NP), layer.base_layer.bias, topology.group)
 
 
-def divide(loaded: LoadedModel, topology: Topology, device: torch.device) -> TensorSplit:
+def divide(model: LoadedModel, topology: Topology, device: torch.device) -> TensorSplit:
     """Keep this rank's part of a whole model, and bring it to ``device``.
 
     Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (the ranks would draw the
     same mask for different heads), and if the hidden states of the divided model differ.
     """
-    modules = dict(loaded.module.named_modules())
+    modules = dict(model.module.named_modules())
     layers = {name: m for name, m in modules.items() if type(m).__name__ in LAYERS}
-    _check(loaded, layers, topology)
-    before_NH = _probe(loaded)
+    _check(model, layers, topology)
+    before_NH = _probe(model)
     divided = Divided()
     for name, layer in layers.items():
         for half, (inward, outward) in HALVES.items():
-            module, where = getattr(layer, half), f"{name}.{half}"
+            module, path = getattr(layer, half), f"{name}.{half}"
             entrance = Entrance(topology.group, len(inward))
             for matrix in inward:
-                divided.matrix(module, matrix, where, topology, entrance)
-            divided.matrix(module, outward, where, topology, None)
+                divided.matrix(module, matrix, path, topology, entrance)
+            divided.matrix(module, outward, path, topology, None)
         for norm in PARTIAL:
             if isinstance(part := getattr(layer.self_attn, norm, None), nn.Module):
                 divided.partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in part.named_parameters()}
-    loaded.module.eval().to(device)
-    after_NH = _probe(loaded).to(before_NH)
-    apart = float((after_NH - before_NH).norm() / before_NH.norm())
-    if not apart < AGREE:
+    model.module.eval().to(device)
+    after_NH = _probe(model).to(before_NH)
+    difference = float((after_NH - before_NH).norm() / before_NH.norm())
+    if not difference < AGREE:
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {type(loaded.module).__name__} computes something else when its "
-            f"layers are divided (hidden states differ by {apart:.1e}, norm-wise): leave it out"
+            f"tensor_parallel = {topology.parts}: {type(model.module).__name__} computes something else when its "
+            f"layers are divided (hidden states differ by {difference:.1e}, norm-wise): leave it out"
         )
     return TensorSplit(topology, divided.dims, divided.partial)
 
@@ -230,26 +230,26 @@ def check_sizes(settings: PretrainedConfig, model: str, parts: int) -> None:
         )
 
 
-def _check(loaded: LoadedModel, layers: dict[str, Any], topology: Topology) -> None:
-    model, config = type(loaded.module).__name__, loaded.module.config.get_text_config()
+def _check(model: LoadedModel, layers: dict[str, Any], topology: Topology) -> None:
+    class_name, config = type(model.module).__name__, model.module.config.get_text_config()
     if len(layers) != config.num_hidden_layers:
         classes = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {model} has {config.num_hidden_layers} layers, of which "
+            f"tensor_parallel = {topology.parts}: {class_name} has {config.num_hidden_layers} layers, of which "
             f"{len(layers)} are of a kind whose division is known ({classes}). Leave it out; stage 3 divides any model."
         )
-    check_sizes(config, model, topology.parts)
-    if has_noise(loaded.module):
+    check_sizes(config, class_name, topology.parts)
+    if has_noise(model.module):
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {model} has dropout or other noise, and its ranks would draw the "
-            "same for different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
+            f"tensor_parallel = {topology.parts}: {class_name} has dropout or other noise, and its ranks would draw "
+            "the same for different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
         )
 
 
 @torch.no_grad()
-def _probe(loaded: LoadedModel) -> Tensor:
+def _probe(model: LoadedModel) -> Tensor:
     """[7, hidden], of two sequences."""
-    device = next(loaded.module.parameters()).device
-    ids_N = torch.arange(7, device=device) % loaded.vocabulary
-    with in_fp32(loaded.module):
-        return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
+    device = next(model.module.parameters()).device
+    ids_N = torch.arange(7, device=device) % model.vocabulary
+    with in_fp32(model.module):
+        return model.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()

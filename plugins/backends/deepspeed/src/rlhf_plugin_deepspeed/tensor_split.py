@@ -37,11 +37,11 @@ class TensorSplit(Split):
         sizes[self.dims[name]] *= self.topology.parts
         return torch.Size(sizes)
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
+    def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part, a view."""
         if name not in self.dims:
-            return whole
-        return whole.chunk(self.topology.parts, self.dims[name])[self.topology.part]
+            return tensor
+        return tensor.chunk(self.topology.parts, self.dims[name])[self.topology.part]
 
     def counts(self, name: str) -> bool:
         """Whether this rank contributes the parameter to sums over ranks. A divided parameter counts on every rank, a

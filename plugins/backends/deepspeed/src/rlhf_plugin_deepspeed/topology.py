@@ -63,11 +63,11 @@ class Topology:
         """A context in which DeepSpeed uses this topology. DeepSpeed has one such object for all engines of a process,
         and reads it when an engine starts, reduces and steps."""
         groups: Any = importlib.import_module("deepspeed.utils.groups")
-        before, groups.mpu = groups.mpu, self.mpu
+        previous_mpu, groups.mpu = groups.mpu, self.mpu
         try:
             yield
         finally:
-            groups.mpu = before
+            groups.mpu = previous_mpu
 
     @property
     def mpu(self) -> Topology | None:

@@ -139,27 +139,27 @@ class DeepSpeedTrainer(ShardedTrainer):
         join_group(spec, device, self.config.timeout)
         self.topology = Topology(spec, self.config.tensor_parallel, self.config.timeout)
         with collective(spec, "__init__", self.config.timeout):
-            loaded, self.split = load(spec, device, self.config, deepspeed, self.topology)
-        self.prepare(loaded, spec, device)
+            model, self.split = load(spec, device, self.config, deepspeed, self.topology)
+        self.prepare(model, spec, device)
         self.tensors = ZeroTensors(self.module, self.split)
-        self.packed = EngineModule(loaded, self.config)
+        self.packed = EngineModule(model, self.config)
         self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
             if trained:
                 self.schedule = RateSchedule(self.config, spec.total_updates)
-                outside = {id(p) for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()}
-                self.base = build_optimizer(self.parameters, self.tensors.shapes, outside, self.config)
+                outer_ids = {id(p) for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()}
+                self.base = build_optimizer(self.parameters, self.tensors.shapes, outer_ids, self.config)
             if trained or divided:
                 self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device, spec.storage)
             if divided:
-                probe(loaded, spec)
+                probe(model, spec)
                 self.choose_kernel()
             if trained or divided:
                 self._compute_together(divided)
             if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
-                check_liger(loaded, use_liger(self.module), self.precision.bf16)
-            require_divisible(loaded, spec, self.config.sequence_parallel)
-            divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
+                check_liger(model, use_liger(self.module), self.precision.bf16)
+            require_divisible(model, spec, self.config.sequence_parallel)
+            divide_rows(model, spec, self.config.sequence_parallel, self.config.timeout)
             names = {p: name for name, p in self.parameters.items()}
             self.partition = ZeroPartition(
                 self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained
@@ -265,18 +265,18 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
     check_parts(spec, parts)
     stage, ranks, host = config.stage, spec.world_size // parts, config.offload_optimizer != "none"
     trained, on_cpu, muon = spec.role.trained, device == "cpu", config.optimizer == "muon"
-    own, bf16 = whole_storage(config, device, size, spec.storage), spec.storage == "bf16"
+    base, bf16 = whole_storage(config, device, size, spec.storage), spec.storage == "bf16"
     over = ranks if stage >= 1 else 1
     common = replace(
-        own,
+        base,
         layer_ranks=parts,
         frees_gradients=False,
         optimizer_ranks=over,
-        optimizer_bytes=own.optimizer_bytes + (FP32 if host and not bf16 else 0.0),
+        optimizer_bytes=base.optimizer_bytes + (FP32 if host and not bf16 else 0.0),
         step=int(FP32 * size.matrices / over) + (spec.world_size + 2) * largest_matrix(size) if muon else 0,
         host_optimizer=host and not on_cpu,
         offloads=device == "cuda" and not host,
-        making_bytes=_making(stage, ranks, on_cpu, host, own.weight_bytes),
+        making_bytes=_making(stage, ranks, on_cpu, host, base.weight_bytes),
         buffers=int(config.bucket * FP32) if trained and (ranks > 1 or stage >= 1) else 0,
     )
     if stage == 1:  # whole gradients, then this rank's part twice: reduced, and flattened for the step
@@ -285,7 +285,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
         return replace(common, gradient_ranks=ranks, gradient_bytes=2 * FP32)
     if stage == 3:  # a gradient buffer that stays
         copied = config.bucket * COPIES[device] if ranks > 1 else 0
-        whole = min(size.parameters, config.gathered + size.widest)
+        count = min(size.parameters, config.gathered + size.widest)
         return replace(
             common,
             weight_ranks=ranks,
@@ -294,7 +294,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
             keeps_gradients=True,
             second_ranks=config.hpz_partition_size if config.hpz_partition_size > 1 else 0,
             host_weights=config.offload_params != "none" and not on_cpu,
-            gathered=int((whole + copied) * own.weight_bytes) if ranks > 1 or config.offload_params != "none" else 0,
+            gathered=int((count + copied) * base.weight_bytes) if ranks > 1 or config.offload_params != "none" else 0,
         )
     return common
 

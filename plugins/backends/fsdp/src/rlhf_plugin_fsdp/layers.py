@@ -73,13 +73,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def sparing_linear(enabled: bool) -> Iterator[None]:
     """Inside, torch's function for linear layers keeps their weight."""
     functional: Any = torch.nn.functional
-    before = functional.linear
+    torch_linear = functional.linear
     if enabled:
         functional.linear = _linear
     try:
         yield
     finally:
-        functional.linear = before
+        functional.linear = torch_linear
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
@@ -139,7 +139,7 @@ def divide(root: nn.Module, module: PreTrainedModel, device: str, reshard: bool)
             part.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def _with_masters(parameters: Iterable[tuple[str, nn.Parameter]], where: str) -> MixedPrecisionPolicy:
+def _with_masters(parameters: Iterable[tuple[str, nn.Parameter]], group: str) -> MixedPrecisionPolicy:
     """Replace a group's trained parameters that are stored in bf16 by their masters. Returns how FSDP rounds the group.
     Frozen parameters are gathered as they are stored.
 
@@ -152,7 +152,7 @@ def _with_masters(parameters: Iterable[tuple[str, nn.Parameter]], where: str) ->
         return MixedPrecisionPolicy()
     if wide := sorted(trained.keys() - stored.keys()):
         raise CapabilityError(
-            f"storage = 'bf16' with trainer 'fsdp': {where} has {wide[0]!r} in fp32 beside {min(stored)!r} in bf16, "
+            f"storage = 'bf16' with trainer 'fsdp': {group} has {wide[0]!r} in fp32 beside {min(stored)!r} in bf16, "
             "and FSDP gathers trained weights that belong together in one number format. Set storage = 'fp32' for "
             "this role, or use trainer 'torch'."
         )

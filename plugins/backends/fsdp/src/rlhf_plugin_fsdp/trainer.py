@@ -101,14 +101,14 @@ class FsdpTrainer(ShardedTrainer):
         join(spec, device, self.config.timeout)
         with collective(spec, "__init__", self.config.timeout):
             lora = self.config.lora if trained else None
-            loaded = load_on_host(spec, device, lora, self.config.kernels)
-            require_divisible(loaded, spec, self.config.sequence_parallel)
-            self.prepare(loaded, spec, device)
-            outside = [p for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()]
-            outer = {name for name, p in self.parameters.items() if any(p is o for o in outside)}
+            model = load_on_host(spec, device, lora, self.config.kernels)
+            require_divisible(model, spec, self.config.sequence_parallel)
+            self.prepare(model, spec, device)
+            outer_parameters = [p for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()]
+            outer = {name for name, p in self.parameters.items() if any(p is o for o in outer_parameters)}
             stored = {name for name, p in self.parameters.items() if trained and p.dtype == torch.bfloat16}
             divide(self.packed, self.module, device.type, self.config.reshard_after_forward)
-            divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
+            divide_rows(model, spec, self.config.sequence_parallel, self.config.timeout)
         self._compute_together(divided=True)
         divided = dict(self.module.named_parameters())
         self.parameters = {name: divided[name] for name in self.parameters}
@@ -214,19 +214,19 @@ def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device:
     layers = sum(x.parameters for x in size.layers)
     root = size.parameters - layers
     copies = COPIES[device]
-    whole = max((1 + copies) * root, root + (layer if config.reshard_after_forward else layers) + copies * layer)
+    full_weights = max((1 + copies) * root, root + (layer if config.reshard_after_forward else layers) + copies * layer)
     reduced = max(root, layer) if trained and not adapters else 0
     muon = config.optimizer == "muon"
-    own = whole_storage(config, device, size)
+    base = whole_storage(config, device, size)
     return replace(
-        own,
+        base,
         weight_bytes=FP32 if trained and not adapters else wire_bytes,
-        optimizer_bytes=own.optimizer_bytes + (FP32 - wire_bytes if adapters else 0),
+        optimizer_bytes=base.optimizer_bytes + (FP32 - wire_bytes if adapters else 0),
         weight_ranks=ranks,
         gradient_ranks=ranks,
         optimizer_ranks=ranks,
         whole_at_load=True,
         frees_gradients=False,
-        gathered=int(whole * wire_bytes + reduced * (wire_bytes + FP32)) if ranks > 1 else 0,
+        gathered=int(full_weights * wire_bytes + reduced * (wire_bytes + FP32)) if ranks > 1 else 0,
         step=int(FP32 * size.matrices / ranks) + (ranks + 2) * largest_matrix(size) if muon else 0,
     )

@@ -163,33 +163,33 @@ def _check(models: list[PreTrainedModel]) -> None:
     if not models:
         raise ModelError("the generator 'transformers' samples from a transformers PreTrainedModel; got none.")
     model, config = models[0], models[0].config.get_text_config()
-    name, why = type(model).__name__, ""
+    name, reason = type(model).__name__, ""
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if kinds:
-        why = (
+        reason = (
             f"has layers of type {', '.join(kinds)}, whose state is not a key-value cache of full or sliding attention"
         )
     elif any(m._is_stateful for m in models):
-        why = "keeps a recurrent state (state space, linear attention), not a key-value cache"
+        reason = "keeps a recurrent state (state space, linear attention), not a key-value cache"
     elif getattr(models[0].config, "is_encoder_decoder", False):
-        why = "is an encoder-decoder"
+        reason = "is an encoder-decoder"
     elif getattr(config, "num_kv_shared_layers", 0):
-        why = "shares keys and values between layers"
+        reason = "shares keys and values between layers"
     elif not all(m._supports_attention_backend for m in models):
-        why = "does not take its attention function from transformers' AttentionInterface"
-    if why:
-        raise refusal(name, why)
+        reason = "does not take its attention function from transformers' AttentionInterface"
+    if reason:
+        raise refusal(name, reason)
 
 
-def refusal(name: str, why: str) -> ModelError:
+def refusal(name: str, reason: str) -> ModelError:
     """``name``: the model's class."""
     return ModelError(
-        f"{name} {why}; the generator 'transformers' cannot sample from it. Use another generator "
+        f"{name} {reason}; the generator 'transformers' cannot sample from it. Use another generator "
         '([generator] use = "vllm") or another model.'
     )
 
 
-def require_agreement(module: nn.Module, loaded: LoadedModel | None) -> None:
+def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
     """Raises ModelError if the logits of a prompt and of two tokens after it are not those of the whole sequence in one
     forward pass: as the trainer computes it, or as the module does by itself."""
     name = type(module).__name__
@@ -199,7 +199,7 @@ def require_agreement(module: nn.Module, loaded: LoadedModel | None) -> None:
         try:
             with decoder.borrowed():
                 got_TV = _stepwise(decoder, ids)
-            want_TV = _whole(module, loaded, torch.tensor(ids, device=decoder.device))[-len(got_TV) :]
+            want_TV = _forward_pass(module, model, torch.tensor(ids, device=decoder.device))[-len(got_TV) :]
         except ModelError:
             raise
         except Exception as cause:  # any exception: the model's code is not ours
@@ -215,19 +215,19 @@ def _stepwise(decoder: Decoder, ids: IntArray) -> Tensor:
     cache.reserve(prompt, 1, len(ids), 0)
     cache.write_prompt([0], prompt)
     rows, delta_S = [logits_PV], torch.tensor([delta], device=decoder.device)
-    for at in range(PROMPT, len(ids)):
-        token_S, position_S = (torch.tensor([value], device=decoder.device) for value in (ids[at], at))
-        rows.append(decoder.step(cache, token_S, position_S, delta_S, at + 1))
+    for position in range(PROMPT, len(ids)):
+        token_S, position_S = (torch.tensor([value], device=decoder.device) for value in (ids[position], position))
+        rows.append(decoder.step(cache, token_S, position_S, delta_S, position + 1))
     return torch.cat(rows)
 
 
-def _whole(module: nn.Module, loaded: LoadedModel | None, ids_T: Tensor) -> Tensor:
+def _forward_pass(module: nn.Module, model: LoadedModel | None, ids_T: Tensor) -> Tensor:
     """Logits [T, V] in one forward pass."""
-    if loaded is None:
+    if model is None:
         logits_TV: Tensor = module(input_ids=ids_T[None], use_cache=False).logits[0]
         return logits_TV
     position_T = torch.arange(len(ids_T), device=ids_T.device)
-    return loaded.logits_of(fp32=True)(loaded.hidden(ids_T, position_T, [len(ids_T)]))
+    return model.logits_of(fp32=True)(model.hidden(ids_T, position_T, [len(ids_T)]))
 
 
 def _windows(config: Any) -> dict[int, int]:

@@ -81,9 +81,9 @@ class TransformersGenerator(TakesModule, Generator):
         prompt_pass = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
         step = max(4 * rows * size.vocabulary * FP32, cache // (2 * len(size.layers)))
         generate = {"cache": cache, "working": max(prompt_pass + int(prompts * token), step)}
-        how = {"cache": f"{rows} samples x {work.longest} tokens x {token / 1024:.4g} KiB"}
+        arithmetic = {"cache": f"{rows} samples x {work.longest} tokens x {token / 1024:.4g} KiB"}
         phases = {"rest": Held({}), "asleep": Held({}), "generate": Held(generate)}
-        return EngineMemory(phases, copy=False, cache_token=token, arithmetic=how)
+        return EngineMemory(phases, copy=False, cache_token=token, arithmetic=arithmetic)
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
@@ -148,8 +148,8 @@ class TransformersGenerator(TakesModule, Generator):
         count = 0
         while not loop.done:
             with decoder.borrowed():
-                ended = loop.advance(1)
-            ids = list(ended[0][1].ids) if ended else loop.rows.drawn(0)
+                turns = loop.advance(1)
+            ids = list(turns[0][1].ids) if turns else loop.rows.drawn(0)
             yield ids[count:]
             count = len(ids)
 
@@ -187,18 +187,18 @@ class TransformersGenerator(TakesModule, Generator):
         return routers
 
     def _autocast(self, source: Any, module: nn.Module) -> torch.dtype | None:
-        own = next(module.parameters()).dtype
+        weight_dtype = next(module.parameters()).dtype
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.config.dtype)
         if dtype is None:
             bf16 = getattr(getattr(source, "precision", None), "bf16", False)
-            dtype = torch.bfloat16 if bf16 else own
-        if dtype == torch.float32 and own != torch.float32:
+            dtype = torch.bfloat16 if bf16 else weight_dtype
+        if dtype == torch.float32 and weight_dtype != torch.float32:
             raise ConfigError(
-                f"generator.dtype is 'fp32' but the trainer's weights are {own}; allowed: 'auto' or 'bf16', or fp32 "
-                "weights."
+                f"generator.dtype is 'fp32' but the trainer's weights are {weight_dtype}; allowed: 'auto' or 'bf16', "
+                "or fp32 weights."
             )
-        plain = own == torch.float32 or isinstance(source, nn.Module)  # a trainer's bf16 weights need autocast
-        return None if dtype == own and plain else dtype
+        plain = weight_dtype == torch.float32 or isinstance(source, nn.Module)  # a trainer's bf16 weights need autocast
+        return None if dtype == weight_dtype and plain else dtype
 
     def _check(self, i: int, request: GenerationRequest, decoder: Decoder) -> None:
         check_sampling(request.sampling)

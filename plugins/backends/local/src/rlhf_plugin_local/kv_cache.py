@@ -49,10 +49,10 @@ class SlotCache:
     def write_prompt(self, rows: list[int], prompt: Sequence[LayerKV]) -> None:
         """Copy a prompt's keys and values to the slots of its samples, from position 0."""
         contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
-        where = slice(rows[0], rows[0] + len(rows)) if contiguous else rows
+        slots = slice(rows[0], rows[0] + len(rows)) if contiguous else rows
         for i, layer in enumerate(prompt):
             for cache, new_NHD in ((self.keys[i], layer[0]), (self.values[i], layer[1])):
-                cache[where, :, : len(new_NHD)] = new_NHD.transpose(0, 1)
+                cache[slots, :, : len(new_NHD)] = new_NHD.transpose(0, 1)
 
     def write(self, layer: int, index_SH: Tensor, key_SHD: Tensor, value_SHD: Tensor) -> None:
         """One token per row; ``index_SH`` is flat over (slot, head, position)."""
@@ -63,5 +63,5 @@ class SlotCache:
         """Copy slots ``source`` over slots ``target``. Whole slots are copied, as contiguous copies are far faster."""
         for tensors in (self.keys, self.values):
             for cache in tensors:
-                at = torch.tensor([source, target], device=cache.device)
-                cache.index_copy_(0, at[1], cache.index_select(0, at[0]))
+                slots_2S = torch.tensor([source, target], device=cache.device)
+                cache.index_copy_(0, slots_2S[1], cache.index_select(0, slots_2S[0]))

@@ -88,7 +88,7 @@ class SampleRows:
     def holes(self) -> list[int]:
         return [slot for slot, row in enumerate(self.rows) if row is None]
 
-    def _at(self, slot: int) -> SampleRow:
+    def _row(self, slot: int) -> SampleRow:
         """The row in an occupied slot."""
         row = self.rows[slot]
         assert row is not None
@@ -116,19 +116,19 @@ class SampleRows:
             else:
                 self.rows[slot] = row
             uniforms.append(row.uniforms.take(columns))
-        where = torch.tensor(slots, device=self.device)
+        slot_B = torch.tensor(slots, device=self.device)
         new = [request for _, request in requests]
-        self.position[where] = torch.tensor([len(r.ids) for r in new], device=self.device)
-        self.delta[where] = torch.tensor(deltas, device=self.device)
-        self.limit[where] = torch.tensor([r.sampling.max_new_tokens for r in new], device=self.device)
-        self.step[where] = 0
-        self.alive[where] = 1
+        self.position[slot_B] = torch.tensor([len(r.ids) for r in new], device=self.device)
+        self.delta[slot_B] = torch.tensor(deltas, device=self.device)
+        self.limit[slot_B] = torch.tensor([r.sampling.max_new_tokens for r in new], device=self.device)
+        self.step[slot_B] = 0
+        self.alive[slot_B] = 1
         width = self.stop_ids.shape[1]
         ends = [self.ends(r) for r in new]
         padded = [[*e, *[-1] * (width - len(e))] for e in ends]
-        self.stop_ids[where] = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        self.uniforms[where] = torch.stack(uniforms).to(self.device)
-        self._changed()
+        self.stop_ids[slot_B] = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        self.uniforms[slot_B] = torch.stack(uniforms).to(self.device)
+        self._refresh()
 
     def ends(self, request: GenerationRequest) -> tuple[int, ...]:
         """Tokens that end this request. ``ignore_eos`` leaves out the model's end tokens, not ``stop_token_ids``."""
@@ -145,62 +145,62 @@ class SampleRows:
         """
         if slots is None:
             self.clock += 1
-            where: slice | Tensor = slice(0, self.used)
-            self.position[where] += self.alive[where]
+            slot_index: slice | Tensor = slice(0, self.used)
+            self.position[slot_index] += self.alive[slot_index]
             parameters = self._parameters()
         else:
-            where = torch.tensor(slots, device=self.device)
-            parameters = Draw.of([self._at(s).request.sampling for s in slots], self.vocabulary, self.device)
+            slot_index = torch.tensor(slots, device=self.device)
+            parameters = Draw.of([self._row(s).request.sampling for s in slots], self.vocabulary, self.device)
         self._fit()
-        step_B, alive_B = self.step[where], self.alive[where]
+        step_B, alive_B = self.step[slot_index], self.alive[slot_index]
         at_B1 = step_B[:, None]
-        token_B, logprob_B = draw(logits_BV, parameters, self.uniforms[where].gather(1, at_B1)[:, 0])
-        rows_B = torch.arange(self.used, device=self.device)[where]
+        token_B, logprob_B = draw(logits_BV, parameters, self.uniforms[slot_index].gather(1, at_B1)[:, 0])
+        rows_B = torch.arange(self.used, device=self.device)[slot_index]
         if choices_SLK is not None:
             self.experts[rows_B, step_B - 1] = choices_SLK.to(torch.int16)
         self.tokens[rows_B, step_B] = token_B
         self.logprobs[rows_B, step_B] = logprob_B
-        self.last[where] = token_B
-        stopped_B = (token_B[:, None] == self.stop_ids[where]).any(-1)
+        self.last[slot_index] = token_B
+        stopped_B = (token_B[:, None] == self.stop_ids[slot_index]).any(-1)
         broken_B = ~logprob_B.isfinite()
-        done_B = (stopped_B | broken_B | (step_B + 1 >= self.limit[where])) & (alive_B > 0)
-        self.step[where] += alive_B
-        ended: dict[int, Finish] = {}
+        done_B = (stopped_B | broken_B | (step_B + 1 >= self.limit[slot_index])) & (alive_B > 0)
+        self.step[slot_index] += alive_B
+        finishes: dict[int, Finish] = {}
         names = slots or range(self.used)
         if self._scanned:
             for slot, token in zip(names, token_B.tolist(), strict=True):
                 row = self.rows[slot]
                 if row is not None and row.scanner is not None and row.scanner.feed(token):
-                    ended[slot] = "stop"
+                    finishes[slot] = "stop"
         ends = done_B.nonzero()[:, 0]
         if broken_B[ends].any():
-            index = next(self._at(names[i]).index for i in ends.tolist() if broken_B[i])
+            index = next(self._row(names[i]).index for i in ends.tolist() if broken_B[i])
             raise ModelError(
                 f"the model's logits are not finite (NaN or infinity) at step {self.clock} of sampling, first in "
                 f"request {index}. The weights are damaged or the arithmetic overflowed: look at the last "
                 "update's gradient norm, or sample in fp32."
             )
         for i, stopped in zip(ends.tolist(), stopped_B[ends].tolist(), strict=True):
-            ended.setdefault(names[i], "stop" if stopped else "length")
-        return sorted(ended.items())
+            finishes.setdefault(names[i], "stop" if stopped else "length")
+        return sorted(finishes.items())
 
     def drawn(self, slot: int) -> list[int]:
         """The tokens so far of a row."""
         tokens: list[int] = self.tokens[slot, : int(self.step[slot])].tolist()
         return tokens
 
-    def finish(self, ended: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
+    def finish(self, finishes: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
         """Remove rows from their slots. Returns (position in the requests, turn) of each."""
-        if not ended:
+        if not finishes:
             return []
-        slots = [slot for slot, _ in ended]
+        slots = [slot for slot, _ in finishes]
         turns = []
         tokens_BT, logprobs_BT = self.tokens[slots].int().cpu().numpy(), self.logprobs[slots].cpu().numpy()
         experts_BTLK = self.experts[slots].cpu().numpy()
         for (slot, reason), ids_T, logprobs_T, experts_TLK in zip(
-            ended, tokens_BT, logprobs_BT, experts_BTLK, strict=True
+            finishes, tokens_BT, logprobs_BT, experts_BTLK, strict=True
         ):
-            row, self.rows[slot] = self._at(slot), None
+            row, self.rows[slot] = self._row(slot), None
             n = self.clock - row.born + 1
             turn = Turn(
                 ids=ids_T[:n],
@@ -230,10 +230,10 @@ class SampleRows:
             for s, t in zip(source, target, strict=True):
                 self.rows[t] = self.rows[s]
         del self.rows[live:]
-        self._changed()
+        self._refresh()
         return source, target
 
-    def _changed(self) -> None:
+    def _refresh(self) -> None:
         self._draw = None
         self._scanned = any(row.scanner for row in self.live)
 

@@ -64,8 +64,8 @@ class PromptAttention(PackedAttention):
         if softcap is None and s_aux is None and (window is None or window >= max(self.lens)):
             return super().__call__(module, q, k, v, mask, scaling, is_causal=True)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        each = zip(*(x.to(v.dtype).split(self.lens, 2) for x in (q, k, v)), strict=True)
-        parts = [_causal_blocks(qs, ks, vs, scale, window, softcap, s_aux) for qs, ks, vs in each]
+        sequences = zip(*(x.to(v.dtype).split(self.lens, 2) for x in (q, k, v)), strict=True)
+        parts = [_causal_blocks(qs, ks, vs, scale, window, softcap, s_aux) for qs, ks, vs in sequences]
         return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 

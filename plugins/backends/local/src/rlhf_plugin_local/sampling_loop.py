@@ -99,8 +99,8 @@ class SamplingLoop:
         self.work["row_steps"] += rows.used
         self._take(rows.record(None, logits_SV, self.decoder.choices_MLK))
 
-    def _take(self, ended: list[tuple[int, Finish]]) -> None:
-        turns = self.rows.finish(ended, self.version)
+    def _take(self, finishes: list[tuple[int, Finish]]) -> None:
+        turns = self.rows.finish(finishes, self.version)
         self.work["sampled_tokens"] += sum(len(turn.ids) for _, turn in turns)
         self._finished += turns
 
@@ -150,11 +150,11 @@ class SamplingLoop:
             logits.append(logits_V)
         logits_BV = torch.stack(logits)
         del logits, logits_V  # they may be views of a whole pack, which is freed here
-        for key, its in by_prompt.items():
+        for key, prompt_slots in by_prompt.items():
             prompt = self.prompts[key]
             assert prompt.kv is not None
-            self.cache.write_prompt(its, prompt.kv)
-            prompt.waiting -= len(its)
+            self.cache.write_prompt(prompt_slots, prompt.kv)
+            prompt.waiting -= len(prompt_slots)
             if prompt.waiting:  # a copy, so that the whole pack is not kept alive
                 prompt.kv = [(k.clone(), v.clone()) for k, v in prompt.kv]
             else:

@@ -96,9 +96,9 @@ class ShortWaits:
             self.team = None
 
     def _watch(self) -> None:
-        then, before = time.monotonic(), without_a_core()
+        last_time_s, last_wait_s = time.monotonic(), without_a_core()
         while not self._end.wait(INTERVAL):
-            now, waited = time.monotonic(), without_a_core()
+            time_s, wait_s = time.monotonic(), without_a_core()
             # Threads that ended took their time with them.
-            self.decide(max(0.0, waited - before) / (now - then))
-            then, before = now, waited
+            self.decide(max(0.0, wait_s - last_wait_s) / (time_s - last_time_s))
+            last_time_s, last_wait_s = time_s, wait_s

@@ -83,10 +83,10 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         self.check(self.config, spec, device.type)
         config = self.config
         lora = config.lora if spec.role.trained else None
-        loaded = load_model(
+        model = load_model(
             spec, device, lora, config.quantization, kernels=config.kernels, deterministic=config.deterministic
         )
-        self.prepare(loaded, spec, device)
+        self.prepare(model, spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.average: Ema | None = None
         self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
@@ -94,9 +94,9 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         """{name: what the optimizer steps}: the trained parameters, or their fp32 masters."""
         self.first: Copy | None = Copy(self.parameters) if self.keeps_first_weights else None
         if spec.role.trained:
-            outside = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
-            outside = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outside}
-            self.optimizer = build_optimizer(self.stepped, outside, self.config)
+            outer_ids = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
+            outer_ids = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outer_ids}
+            self.optimizer = build_optimizer(self.stepped, outer_ids, self.config)
             self.schedule = RateSchedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
                 self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
@@ -139,19 +139,19 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         return ApplyResult(norm, self.config.lr * factor, skipped)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        before = None
+        old_fingerprints = None
         if self._without_coverage:
-            without = [n for n, p in self.stepped.items() if p.grad is None or not bool(p.grad.any())]
-            before = {n: fingerprint(p.detach()) for n, p in self.stepped.items()}
+            zero_gradient_names = [n for n, p in self.stepped.items() if p.grad is None or not bool(p.grad.any())]
+            old_fingerprints = {n: fingerprint(p.detach()) for n, p in self.stepped.items()}
         if self._micros and self.spec.images:  # a step without images: as with other trainers, the tower's are zero
             for p in self.stepped.values():
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
         optimizer.step()
         self._publish()
-        if before is not None:
-            unchanged = [n for n, p in self.stepped.items() if fingerprint(p.detach()) == before[n]]
-            self._coverage = {"without_gradient": without, "unchanged": unchanged}
+        if old_fingerprints is not None:
+            unchanged = [n for n, p in self.stepped.items() if fingerprint(p.detach()) == old_fingerprints[n]]
+            self._coverage = {"without_gradient": zero_gradient_names, "unchanged": unchanged}
         if self.average is not None:
             self.average.update()
 
@@ -188,21 +188,21 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self.require_replaceable()
-        where = f"the weight stream for role {self.spec.role.name!r}"
-        state.copy_into(self._exact_tensors(), self._published.restore(dict(weights), where), where)
+        source = f"the weight stream for role {self.spec.role.name!r}"
+        state.copy_into(self._exact_tensors(), self._published.restore(dict(weights), source), source)
         self._publish()
 
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with self._view(view), exporting(self.module):
-            own, add = self.module.state_dict(), merged if self.merges(view) else base_tensors
-            whole = dict(add(self.module, own)) if self.has_adapters else None
+            module_tensors, add = self.module.state_dict(), merged if self.merges(view) else base_tensors
+            state_dict = dict(add(self.module, module_tensors)) if self.has_adapters else None
             if masters := self.config.export_masters and self.masters:
-                whole = masters.of(self.module.state_dict())
+                state_dict = masters.of(self.module.state_dict())
             if classifier := token_classifier(self.loaded):
-                whole = dict(whole or own)
-                whole |= head_bias(self.loaded, next(iter(whole.values())).dtype)
-            self.module.save_pretrained(str(path), state_dict=whole)
+                state_dict = dict(state_dict or module_tensors)
+                state_dict |= head_bias(self.loaded, next(iter(state_dict.values())).dtype)
+            self.module.save_pretrained(str(path), state_dict=state_dict)
             if classifier:
                 set_exported(Path(path), architectures=[classifier])
             if masters:
@@ -258,11 +258,11 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
 
     def load(self, path: Path) -> None:
         facts = {"storage": "fp32", **state.read_facts(path)}  # older checkpoints do not name it
-        ours = self._kept()
-        if saved := {key: facts.get(key) for key in ours if facts.get(key) != ours[key]}:
+        run_facts = self._kept()
+        if saved := {key: facts.get(key) for key in run_facts if facts.get(key) != run_facts[key]}:
             raise ConfigError(
                 f"the checkpoint {str(path)!r} was saved with {_words(saved)}; this run has "
-                f"{_words({key: ours[key] for key in saved})}. Resume with its config."
+                f"{_words({key: run_facts[key] for key in saved})}. Resume with its config."
             )
         self._load_tensors(self._own_tensors(), path, "model")
         self._publish()
