@@ -122,7 +122,7 @@ def compare(role: Role, generator: VllmGenerator, arguments: argparse.Namespace)
         "MiB": sum(t.nbytes for _, t in weights) / 2**20,
         "bucket_mb": arguments.bucket_mb,
         "threads": THREADS,
-        "versions": {"torch": torch.__version__, "vllm": generator.engine.where.distribution},
+        "versions": {"torch": torch.__version__, "vllm": generator.engine.platform.distribution},
         "seconds": summary(seconds),
         "processor_seconds": summary(processor),
         "all_seconds": {name: [round(v, 4) for v in values] for name, values in seconds.items()},

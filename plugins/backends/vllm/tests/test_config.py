@@ -18,7 +18,7 @@ from rlhf_plugin_vllm.engine import device_memory, engine
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.generator import VllmGenerator
-from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
+from rlhf_plugin_vllm.platforms import Platform, check, current_platform, thread_binding
 from rlhf_testing.models import model_path
 from rlhf_testing.tiny import tiny_model
 
@@ -116,7 +116,7 @@ def test_the_installed_build_decides_the_platform(installed, gpus, found, monkey
     monkeypatch.setattr(platforms.torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(platforms.torch.cuda, "device_count", lambda: gpus)
     if ":" not in found:
-        assert platform().device == found
+        assert current_platform().device == found
         return
     kind, _, message = found.partition(": ")
     with pytest.raises({"CapabilityError": CapabilityError, "PluginError": PluginError}[kind], match=message):

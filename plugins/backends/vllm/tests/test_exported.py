@@ -13,7 +13,7 @@ from rlhf_cli.main import main
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine
-from rlhf_plugin_vllm.platforms import platform
+from rlhf_plugin_vllm.platforms import current_platform
 from rlhf_testing.models import model_path
 from transformers import AutoModelForCausalLM
 
@@ -50,7 +50,7 @@ def prompt_logprobs(path, spec, adapter=None):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    engine = Engine(VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=8), spec, platform())
+    engine = Engine(VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=8), spec, current_platform())
     try:
         if adapter is not None:
             engine._adapter = LoRARequest("exported", 7, str(adapter))

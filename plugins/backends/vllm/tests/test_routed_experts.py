@@ -11,7 +11,7 @@ from rlhf.types import ExpertLayers, GenerationRequest, Sampling
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
-from rlhf_plugin_vllm.platforms import platform
+from rlhf_plugin_vllm.platforms import current_platform
 from rlhf_plugin_vllm.requests import VllmRequest
 from rlhf_plugin_vllm.versions import require
 from rlhf_testing.models import model_path
@@ -66,6 +66,6 @@ def test_engines_that_report_no_experts_are_refused():
             VllmGenerator.check(VllmGeneratorConfig(**option), spec, [], None)
     with pytest.raises(CapabilityError, match=r"needs vLLM 0\.32 or later; vllm 0\.31\.2 may report"):
         require("vllm 0.31.2", "trainer.router_replay", "may report wrong experts")
-    require(platform().distribution, "trainer.router_replay", "")
+    require(current_platform().distribution, "trainer.router_replay", "")
     VllmGenerator.check(VllmGeneratorConfig(), spec, [], None)
-    assert arguments(VllmGeneratorConfig(), spec, platform(), "fp32")["enable_return_routed_experts"]
+    assert arguments(VllmGeneratorConfig(), spec, current_platform(), "fp32")["enable_return_routed_experts"]

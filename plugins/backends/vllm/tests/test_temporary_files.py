@@ -22,7 +22,7 @@ scratch = TemporaryFiles(shared=False)
 segment = SharedMemory(create=True, size=4096)
 resource_tracker.unregister(segment._name, "shared_memory")  # Python's own cleaner is killed with it on a cluster
 scratch._segments.append(segment.name)
-scratch._tell()
+scratch._write_owner_file()
 (SHARED_MEMORY / f"{scratch.meeting}_sums").touch()
 print(scratch.folder, scratch.meeting, segment.name, flush=True)
 sys.stdin.readline()

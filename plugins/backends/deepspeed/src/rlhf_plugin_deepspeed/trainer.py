@@ -285,7 +285,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
         return replace(common, gradient_ranks=ranks, gradient_bytes=2 * FP32)
     if stage == 3:  # a gradient buffer that stays
         copied = config.bucket * COPIES[device] if ranks > 1 else 0
-        count = min(size.parameters, config.gathered + size.widest)
+        weights = min(size.parameters, config.gathered + size.widest)
         return replace(
             common,
             weight_ranks=ranks,
@@ -294,7 +294,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
             keeps_gradients=True,
             second_ranks=config.hpz_partition_size if config.hpz_partition_size > 1 else 0,
             host_weights=config.offload_params != "none" and not on_cpu,
-            gathered=int((count + copied) * base.weight_bytes) if ranks > 1 or config.offload_params != "none" else 0,
+            gathered=int((weights + copied) * base.weight_bytes) if ranks > 1 or config.offload_params != "none" else 0,
         )
     return common
 

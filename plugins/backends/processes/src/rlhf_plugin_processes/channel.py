@@ -13,7 +13,7 @@ from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 LOOPBACK = "127.0.0.1"
 """Where ranks, engines and the driver meet: on the loopback interface, which no other machine reaches."""
 
-ASK, ITEMS, BESIDE, ROOM = "ask", "items", "beside", "room"
+ASK, ITEMS, SIDE_CALL, ROOM = "ask", "items", "side_call", "room"
 """Kinds of messages to a worker: a call; a call of a generator method; a call beside another call; an item of a stream
 was read."""
 ANSWER, ITEM, END, FAILED = "answer", "item", "end", "failed"
@@ -44,7 +44,7 @@ class Channel:
     def send(self, message: Message) -> None:
         """Raises OSError if the other end is closed."""
         value = message.value
-        descriptors = list(value.inside)
+        descriptors = list(value.children)
         content: bytes | None = None
         if isinstance(value.content, bytes):
             content = value.content

@@ -61,13 +61,13 @@ class OutputPrinter:
 
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            self._show(whole=False)
+            self._show(takes_partial=False)
 
-    def _show(self, whole: bool) -> None:
-        """``whole``: also a last line that has no end."""
+    def _show(self, takes_partial: bool) -> None:
+        """``takes_partial``: also a last line that has no end."""
         for worker, file in list(self._files):
             while line := file.readline():
-                if not line.endswith(b"\n") and not whole:
+                if not line.endswith(b"\n") and not takes_partial:
                     file.seek(-len(line), os.SEEK_CUR)
                     break
                 sys.stdout.write(f"({worker}) {line.decode(errors='replace').rstrip()}\n")
@@ -78,7 +78,7 @@ class OutputPrinter:
         if self._thread is not None:
             self._closed.set()
             self._thread.join()
-            self._show(whole=True)
+            self._show(takes_partial=True)
             for _, file in self._files:
                 file.close()
             self._thread, self._files = None, []
@@ -186,11 +186,11 @@ def visible_gpus() -> list[str]:
     """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. No CUDA context is made."""
     import torch
 
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
-    if listed is None:
+    if visible_devices is None:
         return [str(n) for n in range(count)]
-    return [part.strip() for part in listed.split(",") if part.strip()][:count]
+    return [part.strip() for part in visible_devices.split(",") if part.strip()][:count]
 
 
 def this_machine(cpus: int | None, gpus: Sequence[str]) -> ClusterNode:

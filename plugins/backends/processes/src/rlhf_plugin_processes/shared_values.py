@@ -34,14 +34,14 @@ class Descriptor:
 class SharedValue(Stored):
     """A pickled value and its buffers, one after another. Reading it copies no buffer; the buffers are read-only."""
 
-    def __init__(self, sizes: Sequence[int], content: bytes | Descriptor, inside: Sequence[Descriptor] = ()) -> None:
+    def __init__(self, sizes: Sequence[int], content: bytes | Descriptor, children: Sequence[Descriptor] = ()) -> None:
         """
         Args:
             sizes: bytes of the pickle stream, and of each buffer.
             content: all of them, each padded to 64 bytes.
-            inside: descriptors that the pickle stream refers to, because the value contains other shared values.
+            children: descriptors that the pickle stream refers to, because the value contains other shared values.
         """
-        self.sizes, self.content, self.inside = tuple(sizes), content, tuple(inside)
+        self.sizes, self.content, self.children = tuple(sizes), content, tuple(children)
 
     @classmethod
     def of(cls, value: Any) -> SharedValue:
@@ -72,7 +72,7 @@ class SharedValue(Stored):
         else:
             memory = memoryview(mmap.mmap(self.content.number, end, access=mmap.ACCESS_READ))
         stream, *buffers = [memory[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
-        return _SharedValueUnpickler(io.BytesIO(stream), self.inside, buffers).load()
+        return _SharedValueUnpickler(io.BytesIO(stream), self.children, buffers).load()
 
     @classmethod
     def fetch(cls, handles: Sequence[SharedValue]) -> list[Any]:
@@ -92,12 +92,12 @@ class _SharedValuePickler(cloudpickle.CloudPickler):
 
 
 class _SharedValueUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, inside: Sequence[Descriptor], buffers: Sequence[memoryview]) -> None:
+    def __init__(self, file: io.BytesIO, children: Sequence[Descriptor], buffers: Sequence[memoryview]) -> None:
         super().__init__(file, buffers=buffers)
-        self._inside = inside
+        self._children = children
 
     def persistent_load(self, index: Any) -> Descriptor:
-        return self._inside[index]
+        return self._children[index]
 
 
 def _padded(nbytes: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_workers.process.worker import Worker
 
-from rlhf_plugin_processes.channel import ANSWER, ASK, BESIDE, END, FAILED, ITEM, LOOPBACK, ROOM, Channel, Message
+from rlhf_plugin_processes.channel import ANSWER, ASK, END, FAILED, ITEM, LOOPBACK, ROOM, SIDE_CALL, Channel, Message
 from rlhf_plugin_processes.shared_values import SharedValue
 
 
@@ -54,7 +54,7 @@ class WorkerLoop:
             if message.kind == ROOM:
                 if (room := self._room.get(message.call)) is not None:  # None: the stream has ended
                     room.release()
-            elif message.kind == BESIDE:
+            elif message.kind == SIDE_CALL:
                 self._answer(message)
             else:
                 self._calls.put(message)

@@ -19,7 +19,7 @@ from rlhf_workers.driver.calls import CallFailed
 from rlhf_workers.driver.handle import WorkerHandle
 
 from rlhf_plugin_processes.call_references import CallReference, ProcessCalls, ReferenceStream
-from rlhf_plugin_processes.channel import ASK, BESIDE, FAILED, ITEM, ITEMS, ROOM, Channel, Message
+from rlhf_plugin_processes.channel import ASK, FAILED, ITEM, ITEMS, ROOM, SIDE_CALL, Channel, Message
 from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 
 _PROGRAM = Path(__file__).parent / "worker_program.py"
@@ -67,7 +67,7 @@ class WorkerProcess(WorkerHandle):
         return self._question(ASK, method, arguments)
 
     def beside(self, method: str) -> CallReference:
-        return self._question(BESIDE, method, ())
+        return self._question(SIDE_CALL, method, ())
 
     def items(self, method: str, *arguments: Any, ahead: int | None = None) -> ReferenceStream:
         number = next(self._numbers)

@@ -40,10 +40,10 @@ class RayConfig(WorkerOptions):
 
     @model_validator(mode="after")
     def _works_together(self) -> RayConfig:
-        own = [name for name in ("cpus", "object_store_gib") if getattr(self, name) is not None]
-        if self.address is not None and own:
+        start_options = [name for name in ("cpus", "object_store_gib") if getattr(self, name) is not None]
+        if self.address is not None and start_options:
             raise ValueError(
-                f"{' and '.join(own)} can be set only for a Ray that the run starts; address = {self.address!r} names "
-                "a running cluster. Leave out one of them."
+                f"{' and '.join(start_options)} can be set only for a Ray that the run starts; "
+                f"address = {self.address!r} names a running cluster. Leave out one of them."
             )
         return self

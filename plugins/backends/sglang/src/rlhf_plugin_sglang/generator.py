@@ -87,12 +87,12 @@ def _check_min_p(sampling: Sampling) -> None:
         )
 
 
-def check_support(i: int, sampling: Sampling, vocabulary: int, most: int) -> None:
-    """Raises ConfigError: servers that report log-probs of ``most`` tokens do not report those of request ``i``."""
-    if _is_cut(sampling, vocabulary) and _top_k(sampling, vocabulary) > most:
+def check_support(i: int, sampling: Sampling, vocabulary: int, limit: int) -> None:
+    """Raises ConfigError: servers that report log-probs of ``limit`` tokens do not report those of request ``i``."""
+    if _is_cut(sampling, vocabulary) and _top_k(sampling, vocabulary) > limit:
         raise ConfigError(
             f"request {i} has top_p = {sampling.top_p:g} and top_k = {sampling.top_k}; the servers report log-probs "
-            f"after truncation to at most {most} tokens. Set sampling.top_k to at most {most}, or start them with "
+            f"after truncation to at most {limit} tokens. Set sampling.top_k to at most {limit}, or start them with "
             f"--sampling-mask-max-tokens {vocabulary}."
         )
 
@@ -161,5 +161,5 @@ def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
         ),
         (not facts["shared"], "shares its weights with other servers. Start it with --weight-cache-mode off"),
     )
-    why = refusal(facts, spec, sync, f"--context-length {spec.max_tokens + 2} (and as many --max-total-tokens)")
-    return why or next((why for holds, why in rules if not holds), "")
+    reason = refusal(facts, spec, sync, f"--context-length {spec.max_tokens + 2} (and as many --max-total-tokens)")
+    return reason or next((fault for holds, fault in rules if not holds), "")

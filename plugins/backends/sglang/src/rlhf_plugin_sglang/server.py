@@ -68,10 +68,10 @@ class SglangServer(EngineServer):
 
     async def sample(self, begin: Callable[[], OpenRequest], body: dict[str, Any]) -> Turn:
         turn = await super().sample(begin, body)
-        most = body["sampling_params"]["max_new_tokens"]
-        if turn.finish == "length" and len(turn.ids) < most:
+        limit = body["sampling_params"]["max_new_tokens"]
+        if turn.finish == "length" and len(turn.ids) < limit:
             raise ModelError(
-                f"the server {self.url} ended a sample after {len(turn.ids)} of at most {most} tokens, by a limit of "
+                f"the server {self.url} ended a sample after {len(turn.ids)} of at most {limit} tokens, by a limit of "
                 "its own. Look for SGLANG_MAX_NEW_TOKENS_LIMIT and --max-total-tokens there."
             )
         return turn

@@ -165,11 +165,11 @@ class UnfinishedSamples:
         self._places = places
         self.unfinished: dict[int, SimulatedSample] = {}
 
-    def advance(self, seconds: float, again: Callable[[], bool]) -> list[tuple[int, SimulatedSample]]:
+    def advance(self, seconds: float, is_restarted: Callable[[], bool]) -> list[tuple[int, SimulatedSample]]:
         """Take about ``seconds``; returns the samples that are complete.
 
         Args:
-            again: asked for each of them: whether it is sampled again.
+            is_restarted: asked for each of them: whether it is sampled again.
         """
         end, complete = time.monotonic() + seconds, list[tuple[int, SimulatedSample]]()
         while self.unfinished:
@@ -178,7 +178,7 @@ class UnfinishedSamples:
             time.sleep(max(0.0, step))
             for name, sample in running.items():
                 sample.seconds_left -= max(0.0, step)
-                if sample.seconds_left <= 0 and again():
+                if sample.seconds_left <= 0 and is_restarted():
                     sample.seconds_left, sample.versions = sample.seconds, [(0, sample.versions[-1][1])]
                 elif sample.seconds_left <= 0:
                     complete.append((name, self.unfinished.pop(name)))

@@ -71,12 +71,12 @@ class SimulatedPool(SimulatedGenerator, EnginePool):
                 start = load.end
                 if draw_seconds == seconds:
                     continue
-                whole = int(draw_seconds * self.config.tokens_per_second * self.config.speed)
+                tokens = int(draw_seconds * self.config.tokens_per_second * self.config.speed)
                 if self.spec.in_flight == "restart":
                     versions, draw_seconds = [(0, load.version)], 0.0
-                    self._restarted["weights"] += whole
+                    self._restarted["weights"] += tokens
                 else:
-                    versions.append((whole, load.version))
+                    versions.append((tokens, load.version))
             wait = seconds - draw_seconds - (time.monotonic() - start)
         return tuple(versions)
 
@@ -155,14 +155,14 @@ class Engines:
         return seconds
 
     def _change(self, engine: int, by: int) -> None:
-        before = self._requests[engine]
-        self._requests[engine] = after = before + by
-        del self._by_requests[bisect_left(self._by_requests, (before, engine))]
-        insort(self._by_requests, (after, engine))
-        self._without += (after == 0) - (before == 0)
+        old_count = self._requests[engine]
+        self._requests[engine] = new_count = old_count + by
+        del self._by_requests[bisect_left(self._by_requests, (old_count, engine))]
+        insort(self._by_requests, (new_count, engine))
+        self._without += (new_count == 0) - (old_count == 0)
 
     def _count(self) -> None:
-        now = self._clock()
-        seconds, self._counted = now - self._counted, now
+        time_s = self._clock()
+        seconds, self._counted = time_s - self._counted, time_s
         self._idle += seconds * self._without
         self._all += seconds * len(self._requests)

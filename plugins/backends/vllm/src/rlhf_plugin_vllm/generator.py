@@ -25,7 +25,7 @@ from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
 from rlhf_plugin_vllm.engine.quantization import check_quantization
 from rlhf_plugin_vllm.engine.speculative import check_speculative
 from rlhf_plugin_vllm.memory import engine_memory
-from rlhf_plugin_vllm.platforms import Platform, platform
+from rlhf_plugin_vllm.platforms import Platform, current_platform
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.requests import (
     LOWEST_TEMPERATURE,
@@ -81,33 +81,33 @@ class VllmGenerator(WeightLoading):
             check_sampling(sampling, LOWEST_TEMPERATURE)
         _check_kept_keys(config, spec)
         _check_adapters(config, spec, device)
-        where = platform() if device is not None else None
-        _check_records(config, spec, where)
-        _check_speculative(config, spec, where, samplings)
-        _check_quantization(config, spec, where)
-        if where is not None:
-            check_platform(config, where)
-            prefill_tokens(config, spec, where)
-            if where.cpu:
+        platform = current_platform() if device is not None else None
+        _check_records(config, spec, platform)
+        _check_speculative(config, spec, platform, samplings)
+        _check_quantization(config, spec, platform)
+        if platform is not None:
+            check_platform(config, platform)
+            prefill_tokens(config, spec, platform)
+            if platform.cpu:
                 check_cpu_config(spec.path, text_config(spec))
             else:
-                engine_precision(config, spec, where)
+                engine_precision(config, spec, platform)
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config: VllmGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]
         self.spec = spec
-        where = platform()
-        check_platform(self.config, where)
+        platform = current_platform()
+        check_platform(self.config, platform)
         _check_kept_keys(self.config, spec)
-        _check_adapters(self.config, spec, where.device)
-        _check_records(self.config, spec, where)
-        _check_speculative(self.config, spec, where)
-        _check_quantization(self.config, spec, where)
+        _check_adapters(self.config, spec, platform.device)
+        _check_records(self.config, spec, platform)
+        _check_speculative(self.config, spec, platform)
+        _check_quantization(self.config, spec, platform)
         self._names = count()
-        super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
+        super().__init__(Engine(self.config, spec, platform), frees_memory=not platform.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
         """Tokens of the longest sequence, prompt and completion together."""
-        if where.cpu and self.config.speculative is not None:
+        if platform.cpu and self.config.speculative is not None:
             self._call_workers("rlhf_prepare_drafts")
 
     # ------------------------------------------------------------------------------------ sampling
@@ -125,7 +125,7 @@ class VllmGenerator(WeightLoading):
         check_speculative(self.config, self.spec, [request.sampling])
 
     def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
-        self._ready("sample", alone=True)
+        self._ready("sample", is_exclusive=True)
         self._generating, left = True, len(requests)
         try:
             while left:
@@ -176,14 +176,14 @@ class VllmGenerator(WeightLoading):
     def _finished(self) -> list[tuple[int, Turn]]:
         """Run one step of the engine. Returns the turns that ended in it."""
         turns = []
-        ahead, self._ahead = self._ahead, []
-        for output in ahead or self._step():
+        outputs, self._ahead = self._ahead, []
+        for output in outputs or self._step():
             sample = self._live.get(output.request_id)
-            ended = sample.take(output) if sample is not None else None
-            if sample is None or ended is None:
+            ending = sample.take(output) if sample is not None else None
+            if sample is None or ending is None:
                 continue
             self._count_drafts(output)
-            turn, early = ended
+            turn, early = ending
             if early:
                 self.engine.abort([output.request_id])
             del self._live[output.request_id]
@@ -207,7 +207,7 @@ class VllmGenerator(WeightLoading):
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[list[float]]]:
         self._wake_parts()
-        self._ready("score", alone=True)
+        self._ready("score", is_exclusive=True)
         logprobs: dict[str, list[float]] = {}
         names = [f"{next(self._names)}" for _ in sequences]
         try:
@@ -227,13 +227,13 @@ class VllmGenerator(WeightLoading):
             self.engine.abort([name for name in names if name not in logprobs])
         return [[logprobs[name] for name in names]]
 
-    def _ready(self, to: str, alone: bool = False) -> None:
+    def _ready(self, action: str, is_exclusive: bool = False) -> None:
         self.engine.check_workers()
-        why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._not_ready)
-        if alone and not why and (self._generating or (to == "sample" and self._live)):
-            why = "other samples are being generated; exhaust or close that generate() first"
-        if why:
-            raise ModelError(f"the generator 'vllm' cannot {to}: {why}")
+        reason = self._broken or ("it is asleep; wake() it first" if self._asleep else self._not_ready)
+        if is_exclusive and not reason and (self._generating or (action == "sample" and self._live)):
+            reason = "other samples are being generated; exhaust or close that generate() first"
+        if reason:
+            raise ModelError(f"the generator 'vllm' cannot {action}: {reason}")
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -254,14 +254,14 @@ def _check_kept_keys(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
 
 
 def _check_adapters(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None) -> None:
-    why = refusal(config, spec, device) if spec.adapters is not None else ""
-    if why:
+    reason = refusal(config, spec, device) if spec.adapters is not None else ""
+    if reason:
         raise CapabilityError(
-            f"the generator 'vllm' cannot serve adapters beside their base: {why}. Set sync.adapters = 'merged'."
+            f"the generator 'vllm' cannot serve adapters beside their base: {reason}. Set sync.adapters = 'merged'."
         )
 
 
-def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None) -> None:
+def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None) -> None:
     """Raises CapabilityError where vLLM does not report the experts that ``spec`` asks for."""
     if spec.experts is None:
         return
@@ -275,20 +275,22 @@ def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Plat
                 f"the generator 'vllm' with {option} does not report the experts of tokens, which "
                 "trainer.router_replay needs. Leave the option out, or remove trainer.router_replay."
             )
-    if where is not None:
-        require(where.distribution, "trainer.router_replay", "may report wrong experts for tokens of a cached prefix")
+    if platform is not None:
+        require(
+            platform.distribution, "trainer.router_replay", "may report wrong experts for tokens of a cached prefix"
+        )
 
 
-def _check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None) -> None:
+def _check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None) -> None:
     if config.quantization is not None:
-        check_quantization(config, spec, where, expert_count(text_config(spec)))
+        check_quantization(config, spec, platform, expert_count(text_config(spec)))
 
 
 def _check_speculative(
-    config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None, samplings: Sequence[Sampling] = ()
+    config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None, samplings: Sequence[Sampling] = ()
 ) -> None:
     if config.speculative is None:
         return
     check_speculative(config, spec, samplings)
-    if where is not None:
-        require(where.distribution, "generator.speculative", "samples with it in a way that no test proves")
+    if platform is not None:
+        require(platform.distribution, "generator.speculative", "samples with it in a way that no test proves")

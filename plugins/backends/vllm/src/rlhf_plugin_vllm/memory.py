@@ -41,15 +41,15 @@ def engine_memory(
     working = CPU_WORKING if device == "cpu" else 0
     space = config.kv_cache_gib if device == "cuda" or config.kv_cache_gib is not None else KV_CACHE_GIB
     if space is not None:
-        cache, how = int(space * 2**30), "reserved at the start"
+        cache, cache_text = int(space * 2**30), "reserved at the start"
     elif device_bytes is not None:
         share, base, base_name = config.memory_share or MEMORY_SHARE, device_bytes, "the device"
         if config.memory_share is None and work.occupied is not None:
             base, base_name = max(0, device_bytes - work.occupied), "what is free at its start"
         cache = max(0, int(share * base) - weights - working)
-        how = f"what {share:g} of {base_name} leaves, {token / 1024:.4g} KiB a token"
+        cache_text = f"what {share:g} of {base_name} leaves, {token / 1024:.4g} KiB a token"
     else:
-        cache, how = int(work.longest * token), "one sequence, as the device's memory is not known"
+        cache, cache_text = int(work.longest * token), "one sequence, as the device's memory is not known"
     sizes = {"weights": weights, "working": working, "cache": cache}
     awake = Held({part: number for part, number in sizes.items() if number})
     generate = awake
@@ -69,5 +69,5 @@ def engine_memory(
         sleeps=device == "cuda",
         cache_token=token,
         cache=cache,
-        arithmetic={"weights": explained, "cache": how},
+        arithmetic={"weights": explained, "cache": cache_text},
     )

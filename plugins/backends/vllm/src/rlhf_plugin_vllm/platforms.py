@@ -32,7 +32,7 @@ class Platform:
         return self.device == "cpu"
 
 
-def platform() -> Platform:
+def current_platform() -> Platform:
     """Read from the packages' metadata, without importing vLLM.
 
     Raises PluginError if neither build is installed, or one of another version, CapabilityError if the GPU build finds
@@ -61,20 +61,20 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def check(config: VllmGeneratorConfig, where: Platform) -> None:
+def check(config: VllmGeneratorConfig, platform: Platform) -> None:
     """Raises CapabilityError, naming option, reason and cure, for an option that the platform does not support."""
     workers = config.tensor_parallel * config.pipeline_parallel
-    if where.cpu:
-        _check_cpu(config, where)
-    elif workers > where.devices:
+    if platform.cpu:
+        _check_cpu(config, platform)
+    elif workers > platform.devices:
         raise CapabilityError(
             f"tensor_parallel x pipeline_parallel = {config.tensor_parallel} x {config.pipeline_parallel} = {workers} "
-            f"workers need a GPU each, this process sees {where.devices}. Lower them, or give the engine more devices "
-            "([placement.generator] devices)."
+            f"workers need a GPU each, this process sees {platform.devices}. Lower them, or give the engine more "
+            "devices ([placement.generator] devices)."
         )
 
 
-def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
+def _check_cpu(config: VllmGeneratorConfig, platform: Platform) -> None:
     refused = ""
     if config.pipeline_parallel > 1:
         refused = (
@@ -86,10 +86,10 @@ def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
             "chunked_prefill: every sample has a seed, and for a seeded prompt in parts vLLM reads the offset of the "
             "random generator, which a CPU's has not. Leave it out"
         )
-    elif config.tensor_parallel > where.devices:
+    elif config.tensor_parallel > platform.devices:
         refused = (
             f"tensor_parallel = {config.tensor_parallel}: each worker needs a core of its own and this process may use "
-            f"{where.devices}. Lower it"
+            f"{platform.devices}. Lower it"
         )
     elif config.memory_share is not None:
         refused = f"memory_share = {config.memory_share:g}: it is a fraction of GPU memory. Give kv_cache_gib"
@@ -97,7 +97,7 @@ def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
         refused = f"sleep_level = {config.sleep_level}: there is no device memory to give back on a CPU. Leave it out"
     if refused:
         raise CapabilityError(
-            f"the generator 'vllm' runs on a CPU here ({where.distribution}), which cannot do {refused}."
+            f"the generator 'vllm' runs on a CPU here ({platform.distribution}), which cannot do {refused}."
         )
 
 
@@ -107,6 +107,6 @@ def thread_binding(config: VllmGeneratorConfig) -> str | None:
     if config.tensor_parallel == 1 or os.environ.get(BIND):
         return None
     available = cores()
-    each = len(available) // config.tensor_parallel
-    groups = [available[i * each : (i + 1) * each] for i in range(config.tensor_parallel)]
+    cores_per_worker = len(available) // config.tensor_parallel
+    groups = [available[i * cores_per_worker : (i + 1) * cores_per_worker] for i in range(config.tensor_parallel)]
     return "|".join(",".join(map(str, group)) for group in groups)

@@ -87,10 +87,10 @@ class VllmRequest(OpenRequest):
         """:meth:`add` vLLM's ``RequestOutput``."""
         part = output.outputs[0]
         finish = str(part.finish_reason) if output.finished else None
-        ended = self.add(NewTokens(part.token_ids, part.logprobs.logprobs, finish, part.stop_reason))
-        if ended is None or self._experts is None or not output.finished:
-            return ended
-        turn, early = ended
+        ending = self.add(NewTokens(part.token_ids, part.logprobs.logprobs, finish, part.stop_reason))
+        if ending is None or self._experts is None or not output.finished:
+            return ending
+        turn, early = ending
         tokens = len(self.request.ids) + self.count - 1
         record = expert_record(part.routed_experts, tokens, self._experts, self.position)
         return replace(turn, experts=record if len(turn.ids) == self.count else None), early

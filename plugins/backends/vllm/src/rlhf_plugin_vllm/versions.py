@@ -74,13 +74,13 @@ def keep_seeds_on_a_cpu() -> None:
         sampler.forward_cpu = sampler.forward_native
 
 
-def require(distribution: str, option: str, without: str) -> None:
+def require(distribution: str, option: str, behaviour: str) -> None:
     """Raises CapabilityError where a distribution, such as ``vllm 0.31.2``, is before 0.32, which ``option`` needs.
-    ``without`` says what the older one does."""
+    ``behaviour`` says what the older one does."""
     number = distribution.split()[-1]
     if tuple(int(part) for part in number.split(".")[:2]) < (0, 32):
         raise CapabilityError(
-            f"{option} needs vLLM 0.32 or later; {distribution} {without}. Install a later one, or remove {option}."
+            f"{option} needs vLLM 0.32 or later; {distribution} {behaviour}. Install a later one, or remove {option}."
         )
 
 

@@ -94,8 +94,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         if self._loading is None:
             raise SyncError("end_load() without begin_load()")
         version, self._loading = self._loading, None
-        loaded = self._call_workers("rlhf_end")
-        for worker, result in loaded.items():
+        results = self._call_workers("rlhf_end")
+        for worker, result in results.items():
             if result.missing:
                 raise SyncError(
                     f"{worker} did not get all of version {version}: {_listed(result.missing)} did not arrive. Nothing "
@@ -105,12 +105,12 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self.has_base = True
         self._change_version(version)
         arithmetic = self.engine.dtype if self.config.quantization is None else "fp8"
-        first, *others = [
+        first, *other_proofs = [
             Proof(version, worker, result.nbytes, result.received, arithmetic, result.peak_memory)
-            for worker, result in loaded.items()
+            for worker, result in results.items()
         ]
         drafts, self._drafts = self._drafts, (0, 0)
-        return [replace(first, drafts=drafts), *others]
+        return [replace(first, drafts=drafts), *other_proofs]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Names of tensors that differ from what the kernels hold; empty if layers are split over workers."""
@@ -144,8 +144,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
 
     def _unfinished(self) -> list[str]:
         """Samples that vLLM has not ended."""
-        ended = {output.request_id for output in self._ahead if output.finished}
-        return [name for name in self._live if name not in ended]
+        finished_ids = {output.request_id for output in self._ahead if output.finished}
+        return [name for name in self._live if name not in finished_ids]
 
     @abstractmethod
     def _again(self, names: Sequence[str]) -> None:

@@ -93,8 +93,8 @@ def check_nodes(examination: Examination, address: str) -> list[Finding]:
     if answer.error:
         for missing in nodes.keys() - answers.keys():
             answers[missing] = {"error": answer.error}
-    here = collect_facts(paths)
-    return [reached, *_compare(nodes, answers, here)]
+    local_facts = collect_facts(paths)
+    return [reached, *_compare(nodes, answers, local_facts)]
 
 
 def closed(address: str, timeout: float) -> str:
@@ -110,7 +110,7 @@ def closed(address: str, timeout: float) -> str:
     return ""
 
 
-def _compare(nodes: dict[str, Any], answers: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+def _compare(nodes: dict[str, Any], answers: dict[str, Any], local_facts: dict[str, Any]) -> list[Finding]:
     different, missing, small = [], [], []
     for number, (key, node) in enumerate(sorted(nodes.items(), key=lambda item: item[1]["address"])):
         name, answer = f"node {number} ({node['address']}, {key[:8]})", answers[key]
@@ -119,11 +119,11 @@ def _compare(nodes: dict[str, Any], answers: dict[str, Any], here: dict[str, Any
             continue
         lines = [
             f"{package} {answer['versions'].get(package, 'not installed')} there, {version} here"
-            for package, version in sorted(here["versions"].items())
+            for package, version in sorted(local_facts["versions"].items())
             if answer["versions"].get(package) != version
         ]
-        different += [f"{name}: {_listed(lines)}"] if lines else []
-        missing += [f"{name}: {_listed(answer['missing'])}"] if answer["missing"] else []
+        different += [f"{name}: {_join(lines)}"] if lines else []
+        missing += [f"{name}: {_join(answer['missing'])}"] if answer["missing"] else []
         small += [f"{name}: {answer['shm'] / GIB:.1f} GiB"] if answer["shm"] < SHM_MINIMUM else []
     checks = []
     if different:
@@ -148,5 +148,5 @@ def _counted(nodes: int) -> str:
     return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
 
 
-def _listed(items: list[str], most: int = 6) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+def _join(items: list[str], limit: int = 6) -> str:
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")

@@ -50,7 +50,7 @@ def nodes(argument: dict[str, Any], report: Report) -> None:
     ray.init(address=argument["address"], log_to_driver=False, logging_level=logging.ERROR)
     alive = [node for node in ray.nodes() if node["Alive"]]
     keys = {"id": "NodeID", "address": "NodeManagerAddress", "resources": "Resources"}
-    report({"nodes": [{ours: node[key] for ours, key in keys.items()} for node in alive]})
+    report({"nodes": [{name: node[key] for name, key in keys.items()} for node in alive]})
     look: Any = ray.remote(num_cpus=0)(node_facts.collect_facts)
     answers = {
         node["NodeID"]: look.options(

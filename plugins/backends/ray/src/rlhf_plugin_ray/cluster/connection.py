@@ -41,7 +41,7 @@ class Cluster:
             self._check(config)
         if threading.current_thread() is threading.main_thread():
             _keep_exit_codes()
-        self.control = ControlProcessMonitor(ray.get_runtime_context().gcs_address, own=self.ours and self._local)
+        self.control = ControlProcessMonitor(ray.get_runtime_context().gcs_address, is_owner=self.ours and self._local)
 
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -80,13 +80,13 @@ class Cluster:
 
     def _check(self, config: RayConfig) -> None:
         """This process is connected already: refuse options that ask for another cluster."""
-        own = [name for name in ("cpus", "object_store_gib") if getattr(config, name) is not None]
-        here = ray.get_runtime_context().gcs_address
-        if own or config.address not in (None, "auto", here):
+        names = [name for name in ("cpus", "object_store_gib") if getattr(config, name) is not None]
+        address = ray.get_runtime_context().gcs_address
+        if names or config.address not in (None, "auto", address):
             options = (
-                f"launcher.address = {config.address!r}" if not own else " and ".join(f"launcher.{n}" for n in own)
+                f"launcher.address = {config.address!r}" if not names else " and ".join(f"launcher.{n}" for n in names)
             )
-            raise ConfigError(f"this process is already connected to the Ray cluster {here}; leave out {options}")
+            raise ConfigError(f"this process is already connected to the Ray cluster {address}; leave out {options}")
 
     def nodes(self) -> list[ClusterNode]:
         """The living nodes, ordered by address."""

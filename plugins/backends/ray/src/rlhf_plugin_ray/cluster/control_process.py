@@ -24,11 +24,11 @@ _END_SECONDS = 20.0
 class ControlProcessMonitor:
     """Connects to the GCS every second in a thread, until :meth:`stop`."""
 
-    def __init__(self, address: str, own: bool) -> None:
-        """``own``: this process started the GCS."""
+    def __init__(self, address: str, is_owner: bool) -> None:
+        """``is_owner``: this process started the GCS."""
         self.lost = ""
         """The message, once the GCS is gone."""
-        self._address, self._own = address, own
+        self._address, self._is_owner = address, is_owner
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="ray-control", daemon=True).start()
 
@@ -41,7 +41,7 @@ class ControlProcessMonitor:
         self._stopped.set()
 
     def _watch(self) -> None:
-        limit = _OWN_SECONDS if self._own else _CLUSTER_SECONDS
+        limit = _OWN_SECONDS if self._is_owner else _CLUSTER_SECONDS
         answered = time.monotonic()
         while not self._stopped.wait(_LOOK_SECONDS):
             begin = time.monotonic()
@@ -60,7 +60,7 @@ class ControlProcessMonitor:
             os._exit(1)
 
     def _message(self, problem: str, seconds: float) -> str:
-        head = "`dmesg` shows" if self._own else "`ray status` and the head node's dmesg show"
+        head = "`dmesg` shows" if self._is_owner else "`ray status` and the head node's dmesg show"
         return (
             f"Ray's control process (GCS) at {self._address} is gone: {problem}, for {seconds:g} s. The workers cannot "
             f"be used without it, so the run ends. {head} whether it was killed (out of memory, or by `ray stop`); "

@@ -33,8 +33,8 @@ class Reservation:
                     f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}. Wait for those jobs to "
                     "end, or ask for less in [placement]."
                 )
-            at = placement_group_table(self._group)["bundles_to_node_id"]
-            self.nodes: list[str] = [at[n] for n in range(len(bundles))]
+            node_ids = placement_group_table(self._group)["bundles_to_node_id"]
+            self.nodes: list[str] = [node_ids[n] for n in range(len(bundles))]
             """The node id of each bundle."""
             self.allocations = allocate(places, bundles, self.nodes)
             """By role, in rank order."""
@@ -63,8 +63,8 @@ class Reservation:
 
         answers: dict[int, Any] = {}
         for index in sorted({index for allocation in allocations for index, _ in allocation.slots}):
-            where = self.at(index)
-            task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=where)
+            strategy = self.at(index)
+            task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=strategy)
             answers[index] = task.remote()
         try:
             gpus = dict(zip(answers, ray.get(list(answers.values()), timeout=self._timeout), strict=True))

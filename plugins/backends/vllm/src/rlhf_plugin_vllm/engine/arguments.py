@@ -19,19 +19,19 @@ from rlhf_plugin_vllm.platforms import Platform
 WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 
 
-def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
+def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform, dtype: str) -> dict[str, Any]:
     """Arguments for vLLM's ``EngineArgs``, for an engine that starts now. vLLM gets no tokenizer: the run encodes and
     decodes text. Only processors of images need one.
 
     Raises CapabilityError where the model, or a part of a sequence, does not fit.
     """
-    length, tokens = prefill_tokens(config, spec, where)
+    length, tokens = prefill_tokens(config, spec, platform)
     chosen: dict[str, Any] = {
         "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
         "skip_tokenizer_init": spec.max_images == 0,
         "limit_mm_per_prompt": {"image": spec.max_images, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,  # the pixels of an image are kept by ImagePrompts
-        "skip_mm_profiling": where.cpu,  # the size of the cache is given, so that nothing has to be measured
+        "skip_mm_profiling": platform.cpu,  # the size of the cache is given, so that nothing has to be measured
         "trust_remote_code": spec.trust_remote_code,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
         "quantization": config.quantization,
@@ -41,7 +41,7 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         "max_num_batched_tokens": tokens,
         "tensor_parallel_size": config.tensor_parallel,
         "pipeline_parallel_size": config.pipeline_parallel,
-        "enforce_eager": where.cpu if config.eager is None else config.eager,
+        "enforce_eager": platform.cpu if config.eager is None else config.eager,
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
@@ -54,10 +54,10 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
     }
     if spec.experts is not None:
         chosen["enable_return_routed_experts"] = True
-    space = config.kv_cache_gib if config.kv_cache_gib is not None or not where.cpu else KV_CACHE_GIB
+    space = config.kv_cache_gib if config.kv_cache_gib is not None or not platform.cpu else KV_CACHE_GIB
     if space is not None:
         chosen["kv_cache_memory_bytes"] = int(space * 2**30)
-    if where.cpu:
+    if platform.cpu:
         # For a seeded prompt in two chunks vLLM reads the offset of the generator. A CPU generator has none: the engine
         # would die.
         chosen["enable_chunked_prefill"] = False
@@ -75,16 +75,16 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
     return chosen
 
 
-def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> tuple[int, int]:
+def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> tuple[int, int]:
     """(longest sequence, tokens of one forward pass). Raises CapabilityError if a prompt would have to be split
     that is not: on a CPU, and without ``chunked_prefill``."""
     length = _length(spec)
     tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences * config.step_tokens)
-    if (where.cpu or config.chunked_prefill is False) and tokens < length:
-        why = "on a CPU prompts are not split" if where.cpu else "chunked_prefill = false splits no prompt"
+    if (platform.cpu or config.chunked_prefill is False) and tokens < length:
+        reason = "on a CPU prompts are not split" if platform.cpu else "chunked_prefill = false splits no prompt"
         raise CapabilityError(
             f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens + 1), and "
-            f"{why}. Raise it, or leave it out."
+            f"{reason}. Raise it, or leave it out."
         )
     return length, tokens
 

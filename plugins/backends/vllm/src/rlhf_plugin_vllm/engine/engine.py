@@ -47,38 +47,38 @@ _left: list[TemporaryFiles] = []
 class Engine:
     """A thin wrapper of vLLM's ``LLMEngine``."""
 
-    def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> None:
-        self.where = where
+    def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> None:
+        self.platform = platform
         self.images = spec.max_images
         """Most images of a request."""
-        self.dtype = engine_precision(config, spec, where)
+        self.dtype = engine_precision(config, spec, platform)
         """``fp32`` | ``bf16``."""
-        binding = thread_binding(config) if where.cpu else None
-        apart = config.tensor_parallel * config.pipeline_parallel > 1
-        sleeps = spec.shares_devices and not where.cpu and not apart
+        binding = thread_binding(config) if platform.cpu else None
+        has_workers = config.tensor_parallel * config.pipeline_parallel > 1
+        sleeps = spec.shares_devices and not platform.cpu and not has_workers
         if sleeps and _sleeping:
             raise CapabilityError(
                 "an engine of this process shares its devices with roles already, and vLLM's allocator for memory that "
                 "sleeps serves one engine of a process. Close that engine first, or start engines in processes of "
                 "their own (launchers 'processes' and 'ray')."
             )
-        self._files = TemporaryFiles(shared=not apart)
+        self._files = TemporaryFiles(shared=not has_workers)
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self._files.variables}
         if binding:
             variables |= {BIND: binding}
-        if apart:
+        if has_workers:
             variables |= QUIET_WORKERS
         if reads_images(spec.path):
             variables |= {IMAGES: "1"}
         foreign = any(_running.values()) if _running else torch.distributed.is_initialized()
         with isolated(variables):
             try:
-                self._llm: Any = self._start(config, spec, where)
+                self._llm: Any = self._start(config, spec, platform)
             except Exception as error:
                 _take_down(foreign, self._files)
                 if isinstance(error, RlhfError):
                     raise
-                failure = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
+                failure = f"vLLM ({platform.distribution}) could not start with {spec.path!r}"
                 remedy = " If it serves no adapters, set sync.adapters = 'merged'." if spec.adapters is not None else ""
                 raise ModelError(f"{failure}: {_first(error)}{remedy}") from error
         _running[id(self)] = foreign
@@ -94,10 +94,10 @@ class Engine:
         self.vocabulary: int = model.get_vocab_size()
         """Token ids are below it."""
 
-    def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> Any:
-        if where.cpu and config.eager is not False:
+    def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> Any:
+        if platform.cpu and config.eager is not False:
             disable_small_compiles()
-        if not where.cpu and self.dtype == "fp32":
+        if not platform.cpu and self.dtype == "fp32":
             use_exact_products()
         import vllm.envs
         from vllm.engine.arg_utils import EngineArgs
@@ -107,8 +107,8 @@ class Engine:
         prepare()  # vLLM calls it for the first engine of a process only
         if config.speculative is not None:
             start_numba()
-        prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
-        if where.cpu:
+        prepared = EngineArgs(**arguments(config, spec, platform, self.dtype)).create_engine_config()
+        if platform.cpu:
             keep_seeds_on_a_cpu()
             start_beside_numba()
             _check_cpu_model(prepared.model_config)
@@ -165,8 +165,8 @@ class Engine:
 
     def drawn(self, names: Sequence[str]) -> list[int]:
         """Number of tokens sampled so far, of unfinished requests."""
-        scheduled, own = self._llm.engine_core.engine_core.scheduler.requests, self._llm.output_processor
-        return [scheduled[own.external_req_ids[name][0]].num_output_tokens for name in names]
+        scheduled, processor = self._llm.engine_core.engine_core.scheduler.requests, self._llm.output_processor
+        return [scheduled[processor.external_req_ids[name][0]].num_output_tokens for name in names]
 
     def forget_prefixes(self, under_way: bool = False) -> None:
         """Drop cached keys, values and features of images. With ``under_way`` also those of unfinished requests; vLLM
@@ -201,10 +201,10 @@ class Engine:
         _take_down(foreign, self._files)
 
 
-def engine_precision(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> str:
+def engine_precision(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> str:
     """``fp32`` | ``bf16``. Raises CapabilityError where the device does not compute in it."""
     dtype = config.dtype if config.dtype != "auto" else spec.dtype
-    return choose_precision(dtype, torch.device(where.device)).name
+    return choose_precision(dtype, torch.device(platform.device)).name
 
 
 def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:

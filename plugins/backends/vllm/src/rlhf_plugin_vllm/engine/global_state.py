@@ -37,7 +37,7 @@ def log_level() -> str:
 def isolated(variables: Mapping[str, str]) -> Iterator[None]:
     """Inside the context ``variables`` are set in the environment of this process and of workers that it starts. After
     it random states, the number of threads, the environment and what :func:`engine_state` exchanges are as before."""
-    before = dict(os.environ)
+    old_environment = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state()
     quiet = {"VLLM_LOGGING_LEVEL": log_level(), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -53,10 +53,10 @@ def isolated(variables: Mapping[str, str]) -> Iterator[None]:
         np.random.set_state(states[1])
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
-        for name in set(before) | set(os.environ):
+        for name in set(old_environment) | set(os.environ):
             if name in variables or not name.startswith(KEPT):
-                if name in before:
-                    os.environ[name] = before[name]
+                if name in old_environment:
+                    os.environ[name] = old_environment[name]
                 else:
                     os.environ.pop(name, None)
 
@@ -103,14 +103,14 @@ _of_engines: TorchState | None = None
 def engine_state() -> Iterator[None]:
     """Inside, torch is in the state in which vLLM left it; after it in that of the caller."""
     global _of_engines
-    before = TorchState.now()
+    caller_state = TorchState.now()
     if _of_engines is not None:
-        _of_engines.replace(before)
+        _of_engines.replace(caller_state)
     try:
         yield
     finally:
         _of_engines = TorchState.now()
-        before.replace(_of_engines)
+        caller_state.replace(_of_engines)
 
 
 def _backends() -> tuple[Any, ...]:

@@ -47,12 +47,12 @@ class ImagePrompts:
         items, hashes, places = [], [], []
         for number, image in enumerate(images):
             piece = self._alone(image)
-            own = list(ids[image.at : image.at + image.tokens])
-            if piece["prompt_token_ids"] != own:
+            run_ids = list(ids[image.at : image.at + image.tokens])
+            if piece["prompt_token_ids"] != run_ids:
                 raise ModelError(
                     f"vLLM makes {_shown(piece['prompt_token_ids'])} of image {number} of a request, and the run has "
-                    f"{_shown(own)} from position {image.at} on. The processor's files in the model's folder are not "
-                    "those that the run read, or vLLM expands images of this model otherwise: sample with "
+                    f"{_shown(run_ids)} from position {image.at} on. The processor's files in the model's folder are "
+                    "not those that the run read, or vLLM expands images of this model otherwise: sample with "
                     "--generator.use transformers."
                 )
             [item], [place] = piece["mm_kwargs"]["image"], piece["mm_placeholders"]["image"]

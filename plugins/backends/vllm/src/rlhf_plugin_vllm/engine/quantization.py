@@ -16,7 +16,9 @@ SCALE = 4
 """Bytes of the scale of a row."""
 
 
-def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None, experts: int) -> None:
+def check_quantization(
+    config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None, experts: int
+) -> None:
     """Raises CapabilityError where vLLM would not quantise, or where no test proves the samples or the sync.
 
     Args:
@@ -25,8 +27,8 @@ def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: 
     if config.quantization is None:
         return
     dtype = config.dtype if config.dtype != "auto" else spec.dtype
-    if where is not None:
-        dtype = choose_precision(dtype, torch.device(where.device)).name
+    if platform is not None:
+        dtype = choose_precision(dtype, torch.device(platform.device)).name
     refused = {
         "generator.dtype = 'fp32', because vLLM multiplies bf16 with it. Set generator.dtype = 'bf16'": dtype == "fp32",
         "generator.pipeline_parallel > 1": config.pipeline_parallel > 1,
@@ -42,8 +44,8 @@ def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: 
                 f"the generator 'vllm' with generator.quantization = {config.quantization!r} cannot do "
                 f"{reason}{advice}."
             )
-    if where is not None:
-        require(where.distribution, "generator.quantization", "loads weights with it in a way that no test proves")
+    if platform is not None:
+        require(platform.distribution, "generator.quantization", "loads weights with it in a way that no test proves")
 
 
 def bytes_saved(size: ModelSize, element: float) -> float:

@@ -52,7 +52,7 @@ class TemporaryFiles:
         self._buffers: list[weakref.ref[Any]] = []
         """Buffers of segments that vLLM would remove in this process too."""
         self._owner = _locked(self.folder)
-        self._tell()
+        self._write_owner_file()
         self.remove = weakref.finalize(
             self, _remove, os.getpid(), self.folder, self.meeting, self._segments, self._buffers, self._owner
         )
@@ -72,11 +72,11 @@ class TemporaryFiles:
         self._buffers.append(weakref.ref(executor.rpc_broadcast_mq.buffer))
         shared = [executor.rpc_broadcast_mq, *(w.worker_response_mq for w in workers)]
         self._segments += [queue.handle.buffer_handle[3] for queue in shared]
-        among = {name for worker in workers for name in _mapped(worker.proc.pid)}
-        self._segments += sorted(among - _mapped(os.getpid()))
-        self._tell()
+        worker_segments = {name for worker in workers for name in _mapped(worker.proc.pid)}
+        self._segments += sorted(worker_segments - _mapped(os.getpid()))
+        self._write_owner_file()
 
-    def _tell(self) -> None:
+    def _write_owner_file(self) -> None:
         """Write what another process must remove after this process was killed."""
         text = json.dumps({"meeting": self.meeting, "segments": self._segments}).encode()
         os.pwrite(self._owner, text, 0)  # the text never gets shorter

@@ -73,5 +73,5 @@ def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
             "--no-enable-chunked-prefill",
         ),
     )
-    why = refusal(facts, spec, sync, f"--max-model-len {spec.max_tokens + 1}")
-    return why or next((why for holds, why in rules if not holds), "")
+    reason = refusal(facts, spec, sync, f"--max-model-len {spec.max_tokens + 1}")
+    return reason or next((fault for holds, fault in rules if not holds), "")

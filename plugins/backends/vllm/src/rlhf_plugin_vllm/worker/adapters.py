@@ -30,11 +30,11 @@ class AdapterLoads:
     """Loads of one worker's model, one after the other: :meth:`begin`, buckets by :meth:`take`, then :meth:`end` or
     :meth:`abandon`. A load brings the base's tensors, the adapters', or both."""
 
-    def __init__(self, runner: Any, model_config: Any, adapters: LowRankAdapters, whole: bool) -> None:
-        """``whole``: the worker has whole layers, not parts of them."""
+    def __init__(self, runner: Any, model_config: Any, adapters: LowRankAdapters, has_whole_layers: bool) -> None:
+        """``has_whole_layers``: the worker has whole layers, not parts of them."""
         self.model: Any = runner.get_model()
         self.manager: Any = runner.lora_manager._adapter_manager
-        self.model_config, self.adapters, self.whole = model_config, adapters, whole
+        self.model_config, self.adapters, self.has_whole_layers = model_config, adapters, has_whole_layers
         self.names = TensorNames(self.model)
         self.dtype: torch.dtype = self.manager.lora_config.lora_dtype
         self.has_base = False
@@ -100,7 +100,7 @@ class AdapterLoads:
     def differing(self, bucket: Bucket) -> list[str]:
         """Names of the bucket's tensors whose values differ from those that the model computes with; none where layers
         are split over workers."""
-        if not self.whole:
+        if not self.has_whole_layers:
             return []
         base, factors = _split(bucket)
         with self._unwrapped():
@@ -154,7 +154,7 @@ class AdapterLoads:
         base = layer.base_layer
         outputs = base.output_sizes[part] if layer.n_slices > 1 else base.output_size
         expected = (self.adapters.rank, base.input_size), (outputs, self.adapters.rank)
-        if (tuple(a_RI.shape), tuple(b_OR.shape)) != expected and (self.whole or a_RI.shape != expected[0]):
+        if (tuple(a_RI.shape), tuple(b_OR.shape)) != expected and (self.has_whole_layers or a_RI.shape != expected[0]):
             raise SyncError(
                 f"the adapter of {path} has factors of shapes {tuple(a_RI.shape)} and {tuple(b_OR.shape)}; the layer "
                 f"takes {expected[0]} and {expected[1]}. It is an adapter of another base, or of another rank."

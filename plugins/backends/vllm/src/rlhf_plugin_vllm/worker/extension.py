@@ -89,8 +89,8 @@ class WeightReceiver:
             self._rlhf_reload = Reload(self.get_model(), self.model_config)
             return
         if self._rlhf_adapters is None:
-            whole = self.parallel_config.world_size == 1
-            self._rlhf_adapters = AdapterLoads(self.model_runner, self.model_config, adapters, whole)
+            has_whole_layers = self.parallel_config.world_size == 1
+            self._rlhf_adapters = AdapterLoads(self.model_runner, self.model_config, adapters, has_whole_layers)
         self._rlhf_adapters.begin()
         self._rlhf_reload = self._rlhf_adapters
 

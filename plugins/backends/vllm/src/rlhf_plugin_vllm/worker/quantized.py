@@ -50,17 +50,17 @@ class QuantisedLayers:
 
     def check(self) -> None:
         """Raises SyncError, with the names, where a packed layer computes with other values than arrived."""
-        others = []
+        mismatches = []
         for name, (path, part, product_N) in self.products.items():
             layer = self.layers[path]
             start = 0 if part is None else sum(layer.output_sizes[:part])
             input_1K = signs(layer.weight.new_empty(1, layer.input_size, dtype=layer.orig_dtype))[None]
             output_N = layer.quant_method.apply(layer, input_1K, None)[0, start : start + len(product_N)]
-            apart = (output_N.float() - product_N).abs().max()
-            if not apart <= ROUNDING * product_N.abs().max():
-                others.append(name)
-        if others:
-            names = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+            difference = (output_N.float() - product_N).abs().max()
+            if not difference <= ROUNDING * product_N.abs().max():
+                mismatches.append(name)
+        if mismatches:
+            names = ", ".join(mismatches[:8]) + (f" and {len(mismatches) - 8} more" if len(mismatches) > 8 else "")
             raise SyncError(f"quantised layers compute with other weights than those that arrived: {names}.")
 
 

@@ -53,10 +53,10 @@ class Reload:
 
         Raises SyncError for a tensor that the model does not have, or of another shape.
         """
-        with ThreadPoolExecutor(1) as beside:  # hashing releases the interpreter lock
-            marks = beside.submit(_fingerprints, bucket, _stream(bucket))
+        with ThreadPoolExecutor(1) as executor:  # hashing releases the interpreter lock
+            marks = executor.submit(_fingerprints, bucket, _stream(bucket))
             try:
-                loaded = self.model.load_weights(iter(bucket.tensors))
+                loaded_names = self.model.load_weights(iter(bucket.tensors))
             except Exception as error:
                 names = [name for name, _ in bucket.tensors]
                 raise SyncError(
@@ -64,7 +64,7 @@ class Reload:
                     "The generator's model is not the policy's."
                 ) from error
             self.received |= marks.result()
-        self.loaded |= set(loaded or ())
+        self.loaded |= set(loaded_names or ())
         self.quantised.add(bucket)
         self.nbytes += bucket.nbytes
         self._keep(bucket)

@@ -15,9 +15,9 @@ class TensorNames:
 
     def __init__(self, model: nn.Module) -> None:
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        self.parts = {whole: list(parts) for whole, parts in packed.items()}
+        self.parts = {name: list(parts) for name, parts in packed.items()}
         """{``qkv_proj``: [``q_proj``, ``k_proj``, ``v_proj``], ...}."""
-        self.whole = {part: whole for whole, parts in packed.items() for part in parts}
+        self.whole = {part: name for name, parts in packed.items() for part in parts}
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
 
     def unpacked(self, name: str) -> list[str]:
@@ -32,10 +32,10 @@ class TensorNames:
     def packed(self, name: str) -> tuple[str, int | None]:
         """:meth:`place` of a name in vLLM's spelling."""
         *path, module, attribute = name.split(".")
-        whole = self.whole.get(module)
-        if whole is None or len(self.parts[whole]) == 1:
+        packed_module = self.whole.get(module)
+        if packed_module is None or len(self.parts[packed_module]) == 1:
             return ".".join([*path, module, attribute]), None
-        return ".".join([*path, whole, attribute]), self.parts[whole].index(module)
+        return ".".join([*path, packed_module, attribute]), self.parts[packed_module].index(module)
 
     def renamed(self, name: str) -> str:
         """vLLM's spelling of a sent tensor's name, before packing."""
@@ -50,18 +50,18 @@ class TensorNames:
         )
         return rename(plain, name) or name
 
-    def missing(self, needed: Sequence[str], loaded: Collection[str], received: Collection[str]) -> list[str]:
+    def missing(self, needed: Sequence[str], loaded_names: Collection[str], received: Collection[str]) -> list[str]:
         """Names of tensors that did not arrive; as the trainer sends them, if that is known.
 
         Args:
             needed: vLLM's names of all parameters.
-            loaded: vLLM's names of parameters that were loaded, wholly or partly.
+            loaded_names: vLLM's names of parameters that were loaded, wholly or partly.
             received: names as the trainer sent them.
         """
         arrivals = {self.renamed(name) for name in received}
         lacking = []
         for name in needed:
             parts = self.unpacked(name)
-            if name not in loaded or (len(parts) > 1 and name not in arrivals):
+            if name not in loaded_names or (len(parts) > 1 and name not in arrivals):
                 lacking += [part for part in parts if part not in arrivals]
         return lacking
