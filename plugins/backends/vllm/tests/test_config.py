@@ -267,7 +267,7 @@ def test_the_memory_estimate_depends_on_the_options():
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(generator, "platform", lambda: CPU)
+    monkeypatch.setattr(generator, "current_platform", lambda: CPU)
 
 
 def test_unsupported_head_sizes_are_refused_from_the_config(on_a_cpu, tmp_path):

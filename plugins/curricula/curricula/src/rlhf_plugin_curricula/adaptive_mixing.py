@@ -71,8 +71,8 @@ class AdaptiveMixing(Curriculum):
             name: self._prior[name] * math.exp((value - highest) / self.config.temperature)
             for name, value in self._values.items()
         }
-        total, least = math.fsum(weights.values()), self.config.min_share
-        return {name: least + (1 - least * len(weights)) * weight / total for name, weight in weights.items()}
+        total, floor = math.fsum(weights.values()), self.config.min_share
+        return {name: floor + (1 - floor * len(weights)) * weight / total for name, weight in weights.items()}
 
     def choose(self, n: int, step: int) -> Sequence[int]:
         self._used = self.shares()

@@ -136,8 +136,8 @@ class PassRate(Curriculum):
         """By row: whether its pass rate is known and lies in the band."""
         has_rate = self._scored > 0
         rates = np.divide(self._passed, self._scored, out=np.zeros_like(self._passed), where=has_rate)
-        inside: NDArray[np.bool_] = has_rate & (rates > self.config.low) & (rates < self.config.high)
-        return inside
+        band_mask: NDArray[np.bool_] = has_rate & (rates > self.config.low) & (rates < self.config.high)
+        return band_mask
 
     def _oldest(self, selection: NDArray[np.bool_], n: int) -> Iterator[np.int64]:
         """Of the rows in ``selection``, a mask, the ``n`` that were chosen longest ago, in that order."""

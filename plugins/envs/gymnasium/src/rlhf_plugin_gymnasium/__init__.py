@@ -70,16 +70,17 @@ class GymnasiumEnv(Env):
     _env: gymnasium.Env[Any, Any] | None = None
 
     def reset(self, row: Row, seed: int) -> str:
-        own = row.get("seed")
-        if own is not None and (type(own) is not int or own < 0):
+        row_seed = row.get("seed")
+        if row_seed is not None and (type(row_seed) is not int or row_seed < 0):
             raise EnvError(
-                f"row {row.index} of source {row.source!r} has the seed {shown(own)}; allowed: a whole number from 0"
+                f"row {row.index} of source {row.source!r} has the seed {shown(row_seed)}; allowed: "
+                "a whole number from 0"
             )
         c = self.config
         _, draws = inspect(c.id, json.dumps(c.kwargs, sort_keys=True), c.view)
         kwargs = {**c.kwargs, "render_mode": "ansi"} if draws else c.kwargs
         self._env = gymnasium.make(c.id, **kwargs)
-        observation, _ = self._env.reset(seed=seed if own is None else own)
+        observation, _ = self._env.reset(seed=seed if row_seed is None else row_seed)
         first = int(self._space.start)
         numbers = [str(first + n) for n in range(int(self._space.n))]
         names = list(c.actions) or numbers
@@ -144,8 +145,8 @@ def inspect(id: str, kwargs_text: str, view: str) -> tuple[int, bool]:
         if view == "ansi" and not offered:
             raise ValueError(f"{id!r} does not draw text (view = 'ansi'); set view = 'values'")
         draws = offered and view != "values"
-        if not draws and (why := cannot_be_text(env.observation_space)):
-            raise ValueError(f"{id!r} has observations {env.observation_space}: {why}")
+        if not draws and (reason := cannot_be_text(env.observation_space)):
+            raise ValueError(f"{id!r} has observations {env.observation_space}: {reason}")
         return int(env.action_space.n), draws
     finally:
         env.close()

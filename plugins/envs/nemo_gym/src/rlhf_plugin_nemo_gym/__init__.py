@@ -187,10 +187,10 @@ def parsed(text: str, number: int, tools: set[str]) -> PolicyTurn:
     """The turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as Qwen and Hermes models write them."""
     reasoning, _, rest = text.rpartition(THOUGHT)
     # behind the last end, every tag without an end would be searched to the end of the text: quadratic time
-    front, end, behind = rest.rpartition(CALL_END)
+    front, end, tail = rest.rpartition(CALL_END)
     bodies = CALL.findall(front + end)
     calls = [_call(body, f"call_{number}_{n}", tools) for n, body in enumerate(bodies)]
-    content = CALL.sub("", front + end) + behind
+    content = CALL.sub("", front + end) + tail
     return PolicyTurn(reasoning.replace("<think>", "").strip(), content.strip(), tuple(calls))
 
 

@@ -95,10 +95,10 @@ def _raise(data: dict[str, Any], field: str | None) -> None:
     code, text = data.get("code"), data.get("message")
     if code == "VALIDATION_ERROR":
         errors = [e for e in data.get("errors") or () if isinstance(e, dict)]
-        why = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors) or str(text)
+        reason = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors) or str(text)
         if field is not None and any(e.get("type") in MISFIT for e in errors):
-            raise UnknownField(why)
-        raise InvalidAction(why)
+            raise UnknownField(reason)
+        raise InvalidAction(reason)
     hint = ""
     if code == "CAPACITY_REACHED":
         hint = ". Set `concurrency` in [env] to the number of sessions that the server allows (max_concurrent_envs)"

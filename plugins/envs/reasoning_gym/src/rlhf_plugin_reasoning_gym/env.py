@@ -46,22 +46,22 @@ class ReasoningGym(Env):
     def reset(self, row: Row, seed: int) -> str:
         c = self.config
         task, task_config = row.get("task"), row.get("task_config")
-        where = f"row {row.index} of source {row.source!r}"
+        location = f"row {row.index} of source {row.source!r}"
         if task is None and c.task is None:
-            raise EnvError(f"{where} has no column 'task', and [env] sets no task. Set one of them")
+            raise EnvError(f"{location} has no column 'task', and [env] sets no task. Set one of them")
         if task_config is not None and (task is None or not isinstance(task_config, Mapping)):
             value = shown(task_config) if task is not None else "a task_config without a task"
             raise EnvError(
-                f"{where} has {value}; allowed in the column 'task_config': a table, beside the column 'task'"
+                f"{location} has {value}; allowed in the column 'task_config': a table, beside the column 'task'"
             )
         if task is not None:
             try:
                 check(task, task_config or {})
             except (ValueError, TypeError) as error:
-                raise EnvError(f"{where}: {error}") from None
-        if (own := row.get("seed")) is not None and (type(own) is not int or not 0 <= own <= MOST_SEED):
-            raise EnvError(f"{where} has the seed {shown(own)}; allowed: a whole number from 0 to {MOST_SEED}")
-        entry_seed = seed % (MOST_SEED + 1) if own is None else own
+                raise EnvError(f"{location}: {error}") from None
+        if (row_seed := row.get("seed")) is not None and (type(row_seed) is not int or not 0 <= row_seed <= MOST_SEED):
+            raise EnvError(f"{location} has the seed {shown(row_seed)}; allowed: a whole number from 0 to {MOST_SEED}")
+        entry_seed = seed % (MOST_SEED + 1) if row_seed is None else row_seed
         self._entry = GymEntry(task or c.task, c.task_config if task is None else task_config or {}, entry_seed)
         return self._entry.question
 

@@ -124,10 +124,10 @@ def judge(entry: GymEntry, turn: str, config: AnswerConfig, failure: type[RlhfEr
     try:
         return entry.score(answer), {"answered": True}
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if config.scorer_error is None:
             raise failure(
-                f"the scorer of task {entry.task!r} raised {why} for the answer {shown(answer)}. Set scorer_error if "
-                "such answers have a score"
+                f"the scorer of task {entry.task!r} raised {reason} for the answer {shown(answer)}. Set scorer_error "
+                "if such answers have a score"
             ) from error
-        return config.scorer_error, {"answered": True, "scorer_error": why}
+        return config.scorer_error, {"answered": True, "scorer_error": reason}

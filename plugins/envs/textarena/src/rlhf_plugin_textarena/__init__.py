@@ -79,13 +79,13 @@ class TextArena(Env):
         return SEATS if config.opponent == SELF else ()
 
     def reset(self, row: Row, seed: int) -> str | EnvStep:
-        c, own = self.config, row.get("seed")
-        if own is not None and (type(own) is not int or not 0 <= own <= MOST_SEED):
+        c, row_seed = self.config, row.get("seed")
+        if row_seed is not None and (type(row_seed) is not int or not 0 <= row_seed <= MOST_SEED):
             raise EnvError(
-                f"row {row.index} of source {row.source!r} has the seed {shown(own)}; allowed: a whole number from 0 "
-                f"to {MOST_SEED}"
+                f"row {row.index} of source {row.source!r} has the seed {shown(row_seed)}; allowed: a whole number "
+                f"from 0 to {MOST_SEED}"
             )
-        self._seed = seed % (MOST_SEED + 1) if own is None else own
+        self._seed = seed % (MOST_SEED + 1) if row_seed is None else row_seed
         self._opponent = None if c.opponent in (None, SELF) else opponent_of(str(c.opponent))
         self._game = Game(c.id, c.kwargs, 1 if c.opponent is None else 2, self._seed)
         if c.opponent == SELF:
@@ -112,9 +112,9 @@ class TextArena(Env):
     def _ended(self, seats: Sequence[int]) -> EnvStep:
         """The end of the game, with the rewards of these players."""
         rewards, facts = self._game.outcome()
-        own = [facts.get(seat, {}) for seat in seats]
-        reason = next((str(fact["reason"]) for fact in own if fact.get("reason")), "")
-        info = {"reason": reason, "invalid_move": any(fact.get("invalid_move", False) for fact in own)}
+        player_facts = [facts.get(seat, {}) for seat in seats]
+        reason = next((str(fact["reason"]) for fact in player_facts if fact.get("reason")), "")
+        info = {"reason": reason, "invalid_move": any(fact.get("invalid_move", False) for fact in player_facts)}
         for seat in seats:
             if rewards is None or rewards.get(seat) is None:
                 raise EnvError(f"{self.config.id} ended without a reward for player {seat}: {reason}")
@@ -237,15 +237,15 @@ class Game:
     def _own_random(self) -> Iterator[None]:
         import numpy as np
 
-        before = random.getstate(), np.random.get_state()
+        caller_states = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         try:
             yield
         finally:
             self._random = random.getstate(), np.random.get_state()
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            random.setstate(caller_states[0])
+            np.random.set_state(caller_states[1])
 
 
 @hookimpl

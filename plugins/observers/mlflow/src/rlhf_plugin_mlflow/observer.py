@@ -120,11 +120,11 @@ class MLflowObserver(Observer):
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        time_ms = int(time.time() * 1000)
         names = {name: _name(name) for name in metrics}
         if self._in_folder:
             names = {name: _file(text, {*names.values()}) for name, text in names.items()}
-        values = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
+        values = [Metric(names[name], float(value), time_ms, step) for name, value in metrics.items()]
         for start in range(0, len(values), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=values[start : start + _METRICS_AT_ONCE], synchronous=True)
 

@@ -120,9 +120,9 @@ class WandbObserver(Observer):
             self._run = None
 
 
-def _not_started(why: str) -> ConfigError:
+def _not_started(reason: str) -> ConfigError:
     return ConfigError(
-        f"observer 'wandb' could not start: {why} Set {_KEY} in the environment, run "
+        f"observer 'wandb' could not start: {reason} Set {_KEY} in the environment, run "
         f'`wandb login`, or log without network: [[observer]] use = "wandb", mode = "offline".'
     )
 

@@ -124,13 +124,13 @@ class AnswerTemplate:
         """Whether every piece occurs exactly as often as in the template, in order, and no gap is empty."""
         if any(text.count(piece) != count for piece, count in self._counts().items()):
             return False
-        at = 0
+        position = 0
         for gap, piece in self.pieces:
-            start = text.find(piece, at)
-            if start < 0 or bool(text[at:start].strip()) != gap:
+            start = text.find(piece, position)
+            if start < 0 or bool(text[position:start].strip()) != gap:
                 return False
-            at = start + len(piece)
-        return bool(text[at:].strip()) == self.open_end
+            position = start + len(piece)
+        return bool(text[position:].strip()) == self.open_end
 
     def _counts(self) -> dict[str, int]:
         """The number of occurrences of each piece in the template, also inside others: ``A:`` occurs twice in

@@ -72,33 +72,33 @@ class Servers:
         self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
 
     async def ask(
-        self, question: dict[str, Any], path: str = "", longest: int = LONGEST, only: str | None = None
+        self, question: dict[str, Any], path: str = "", longest: int = LONGEST, server: str | None = None
     ) -> tuple[str, bytes]:
         """(URL, answer) of the first server that answers. Raises RewardError.
 
         Args:
             path: is added to each address.
             longest: bytes of an answer.
-            only: the one address that is asked.
+            server: the one address that is asked.
         """
         failures: list[str] = []
         for attempt in range(self._config.attempts):
             if attempt:
                 await asyncio.sleep(min(LONGEST_PAUSE, PAUSE * 2 ** (attempt - 1)))
-            for url in self._order.urls() if only is None else (only,):
+            for url in self._order.urls() if server is None else (server,):
                 try:
                     body = await self._post(f"{url.rstrip('/')}{path}" if path else url, question, longest)
                 except (httpx.TransportError, TimeoutError, _Unavailable) as error:
                     slow = isinstance(error, TimeoutError | httpx.TimeoutException)
-                    why = f"{url}: {f'no answer in {self._config.timeout:g} s' if slow else str(error) or repr(error)}"
-                    failures.append(why)
+                    text = f"{url}: {f'no answer in {self._config.timeout:g} s' if slow else str(error) or repr(error)}"
+                    failures.append(text)
                     if self._order.failed(url) and len(self._config.urls) > 1:
-                        _LOG.warning("reward %r: %s. It is left out for %g s.", self._reward, why, self._config.rest)
+                        _LOG.warning("reward %r: %s. It is left out for %g s.", self._reward, text, self._config.rest)
                 else:
                     self._order.answered(url)
                     return url, body
-        why = "; ".join(dict.fromkeys(failures))
-        raise RewardError(f"no server answered in {self._config.attempts} attempts: {why}")
+        reasons = "; ".join(dict.fromkeys(failures))
+        raise RewardError(f"no server answered in {self._config.attempts} attempts: {reasons}")
 
     async def _post(self, url: str, question: dict[str, Any], longest: int) -> bytes:
         async with (
@@ -142,14 +142,14 @@ class Order:
         left out come last, the one that failed first before the others."""
         n = next(self._turn) % len(self._urls)
         turned = [*self._urls[n:], *self._urls[:n]]
-        now = time.monotonic()
-        yield from sorted(turned, key=lambda url: max(0.0, self._until[url] - now))
+        time_s = time.monotonic()
+        yield from sorted(turned, key=lambda url: max(0.0, self._until[url] - time_s))
 
     def failed(self, url: str) -> bool:
         """Leave a server out. Returns whether it was not left out already."""
-        now = time.monotonic()
-        fresh = self._until[url] <= now
-        self._until[url] = now + self._rest
+        time_s = time.monotonic()
+        fresh = self._until[url] <= time_s
+        self._until[url] = time_s + self._rest
         return fresh
 
     def answered(self, url: str) -> None:

@@ -62,19 +62,19 @@ class TeacherReward(Reward):
         sequences: list[Sequence[int]] = []
         places: list[tuple[int, list[Place]]] = []
         for n, trajectory in enumerate(group.trajectories):
-            for ids, own in _sequences(trajectory):
+            for ids, sequence_places in _sequences(trajectory):
                 sequences.append(ids)
-                places.append((n, own))
+                places.append((n, sequence_places))
         answers = await asyncio.gather(*(self._logprobs(part) for part in _requests(sequences)))
         steps: list[list[tuple[int, int, float]]] = [[] for _ in group.trajectories]
-        for (n, own), values in zip(places, (v for answer in answers for v in answer), strict=True):
-            steps[n] += [(turn, token, values[position]) for turn, token, position in own]
-        return [RewardResult(None, steps=tuple(own)) for own in steps]
+        for (n, sequence_places), values in zip(places, (v for answer in answers for v in answer), strict=True):
+            steps[n] += [(turn, token, values[position]) for turn, token, position in sequence_places]
+        return [RewardResult(None, steps=tuple(trajectory_steps)) for trajectory_steps in steps]
 
-    async def _logprobs(self, sequences: Sequence[Sequence[int]], only: str | None = None) -> list[list[float]]:
+    async def _logprobs(self, sequences: Sequence[Sequence[int]], server: str | None = None) -> list[list[float]]:
         """The log-prob of each token of each sequence; NaN of the first."""
         longest = LONGEST + TOKEN * sum(map(len, sequences))
-        url, body = await self._servers.ask(self._question([list(ids) for ids in sequences]), PATH, longest, only)
+        url, body = await self._servers.ask(self._question([list(ids) for ids in sequences]), PATH, longest, server)
         choices = _choices(body, len(sequences), url)
         pairs = enumerate(zip(choices, sequences, strict=True))
         return [_values(choice, ids, f"{url}, sequence {n}") for n, (choice, ids) in pairs]
@@ -87,10 +87,10 @@ class TeacherReward(Reward):
         """Raises ConfigError: the server cannot score tokens, or its vocabulary is not the policy's."""
         try:
             question = {**self._question(PROBE), "add_special_tokens": False}
-            _, body = await self._servers.ask(question, PATH, only=url)
+            _, body = await self._servers.ask(question, PATH, server=url)
             places = _choices(body, 1, url)[0]
-            its = [int(key) for place in places[1:] for key in place or {}]  # nothing predicts the first token
-            if its == list(ids[1:]):
+            server_ids = [int(key) for place in places[1:] for key in place or {}]  # nothing predicts the first token
+            if server_ids == list(ids[1:]):
                 await self._logprobs([ids], url)
                 return
         except (RewardError, ValueError, TypeError) as error:
@@ -98,12 +98,12 @@ class TeacherReward(Reward):
                 f"reward 'teacher': {url} cannot score the policy's tokens: {error}. It must be a server of vLLM, or "
                 "one that knows prompt_logprobs at /v1/completions with prompts of token ids; `urls` end in /v1."
             ) from error
-        pairs = enumerate(zip_longest(its, ids[1:]), 1)
-        place = next(n for n, (its_token, token) in pairs if its_token != token)
+        pairs = enumerate(zip_longest(server_ids, ids[1:]), 1)
+        place = next(n for n, (server_id, token) in pairs if server_id != token)
         raise ConfigError(
             f"reward 'teacher': the model of {url} has another vocabulary than the policy. Of a text that is "
-            f"{len(ids)} tokens for the policy it makes {len(its) + 1}; they differ at token {place}. Name a teacher "
-            "with the policy's tokenizer."
+            f"{len(ids)} tokens for the policy it makes {len(server_ids) + 1}; they differ at token {place}. Name a "
+            "teacher with the policy's tokenizer."
         )
 
 
@@ -154,10 +154,10 @@ def _choices(body: bytes, prompts: int, url: str) -> list[list[Any]]:
         raise RewardError(
             f"{url} answered {start!r}, which is not one choice with prompt_logprobs for each of {prompts} prompts"
         ) from None
-    if len(choices) != prompts or not all(isinstance(each, list) for each in lists):
+    if len(choices) != prompts or not all(isinstance(values, list) for values in lists):
         raise RewardError(
             f"{url} answered {len(choices)} choices to {prompts} prompts, with prompt_logprobs of the types "
-            f"{sorted({type(each).__name__ for each in lists})}; allowed: one choice for each prompt, with a list"
+            f"{sorted({type(values).__name__ for values in lists})}; allowed: one choice for each prompt, with a list"
         )
     return lists
 
@@ -169,8 +169,8 @@ def _values(places: Sequence[Any], ids: Sequence[int], server: str) -> list[floa
     values = [math.nan]
     for n, (place, token) in enumerate(zip(places[1:], ids[1:], strict=True), 1):
         if not isinstance(place, Mapping) or str(token) not in place:
-            its = ", ".join(map(str, place)) if isinstance(place, Mapping) else shown(place)
-            raise RewardError(f"{server}: the log-prob of token {n} must be of {token}, got one of {its[:80]}")
+            keys = ", ".join(map(str, place)) if isinstance(place, Mapping) else shown(place)
+            raise RewardError(f"{server}: the log-prob of token {n} must be of {token}, got one of {keys[:80]}")
         logprob = place[str(token)]
         value: Any = logprob.get("logprob") if isinstance(logprob, Mapping) else logprob
         if type(value) not in (int, float) or not -math.inf < value <= ABOVE_0:

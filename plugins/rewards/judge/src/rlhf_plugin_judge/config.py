@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig
 
-OURS = ("model", "messages", "n", "stream", "response_format")
+RESERVED_FIELDS = ("model", "messages", "n", "stream", "response_format")
 """Fields of a request that ``body`` cannot set."""
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 """Key of a score in the judge's answer and in metrics."""
@@ -76,6 +76,6 @@ class JudgeConfig(ComponentConfig):
             raise ValueError(f"scale is {list(self.scale)}; expected the lowest score, then a higher one")
         if self.price is not None and min(self.price) < 0:
             raise ValueError(f"price is {list(self.price)}; expected two numbers that are not negative")
-        if fixed := sorted(self.body.keys() & set(OURS)):
+        if fixed := sorted(self.body.keys() & set(RESERVED_FIELDS)):
             raise ValueError(f"body sets {', '.join(fixed)}, which the plugin sets itself; remove it")
         return self

@@ -116,10 +116,10 @@ class JudgeReward(Reward):
         body = {**self.config.body, "model": self.config.model} | self._response_format()
         failures: list[str] = []
         used: tuple[int, int] | None = (0, 0)
-        again: Messages = []
+        retry_messages: Messages = []
         for attempt in range(self.config.attempts):
             try:
-                reply = await self._endpoint.ask({**body, "messages": [*messages, *again]})
+                reply = await self._endpoint.ask({**body, "messages": [*messages, *retry_messages]})
             except Unavailable as error:
                 failures.append(str(error))
                 if attempt + 1 < self.config.attempts:
@@ -132,12 +132,12 @@ class JudgeReward(Reward):
             except InvalidVerdict as error:
                 cut = " It was cut off at its largest number of tokens." if reply.finish == "length" else ""
                 failures.append(f"the judge answered {reply.text[:80]!r}, but {error}.{cut}")
-                again = [
+                retry_messages = [
                     {"role": "assistant", "content": reply.text},
                     {"role": "user", "content": f"This cannot be read: {error}. Reply with the JSON object alone."},
                 ]
-        why = "; ".join(dict.fromkeys(failures))
-        raise RewardError(f"no judgement in {self.config.attempts} attempts: {why}")
+        reasons = "; ".join(dict.fromkeys(failures))
+        raise RewardError(f"no judgement in {self.config.attempts} attempts: {reasons}")
 
     def _response_format(self) -> dict[str, Any]:
         if self.config.response_format == "json_schema":
@@ -150,13 +150,13 @@ class JudgeReward(Reward):
     def _costs(self, judgements: list[_Judgement], samples: int) -> dict[str, float]:
         """What the judgements of a call cost, for each of its samples."""
         costs = {"cached": sum(judgement.cached for judgement in judgements) / len(judgements)}
-        counted = [judgement.tokens for judgement in judgements if judgement.tokens is not None]
-        if len(counted) < len(judgements):
+        token_counts = [judgement.tokens for judgement in judgements if judgement.tokens is not None]
+        if len(token_counts) < len(judgements):
             if not self._warned:
                 _LOG.warning("reward 'judge': the server does not count tokens (usage), so costs are not reported.")
                 self._warned = True
             return costs
-        prompt, completion = (sum(column) / samples for column in zip(*counted, strict=True))
+        prompt, completion = (sum(column) / samples for column in zip(*token_counts, strict=True))
         costs |= {"prompt_tokens": prompt, "completion_tokens": completion}
         if self.config.price is not None:
             costs["cost"] = (prompt * self.config.price[0] + completion * self.config.price[1]) / 1e6

@@ -44,8 +44,8 @@ class LengthReward(Reward):
 
     def _value(self, tokens: int) -> RewardResult:
         c = self.config
-        outside = max(0, (c.low or 0) - tokens, 0 if c.high is None else tokens - c.high)
-        return RewardResult(c.inside - min(c.at_most, c.per_token * outside), info={"tokens": tokens})
+        distance = max(0, (c.low or 0) - tokens, 0 if c.high is None else tokens - c.high)
+        return RewardResult(c.inside - min(c.at_most, c.per_token * distance), info={"tokens": tokens})
 
 
 @hookimpl

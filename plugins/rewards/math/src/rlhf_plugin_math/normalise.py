@@ -75,8 +75,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     if m := _DECIMAL.fullmatch(text):
         return Fraction(text), percent
     if m := _RECURRING.fullmatch(text):  # all digits less those before the period, over 9...90...0
-        before, period = m[2] + m[3], m[4] or m[5]
-        value = Fraction(int(before + period) - int(before or 0), (10 ** len(period) - 1) * 10 ** len(m[3]))
+        prefix, period = m[2] + m[3], m[4] or m[5]
+        value = Fraction(int(prefix + period) - int(prefix or 0), (10 ** len(period) - 1) * 10 ** len(m[3]))
         return (-value if m[1] == "-" else value), percent
     if m := _FRACTION.fullmatch(text):
         return _mixed(m[1], m[2], m[3], m[4], percent)
@@ -94,12 +94,12 @@ def _without_unit(text: str) -> str:
         return text
     if len(tail[2]) == 1 and not (tail[1] and tail[2] in _SHORT_UNITS):
         return text
-    before = text[: tail.start()].strip()
-    return before if number(before) is not None else text
+    amount = text[: tail.start()].strip()
+    return amount if number(amount) is not None else text
 
 
-def _mixed(sign: str, whole: str | None, top: str, bottom: str, percent: bool) -> tuple[Fraction, bool] | None:
+def _mixed(sign: str, integer: str | None, top: str, bottom: str, percent: bool) -> tuple[Fraction, bool] | None:
     if int(bottom) == 0:
         return None
-    value = int(whole or 0) + Fraction(int(top), int(bottom))
+    value = int(integer or 0) + Fraction(int(top), int(bottom))
     return (-value if sign == "-" else value), percent

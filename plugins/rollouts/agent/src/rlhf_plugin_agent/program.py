@@ -90,8 +90,8 @@ class AgentProgram:
         self._output.read()
         self._result.read()
         if code:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise ProgramFailed(f"the program {how}{self._tail_text()}")
+            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise ProgramFailed(f"the program {ending}{self._tail_text()}")
         value = self._returned()
         if value is None and self._config.returns_reward:
             raise RolloutError("the program returned no reward, but rollout.returns_reward = true. Return a number.")

@@ -63,10 +63,10 @@ class ReplayRollout(Rollout):
                 f"of groups {groups[0]} to {groups[-1]}. Replay with the recorded run's data, batch size, samples per "
                 'prompt and steps, or set stream.on_failed_sample to "drop_group".'
             )
-        where, turns, numbers = recorded
-        if (where["source"], where["index"]) != (row.source, row.index):
+        origin, turns, numbers = recorded
+        if (origin["source"], origin["index"]) != (row.source, row.index):
             raise RolloutError(
-                f"group {number} was recorded for row {where['index']} of {where['source']!r}, but this run has row "
+                f"group {number} was recorded for row {origin['index']} of {origin['source']!r}, but this run has row "
                 f"{row.index} of {row.source!r} there. Use the recorded run's data, seed and batch size."
             )
         for name, value in numbers.items():
@@ -89,15 +89,15 @@ def read(path: Path) -> dict[Key, Recorded]:
         raise ConfigError(f"rollout.path: {path} is neither a file nor a folder with step-*.arrow")
     samples: dict[Key, Recorded] = {}
     for file in files:
-        where = str(file)
+        location = str(file)
         try:
             for place, sample in _rows(file) if file.suffix == ".arrow" else _lines(file):
-                where = place
+                location = place
                 if sample["sample"] is not None:
                     begun: Recorded = (sample["row"], [], sample.get("info") or {})
                     samples.setdefault(tuple(sample["index"]), begun)[1].extend(sample["turns"])  # of each agent
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
-            raise ConfigError(f"rollout.path: {where} is not a recorded sample: {cause}") from cause
+            raise ConfigError(f"rollout.path: {location} is not a recorded sample: {cause}") from cause
     if not samples:
         raise ConfigError(f"rollout.path: {path} holds no samples")
     return samples
@@ -122,16 +122,16 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 count += 1
                 turns = _turns(batch.column("turns")[number])
                 info = json.loads(row.get("info") or "{}")
-                own = {**row, "row": {"source": row["source"], "index": row["row"]}, "turns": turns, "info": info}
-                yield f"{file}, row {count}", own if row["exact"] is None else json.loads(row["exact"])
+                sample = {**row, "row": {"source": row["source"], "index": row["row"]}, "turns": turns, "info": info}
+                yield f"{file}, row {count}", sample if row["exact"] is None else json.loads(row["exact"])
 
 
-def _turns(listed: Any) -> list[dict[str, Any]]:
-    if listed.values is None:
+def _turns(turn_list: Any) -> list[dict[str, Any]]:
+    if turn_list.values is None:
         return []
     columns = {}
-    for field in listed.values.type:
-        column = listed.values.field(field.name)
+    for field in turn_list.values.type:
+        column = turn_list.values.field(field.name)
         if field.name in ("ids", "logprobs"):
             columns[field.name] = [values.values.to_numpy() if values.is_valid else None for values in column]
         else:

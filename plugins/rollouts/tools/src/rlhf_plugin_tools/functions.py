@@ -56,8 +56,8 @@ class PythonFunction:
         module = SourceFile.of(source.path, source.text).load()
         function = getattr(module, source.name, None)
         if not inspect.isfunction(function):
-            own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-            raise ConfigError(f"{label}: the file has no function of this name. It has: {', '.join(own) or 'none'}")
+            names = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+            raise ConfigError(f"{label}: the file has no function of this name. It has: {', '.join(names) or 'none'}")
         self.name = source.name
         self.function: Callable[..., Any] = function
         self.is_async = inspect.iscoroutinefunction(function)

@@ -36,7 +36,7 @@ class Server:
 
     def __init__(self, name: str, config: McpServer) -> None:
         self.label, self.config = f"MCP server {name!r}", config
-        self.listed: list[types.Tool] | None = None
+        self.tools: list[types.Tool] | None = None
         """Its tools, after the first :meth:`connect`."""
         self._alive, self._connecting = False, asyncio.Lock()
         self._client: mcp.Client | None = None
@@ -64,8 +64,8 @@ class Server:
         self._task = asyncio.create_task(self._hold(ready))
         try:
             async with asyncio.timeout(START_DEADLINE):
-                listed = await ready
-            if self.listed is not None and listed != self.listed:
+                tools = await ready
+            if self.tools is not None and tools != self.tools:
                 raise RolloutError(f"{self.label} was started again and now lists other tools than before")
         except TimeoutError:
             tail = self._tail()
@@ -74,7 +74,7 @@ class Server:
         except BaseException:
             await self.close()
             raise
-        self.listed, self._alive = listed, True
+        self.tools, self._alive = tools, True
 
     async def close(self) -> None:
         self._alive = False
@@ -110,9 +110,9 @@ class Server:
             raise await self._died(client, f"failed during a call of {name!r}: {_first(error)}") from None
 
     async def _died(self, client: mcp.Client, doing: str) -> RolloutError:
-        mine = self._client is client and self._alive  # another sample may have closed it, or started it again
-        error = RolloutError(f"{self.label} {doing}{self._tail() if mine else ''}")
-        if mine:
+        owns_client = self._client is client and self._alive  # another sample may have closed it, or started it again
+        error = RolloutError(f"{self.label} {doing}{self._tail() if owns_client else ''}")
+        if owns_client:
             await self.close()
         return error
 
@@ -122,14 +122,14 @@ class Server:
     async def _hold(self, ready: asyncio.Future[list[types.Tool]]) -> None:
         try:
             async with mcp.Client(self._transport()) as client:
-                listed, cursor = list[types.Tool](), None
+                tools, cursor = list[types.Tool](), None
                 while cursor != "":
                     page = await client.list_tools(cursor=cursor)
-                    listed += page.tools
+                    tools += page.tools
                     cursor = page.next_cursor or ""
                 self._client = client
                 if not ready.done():
-                    ready.set_result(listed)
+                    ready.set_result(tools)
                 await self._stop.wait()
         except Exception as error:
             if not ready.done():
@@ -170,21 +170,21 @@ def _first(error: BaseException) -> str:
 class McpTool(Tool):
     """A tool of an MCP server. Raises ConfigError where a schema that the server declares is no JSON schema."""
 
-    def __init__(self, server: Server, listed: types.Tool) -> None:
-        self.name, self.source, self._server = listed.name, server.label, server
-        for direction, schema in (("input", listed.input_schema), ("output", listed.output_schema)):
+    def __init__(self, server: Server, tool: types.Tool) -> None:
+        self.name, self.source, self._server = tool.name, server.label, server
+        for direction, schema in (("input", tool.input_schema), ("output", tool.output_schema)):
             if schema is None:
                 continue
             try:
                 validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 raise ConfigError(
-                    f"{server.label} declares an {direction} schema of {listed.name!r} that is no JSON schema: "
+                    f"{server.label} declares an {direction} schema of {tool.name!r} that is no JSON schema: "
                     f"{error.json_path}: {error.message}. Correct the server, or leave the tool out with "
                     "`tools` in the server's table."
                 ) from None
-        self._input = validator_for(listed.input_schema)(listed.input_schema, registry=Registry())
-        self.schema = schema_of(listed.name, listed.description or "", listed.input_schema)
+        self._input = validator_for(tool.input_schema)(tool.input_schema, registry=Registry())
+        self.schema = schema_of(tool.name, tool.description or "", tool.input_schema)
 
     async def call(self, arguments: str, timeout: float, longest: int) -> str:
         result = await self._server.call(self.name, self._validated(arguments), timeout)

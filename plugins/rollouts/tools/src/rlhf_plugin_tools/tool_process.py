@@ -38,11 +38,11 @@ def main() -> None:
         _send(answers, {"broken": f"{type(error).__name__}: {error}"})
         return
     _send(answers, {"ready": True})
-    own = os.getpid()
+    process_id = os.getpid()
     while True:
         request = json.loads(lines.get())
         answer = _answer(functions[request["name"]], request["arguments"], begin["longest"])
-        if os.getpid() != own:  # a fork made by the function returned here and must not answer
+        if os.getpid() != process_id:  # a fork made by the function returned here and must not answer
             os._exit(0)
         _send(answers, answer)
 

@@ -109,13 +109,13 @@ class Toolbox:
         server = Server(name, config)
         self._servers.append(server)
         await server.connect()
-        listed = server.listed or []
-        names = [tool.name for tool in listed]
+        tools = server.tools or []
+        names = [tool.name for tool in tools]
         if unknown := [tool_name for tool_name in config.tools if tool_name not in names]:
             raise ConfigError(
                 f"[rollout.mcp.{name}] tools names {', '.join(unknown)}; the server has {', '.join(names) or 'none'}."
             )
-        return [McpTool(server, tool) for tool in listed if not config.tools or tool.name in config.tools]
+        return [McpTool(server, tool) for tool in tools if not config.tools or tool.name in config.tools]
 
 
 class AsyncFunction(Tool):

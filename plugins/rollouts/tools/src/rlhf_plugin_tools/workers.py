@@ -35,21 +35,21 @@ class ToolWorker:
     async def start(cls, sources: Sequence[FunctionSource], longest: int) -> ToolWorker:
         """Start the process. Raises RolloutError."""
         output = Output("tools")
-        ours, theirs = socket.socketpair()
-        end, command = theirs.fileno(), [sys.executable, "-P", "-m", "rlhf_plugin_tools.tool_process"]
+        parent_socket, child_socket = socket.socketpair()
+        end, command = child_socket.fileno(), [sys.executable, "-P", "-m", "rlhf_plugin_tools.tool_process"]
         try:
-            with theirs:
+            with child_socket:
                 child = Child(command, stdin=end, stdout=end, stderr=output.stream.fileno())
         except OSError as error:
-            ours.close()
+            parent_socket.close()
             output.close()
             raise RolloutError(f"the worker process of rollout.functions cannot start: {error}") from None
         output.started()
-        worker = cls(child, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), output)
-        listed = [[s.path, s.text, s.name] for s in sources]
+        worker = cls(child, *await asyncio.open_connection(sock=parent_socket, limit=LONGEST_LINE), output)
+        source_fields = [[s.path, s.text, s.name] for s in sources]
         try:
             async with asyncio.timeout(START_DEADLINE):
-                answer = await worker.ask({"path": sys.path, "sources": listed, "longest": longest}, "its start")
+                answer = await worker.ask({"path": sys.path, "sources": source_fields, "longest": longest}, "its start")
         except TimeoutError:
             await worker.ended()
             raise RolloutError(

@@ -67,8 +67,8 @@ class MultiTurn(Rollout):
                 return game.turns()
             turns, sampling = game.conversations[step.agent], step.sampling or sampling
             env.sampling = sampling
-            now = within_budget(sampling, room(turns, ctx), "the prompt with the environment's opening")
-            turn = await ctx.generate(list(turns), now, turn_number)
+            turn_sampling = within_budget(sampling, room(turns, ctx), "the prompt with the environment's opening")
+            turn = await ctx.generate(list(turns), turn_sampling, turn_number)
             turn.agent = step.agent
             turns.append(turn)
             step = await env.step(turn.text)  # type: ignore[misc]
@@ -104,8 +104,8 @@ class AgentConversations:
             return True
         observation = self.ctx.encode_observation(step.observation, step.images, turns[-1])
         if room([*turns, observation], self.ctx) < 1:
-            for own in self.conversations.values():
-                own[-1].finish = "length"
+            for agent_turns in self.conversations.values():
+                agent_turns[-1].finish = "length"
             return False
         turns.append(replace(observation, agent=step.agent))
         return True

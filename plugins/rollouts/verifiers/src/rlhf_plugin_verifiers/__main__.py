@@ -31,8 +31,8 @@ def main() -> None:
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     rows = {"split": options.split, "first": options.first, "count": options.rows}
-    about = json.dumps({"id": config.id, "args": dict(config.args), "rows": rows})
-    command = supervised([own_python(config.python), str(PROGRAM), about])
+    settings = json.dumps({"id": config.id, "args": dict(config.args), "rows": rows})
+    command = supervised([own_python(config.python), str(PROGRAM), settings])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process:

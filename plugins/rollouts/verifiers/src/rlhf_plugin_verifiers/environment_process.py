@@ -36,8 +36,8 @@ def load(name: str, args: dict[str, Any]) -> Any:
         environment = verifiers.load_environment(name, **args)
     except Exception as error:
         cause = error.__cause__
-        why = f"{type(error).__name__}: {error}"
-        raise Refused(f"{why} ({type(cause).__name__}: {cause})" if cause else why) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise Refused(f"{reason} ({type(cause).__name__}: {cause})" if cause else reason) from error
     if environment.requires_group_rollouts:
         raise Refused("a reward function compares the samples of a group; only those of single samples are supported")
     names = set(environment.rubric._get_reward_func_names())
@@ -98,10 +98,10 @@ class Player:
         from verifiers.clients import OpenAIChatCompletionsClient
 
         example = dict(self.example(request["split"], request["index"], request.get("prompt")))
-        own = self._openai.with_options(base_url=request["base_url"], api_key=request["api_key"])
+        client = self._openai.with_options(base_url=request["base_url"], api_key=request["api_key"])
         failed: list[str] = []
         FAILED_REWARDS.set(failed)
-        result = await self._environment.run_rollout(example, OpenAIChatCompletionsClient(own), request["model"], {})
+        result = await self._environment.run_rollout(example, OpenAIChatCompletionsClient(client), request["model"], {})
         error = result.get("error")
         if error and EMPTY_ANSWER not in error["error_chain_str"]:  # an empty answer is the policy's
             raise Refused(f"{error['error_chain_repr']}")
@@ -157,8 +157,8 @@ async def serve(requests: int, tell: Any, environment: Any) -> None:
         try:
             tell({"number": number, **await player.play(request)})
         except Exception as error:
-            why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-            tell({"number": number, "failed": f"the environment failed: {why}"})
+            reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            tell({"number": number, "failed": f"the environment failed: {reason}"})
         except asyncio.CancelledError:
             tell({"number": number, "failed": "cancelled"})
         finally:
@@ -175,7 +175,7 @@ async def serve(requests: int, tell: Any, environment: Any) -> None:
     await asyncio.gather(*playing.values())
 
 
-def main(about: dict[str, Any]) -> None:
+def main(settings: dict[str, Any]) -> None:
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -186,8 +186,8 @@ def main(about: dict[str, Any]) -> None:
             line = line[os.write(answers, line) :]
 
     try:
-        environment = load(about["id"], about["args"])
-        if rows := about.get("rows"):
+        environment = load(settings["id"], settings["args"])
+        if rows := settings.get("rows"):
             write_rows(tell, Player(environment), **rows)
             return
     except Refused as refused:

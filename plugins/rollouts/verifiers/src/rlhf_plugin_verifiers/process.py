@@ -84,38 +84,38 @@ class EnvironmentProcess:
                 raise
             raise RolloutError(f"the process of the environment cannot be started: {error}") from error
         output.start()
-        loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._keep(self._hold(process, output, loaded))
-        if why := await loaded:
-            raise RolloutError(why)
+        load_error: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._keep(self._hold(process, output, load_error))
+        if reason := await load_error:
+            raise RolloutError(reason)
         return process
 
-    async def _hold(self, process: asyncio.subprocess.Process, output: Pipe, loaded: asyncio.Future[str]) -> None:
+    async def _hold(self, process: asyncio.subprocess.Process, output: Pipe, load_error: asyncio.Future[str]) -> None:
         """Hands the process's answers to the samples, until its end."""
         assert process.stdin is not None
         assert process.stdout is not None
         label = f"the environment {self._config.id!r}"
-        why, refused = f"{label} ended with the run", False
+        reason, refused = f"{label} ended with the run", False
         try:
             while line := await process.stdout.readline():
                 answer = json.loads(line)
                 if "loaded" in answer:
                     refused = bool(answer["loaded"])
-                    loaded.set_result(f"{label} cannot be used: {answer['loaded']}" if refused else "")
+                    load_error.set_result(f"{label} cannot be used: {answer['loaded']}" if refused else "")
                 elif (done := self._waiting.pop(answer["number"], None)) is not None:
                     done.set_result(answer)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await process.wait()
             output.read()
-            why = f"the process of {label} {_ending(process.returncode)}{_tail_text(output)}"
+            reason = f"the process of {label} {_ending(process.returncode)}{_tail_text(output)}"
         finally:
             if not refused:
                 self._started = None  # the next sample starts another process
-            if not loaded.done():
-                loaded.set_result(why)
+            if not load_error.done():
+                load_error.set_result(reason)
             for done in self._waiting.values():
-                done.set_result({"failed": why})
+                done.set_result({"failed": reason})
             self._waiting.clear()
             _kill(process)
             process.stdin.close()
