@@ -89,8 +89,8 @@ class TeacherReward(Reward):
             question = {**self._question(PROBE), "add_special_tokens": False}
             _, body = await self._servers.ask(question, PATH, server=url)
             places = _choices(body, 1, url)[0]
-            server_ids = [int(key) for place in places[1:] for key in place or {}]  # nothing predicts the first token
-            if server_ids == list(ids[1:]):
+            teacher_ids = [int(key) for place in places[1:] for key in place or {}]  # nothing predicts the first token
+            if teacher_ids == list(ids[1:]):
                 await self._logprobs([ids], url)
                 return
         except (RewardError, ValueError, TypeError) as error:
@@ -98,11 +98,11 @@ class TeacherReward(Reward):
                 f"reward 'teacher': {url} cannot score the policy's tokens: {error}. It must be a server of vLLM, or "
                 "one that knows prompt_logprobs at /v1/completions with prompts of token ids; `urls` end in /v1."
             ) from error
-        pairs = enumerate(zip_longest(server_ids, ids[1:]), 1)
-        place = next(n for n, (server_id, token) in pairs if server_id != token)
+        pairs = enumerate(zip_longest(teacher_ids, ids[1:]), 1)
+        place = next(n for n, (teacher_id, token) in pairs if teacher_id != token)
         raise ConfigError(
             f"reward 'teacher': the model of {url} has another vocabulary than the policy. Of a text that is "
-            f"{len(ids)} tokens for the policy it makes {len(server_ids) + 1}; they differ at token {place}. Name a "
+            f"{len(ids)} tokens for the policy it makes {len(teacher_ids) + 1}; they differ at token {place}. Name a "
             "teacher with the policy's tokenizer."
         )
 
