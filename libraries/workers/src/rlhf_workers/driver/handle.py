@@ -32,11 +32,11 @@ class WorkerHandle(ABC):
         reference. An argument may be a handle of the store."""
 
     @abstractmethod
-    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> Any:
+    def items(self, method: str, *arguments: Any, queue_size: int | None = None) -> Any:
         """Call a generator method without waiting. Returns a stream.
 
         Args:
-            ahead: most items that wait for their reader; None: no limit.
+            queue_size: most items that wait for their reader; None: no limit.
         """
 
     @abstractmethod

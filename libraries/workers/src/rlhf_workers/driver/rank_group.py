@@ -16,7 +16,7 @@ from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.driver.watchdog import Watchdog
 from rlhf_workers.process.payload import Stored, pack, unpack
 
-_AHEAD = 2
+_QUEUE_SIZE = 2
 """Unread objects of a stream in the store: an item and the None after it. The reader holds another item."""
 
 
@@ -58,7 +58,7 @@ class RankGroup(WorkerGroup):
         self.finish_stream(method)
         payload = self.calls.send(pack([arguments]))
         source, others = self.members[0], self.members[1:]
-        items = source.items("stream", method, payload, 0, ahead=_AHEAD)
+        items = source.items("stream", method, payload, 0, queue_size=_QUEUE_SIZE)
         answers = {m.ask("drain", method, payload, 0): m for m in others}
         self._open = method, items
         while (item := self._next(method, items, answers, timeout)) is not None:

@@ -66,9 +66,9 @@ class WorkerLoop:
         self._send(message.call, ANSWER, getattr(self.worker, method)(*_plain(arguments)))
 
     def _stream(self, message: Message) -> None:
-        method, arguments, ahead = message.value.value()
+        method, arguments, queue_size = message.value.value()
         items, end = iter(getattr(self.worker, method)(*_plain(arguments))), object()
-        room = None if ahead is None else threading.Semaphore(ahead)
+        room = None if queue_size is None else threading.Semaphore(queue_size)
         if room is not None:
             self._room[message.call] = room
         while True:

@@ -69,15 +69,15 @@ class WorkerProcess(WorkerHandle):
     def beside(self, method: str) -> CallReference:
         return self._question(SIDE_CALL, method, ())
 
-    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> ReferenceStream:
+    def items(self, method: str, *arguments: Any, queue_size: int | None = None) -> ReferenceStream:
         number = next(self._numbers)
 
         def make_room() -> None:
-            if ahead is not None:
+            if queue_size is not None:
                 self._send(Message(number, ROOM, _NOTHING))
 
         stream = ReferenceStream(self._calls, make_room)
-        self._begin(stream, number, ITEMS, (method, arguments, ahead))
+        self._begin(stream, number, ITEMS, (method, arguments, queue_size))
         return stream
 
     def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:

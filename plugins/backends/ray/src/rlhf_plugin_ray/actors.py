@@ -83,10 +83,10 @@ class Actor(WorkerHandle):
     def ask(self, method: str, *arguments: Any) -> Any:
         return getattr(self.handle, method).remote(*_plain(arguments))
 
-    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> Any:
+    def items(self, method: str, *arguments: Any, queue_size: int | None = None) -> Any:
         options: dict[str, Any] = {"num_returns": "streaming"}
-        if ahead is not None:
-            options["_generator_backpressure_num_objects"] = ahead
+        if queue_size is not None:
+            options["_generator_backpressure_num_objects"] = queue_size
         return getattr(self.handle, method).options(**options).remote(*_plain(arguments))
 
     def beside(self, method: str) -> Any:
