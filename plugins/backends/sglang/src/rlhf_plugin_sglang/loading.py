@@ -71,12 +71,12 @@ class ModelLoad:
                 self.model.load_weights(iter(bucket.tensors))
         except Exception as error:
             raise SyncError(
-                f"SGLang cannot load one of the received tensors {_listed(names)} ({type(error).__name__}: {error}). "
+                f"SGLang cannot load one of the received tensors {_join(names)} ({type(error).__name__}: {error}). "
                 "The generator's model is not the policy's."
             ) from error
         if ignored := [name for name in names if name not in copied.names]:
             raise SyncError(
-                f"SGLang's {type(self.model).__name__} takes no tensor {_listed(ignored)}. The generator's model is "
+                f"SGLang's {type(self.model).__name__} takes no tensor {_join(ignored)}. The generator's model is "
                 "not the policy's."
             )
         self.received |= bucket.received()
@@ -100,5 +100,5 @@ def differing(model: Any, bucket: Bucket) -> list[str]:
     return sorted(copied.differing)
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

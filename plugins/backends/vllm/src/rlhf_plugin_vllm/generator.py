@@ -167,7 +167,7 @@ class VllmGenerator(WeightLoading):
         for name in names:
             del self._live[name]
 
-    def _again(self, names: Sequence[str]) -> None:
+    def _restart(self, names: Sequence[str]) -> None:
         samples = [self._live[name] for name in names]
         self._drop(names)
         for sample in samples:

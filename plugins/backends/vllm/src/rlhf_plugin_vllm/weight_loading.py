@@ -98,7 +98,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         for worker, result in results.items():
             if result.missing:
                 raise SyncError(
-                    f"{worker} did not get all of version {version}: {_listed(result.missing)} did not arrive. Nothing "
+                    f"{worker} did not get all of version {version}: {_join(result.missing)} did not arrive. Nothing "
                     "is sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
@@ -137,7 +137,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         waiting = self._unfinished()
         if self.spec.in_flight == "restart":
             self._ahead = [output for output in self._ahead if output.request_id not in waiting]
-            self._again(waiting)
+            self._restart(waiting)
             return
         for name, count in zip(waiting, self.engine.drawn(waiting), strict=True):
             self._live[name].continue_with(version, count)
@@ -148,7 +148,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         return [name for name in self._live if name not in finished_ids]
 
     @abstractmethod
-    def _again(self, names: Sequence[str]) -> None:
+    def _restart(self, names: Sequence[str]) -> None:
         """Sample these unfinished samples again from their first token."""
 
     # -------------------------------------------------------------------------------------- memory
@@ -181,5 +181,5 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
                 self._asleep.discard(tag)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -98,18 +98,18 @@ class TextArena(Env):
 
     def step(self, action: str) -> EnvStep:
         if self.config.opponent == SELF:
-            return self._ended(range(len(SEATS))) if self._game.act(action) else self._next()
+            return self._end_step(range(len(SEATS))) if self._game.act(action) else self._next()
         done = self._game.act(action) or self._opponents_turns()
         if not done:
             return EnvStep(self._game.messages())
-        step = self._ended([self._seat])
+        step = self._end_step([self._seat])
         return replace(step, reward=step.rewards[SEATS[self._seat]], rewards={})
 
     def _next(self) -> EnvStep:
         """What the player reads whose turn it is, in self-play."""
         return EnvStep(self._game.messages(), agent=SEATS[self._game.player])
 
-    def _ended(self, seats: Sequence[int]) -> EnvStep:
+    def _end_step(self, seats: Sequence[int]) -> EnvStep:
         """The end of the game, with the rewards of these players."""
         rewards, facts = self._game.outcome()
         player_facts = [facts.get(seat, {}) for seat in seats]

@@ -87,7 +87,7 @@ def check_nodes(examination: Examination, address: str) -> list[Finding]:
     for node in nodes.values():
         for name in ("CPU", "GPU"):
             total[name] = total.get(name, 0) + node["resources"].get(name, 0)
-    text = f"{address}: {_counted(len(nodes))}, CPU {total['CPU']:g}, GPU {total['GPU']:g}"
+    text = f"{address}: {_plural(len(nodes))}, CPU {total['CPU']:g}, GPU {total['GPU']:g}"
     reached = Finding("ray cluster", "ok", f"{text}, reached in {answer.seconds:.1f} s")
     answers = {value["id"]: value for value in answer.values[1:]}
     if answer.error:
@@ -131,7 +131,7 @@ def _compare(nodes: dict[str, Any], answers: dict[str, Any], local_facts: dict[s
         checks.append(Finding("ray nodes", "fail", "\n".join(different), fix))
     else:
         checks.append(
-            Finding("ray nodes", "ok", f"{_counted(len(nodes))}: plugins and frameworks have the same versions as here")
+            Finding("ray nodes", "ok", f"{_plural(len(nodes))}: plugins and frameworks have the same versions as here")
         )
     if missing:
         fix = "use a folder that every node sees (a shared file system), or copy it to the same place on each"
@@ -144,7 +144,7 @@ def _compare(nodes: dict[str, Any], answers: dict[str, Any], local_facts: dict[s
     return checks
 
 
-def _counted(nodes: int) -> str:
+def _plural(nodes: int) -> str:
     return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
 
 

@@ -46,7 +46,7 @@ class ImagePrompts:
 
         items, hashes, places = [], [], []
         for number, image in enumerate(images):
-            piece = self._alone(image)
+            piece = self._image_input(image)
             run_ids = list(ids[image.at : image.at + image.tokens])
             if piece["prompt_token_ids"] != run_ids:
                 raise ModelError(
@@ -62,7 +62,7 @@ class ImagePrompts:
         kwargs = MultiModalKwargsItems({"image": items})
         return mm_input(list(ids), kwargs, {"image": hashes}, {"image": places}, cache_salt=salt)
 
-    def _alone(self, image: Image) -> Any:
+    def _image_input(self, image: Image) -> Any:
         """vLLM's input of the image and its short form."""
         mark = sha256(image.data).digest()
         key = (mark, image.short.tobytes())

@@ -60,7 +60,7 @@ class Reload:
             except Exception as error:
                 names = [name for name, _ in bucket.tensors]
                 raise SyncError(
-                    f"vLLM cannot load one of the received tensors {_listed(names)} ({type(error).__name__}: {error}). "
+                    f"vLLM cannot load one of the received tensors {_join(names)} ({type(error).__name__}: {error}). "
                     "The generator's model is not the policy's."
                 ) from error
             self.received |= marks.result()
@@ -147,5 +147,5 @@ def repack_tied(layers: list[nn.Module]) -> None:
             method.process_weights_after_loading(layer)
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
