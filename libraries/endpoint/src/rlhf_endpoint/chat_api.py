@@ -44,11 +44,11 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
 
 
 def answer(
-    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, time_s: int
 ) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     return {
-        **_head(request, name, now, "chat.completion"),
+        **_head(request, name, time_s, "chat.completion"),
         "choices": [
             {
                 "index": index,
@@ -63,12 +63,12 @@ def answer(
 
 
 def chunks(
-    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, time_s: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
-    head = _head(request, name, now, "chat.completion.chunk")
-    counted = bool((body.get("stream_options") or {}).get("include_usage"))
-    nothing = {"usage": None} if counted else {}
+    head = _head(request, name, time_s, "chat.completion.chunk")
+    has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    no_usage = {"usage": None} if has_usage else {}
     for index, choice in enumerate(choices):
         message = _message(choice)
         calls = message.pop("tool_calls", [])
@@ -83,8 +83,8 @@ def chunks(
                 "finish_reason": choice.finish if last else None,
                 "logprobs": _logprobs(choice) if last and body.get("logprobs") else None,
             }
-            yield {**head, "choices": [part], **nothing}
-    if counted:
+            yield {**head, "choices": [part], **no_usage}
+    if has_usage:
         yield {**head, "choices": [], "usage": usage(choices)}
 
 
@@ -93,8 +93,8 @@ def usage(choices: Sequence[ChatChoice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _head(request: ChatRequest, name: str, now: int, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{name}", "object": kind, "created": now, "model": request.model}
+def _head(request: ChatRequest, name: str, time_s: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{name}", "object": kind, "created": time_s, "model": request.model}
 
 
 def _message(choice: ChatChoice) -> dict[str, Any]:

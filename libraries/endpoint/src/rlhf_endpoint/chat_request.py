@@ -85,10 +85,10 @@ def read_sampling(
     """
     sampling = ctx.sampling
     for name in limits:
-        if (most := body.get(name)) is not None:
-            if type(most) is not int or most < 1:
-                raise invalid(name, most, "an integer of at least 1")
-            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, most))
+        if (limit := body.get(name)) is not None:
+            if type(limit) is not int or limit < 1:
+                raise invalid(name, limit, "an integer of at least 1")
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit))
     stop = body.get("stop")
     stops = (
         () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
@@ -98,12 +98,12 @@ def read_sampling(
     sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
     if config.sampling == "request":
         sampling = replace(sampling, temperature=_temperature(body, sampling))
-        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := body.get(name)) is not None:
-                if isinstance(value, bool) or value not in (off, getattr(ctx.sampling, name)):
-                    raise _other_distribution(name, value, f"{off} or the run's {getattr(ctx.sampling, name)}")
-                changed: dict[str, Any] = {name: type(off)(value)}
-                sampling = replace(sampling, **changed)
+                if isinstance(value, bool) or value not in (neutral, getattr(ctx.sampling, name)):
+                    raise _other_distribution(name, value, f"{neutral} or the run's {getattr(ctx.sampling, name)}")
+                option: dict[str, Any] = {name: type(neutral)(value)}
+                sampling = replace(sampling, **option)
         for name in ("presence_penalty", "frequency_penalty"):
             if body.get(name) not in (None, 0):
                 raise _other_distribution(name, body[name], "0")
@@ -122,9 +122,9 @@ def _temperature(body: Mapping[str, Any], sampling: Sampling) -> float:
 
 
 def _other_distribution(name: str, value: Any, allowed: str) -> ApiError:
-    why = "as training needs the distribution that samples were drawn from"
+    reason = "as training needs the distribution that samples were drawn from"
     advice = "With the option rollout.sampling = 'run' it is ignored in favour of [sampling]"
-    return invalid(name, value, f"{allowed}, {why}. {advice}")
+    return invalid(name, value, f"{allowed}, {reason}. {advice}")
 
 
 def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
@@ -136,8 +136,8 @@ def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}]", tool, "a function: {type: 'function', function: {name, parameters}}")
     if choice not in (None, "auto", "none"):
-        why = "A forced call would be sampled from fewer tokens than the log-probs that training computes are of"
-        raise invalid("tool_choice", choice, f"'auto' or 'none'. {why}. Ask for the call in a message instead")
+        reason = "A forced call would be sampled from fewer tokens than the log-probs that training computes are of"
+        raise invalid("tool_choice", choice, f"'auto' or 'none'. {reason}. Ask for the call in a message instead")
     return list(tools or []), choice != "none"
 
 

@@ -22,7 +22,7 @@ from rlhf_endpoint.session import Session
 _LOG = logging.getLogger(__name__)
 LARGEST = 10 * 2**20
 """Bytes of a request; a larger one is refused."""
-ENDED = 1000
+ENDED_LIMIT = 1000
 """Keys of ended samples that are remembered. A continuous stream always has samples under way, so without a limit the
 keys of a whole run would be kept."""
 _APIS = {"chat/completions": chat_api, "responses": responses_api, "messages": messages_api}
@@ -38,7 +38,7 @@ class Endpoint:
         self._config = config
         self._sessions: dict[str, Session] = {}
         """{key: its session}, of the samples under way."""
-        self._ended: deque[str] = deque(maxlen=ENDED)
+        self._ended: deque[str] = deque(maxlen=ENDED_LIMIT)
         """Keys of the latest samples that have ended."""
         self._users = 0
         self._started: asyncio.Future[tuple[web.AppRunner, int]] | None = None
@@ -99,11 +99,11 @@ class Endpoint:
                     return choices, secrets.token_hex(12), int(time.time())
 
                 key, count = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count", "0")
-                choices, number, now = await session.once(key, count != "0", name.encode() + raw, work)
+                choices, number, time_s = await session.once(key, count != "0", name.encode() + raw, work)
                 session.answers[number] = choices[0].message
                 if not chat_request.stream:
-                    return web.json_response(api.answer(chat_request, choices, body, number, now))
-                return await _streamed(request, api.chunks(chat_request, choices, body, number, now), name)
+                    return web.json_response(api.answer(chat_request, choices, body, number, time_s))
+                return await _streamed(request, api.chunks(chat_request, choices, body, number, time_s), name)
             except ApiError as error:
                 return refused(error)
             except web.HTTPRequestEntityTooLarge:

@@ -31,22 +31,22 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
         raise invalid("max_tokens", None, "an integer of at least 1")
     thinking = body.get("thinking")
     if thinking is not None and (not isinstance(thinking, Mapping) or thinking.get("type") not in _THINKING):
-        why = "A budget cannot be kept: the chat template and the policy decide whether it thinks"
-        raise invalid("thinking", thinking, f"{{type: 'adaptive'}} or {{type: 'disabled'}}. {why}")
+        reason = "A budget cannot be kept: the chat template and the policy decide whether it thinks"
+        raise invalid("thinking", thinking, f"{{type: 'adaptive'}} or {{type: 'disabled'}}. {reason}")
     choice = body.get("tool_choice") or {}
     if not isinstance(choice, Mapping):
         raise invalid("tool_choice", choice, "{type: 'auto'} or {type: 'none'}")
-    listed = body.get("tools")
-    if isinstance(listed, list):
-        listed = [_tool(number, tool) for number, tool in enumerate(listed)]
-    tools, calls = read_tools(listed, choice.get("type", "auto"))
+    tool_list = body.get("tools")
+    if isinstance(tool_list, list):
+        tool_list = [_tool(number, tool) for number, tool in enumerate(tool_list)]
+    tools, calls = read_tools(tool_list, choice.get("type", "auto"))
     parallel = not read_flag(choice, "disable_parallel_tool_use")
     sampling, stop = read_sampling({**body, "stop": body.get("stop_sequences")}, config, session.ctx, LIMITS)
     return ChatRequest(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
 
 
 def answer(
-    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, time_s: int
 ) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     [choice] = choices
@@ -65,15 +65,15 @@ def answer(
 
 
 def chunks(
-    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, time_s: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
-    whole = answer(request, choices, body, name, now)
-    ending = {field: whole[field] for field in ("stop_reason", "stop_sequence")}
-    usage = {**whole["usage"], "output_tokens": 0}
-    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    message = answer(request, choices, body, name, time_s)
+    ending = {field: message[field] for field in ("stop_reason", "stop_sequence")}
+    usage = {**message["usage"], "output_tokens": 0}
+    begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield {"type": "message_start", "message": begun}
-    for index, block in enumerate(whole["content"]):
+    for index, block in enumerate(message["content"]):
         kind = block["type"]
         empty: dict[str, Any] = {"input": {}} if kind == "tool_use" else {kind: ""}
         delta = {"type": f"{kind}_delta", kind: block.get(kind)}
@@ -82,7 +82,7 @@ def chunks(
         yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    yield {"type": "message_delta", "delta": ending, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
+    yield {"type": "message_delta", "delta": ending, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
 
 
@@ -156,12 +156,12 @@ def _user_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dic
     return messages
 
 
-def _joined(where: str, content: Any) -> str:
+def _joined(location: str, content: Any) -> str:
     """A text, or blocks of text as one."""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     texts = [block.get("text") if isinstance(block, Mapping) else None for block in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise invalid(where, content, "a text or a list of blocks of text")
+        raise invalid(location, content, "a text or a list of blocks of text")
     return "\n".join(map(str, texts))
 
 

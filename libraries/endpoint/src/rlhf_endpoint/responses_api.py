@@ -45,26 +45,26 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
 
 
 def answer(
-    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, time_s: int
 ) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
-    return _response(request, choices[0], body, name, now, _output(choices[0].message, name))
+    return _response(request, choices[0], body, name, time_s, _output(choices[0].message, name))
 
 
 def chunks(
-    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, time_s: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
     [choice] = choices
     output = _output(choice.message, name)
-    begun = {**_response(request, choice, body, name, now, []), "status": "in_progress", "usage": None}
+    begun = {**_response(request, choice, body, name, time_s, []), "status": "in_progress", "usage": None}
     events: list[dict[str, Any]] = [
         {"type": f"response.{stage}", "response": begun} for stage in ("created", "in_progress")
     ]
     for index, item in enumerate(output):
         events += _item_events(index, item)
-    whole = _response(request, choice, body, name, now, output)
-    events.append({"type": f"response.{whole['status']}", "response": whole})
+    response = _response(request, choice, body, name, time_s, output)
+    events.append({"type": f"response.{response['status']}", "response": response})
     for number, event in enumerate(events):
         yield {**event, "sequence_number": number}
 
@@ -118,13 +118,13 @@ def _messages(body: Mapping[str, Any], answers: Mapping[str, Message]) -> list[d
     return messages
 
 
-def _referenced(item_id: Any, answers: Mapping[str, Message], where: str) -> dict[str, Any]:
+def _referenced(item_id: Any, answers: Mapping[str, Message], location: str) -> dict[str, Any]:
     """The item of an earlier answer that has this id (:func:`_output`)."""
     name = str(item_id).partition("_")[2].partition("_")[0]
     for item in _output(answers[name], name) if name in answers else ():
         if item["id"] == item_id:
             return item
-    raise invalid(where, item_id, "the id of an item that this sample was answered with")
+    raise invalid(location, item_id, "the id of an item that this sample was answered with")
 
 
 def _output(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -157,35 +157,40 @@ def _output(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    at = {"item_id": item["id"], "output_index": index}
+    position = {"item_id": item["id"], "output_index": index}
     kind = item["type"]
     empty: dict[str, Any] = {"arguments": ""} if kind == "function_call" else {"content": []}
     yield {"type": "response.output_item.added", "output_index": index, "item": {**item, **empty}}
     if kind == "function_call":
         text = item["arguments"]
-        yield {"type": "response.function_call_arguments.delta", **at, "delta": text}
-        yield {"type": "response.function_call_arguments.done", **at, "arguments": text, "name": item["name"]}
+        yield {"type": "response.function_call_arguments.delta", **position, "delta": text}
+        yield {"type": "response.function_call_arguments.done", **position, "arguments": text, "name": item["name"]}
     else:
         [part] = item["content"]
-        at["content_index"] = 0
+        position["content_index"] = 0
         part_type = "output_text" if kind == "message" else "reasoning_text"
         extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-        yield {"type": f"response.{part_type}.delta", **at, "delta": part["text"], **extra}
-        yield {"type": f"response.{part_type}.done", **at, "text": part["text"], **extra}
-        yield {"type": "response.content_part.done", **at, "part": part}
+        yield {"type": "response.content_part.added", **position, "part": {**part, "text": ""}}
+        yield {"type": f"response.{part_type}.delta", **position, "delta": part["text"], **extra}
+        yield {"type": f"response.{part_type}.done", **position, "text": part["text"], **extra}
+        yield {"type": "response.content_part.done", **position, "part": part}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 def _response(
-    request: ChatRequest, choice: ChatChoice, body: Mapping[str, Any], name: str, now: int, output: list[dict[str, Any]]
+    request: ChatRequest,
+    choice: ChatChoice,
+    body: Mapping[str, Any],
+    name: str,
+    time_s: int,
+    output: list[dict[str, Any]],
 ) -> dict[str, Any]:
     cut = choice.finish == "length"
     output_tokens = len(choice.turn.ids)
     return {
         "id": f"resp_{name}",
         "object": "response",
-        "created_at": now,
+        "created_at": time_s,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,

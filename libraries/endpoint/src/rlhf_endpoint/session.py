@@ -73,9 +73,9 @@ class Session:
                 if length >= self.ctx.max_tokens:
                     self.out_of_tokens = True
                     # clients look for the beginning of this message, as OpenAI writes it
-                    most = f"This model's maximum context length is {self.ctx.max_tokens} tokens"
-                    why = f"{most}. However, the conversation has {length}, which leaves no room for an answer"
-                    raise ApiError(400, why, "messages", "context_length_exceeded")
+                    limit = f"This model's maximum context length is {self.ctx.max_tokens} tokens"
+                    detail = f"{limit}. However, the conversation has {length}, which leaves no room for an answer"
+                    raise ApiError(400, detail, "messages", "context_length_exceeded")
                 turn = await self.ctx.generate(turns, request.sampling, self._number)
                 self._number += 1
                 if begins is not None:
@@ -90,8 +90,8 @@ class Session:
         """The result of ``work``, in which the requests come. Raises the error of the run that ends the sample."""
         ending = asyncio.ensure_future(work)
         try:
-            both: set[asyncio.Future[Any]] = {ending, self.broken}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            futures: set[asyncio.Future[Any]] = {ending, self.broken}
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if self.broken.done():
                 self.broken.result()
             return await ending
@@ -124,8 +124,8 @@ class Session:
             context = self.ctx.encode_following(node.before, node.answer, following, request.tools, node.turn)
             if context is not None:
                 if not node.is_last:
-                    reason, why = self._difference(request)
-                    begins = reason, f"another one goes on from the same answer: {why}"
+                    reason, detail = self._difference(request)
+                    begins = reason, f"another one goes on from the same answer: {detail}"
                 return node, context, [*node.before, node.answer, *following], begins
             reasoning = has_reasoning([*node.before, node.answer])
             begins = "reasoning" if reasoning else "template", "the chat template rewrites earlier messages"
@@ -136,10 +136,10 @@ class Session:
     def _difference(self, request: ChatRequest) -> tuple[Reason, str]:
         return self._tree.difference(request.messages, request.tools)
 
-    def _begins(self, reason: Reason, why: str) -> None:
-        self.sequences.append(why)
+    def _begins(self, reason: Reason, detail: str) -> None:
+        self.sequences.append(detail)
         self._reasons[reason] += 1
-        _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, why)
+        _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, detail)
 
     def _message(self, turn: Turn, request: ChatRequest) -> dict[str, Any]:
         """A turn as a message. Calls that the request excludes stay text, which ends before a stop string."""
@@ -150,7 +150,7 @@ class Session:
         if not request.calls and message.get("tool_calls"):
             message = {"role": "assistant", "content": turn.text}
         content = text_of(message["content"])
-        cuts = [at for stop in request.stop if (at := content.find(stop)) >= 0]
+        cuts = [index for stop in request.stop if (index := content.find(stop)) >= 0]
         return {**message, "content": content[: min(cuts)]} if cuts else message
 
     def _count_calls(self, message: Message, request: ChatRequest) -> None:

@@ -108,14 +108,14 @@ class Tree:
         for node in (node for nodes in self._nodes.values() for node in nodes):
             history = [*node.before, node.answer]
             pairs = enumerate(zip(history, messages, strict=False))
-            same = next((i for i, (a, b) in pairs if _key(a) != _key(b)), None)
+            matching = next((i for i, (a, b) in pairs if _key(a) != _key(b)), None)
             candidate: tuple[Reason, str]
-            if same is not None:
-                role, field = messages[same].get("role"), _field(history[same], messages[same])
-                detail = f"message {same} ({role}) differs in {field}"
-                candidate = "rewritten" if same else "conversation", detail
+            if matching is not None:
+                role, field = messages[matching].get("role"), _field(history[matching], messages[matching])
+                detail = f"message {matching} ({role}) differs in {field}"
+                candidate = "rewritten" if matching else "conversation", detail
             else:
-                same = min(len(history), len(messages))
+                matching = min(len(history), len(messages))
                 if _json(node.tools) != _json(tools):
                     candidate = "tools", "the tools differ"
                 elif not _same_reasoning(history, messages):
@@ -123,9 +123,9 @@ class Tree:
                 elif len(messages) > len(history):  # it goes on from this answer
                     continue
                 else:
-                    candidate = "again", f"it ends after message {same - 1}"
-            if same > best:
-                best, closest = same, candidate
+                    candidate = "again", f"it ends after message {matching - 1}"
+            if matching > best:
+                best, closest = matching, candidate
         return closest
 
 
@@ -134,10 +134,10 @@ def context_of(node: Node | None, context: Turn) -> list[Turn]:
     tokens are context only: each sampled turn is trained on in its first branch."""
     if node is None:
         return [context]
-    before = node.branch.turns[: node.end]
+    turns = node.branch.turns[: node.end]
     if node.is_last:
-        return [*before, context]
-    parts = [*before, context]
+        return [*turns, context]
+    parts = [*turns, context]
     ids = array("i", b"".join(t.ids for t in parts))
     images = joined_images((len(t.ids), t.images) for t in parts)
     return [Turn(ids, sampled=False, text="".join(t.text for t in parts), images=images)]
@@ -202,9 +202,9 @@ def _call(call: Any) -> Any:
 def _same_reasoning(history: Sequence[Message], messages: Sequence[Message]) -> bool:
     """Whether all reasoning that the client sends back is what was sampled. Most clients send none."""
     return all(
-        _reasoning(theirs) in ("", _reasoning(ours))
-        for ours, theirs in zip(history, messages, strict=False)
-        if theirs.get("role") == "assistant"
+        _reasoning(new) in ("", _reasoning(old))
+        for old, new in zip(history, messages, strict=False)
+        if new.get("role") == "assistant"
     )
 
 
@@ -212,13 +212,13 @@ def _reasoning(message: Message) -> str:
     return str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
 
 
-def _field(ours: Message, theirs: Message) -> str:
-    a, b = _key(ours), _key(theirs)
+def _field(old: Message, new: Message) -> str:
+    a, b = _key(old), _key(new)
     field = next(f for f in ("role", "content", "images", "calls", "name") if a.get(f) != b.get(f))
     x, y = str(a.get(field)), str(b.get(field))
-    at = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
-    start = max(0, at - 10)
-    return f"{field}: {y[start : at + 30]!r} in place of {x[start : at + 30]!r}"
+    index = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+    start = max(0, index - 10)
+    return f"{field}: {y[start : index + 30]!r} in place of {x[start : index + 30]!r}"
 
 
 def _json(value: Any) -> str:

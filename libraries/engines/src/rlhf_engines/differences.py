@@ -36,11 +36,11 @@ class SentWeights:
         """Weights of ``version`` follow. Returns the name of the load whose weights the servers must hold, if only
         differences are to be sent; empty: all is sent, at first, after a load that failed, and if a version is sent
         again, because its proof failed or an engine lost it."""
-        again, self._version = version == self._version, version
+        is_repeated, self._version = version == self._version, version
         load, self._load = self._load, ""
         self.nbytes, self._faithful = 0, True
         self._marks.clear()
-        return "" if again else load
+        return "" if is_repeated else load
 
     def write(self, bucket: Bucket, path: Path) -> None:
         arrived = bucket.received()

@@ -95,11 +95,11 @@ class OpenRequest:
 
     def add(self, tokens: NewTokens) -> tuple[Turn, bool] | None:
         """Returns None until the request has ended, then (turn, whether the engine must abort the request)."""
-        before = self.count
+        old_count = self.count
         self._ids.extend(tokens.ids)
         self._logprobs.extend(tokens.logprobs)
         if self.watches:
-            for count, token in enumerate(tokens.ids, before + 1):
+            for count, token in enumerate(tokens.ids, old_count + 1):
                 if token in self._ends or (self._scanner is not None and self._scanner.feed(token)):
                     return self._turn(count, "stop"), tokens.finish is None
         if tokens.finish is None:

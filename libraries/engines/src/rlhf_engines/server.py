@@ -91,28 +91,28 @@ class EngineServer(ABC):
 
         Raises CapabilityError: it is no server that this generator can use.
         """
-        about = f"generator {self.generator!r}: {self.url}"
+        label = f"generator {self.generator!r}: {self.url}"
         try:
             health = await self._client.get(self.health, timeout=self.timeout)
         except httpx.HTTPError as error:
-            raise CapabilityError(f"{about} does not answer: {_words(error)}. Start it: {self.start}") from error
+            raise CapabilityError(f"{label} does not answer: {_words(error)}. Start it: {self.start}") from error
         if health.status_code != 200:
             hint = f". {self.keys}" if health.status_code in (401, 403) else ""
-            raise CapabilityError(f"{about}{self.health} answers {_start(health)}{hint}")
+            raise CapabilityError(f"{label}{self.health} answers {_start(health)}{hint}")
         try:
             workers = await self.call("rlhf_facts", str(file), timeout=self.timeout)
         except (SyncError, LookupError, ValueError, TypeError) as error:
             raise CapabilityError(
-                f"{about} cannot take weights: {error}. It must be started with the "
+                f"{label} cannot take weights: {error}. It must be started with the "
                 f"plugin {self.plugin} installed beside it, and must see {str(file)!r}: {self.start}"
             ) from error
         self.facts = workers[0]
         for worker in workers:
             if worker["protocol"] != PROTOCOL:
-                raise CapabilityError(f"{about} has another version of {self.plugin}. Install the same on both sides.")
+                raise CapabilityError(f"{label} has another version of {self.plugin}. Install the same on both sides.")
             if worker["digest"] != digest(file):
                 raise CapabilityError(
-                    f"{about} sees another file at {str(file)!r}. Name a `folder` that "
+                    f"{label} sees another file at {str(file)!r}. Name a `folder` that "
                     "this process and the servers share."
                 )
 
@@ -139,8 +139,8 @@ class EngineServer(ABC):
         async with aclosing(answers):  # closed early, the server drops the request
             async for answer in answers:
                 for tokens in self.new_tokens(answer, sample.count):
-                    if (ended := sample.add(tokens)) is not None:
-                        return ended[0]
+                    if (result := sample.add(tokens)) is not None:
+                        return result[0]
         raise ModelError(f"the server {self.url} gave an answer without an end")
 
     async def _whole(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:

@@ -48,10 +48,10 @@ class EngineServersConfig(ComponentConfig):
 
     @model_validator(mode="after")
     def _folder_is_seen(self) -> EngineServersConfig:
-        others = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
-        if self.folder is None and others:
+        remote = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
+        if self.folder is None and remote:
             raise ValueError(
-                f"{others[0]} is on another machine: give `folder`, a folder that this process and the servers see "
+                f"{remote[0]} is on another machine: give `folder`, a folder that this process and the servers see "
                 "under one path"
             )
         if self.folder is not None and not Path(self.folder).is_absolute():

@@ -105,8 +105,8 @@ class ServerGenerator(TakesTensors, Generator):
         self._each(lambda server: server.meet(file))
         file.unlink()
         for server in self._servers:
-            if why := self._unusable(server.facts):
-                raise CapabilityError(f"generator {self.name!r}: {server.url} {why}")
+            if fault := self._unusable(server.facts):
+                raise CapabilityError(f"generator {self.name!r}: {server.url} {fault}")
         self.longest = min(self.spec.max_tokens, *(server.facts["length"] for server in self._servers))
         self.vocabulary = min(server.facts["vocabulary"] for server in self._servers)
         if self.config.sync == "differences":
@@ -269,9 +269,9 @@ class ServerGenerator(TakesTensors, Generator):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _ready(self, to: str) -> None:
+    def _ready(self, action: str) -> None:
         if self._not_ready:
-            raise ModelError(f"the generator {self.name!r} cannot {to}: {self._not_ready}")
+            raise ModelError(f"the generator {self.name!r} cannot {action}: {self._not_ready}")
 
     def close(self) -> None:
         """The servers go on, with the last weights."""
@@ -312,4 +312,4 @@ def refusal(facts: dict[str, Any], spec: GeneratorSpec, sync: str, length_option
             "lower data.max_tokens",
         ),
     )
-    return next((why for holds, why in rules if not holds), "")
+    return next((fault for holds, fault in rules if not holds), "")

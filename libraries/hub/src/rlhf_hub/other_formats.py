@@ -85,8 +85,8 @@ def _other_weights(names: Sequence[str]) -> str | None:
 
 
 def _only(weights: str) -> str:
-    why = "unpickling can run code" if weights.endswith(PICKLES) else "a model is a folder with safetensors"
-    return f"its weights in {weights} only, which is not read: {why}"
+    reason = "unpickling can run code" if weights.endswith(PICKLES) else "a model is a folder with safetensors"
+    return f"its weights in {weights} only, which is not read: {reason}"
 
 
 def _command(source: str) -> str:

@@ -37,9 +37,9 @@ def require_folder(path: str) -> None:
     folder = Path(path).expanduser()
     refuse_other_formats(path)
     if not folder.exists():
-        beside = _folders(folder.parent)
-        note = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
-        raise ModelError(f"no model {path}: there is no such folder.{note}{did_you_mean(folder.name, beside)}")
+        siblings = _folders(folder.parent)
+        note = f" In {folder.parent} there are: {', '.join(siblings[:20])}." if siblings else ""
+        raise ModelError(f"no model {path}: there is no such folder.{note}{did_you_mean(folder.name, siblings)}")
     if (adapter := adapter_of(path)) is not None:
         require_base(adapter)
 
@@ -133,10 +133,10 @@ def require_files(folder: Path) -> None:
 
 def weights_of(folder: Path) -> str:
     """As :func:`content_of`, of the weights alone: the tokenizer of a base may change, its weights may not."""
-    return _content(folder, ("*.safetensors",), whole=True)
+    return _content(folder, ("*.safetensors",), full=True)
 
 
-def content_of(folder: Path, whole: bool = False) -> str:
+def content_of(folder: Path, full: bool = False) -> str:
     """SHA-256 of what a run reads of a model's folder: config, tokenizer and weights. Of a generation config that is
     its end tokens only; the other values go into exports.
 
@@ -144,15 +144,15 @@ def content_of(folder: Path, whole: bool = False) -> str:
     takes minutes. Training changes almost all weights that it changes at all, so other weights differ in a block.
 
     Args:
-        whole: the whole generation config, as in checkpoints of earlier releases.
+        full: the whole generation config, as in checkpoints of earlier releases.
     """
-    return _content(folder, (*SETTINGS, "*.safetensors"), whole)
+    return _content(folder, (*SETTINGS, "*.safetensors"), full)
 
 
-def _content(folder: Path, patterns: Sequence[str], whole: bool) -> str:
+def _content(folder: Path, patterns: Sequence[str], full: bool) -> str:
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        if path.name == "generation_config.json" and not whole:
+        if path.name == "generation_config.json" and not full:
             digest.update(_end_tokens(path))
             continue
         size = path.stat().st_size

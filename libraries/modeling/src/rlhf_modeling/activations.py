@@ -82,7 +82,7 @@ def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
     norms = layer.norms * size.hidden * FP32 * (1 if fused or frozen else 2)
     inputs = 2 * size.hidden * b * (1 if fused or not a.bf16 else 2.5)
     heads = layer.query + layer.key
-    before = heads * b if fused else heads * (FP32 + (0 if frozen else b)) * layer.normed
+    queries_keys = heads * b if fused else heads * (FP32 + (0 if frozen else b)) * layer.normed
     qkv = layer.query + a.repeats * keys_and_values(layer, a)
     if size.softcap:
         attention = (2 * (1 + a.repeats) * layer.query + 2 * layer.heads * a.longest) * FP32
@@ -94,7 +94,7 @@ def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
         feed = layer.ffn * 4 * FP32 + 2 * layer.routed * size.hidden * FP32
     else:
         feed = layer.ffn * b * ((3 if fused else 4) if layer.gated else 2)
-    return norms + inputs + before + attention + feed
+    return norms + inputs + queries_keys + attention + feed
 
 
 def keys_and_values(layer: LayerSize, a: Arithmetic) -> float:
@@ -159,12 +159,12 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
     names = set(outputs) - {"hidden", "top1"}
     if not names:
         return 0
-    own = len(names - {"logprobs", "entropy", "values", "scores"})
+    further_heads = len(names - {"logprobs", "entropy", "values", "scores"})
     if backward:
         count = 6 if {"logprobs", "entropy"} <= names else 5 if "entropy" in names else 4
     else:
         count = 4 if "entropy" in names else 2
-    return count + 2 * own
+    return count + 2 * further_heads
 
 
 def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:

@@ -107,7 +107,7 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
             f"the adapter {adapter.folder} (peft_type {config.get('peft_type')!r}) is of a form that no run trains: "
             f"allowed is LORA of one rank. Leave trainer.lora out, {merge}"
         )
-    here: dict[str, Any] = {
+    options: dict[str, Any] = {
         "rank": lora.rank, "alpha": alpha(lora), "use_rslora": lora.use_rslora, "use_dora": lora.use_dora
     }  # fmt: skip
     of_adapter = {
@@ -117,9 +117,9 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
         "use_dora": config.get("use_dora", False),
     }
     for name, value in of_adapter.items():
-        if here[name] != value:
+        if options[name] != value:
             raise ConfigError(
-                f"trainer.lora.{name} is {here[name]}, and the adapter {adapter.folder} of role "
+                f"trainer.lora.{name} is {options[name]}, and the adapter {adapter.folder} of role "
                 f"{spec.role.name!r} has {value}. Set trainer.lora.{name} = {str(value).lower()}, {merge}"
             )
     if module is None:

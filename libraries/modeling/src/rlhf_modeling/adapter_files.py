@@ -39,7 +39,7 @@ FOLDER = "adapter"
 def write_adapter(
     path: Path,
     spec: ModelSpec,
-    loaded: LoadedModel,
+    model: LoadedModel,
     lora: LoraOptions,
     tensors: Mapping[str, Tensor],
     classifier: str | None,
@@ -54,20 +54,20 @@ def write_adapter(
 
     folder = path / FOLDER
     folder.mkdir()
-    files = _trained(loaded.module, tensors)
+    files = _trained(model.module, tensors)
     if classifier is not None:
-        files["score.bias"] = torch.zeros(loaded.head.out_features, dtype=files["score.weight"].dtype)
+        files["score.bias"] = torch.zeros(model.head.out_features, dtype=files["score.weight"].dtype)
     base = base_of(spec)
     hub = hub_name(base)
     kinds = {"lm": "CAUSAL_LM"}
     config = peft.LoraConfig(
-        task_type=kinds.get(loaded.kind, "SEQ_CLS" if classifier is None else "TOKEN_CLS"),
+        task_type=kinds.get(model.kind, "SEQ_CLS" if classifier is None else "TOKEN_CLS"),
         base_model_name_or_path=str(Path(base).expanduser().absolute()) if hub is None else hub.name,
         revision=None if hub is None else hub.revision,
         r=lora.rank,
         lora_alpha=alpha(lora),
         lora_dropout=lora.dropout,
-        target_modules=_targets(loaded.module),
+        target_modules=_targets(model.module),
         modules_to_save=_whole_modules(files, lora) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -81,8 +81,10 @@ def write_adapter(
     file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # one field only: safetensors writes several in any order
     metadata = {BASE_HASH: weights_of(Path(model_folder(base, weights=True)))}
-    whole = {f"{ADAPTER_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()}
-    save_file(whole, folder / ADAPTER_WEIGHTS, metadata)
+    tensors_on_host = {
+        f"{ADAPTER_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()
+    }
+    save_file(tensors_on_host, folder / ADAPTER_WEIGHTS, metadata)
     (folder / ADAPTER_WEIGHTS).chmod(0o644)
 
 
@@ -132,13 +134,13 @@ def saved_whole(names: Mapping[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def continue_adapter(loaded: LoadedModel, adapter: AdapterFolder) -> None:
+def continue_adapter(model: LoadedModel, adapter: AdapterFolder) -> None:
     """Give the adapters of a module, and its modules that are trained whole, the values of ``adapter``. All weights
     must be whole. Raises ModelError where the names or shapes differ."""
-    own = dict(loaded.module.named_parameters(remove_duplicate=False))
-    targets = {peft_name(name): parameter for name, parameter in own.items()}
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))
+    targets = {peft_name(name): parameter for name, parameter in parameters.items()}
     tensors = tensors_of(adapter)
-    lacking = {peft_name(name) for name in own if is_adapter(name)} - tensors.keys()
+    lacking = {peft_name(name) for name in parameters if is_adapter(name)} - tensors.keys()
     unknown = tensors.keys() - targets.keys() - {"score.bias"}
     wrong = [name for name in tensors.keys() & targets.keys() if tensors[name].shape != targets[name].shape]
     if problem := sorted(lacking) or sorted(unknown) or sorted(wrong):
@@ -236,10 +238,10 @@ def _targets(module: nn.Module) -> list[str]:
     """The adapted layers: by the ends of their names, where these mean no other layer, else by their whole names. In
     stacked experts PEFT looks for layers too."""
     layers = [name for name, _ in adapted(module)]
-    inside = tuple(f"{name}." for name in layers)
-    others = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not n.startswith(inside)]
+    prefixes = tuple(f"{name}." for name in layers)
+    unadapted = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not n.startswith(prefixes)]
     ends = {name.rpartition(".")[2] for name in layers}
-    unclear = {name.rpartition(".")[2] for name in others if name not in layers} & ends
+    unclear = {name.rpartition(".")[2] for name in unadapted if name not in layers} & ends
     stacked = any(parameter.dim() > 2 for parameter in module.parameters())
     return layers if unclear or stacked else sorted(ends)
 

@@ -26,7 +26,7 @@ from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.images.architecture import vision_prefixes
 
 NAME = "default"
-WHOLE = "model"
+MODEL = "model"
 
 
 def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
@@ -41,29 +41,29 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
     layers = matching(
         [name for name, _ in adaptable(module, head, options.vision)], options.targets, type(module).__name__
     )
-    whole = nn.Module()  # without a config: with one, peft renames these targets for some mixtures of experts
-    whole.add_module(WHOLE, module)
+    container = nn.Module()  # without a config: with one, peft renames these targets for some mixtures of experts
+    container.add_module(MODEL, module)
     config = peft.LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha if options.alpha is not None else 2 * options.rank,
         lora_dropout=options.dropout,
-        target_modules=[f"{WHOLE}.{name}" for name in layers],
+        target_modules=[f"{MODEL}.{name}" for name in layers],
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
         bias="none",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, whole, adapter_name=NAME)
+        peft.inject_adapter_in_model(config, container, adapter_name=NAME)
 
 
 def adaptable(module: nn.Module, head: nn.Module | None, vision: bool = False) -> list[tuple[str, nn.Linear]]:
     """(name, layer) of every linear layer except the head; without ``vision``, except those of a vision tower and its
     projector too. Experts that are slices of one tensor do not count, nor do routers that subclass a linear layer and
     return choices."""
-    outside = () if vision else vision_prefixes(module)
+    prefixes = () if vision else vision_prefixes(module)
     linear = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    linear = [(name, m) for name, m in linear if not outside or not name.startswith(outside)]
+    linear = [(name, m) for name, m in linear if not prefixes or not name.startswith(prefixes)]
     return [(name, m) for name, m in linear if "Router" not in type(m).__name__]
 
 

@@ -35,13 +35,13 @@ def arithmetic(
     budget = work.micro_tokens or parts * default_micro_tokens(spec, bf16, device)
     shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
     shared = config.shared_prefixes and config.neftune_alpha is None
-    most, of_step = max(budget, work.unit), step_tokens(work, shares, shared)
-    tokens = min(most, of_step)
+    limit, of_step = max(budget, work.unit), step_tokens(work, shares, shared)
+    tokens = min(limit, of_step)
     own_tokens = math.ceil(tokens / parts)
     lora = adapters_of(config, spec, size)
     return Arithmetic(
         tokens=own_tokens,
-        several=math.ceil(several_tokens(work, most, of_step, shared) / parts),
+        several=math.ceil(several_tokens(work, limit, of_step, shared) / parts),
         longest=work.longest,
         repeats=repeats(work, tokens) if shared else 1.0,
         device=device,
@@ -128,17 +128,17 @@ def step_tokens(work: TrainerWork, shares: int, shared: bool) -> int:
     return groups * work.prompt + (work.unit - sequences * work.prompt) * shares
 
 
-def several_tokens(work: TrainerWork, most: int, of_step: int, shared: bool) -> int:
-    """The most tokens of a micro-batch if a step has more than one, 0 if ``most`` tokens hold every step. Units that
+def several_tokens(work: TrainerWork, limit: int, of_step: int, shared: bool) -> int:
+    """The most tokens of a micro-batch if a step has more than one, 0 if ``limit`` tokens hold every step. Units that
     share a prefix stay together, and each goes to the emptiest micro-batch, so the fullest has at most an equal share
     and one of them."""
-    if of_step <= most:
+    if of_step <= limit:
         return 0
-    together = work.unit
+    siblings = work.unit
     if shared and work.siblings > 1:
         sequences = math.ceil(work.unit / work.longest)
-        together = work.prompt + (work.unit - sequences * work.prompt) * math.ceil(work.siblings / sequences)
-    return min(most, math.ceil(of_step / math.ceil(of_step / most)) + together)
+        siblings = work.prompt + (work.unit - sequences * work.prompt) * math.ceil(work.siblings / sequences)
+    return min(limit, math.ceil(of_step / math.ceil(of_step / limit)) + siblings)
 
 
 def repeats(work: TrainerWork, tokens: int) -> float:

@@ -197,10 +197,10 @@ class PackedAttention:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
         self._check(module, q, k, mask, s_aux, is_causal, dropout)
-        if unknown := sorted(n for n, x in others.items() if isinstance(x, Tensor) and n not in HARMLESS):
+        if unknown := sorted(n for n, x in arguments.items() if isinstance(x, Tensor) and n not in HARMLESS):
             raise ModelError(
                 f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
                 "does not read"

@@ -33,32 +33,32 @@ class Published:
         """{own name: published names} of tensors that are converted one at a time."""
         self._together: list[str] = []
         """Own names of tensors that have to be converted together."""
-        whole = self._published_shapes(self._own)
-        if whole != self._own:
-            self._plan(whole)
-        names = [n for own in self._own if own not in self._together for n in self._alone.get(own, [own])]
-        names += [n for n in whole if n not in set(names)]
-        self.shapes = {name: whole[name] for name in names}
+        shapes = self._published_shapes(self._own)
+        if shapes != self._own:
+            self._plan(shapes)
+        names = [n for name in self._own if name not in self._together for n in self._alone.get(name, [name])]
+        names += [n for n in shapes if n not in set(names)]
+        self.shapes = {name: shapes[name] for name in names}
         """{published name: shape}, in the order of :meth:`stream`."""
 
     def layer(self, name: str) -> str | None:
         """The published name of a layer of the module; None where its weight is not one tensor of the same shape."""
-        own = f"{name}.weight"
-        names = self._alone.get(own, [own])
-        if own in self._together or len(names) != 1 or self.shapes.get(names[0]) != self._own.get(own):
+        weight = f"{name}.weight"
+        names = self._alone.get(weight, [weight])
+        if weight in self._together or len(names) != 1 or self.shapes.get(names[0]) != self._own.get(weight):
             return None
         return names[0].removesuffix(".weight")
 
-    def _plan(self, whole: Mapping[str, torch.Size]) -> None:
+    def _plan(self, published: Mapping[str, torch.Size]) -> None:
         for name, shape in self._own.items():
             shapes = self._published_shapes({name: shape})
-            if any(whole.get(n) != s for n, s in shapes.items()):
+            if any(published.get(n) != s for n, s in shapes.items()):
                 self._together.append(name)
             elif shapes != {name: shape}:
                 self._alone[name] = list(shapes)
 
-    def _published_shapes(self, own: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-        meta = {name: torch.empty(shape, device="meta") for name, shape in own.items()}
+    def _published_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {name: tensor.shape for name, tensor in self._convert(meta).items()}
 
     def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,18 +83,18 @@ class Published:
             yield from self._convert(group).items()
 
     @torch.no_grad()
-    def restore(self, weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    def restore(self, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
         """{own name: tensor} of whole published tensors.
 
-        Raises CheckpointError, naming ``where``, for other names or shapes than the published ones.
+        Raises CheckpointError, naming ``source``, for other names or shapes than the published ones.
         """
         meta = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         # raises where they differ
-        copy_into(meta, {name: tensor.to("meta") for name, tensor in weights.items()}, where)
-        own = {name: weights[name] for name in self._own if name not in self._alone and name not in self._together}
+        copy_into(meta, {name: tensor.to("meta") for name, tensor in weights.items()}, source)
+        tensors = {name: weights[name] for name in self._own if name not in self._alone and name not in self._together}
         for group in [*([name] for name in self._alone), *([self._together] if self._together else [])]:
-            own |= self._gathered(group, weights)
-        return {name: own[name] for name in self._own}
+            tensors |= self._gathered(group, weights)
+        return {name: tensors[name] for name in self._own}
 
     def _gathered(self, group: list[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts element numbers instead of values, which shows where each element belongs. Conversions move elements

@@ -37,7 +37,7 @@ def determinism(chosen: bool) -> Iterator[None]:
     if not chosen:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -55,4 +55,4 @@ def determinism(chosen: bool) -> Iterator[None]:
             "has no deterministic form here. Leave the option out."
         ) from cause
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])

@@ -21,10 +21,10 @@ class EmbeddingNoise:
     embeddings are scaled after the lookup (Gemma), the noise is added before the scaling.
     """
 
-    def __init__(self, loaded: LoadedModel, alpha: float) -> None:
-        self.alpha, self.loaded = alpha, loaded
+    def __init__(self, model: LoadedModel, alpha: float) -> None:
+        self.alpha, self.loaded = alpha, model
         self._on = False
-        embedding: Any = loaded.module.get_input_embeddings()
+        embedding: Any = model.module.get_input_embeddings()
         embedding.register_forward_hook(self._add)
 
     @contextmanager

@@ -66,14 +66,14 @@ def try_export(
     )
 
 
-def token_classifier(loaded: LoadedModel) -> str | None:
+def token_classifier(model: LoadedModel) -> str | None:
     """The class of transformers that gives the outputs of a new head of classes at every token, under which it is
     exported: the class that it was loaded as reads one token only. None where the head is another one, and where
     transformers has no such class with a bias in its head (:func:`head_bias`)."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as CLASSES
 
-    config = loaded.module.config
-    if not (loaded.kind.startswith("classes") and loaded.fresh_head) or type(config) not in CLASSES:
+    config = model.module.config
+    if not (model.kind.startswith("classes") and model.fresh_head) or type(config) not in CLASSES:
         return None
     cls: Any = CLASSES[type(config)]
     with torch.device("meta"), quiet():
@@ -82,9 +82,9 @@ def token_classifier(loaded: LoadedModel) -> str | None:
     return None if bias is None else type(model).__name__
 
 
-def head_bias(loaded: LoadedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def head_bias(model: LoadedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The bias of zeros that the head has as a :func:`token_classifier`."""
-    return {"score.bias": torch.zeros(loaded.head.out_features, dtype=dtype)}
+    return {"score.bias": torch.zeros(model.head.out_features, dtype=dtype)}
 
 
 def read_generation_config(spec: ModelSpec, folder: str) -> GenerationConfig | None:

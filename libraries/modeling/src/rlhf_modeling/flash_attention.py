@@ -42,33 +42,33 @@ class Lines:
 def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> Lines:
     """The arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`; the stretches hold all tokens, in
     order."""
-    own, whole = [s.length - s.skip for s in stretches], [s.length for s in stretches]
+    query_lens, key_lens = [s.length - s.skip for s in stretches], [s.length for s in stretches]
     keys = None
     if place is not None and any(s.skip for s in stretches):
         keys = moved(torch.cat([place[s.at : s.at + s.length] for s in stretches]), device)
-    ends = [moved(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (own, whole)]
-    assert sum(own) == tokens
-    return Lines(keys, ends[0], ends[1], max(own), max(whole))
+    ends = [moved(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (query_lens, key_lens)]
+    assert sum(query_lens) == tokens
+    return Lines(keys, ends[0], ends[1], max(query_lens), max(key_lens))
 
 
-def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Lines, options: Options) -> Tensor:
+def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, lines: Lines, options: Options) -> Tensor:
     """[N, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    k, v = (x if where.keys is None else take_rows(x, where.keys) for x in (k_NKD, v_NKD))
+    k, v = (x if lines.keys is None else take_rows(x, lines.keys) for x in (k_NKD, v_NKD))
     grouped = q_NHD.shape[1] // k_NKD.shape[1]
     options_of_torch: dict[str, Any] = {"enable_gqa": True} if grouped > 1 else {}
     if grouped > 1 and "enable_gqa" not in _options(varlen_attn):  # torch 2.11
         k, v, options_of_torch = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), {}
-    window = -1 if options.window is None or options.window >= where.longest_K else options.window - 1
+    window = -1 if options.window is None or options.window >= lines.longest_K else options.window - 1
     out: Any = varlen_attn(
         q_NHD.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        where.ends_Q,
-        where.ends_K,
-        where.longest_Q,
-        where.longest_K,
+        lines.ends_Q,
+        lines.ends_K,
+        lines.longest_Q,
+        lines.longest_K,
         scale=options.scaling,
         window_size=(window, 0),
         **options_of_torch,

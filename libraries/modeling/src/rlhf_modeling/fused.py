@@ -131,8 +131,8 @@ def _norm_rotary(
     weight, heads = None, (q_NHD.shape[1], k_NKD.shape[1])
     if q_weight is not None and k_weight is not None:
         weight = torch.cat((q_weight.expand(heads[0], -1), k_weight.expand(heads[1], -1)))
-    both = _NormRotary.apply(torch.cat((q_NHD, k_NKD), 1), weight, q_eps, cos_ND, sin_ND, dtype)
-    return both.split(heads, 1)
+    heads_NHD = _NormRotary.apply(torch.cat((q_NHD, k_NKD), 1), weight, q_eps, cos_ND, sin_ND, dtype)
+    return heads_NHD.split(heads, 1)
 
 
 def _scale(norm: Any) -> tuple[Tensor | None, float]:

@@ -76,9 +76,9 @@ def compare(kind: LayerKind, device: torch.device, first: Compute, second: Compu
         out = compute(*leaves)
         answers.append([out.detach(), *torch.autograd.grad(out, leaves, towards)])
     for name, actual, want in zip(("outputs", "gradients", "gradients", "gradients"), *answers, strict=True):
-        apart = float((actual.float() - want.float()).norm() / want.float().norm())
-        if not apart <= (OUTPUTS if name == "outputs" else GRADIENTS):
-            return f"{name} differ by {apart:.1e} from those of 'sdpa', norm-wise"
+        difference = float((actual.float() - want.float()).norm() / want.float().norm())
+        if not difference <= (OUTPUTS if name == "outputs" else GRADIENTS):
+            return f"{name} differ by {difference:.1e} from those of 'sdpa', norm-wise"
     return ""
 
 

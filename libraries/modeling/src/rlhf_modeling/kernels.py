@@ -43,7 +43,7 @@ def check_kernels(kernels: Kernels, device: str) -> None:
         raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Leave it out.")
 
 
-def use_kernels(loaded: KernelModel, kernels: Kernels, bf16: bool = False) -> None:
+def use_kernels(model: KernelModel, kernels: Kernels, bf16: bool = False) -> None:
     """Give the layers of a whole model the chosen kernels, where they compute the same as transformers' own code.
 
     Args:
@@ -52,71 +52,71 @@ def use_kernels(loaded: KernelModel, kernels: Kernels, bf16: bool = False) -> No
     Raises CapabilityError where kernels that were chosen by name compute something else or do not know the layers.
     """
     if kernels == "liger":
-        check_liger(loaded, liger.use_liger(loaded.module), bf16)
-    elif kernels == "own" and not _fuse(loaded):
-        model, kinds = type(loaded.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
+        check_liger(model, liger.use_liger(model.module), bf16)
+    elif kernels == "own" and not _fuse(model):
+        name, kinds = type(model.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
         raise CapabilityError(
-            f"trainer.kernels = 'own': not all layers of {model} can be fused (those of {kinds} can, with SiLU and "
+            f"trainer.kernels = 'own': not all layers of {name} can be fused (those of {kinds} can, with SiLU and "
             "without dropout in attention). Leave it out."
         )
-    elif kernels == "auto" and not (bf16 and _takes_liger(loaded)):
-        _fuse(loaded)
+    elif kernels == "auto" and not (bf16 and _takes_liger(model)):
+        _fuse(model)
 
 
-def _takes_liger(loaded: KernelModel) -> bool:
+def _takes_liger(model: KernelModel) -> bool:
     """Use Liger's kernels if they are available, know the layers and compute the same."""
-    config = loaded.module.config
-    if liger.why_not(_device(loaded).type) or in_bf16(loaded.module) or config.get_text_config() is not config:
+    config = model.module.config
+    if liger.why_not(_device(model).type) or in_bf16(model.module) or config.get_text_config() is not config:
         return False
     try:
-        check_liger(loaded, liger.use_liger(loaded.module), bf16=True)
+        check_liger(model, liger.use_liger(model.module), bf16=True)
     except CapabilityError:
         return False
     return True
 
 
 @torch.no_grad()
-def check_liger(loaded: KernelModel, modules: list[nn.Module], bf16: bool) -> None:
+def check_liger(model: KernelModel, modules: list[nn.Module], bf16: bool) -> None:
     """Compare a model whose ``modules`` compute with Liger's kernels with the same one without them, in fp32 and, if it
     will be computed in ``bf16``, in bf16. CapabilityError where the hidden states differ."""
     forwards = [module.forward for module in modules]
     precisions = (False, True) if bf16 else (False,)
-    hidden = [_probe(loaded, low) for low in precisions]
+    hidden = [_probe(model, low) for low in precisions]
     restore_layers(modules)
     for low, got_NH in zip(precisions, hidden, strict=True):
-        want_NH = _probe(loaded, low)
-        apart = float((got_NH - want_NH).norm() / want_NH.norm())
-        if not apart < (AGREE_IN_BF16 if low else AGREE):
+        want_NH = _probe(model, low)
+        difference = float((got_NH - want_NH).norm() / want_NH.norm())
+        if not difference < (AGREE_IN_BF16 if low else AGREE):
             raise CapabilityError(
-                f"trainer.kernels = 'liger': {type(loaded.module).__name__} computes something else with Liger's "
-                f"kernels (hidden states differ by {apart:.1e}, norm-wise, in {'bf16' if low else 'fp32'}). Leave it "
-                "out."
+                f"trainer.kernels = 'liger': {type(model.module).__name__} computes something else with Liger's "
+                f"kernels (hidden states differ by {difference:.1e}, norm-wise, in {'bf16' if low else 'fp32'}). Leave "
+                "it out."
             )
     for module, forward in zip(modules, forwards, strict=True):
         module.forward = forward
 
 
 @torch.no_grad()
-def _fuse(loaded: KernelModel) -> bool:
+def _fuse(model: KernelModel) -> bool:
     """Fuse the layers where that gives the same hidden states of one packed row. Returns whether all layers are
     fused."""
-    if loaded.layout == "alone":
+    if model.layout == "alone":
         return False
-    before_NH = _probe(loaded)
-    layers = fuse_layers(loaded.module)
-    if layers and not torch.allclose(_probe(loaded), before_NH, rtol=1e-4, atol=1e-4):
+    before_NH = _probe(model)
+    layers = fuse_layers(model.module)
+    if layers and not torch.allclose(_probe(model), before_NH, rtol=1e-4, atol=1e-4):
         restore_layers(layers)
         return False
-    return len(layers) == loaded.module.config.get_text_config().num_hidden_layers
+    return len(layers) == model.module.config.get_text_config().num_hidden_layers
 
 
-def _probe(loaded: KernelModel, bf16: bool = False) -> Tensor:
+def _probe(model: KernelModel, bf16: bool = False) -> Tensor:
     """fp32 [7, hidden], of two sequences."""
-    device = _device(loaded)
-    ids_N = torch.arange(7, device=device) % loaded.vocabulary
-    with in_fp32(loaded.module), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
+    device = _device(model)
+    ids_N = torch.arange(7, device=device) % model.vocabulary
+    with in_fp32(model.module), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        return model.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
 
 
-def _device(loaded: KernelModel) -> torch.device:
-    return next(loaded.module.parameters()).device
+def _device(model: KernelModel) -> torch.device:
+    return next(model.module.parameters()).device

@@ -148,13 +148,13 @@ class LoadedModel:
         parts: list[Tensor] = []
         place_N, rows = torch.empty_like(ids_N), 0
         for call in calls:
-            where = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
+            token_C = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
             images_C = [images_B[b] for b in call] if images_B else ()
-            experts_CLK = None if experts_NLK is None else experts_NLK[where]
+            experts_CLK = None if experts_NLK is None else experts_NLK[token_C]
             lens_C = [lens[b] for b in call]
-            hidden_CH, place_C = self._call(ids_N[where], position_N[where], lens_C, share, images_C, experts_CLK)
-            own_C = torch.arange(len(where), device=ids_N.device) if place_C is None else place_C
-            place_N[where] = rows + own_C
+            hidden_CH, place_C = self._call(ids_N[token_C], position_N[token_C], lens_C, share, images_C, experts_CLK)
+            own_C = torch.arange(len(token_C), device=ids_N.device) if place_C is None else place_C
+            place_N[token_C] = rows + own_C
             parts.append(hidden_CH)
             rows += len(hidden_CH)
         hidden_MH = torch.cat(parts)
@@ -182,12 +182,12 @@ class LoadedModel:
         images_B: Images = (),
         experts_NLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        own = any(images_B)
-        anywhere = own if self.images_anywhere is None else self.images_anywhere(own)
+        has_images = any(images_B)
+        anywhere = has_images if self.images_anywhere is None else self.images_anywhere(has_images)
         if self.images is not None and anywhere:
             if self.divided_over is not None:
                 raise TrainingError("a batch has images, but rows are divided over ranks: set sequence_parallel = 1")
-            return self._call_with_images(self.images, ids_N, position_N, lens, share, images_B if own else ())
+            return self._call_with_images(self.images, ids_N, position_N, lens, share, images_B if has_images else ())
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
@@ -208,7 +208,7 @@ class LoadedModel:
 
     def _call_on_part(
         self,
-        among: TokenGroup,
+        group: TokenGroup,
         ids_M: Tensor,
         position_M: Tensor,
         lens: Sequence[int],
@@ -216,11 +216,11 @@ class LoadedModel:
         experts_MLK: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """A row of fewer tokens than ranks gets a further sequence, so that every rank computes a token."""
-        if shared is not None and shared.ids_M.numel() >= among.ranks:
+        if shared is not None and shared.ids_M.numel() >= group.ranks:
             ids_M, position_M = shared.ids_M, shared.position_M
             experts_MLK = None if experts_MLK is None else experts_MLK[shared.source_M]
         else:
-            shared, lacking = None, max(0, among.ranks - len(ids_M))
+            shared, lacking = None, max(0, group.ranks - len(ids_M))
             if lacking:
                 ids_M = torch.cat([ids_M, ids_M[:1].expand(lacking)])
                 position_M = torch.cat([position_M, torch.arange(lacking, device=ids_M.device)])
@@ -228,7 +228,7 @@ class LoadedModel:
                 if experts_MLK is not None:
                     unknown = torch.full_like(experts_MLK[:1], UNKNOWN).expand(lacking, -1, -1)
                     experts_MLK = torch.cat([experts_MLK, unknown])
-        self.part = part = RowPart(among, len(ids_M))
+        self.part = part = RowPart(group, len(ids_M))
         experts_PLK = None if experts_MLK is None else part.of(experts_MLK)
         with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(self._placed(experts_PLK)):
             hidden_1PH = self._body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None])
@@ -262,8 +262,8 @@ class LoadedModel:
 
     def _body(self, **inputs: Any) -> Tensor:
         """The body's hidden states of the inputs, which are moved to its device."""
-        placed = {name: self._placed(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        hidden: Tensor = self.body(**placed, use_cache=False).last_hidden_state
+        arguments = {name: self._placed(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
         return hidden
 
     def _placed(self, x: Tensor | None) -> Tensor | None:

@@ -67,12 +67,12 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
     Args:
         place: int64, where the tokens of all sequences are, a sequence's from ``Stretch.at`` on; None: each at its own.
     """
-    alike: dict[tuple[int, int], list[Stretch]] = {}
+    groups: dict[tuple[int, int], list[Stretch]] = {}
     for s in stretches:
-        alike.setdefault((padded(s.length), s.skip // STEP * STEP), []).append(s)
+        groups.setdefault((padded(s.length), s.skip // STEP * STEP), []).append(s)
     buckets, rows = [], 0
     row_N = torch.full((tokens,), -1)
-    for (size, first), members in sorted(alike.items()):
+    for (size, first), members in sorted(groups.items()):
         at_G1, length_G1, skip_G1 = (
             torch.tensor([getattr(s, name) for s in members])[:, None] for name in ("at", "length", "skip")
         )
@@ -96,24 +96,24 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
 
 
 def matmul_attention(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Buckets, scaling: float, window: int | None
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: Buckets, scaling: float, window: int | None
 ) -> Tensor:
-    """[N, H, D] -> [N, H, D] at the tokens of ``where``, undefined elsewhere; all inputs of one dtype.
+    """[N, H, D] -> [N, H, D] at the tokens of ``layout``, undefined elsewhere; all inputs of one dtype.
 
     Scores and softmax are fp32 beyond the matrix products, whose results are rounded to the inputs' dtype.
     """
-    return _MatmulAttention.apply(q_NHD, k_NKD, v_NKD, where, scaling, window)
+    return _MatmulAttention.apply(q_NHD, k_NKD, v_NKD, layout, scaling, window)
 
 
 class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Buckets, scaling: float, window: int | None
+        ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: Buckets, scaling: float, window: int | None
     ) -> Tensor:
         key_heads = k_NKD.shape[1]
-        outputs = _QueryRows(where, q_NHD)
+        outputs = _QueryRows(layout, q_NHD)
         saved: list[Tensor] = []
-        for bucket in where.buckets:
+        for bucket in layout.buckets:
             q = _gather(q_NHD, bucket.rows_GQ, key_heads)
             k, v = (_gather(x, bucket.keys_GP, key_heads) for x in (k_NKD, v_NKD))
             exact = q.dtype == torch.float32
@@ -128,19 +128,19 @@ class _MatmulAttention(torch.autograd.Function):
             outputs.add(bucket, torch.bmm(p, v), key_heads)
             saved += [q, k, v, p]
         ctx.save_for_backward(*saved)
-        ctx.where, ctx.scaling, ctx.key_heads = where, scaling, key_heads
+        ctx.layout, ctx.scaling, ctx.key_heads = layout, scaling, key_heads
         return outputs.by_token()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under gradient checkpointing each access computes the layer again
-        where, key_heads = ctx.where, ctx.key_heads
+        layout, key_heads = ctx.layout, ctx.key_heads
         tokens, _, size = grad_NHD.shape
-        dtype = torch.float32 if where.shared else grad_NHD.dtype  # a key's gradients are added without rounding
+        dtype = torch.float32 if layout.shared else grad_NHD.dtype  # a key's gradients are added without rounding
         dk_NKD, dv_NKD = (grad_NHD.new_zeros((tokens, key_heads, size), dtype=dtype) for _ in "kv")
-        queries = _QueryRows(where, grad_NHD)
-        for i, bucket in enumerate(where.buckets):
+        queries = _QueryRows(layout, grad_NHD)
+        for i, bucket in enumerate(layout.buckets):
             q, k, v, p = saved[4 * i : 4 * i + 4]
             do = _gather(grad_NHD, bucket.rows_GQ, key_heads, bucket.own_GQ)
             _add(dv_NKD, torch.bmm(p.transpose(1, 2), do), bucket)
@@ -154,8 +154,8 @@ class _MatmulAttention(torch.autograd.Function):
                 _add(dk_NKD, torch.bmm(ds.transpose(1, 2), q), bucket)
                 queries.add(bucket, torch.bmm(ds, k), key_heads)
         dq_NHD = queries.by_token()
-        if where.elsewhere_N is not None:
-            dq_NHD.masked_fill_(where.elsewhere_N[:, None, None], 0.0)
+        if layout.elsewhere_N is not None:
+            dq_NHD.masked_fill_(layout.elsewhere_N[:, None, None], 0.0)
         return dq_NHD, dk_NKD.to(grad_NHD.dtype), dv_NKD.to(grad_NHD.dtype), None, None, None
 
 
@@ -182,9 +182,9 @@ def _add(sum_NKD: Tensor, x: Tensor, bucket: LengthBucket) -> None:
 class _QueryRows:
     """Results at all query rows, bucket after bucket, and then by token."""
 
-    def __init__(self, where: Buckets, like_NHD: Tensor) -> None:
-        self.where, self.end = where, 0
-        rows = sum(bucket.rows_GQ.numel() for bucket in where.buckets)
+    def __init__(self, layout: Buckets, like_NHD: Tensor) -> None:
+        self.layout, self.end = layout, 0
+        rows = sum(bucket.rows_GQ.numel() for bucket in layout.buckets)
         self.rows = like_NHD.new_empty((rows, *like_NHD.shape[1:]))
 
     def add(self, bucket: LengthBucket, x: Tensor, key_heads: int) -> None:
@@ -198,7 +198,7 @@ class _QueryRows:
 
     def by_token(self) -> Tensor:
         """[N, H, D]; anything at tokens of other sequences."""
-        return self.rows if self.where.row_N is None else take_rows(self.rows, self.where.row_N)
+        return self.rows if self.layout.row_N is None else take_rows(self.rows, self.layout.row_N)
 
 
 _biases: dict[tuple[int, int | None], Tensor] = {}

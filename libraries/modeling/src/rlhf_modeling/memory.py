@@ -30,15 +30,15 @@ def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> 
     return matrices, rows if lora is not None and lora.use_dora else 0
 
 
-def saving_of(size: ModelSize, kind: Format | None, stored: float, whole: Collection[str] = ()) -> float:
+def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded: Collection[str] = ()) -> float:
     """Bytes that quantised layers save, against weights of ``stored`` bytes. Layers of one name count as equal.
 
     Args:
-        whole: names of layers that are not quantised.
+        excluded: names of layers that are not quantised.
     """
     if kind is None:
         return 0.0
-    weights = sum(i * o // count for name, i, o, count in size.linear if name not in whole)
+    weights = sum(i * o // count for name, i, o, count in size.linear if name not in excluded)
     return weights * (stored - BYTES[kind])
 
 
@@ -66,17 +66,17 @@ def trainer_memory(
         frozen: parameters of a trained role that are not trained, without adapters.
         quantization: of the linear layers of a frozen role.
     """
-    s, own = storage, part_of(size, storage.layer_ranks)
+    s, part = storage, part_of(size, storage.layer_ranks)
     count = matrices = 0
-    parameters, quantized = own.parameters, saving_of(own, quantization, s.weight_bytes)
+    parameters, quantized = part.parameters, saving_of(part, quantization, s.weight_bytes)
     if trained and a.adapters:
-        matrices, lengths = adapter_parameters(own, a.adapters, lora)
-        count = matrices + lengths + saved + (0 if own.outputs == own.vocabulary else own.head)
+        matrices, lengths = adapter_parameters(part, a.adapters, lora)
+        count = matrices + lengths + saved + (0 if part.outputs == part.vocabulary else part.head)
         parameters += matrices + lengths + (count if saved else 0)
         if lora is not None:
-            quantized = saving_of(own, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
+            quantized = saving_of(part, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
     elif trained:
-        count, matrices = own.parameters - frozen, own.matrices
+        count, matrices = part.parameters - frozen, part.matrices
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
     weights = int((parameters * s.weight_bytes - quantized) * copies)
     optimizer = int((count * s.optimizer_bytes - matrices * s.matrix_saving) / s.optimizer_ranks)
@@ -92,20 +92,20 @@ def trainer_memory(
     if freed:
         rest = replace(rest, device={**rest.device, "allocator": freed})
     offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, buffers, pixels)
-    forward = _fullest(_forward(s, a, own, work.annotated or work.outputs), a.device)
+    forward = _fullest(_forward(s, a, part, work.annotated or work.outputs), a.device)
     phases = {
-        "load": Held(_load(s, a, own, size, count, quantized)),
+        "load": Held(_load(s, a, part, size, count, quantized)),
         "rest": rest,
         "offloaded": offloaded,
         "forward": Held(_sum(rest.device, forward), rest.host),
     }
     if trained:
-        away = s.host_optimizer and not s.keeps_gradients
+        host_gradients = gradients if s.host_optimizer and not s.keeps_gradients else 0
         on_device = 0 if s.host_optimizer else gradients
-        pieces = max(0, freed - (0 if a.adapters else own.head * FP32))
-        added = _fullest(_train(s, a, own, on_device, work.outputs), a.device, pieces)
-        alone = {part: size for part, size in rest.device.items() if part not in ("gradients", "allocator")}
-        phases["train"] = Held(_sum(alone, added), rest.host + (gradients if away else 0) + _host_inputs(own, a))
+        pieces = max(0, freed - (0 if a.adapters else part.head * FP32))
+        added = _fullest(_train(s, a, part, on_device, work.outputs), a.device, pieces)
+        base = {name: size for name, size in rest.device.items() if name not in ("gradients", "allocator")}
+        phases["train"] = Held(_sum(base, added), rest.host + host_gradients + _host_inputs(part, a))
     return TrainerMemory(
         phases,
         a.tokens * a.parts,
@@ -113,7 +113,7 @@ def trainer_memory(
         a.bf16,
         ("live", "base") if trained and a.adapters else ("live",),
         copies=s.weight_ranks > 1 or s.layer_ranks > 1 or s.host_weights,
-        arithmetic=_explained(s, a, own, parameters, count, quantized),
+        arithmetic=_explained(s, a, part, parameters, count, quantized),
     )
 
 
@@ -124,8 +124,8 @@ def part_of(size: ModelSize, ranks: int) -> ModelSize:
         return size
     names = ("parameters", "query", "key", "value", "heads", "ffn", "largest")
     layers = tuple(replace(x, **{name: -(-getattr(x, name) // ranks) for name in names}) for x in size.layers)
-    less = sum(x.parameters for x in size.layers) - sum(x.parameters for x in layers)
-    return replace(size, layers=layers, parameters=size.parameters - less, matrices=size.matrices // ranks)
+    absent = sum(x.parameters for x in size.layers) - sum(x.parameters for x in layers)
+    return replace(size, layers=layers, parameters=size.parameters - absent, matrices=size.matrices // ranks)
 
 
 def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int) -> Held:
@@ -140,80 +140,82 @@ def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int)
     return Held(device, host + sum(size for part, size in state.items() if part in on_host))
 
 
-def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: int, quantized: float) -> dict[str, int]:
+def _load(
+    s: Storage, a: Arithmetic, part: ModelSize, size: ModelSize, trained: int, quantized: float
+) -> dict[str, int]:
     """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
     read whole layers in host memory first, and where ``whole_at_load`` the whole model. Layers are quantised one by
     one, on their way to the device."""
-    source = size if a.device == "cpu" else own
+    source = size if a.device == "cpu" else part
     making = int(trained * s.making_bytes) + (s.buffers if s.making_bytes else 0)
-    if own.outputs == own.vocabulary:  # a language model computes once, for its head to be checked
+    if part.outputs == part.vocabulary:  # a language model computes once, for its head to be checked
         making += s.gathered
     ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
     spared = 0.0 if a.device == "cpu" else quantized
     return {"weights": int((source.parameters * max(s.weight_bytes, s.read_bytes) - spared) / ranks), "working": making}
 
 
-def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    shared = s.gathered + pass_.casts(own, a)
-    yield {"working": shared + tower_working(own, a)}
-    yield {"working": shared + pass_.widest_working(own, a)}
-    yield {"working": shared, "logits": pass_.head_working(own, a, outputs, backward=False)}
+def _forward(s: Storage, a: Arithmetic, part: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    shared = s.gathered + pass_.casts(part, a)
+    yield {"working": shared + tower_working(part, a)}
+    yield {"working": shared + pass_.widest_working(part, a)}
+    yield {"working": shared, "logits": pass_.head_working(part, a, outputs, backward=False)}
 
 
 def _train(
-    s: Storage, a: Arithmetic, own: ModelSize, gradients: int, outputs: tuple[str, ...]
+    s: Storage, a: Arithmetic, part: ModelSize, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
     """The backward passes of a step that has one micro-batch and of a step that has several, and the optimizer's
     step."""
     if not s.frees_gradients:
-        yield from _backward(s, a, own, gradients, gradients, outputs)
+        yield from _backward(s, a, part, gradients, gradients, outputs)
     else:
-        yield from _backward(s, a, own, 0, gradients, outputs)
-        several = a.tokens if a.several is None else a.several
-        if several:
-            yield from _backward(s, replace(a, tokens=several), own, gradients, gradients, outputs)
+        yield from _backward(s, a, part, 0, gradients, outputs)
+        tokens = a.tokens if a.several is None else a.several
+        if tokens:
+            yield from _backward(s, replace(a, tokens=tokens), part, gradients, gradients, outputs)
     yield {"gradients": gradients, "working": s.step}
 
 
 def _backward(
-    s: Storage, a: Arithmetic, own: ModelSize, before: int, gradients: int, outputs: tuple[str, ...]
+    s: Storage, a: Arithmetic, part: ModelSize, accumulated: int, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
     """The head's backward pass, that of the last layer, of the first layer, of the embedding, and the vision tower's.
 
     Args:
-        before: bytes of gradients that exist before it.
+        accumulated: bytes of gradients that exist before it.
         gradients: the same after it.
     """
-    tower, casts = tower_activations(own, a), pass_.casts(own, a)
-    activations = pass_.activations(own, a) + tower
-    common = {"gradients": before, "activations": activations}
+    tower, casts = tower_activations(part, a), pass_.casts(part, a)
+    activations = pass_.activations(part, a) + tower
+    common = {"gradients": accumulated, "activations": activations}
     # with gradient checkpointing the casts of the forward pass are freed at its end
-    behind = 0 if a.checkpointing else casts
+    kept_casts = 0 if a.checkpointing else casts
     yield common | {
-        "logits": pass_.head_working(own, a, outputs, backward=True),
-        "working": s.gathered + (behind or casts),
+        "logits": pass_.head_working(part, a, outputs, backward=True),
+        "working": s.gathered + (kept_casts or casts),
     }
-    tied = own.head * FP32 if own.tied and own.outputs == own.vocabulary and not a.adapters else 0
-    head = tied if before or a.adapters else own.head * FP32
-    working = s.gathered + behind + pass_.widest_working(own, a) + pass_.weight_gradient(own, a)
-    yield common | {"activations": activations + pass_.recomputed(own, a), "logits": head, "working": working}
-    common = {"gradients": gradients, "logits": tied if before else 0}
-    yield common | {"activations": tower + pass_.largest_layer(own, a), "working": working}
+    tied = part.head * FP32 if part.tied and part.outputs == part.vocabulary and not a.adapters else 0
+    head = tied if accumulated or a.adapters else part.head * FP32
+    working = s.gathered + kept_casts + pass_.widest_working(part, a) + pass_.weight_gradient(part, a)
+    yield common | {"activations": activations + pass_.recomputed(part, a), "logits": head, "working": working}
+    common = {"gradients": gradients, "logits": tied if accumulated else 0}
+    yield common | {"activations": tower + pass_.largest_layer(part, a), "working": working}
     # the gradient of the lookup is a whole matrix; that of a tied head is added in new memory
-    embedding = 0 if a.adapters else own.embedding * FP32 * (2 if tied else bool(before))
-    yield common | {"activations": tower, "working": s.gathered + behind + embedding}
-    if own.tower is not None:
-        working = s.gathered + behind + tower_working(own, a)
-        yield {"gradients": gradients, "activations": tower + recomputed_tower(own, a), "working": working}
+    embedding = 0 if a.adapters else part.embedding * FP32 * (2 if tied else bool(accumulated))
+    yield common | {"activations": tower, "working": s.gathered + kept_casts + embedding}
+    if part.tower is not None:
+        working = s.gathered + kept_casts + tower_working(part, a)
+        yield {"gradients": gradients, "activations": tower + recomputed_tower(part, a), "working": working}
 
 
-def _host_inputs(own: ModelSize, a: Arithmetic) -> int:
+def _host_inputs(part: ModelSize, a: Arithmetic) -> int:
     """Bytes of the layers' inputs in host memory. torch gives pinned memory in powers of two."""
     if not a.offloads:
         return 0
-    inputs = [(len(own.layers), a.tokens * own.hidden)]
-    if own.tower is not None and a.trains_vision:
-        inputs.append((own.tower.layers, patches(own.tower, a) * own.tower.hidden))
+    inputs = [(len(part.layers), a.tokens * part.hidden)]
+    if part.tower is not None and a.trains_vision:
+        inputs.append((part.tower.layers, patches(part.tower, a) * part.tower.hidden))
     return sum(layers << (elements * FP32 - 1).bit_length() for layers, elements in inputs)
 
 
@@ -232,23 +234,23 @@ def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> 
     return max(map(with_allowance, moments), key=lambda parts: sum(parts.values()))
 
 
-def _sum(parts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    return {name: parts.get(name, 0) + more.get(name, 0) for name in dict.fromkeys([*parts, *more])}
+def _sum(parts: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
+    return {name: parts.get(name, 0) + added.get(name, 0) for name in dict.fromkeys([*parts, *added])}
 
 
 # ------------------------------------------------------------------------------------------ messages
 
 
 def _explained(
-    s: Storage, a: Arithmetic, own: ModelSize, parameters: int, trained: int, quantized: float
+    s: Storage, a: Arithmetic, part: ModelSize, parameters: int, trained: int, quantized: float
 ) -> dict[str, str]:
-    less = f", less {quantized / 1e6:.4g} MB that quantised layers save" if quantized else ""
+    saving = f", less {quantized / 1e6:.4g} MB that quantised layers save" if quantized else ""
     second = f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
-    layers = f"{a.tokens} computed tokens x {len(own.layers)} layers"
-    if own.tower is not None and a.trains_vision:
-        layers += f", {patches(own.tower, a)} patches of images x {own.tower.layers} layers"
+    layers = f"{a.tokens} computed tokens x {len(part.layers)} layers"
+    if part.tower is not None and a.trains_vision:
+        layers += f", {patches(part.tower, a)} patches of images x {part.tower.layers} layers"
     return {
-        "weights": product(parameters, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + less,
+        "weights": product(parameters, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + saving,
         "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
         "optimizer": product(trained, s.optimizer_bytes, s.optimizer_ranks, s.layer_ranks),
         "activations": layers
@@ -260,8 +262,8 @@ def _explained(
     }
 
 
-def product(count: int, each: float, ranks: int = 1, layer_ranks: int = 1, over: str = "ranks") -> str:
+def product(count: int, size: float, ranks: int = 1, layer_ranks: int = 1, over: str = "ranks") -> str:
     """``70.6 G parameters x 12 bytes / 16 ranks``."""
     many = f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.4g} M"
     part = f" of layers in {layer_ranks} parts" if layer_ranks > 1 else ""
-    return f"{many} parameters{part} x {each:g} bytes" + (f" / {ranks} {over}" if ranks > 1 else "")
+    return f"{many} parameters{part} x {size:g} bytes" + (f" / {ranks} {over}" if ranks > 1 else "")

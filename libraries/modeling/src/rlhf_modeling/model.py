@@ -83,38 +83,38 @@ def load_model(
     require_floats(spec, module.config, read(spec, "model", headers_of))
     if adapter is not None:
         use_adapter_folder(module, spec, adapter, merge=lora is None and not adapters)
-    loaded = take_apart(module, kind, spec)
-    loaded.fresh_head, loaded.image_text = from_lm, reads_images(config, True)
-    loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
+    model = take_apart(module, kind, spec)
+    model.fresh_head, model.image_text = from_lm, reads_images(config, True)
+    model.positions, model.rope = _learned_positions(module), length_rope(module)
     if spec.storage == "bf16":
         widen(module)
     if divided:
         module.eval().to(device)
-        return loaded
+        return model
     if from_lm:
-        draw_head(loaded, spec)
+        draw_head(model, spec)
     if lora is not None:
-        adapt(loaded, spec, lora, device)
+        adapt(model, spec, lora, device)
     if quantization is not None:
-        quantize_layers(module, quantizable(module, loaded.head, ()), quantization, device)
+        quantize_layers(module, quantizable(module, model.head, ()), quantization, device)
     module.eval().to(device)
-    probe(loaded, spec)
+    probe(model, spec)
     considered = kernels == "liger" or (kernels == "auto" and not deterministic)
-    use_kernels(loaded, kernels, considered and precision_of(spec, device).bf16)
-    return loaded
+    use_kernels(model, kernels, considered and precision_of(spec, device).bf16)
+    return model
 
 
-def adapt(loaded: LoadedModel, spec: ModelSpec, lora: LoraOptions, device: torch.device) -> None:
+def adapt(model: LoadedModel, spec: ModelSpec, lora: LoraOptions, device: torch.device) -> None:
     """Add the role's adapters, and quantise the layers that stay frozen, each on ``device``."""
-    module, kind = loaded.module, lora.quantization
-    own_head = None if loaded.kind == "lm" else loaded.head
+    module, kind = model.module, lora.quantization
+    own_head = None if model.kind == "lm" else model.head
     saved = saved_modules(module, lora.modules_to_save or (), own_head, ())
-    frozen = quantizable(module, loaded.head, saved) if kind is not None else []
-    add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+    frozen = quantizable(module, model.head, saved) if kind is not None else []
+    add_adapters(module, model.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     if kind is not None:
         quantize_layers(module, frozen, kind, device)
     if (adapter := adapter_of(spec.path)) is not None:
-        continue_adapter(loaded, adapter)
+        continue_adapter(model, adapter)
 
 
 def use_adapter_folder(module: PreTrainedModel, spec: ModelSpec, adapter: AdapterFolder, merge: bool) -> None:
@@ -171,8 +171,8 @@ def require_weights(
         from_lm: its head is not in the checkpoint.
         adapter: has weights that its base may lack, such as a head.
     """
-    own = () if adapter is None else saved_whole(adapter_headers(adapter)[0])
-    missing = sorted({*info["missing_keys"]} - {*own})
+    adapter_names = () if adapter is None else saved_whole(adapter_headers(adapter)[0])
+    missing = sorted({*info["missing_keys"]} - {*adapter_names})
     if from_lm:
         missing = [name for name in missing if not name.startswith("score.")]
     damaged = missing or sorted(str(m) for m in info["mismatched_keys"])
@@ -207,9 +207,9 @@ def _learned_positions(module: PreTrainedModel) -> int | None:
     return positions if positions and sizes & {positions, positions + 2} else None
 
 
-def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
+def draw_head(model: LoadedModel, spec: ModelSpec) -> None:
     """Draw the weights of a new head; they must be whole."""
-    head = loaded.head
+    head = model.head
     generator = torch.Generator().manual_seed(derive_seed(spec.seed, "head/" + spec.role.name))
     with torch.no_grad():
         head.weight.copy_(

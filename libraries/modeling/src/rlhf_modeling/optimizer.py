@@ -47,10 +47,10 @@ MUON_STATE = ("momentum_buffer",)
 """Names of the optimizers' state of a parameter."""
 
 
-def build_optimizer(parameters: Parameters, outside: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Parameters, excluded: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf_modeling.optimizer.OrthogonalAdamW`, over
     :func:`parameter_groups` of parameters that are whole."""
-    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, outside, config)
+    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, excluded, config)
     make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
@@ -58,7 +58,7 @@ def build_optimizer(parameters: Parameters, outside: Collection[int], config: Tr
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
-    outside: Collection[int],
+    excluded: Collection[int],
     config: TrainingConfig,
 ) -> list[dict[str, Any]]:
     """Weight decay applies to matrices, not to vectors (norms, biases). Under Muon the layers' matrices are a group
@@ -66,11 +66,11 @@ def parameter_groups(
 
     Args:
         shapes: of whole parameters; this rank may hold a part of them.
-        outside: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
+        excluded: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
             matrices of experts, which have three dimensions.
     """
     muon = config.optimizer == "muon"
-    chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in outside]
+    chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in excluded]
     rest = [n for n in parameters if n not in set(chosen)]
     kinds: list[tuple[list[str], dict[str, Any]]] = [
         (chosen, {"weight_decay": config.weight_decay, "muon": True, "momentum": config.muon_momentum}),
@@ -135,7 +135,7 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: Parameters,
     tensors: Mapping[str, Tensor],
-    where: Path | str,
+    source: Path | str,
     stepped: Collection[str] = (),
 ) -> None:
     """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it.
@@ -146,7 +146,7 @@ def restore_optimizer(
 
     Raises CheckpointError naming the tensor that is missing, unknown, or of another shape or number format.
     """
-    _check_state(optimizer, parameters, tensors, where, stepped)
+    _check_state(optimizer, parameters, tensors, source, stepped)
     optimizer.state.clear()
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -157,7 +157,7 @@ def _check_state(
     optimizer: torch.optim.Optimizer,
     parameters: Parameters,
     tensors: Mapping[str, Tensor],
-    where: Path | str,
+    source: Path | str,
     stepped: Collection[str],
 ) -> None:
     muon = {id(p) for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
@@ -165,17 +165,17 @@ def _check_state(
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
         if name not in parameters:
-            refuse(where, f"{full_name}: this model has no parameter {name!r}.")
+            refuse(source, f"{full_name}: this model has no parameter {name!r}.")
         if key not in keys[name]:
-            refuse(where, f"{full_name}: unknown; the optimizer keeps {', '.join(keys[name])} of this parameter.")
+            refuse(source, f"{full_name}: unknown; the optimizer keeps {', '.join(keys[name])} of this parameter.")
         p = parameters[name]
         shape, dtype = (torch.Size(), torch.float32) if key == "step" else (p.shape, p.dtype)
         if (value.shape, value.dtype) != (shape, dtype):
             actual = f"{value.dtype} of shape {tuple(value.shape)}"
-            refuse(where, f"{full_name}: {actual}, expected {dtype} of shape {tuple(shape)}.")
+            refuse(source, f"{full_name}: {actual}, expected {dtype} of shape {tuple(shape)}.")
         if problem := not_finite(value):
-            refuse(where, f"{full_name}: {problem}.")
+            refuse(source, f"{full_name}: {problem}.")
     for name in parameters:
         absent = [key for key in keys[name] if f"{name}/{key}" not in tensors]
         if absent and (name in stepped or len(absent) < len(keys[name])):
-            refuse(where, f"{name}/{absent[0]}: missing.")
+            refuse(source, f"{name}/{absent[0]}: missing.")

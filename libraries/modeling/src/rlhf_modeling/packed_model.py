@@ -29,10 +29,10 @@ class PackedModel(nn.Module):
     """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call per
     micro-batch."""
 
-    def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
+    def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
-        self.model = loaded.module
-        self.loaded, self.config = loaded, config
+        self.model = model.module
+        self.loaded, self.config = model, config
 
     @cached_property  # it asks every module of the model
     def shares_prefixes(self) -> bool:
@@ -55,20 +55,20 @@ class PackedModel(nn.Module):
         )
 
 
-def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
+def hidden_states(model: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
     """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
     host = batch.host
     lens = host.lens_B.tolist()
-    loaded.require_positions(lens)
-    experts_NLK = host.tok.get(EXPERTS) if loaded.routers is not None else None
-    return loaded.compute(host.ids_N, host.position_N, lens, share, batch.images_B, experts_NLK)
+    model.require_positions(lens)
+    experts_NLK = host.tok.get(EXPERTS) if model.routers is not None else None
+    return model.compute(host.ids_N, host.position_N, lens, share, batch.images_B, experts_NLK)
 
 
-def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:
+def shares_prefixes(config: TrainingConfig, model: LoadedModel) -> bool:
     """Whether common prefixes are computed once. They are not where each sequence draws noise of its own."""
-    if not config.shared_prefixes or config.neftune_alpha is not None or loaded.layout != "shared":
+    if not config.shared_prefixes or config.neftune_alpha is not None or model.layout != "shared":
         return False
-    return not loaded.noisy and not has_noise(loaded.module)
+    return not model.noisy and not has_noise(model.module)
 
 
 @contextmanager

@@ -101,12 +101,12 @@ def measured_gain(size: int = 512, repeats: int = 10) -> float:
     try:
         best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
         for repeat in range(repeats + 1):
-            for dtype, least in best.items():
+            for dtype, seconds in best.items():
                 a = torch.ones(size, size, dtype=dtype)
                 start = time.perf_counter()
                 torch.mm(a, a)
                 if repeat > 0:  # the first product includes building the kernel
-                    best[dtype] = min(least, time.perf_counter() - start)
+                    best[dtype] = min(seconds, time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
     return best[torch.float32] / best[torch.bfloat16]

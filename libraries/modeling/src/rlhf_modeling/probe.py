@@ -27,156 +27,154 @@ from rlhf_modeling.probe_rows import MOST_OFF, probe_rows, share_off, short_leng
 from rlhf_modeling.stored import in_bf16, in_fp32
 
 
-def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
+def probe(model: LoadedModel, spec: ModelSpec) -> None:
     """Choose the model's layout and the scale of its logits. The weights are whole, or gathered by hooks.
 
     Raises ModelError where transformers cannot compute the model from token ids alone, a token's hidden state is not
     finite or depends on later tokens, or the logits are not those of the head, scaled and capped.
     """
-    loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
-    attach_images(loaded, spec)
-    use_attention(loaded.module, "eager")
-    with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
-        rows = probe_rows(loaded)
+    model.layout, model.boundaries, model.notes = "alone", False, ()
+    attach_images(model, spec)
+    use_attention(model.module, "eager")
+    with torch.no_grad(), quiet(), short_lengths(model.module), in_fp32(model.module):
+        rows = probe_rows(model)
         try:
-            truth = [_alone(loaded, ids) for ids in rows]
+            truth = [_alone(model, ids) for ids in rows]
             if spec.role.trained:
-                loaded.noisy = _draws(loaded, rows[1])
+                model.noisy = _draws(model, rows[1])
         except Exception as cause:  # any exception: the model's code is not ours
             raise ModelError(
-                f"{_who(loaded, spec)} cannot be computed by transformers from token ids alone "
+                f"{_who(model, spec)} cannot be computed by transformers from token ids alone "
                 f"({type(cause).__name__}: {cause}). Use another decoder-only model."
             ) from cause
         if not all(bool(hidden.isfinite().all()) for hidden in truth):
             raise ModelError(
-                f"{_who(loaded, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
+                f"{_who(model, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
                 "hold NaN or infinity. Use another checkpoint of it."
             )
-        if wrong(_alone(loaded, rows[1][:8]), truth[1][:8]):
+        if wrong(_alone(model, rows[1][:8]), truth[1][:8]):
             raise ModelError(
-                f"{_who(loaded, spec)} is not causal: what it computes for a token depends on later tokens, so its "
+                f"{_who(model, spec)} is not causal: what it computes for a token depends on later tokens, so its "
                 "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
             )
-        if loaded.kind == "lm" and not find_logit_scale(
-            loaded, rows[2], truth[2]
-        ):  # few tokens: these are whole logits
+        if model.kind == "lm" and not find_logit_scale(model, rows[2], truth[2]):  # few tokens: these are whole logits
             raise ModelError(
-                f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
+                f"{_who(model, spec)} does more to its logits than a linear head, a factor from its config and a soft "
                 "cap; its log-probs would be wrong here, so it is refused."
             )
-        image_truth = _image_truth(loaded, rows)
-        why = _choose(loaded, rows, torch.cat(truth))
-        if loaded.layout == "alone":
-            _choose_attention(loaded, rows, torch.cat(truth))
+        image_truth = _image_truth(model, rows)
+        reason = _choose(model, rows, torch.cat(truth))
+        if model.layout == "alone":
+            _choose_attention(model, rows, torch.cat(truth))
         if image_truth is not None:
-            _check_images(loaded, rows, image_truth)
-    if spec.images and loaded.images is None:
-        raise ModelError(f"the data have images, but {_who(loaded, spec)} {loaded.no_images}.")
-    if in_bf16(loaded.module):
-        _require_storage(loaded, spec, rows[0])
-    _write_notes(loaded, spec, why)
+            _check_images(model, rows, image_truth)
+    if spec.images and model.images is None:
+        raise ModelError(f"the data have images, but {_who(model, spec)} {model.no_images}.")
+    if in_bf16(model.module):
+        _require_storage(model, spec, rows[0])
+    _write_notes(model, spec, reason)
 
 
 @torch.no_grad()
-def _require_storage(loaded: LoadedModel, spec: ModelSpec, ids_T: Tensor) -> None:
+def _require_storage(model: LoadedModel, spec: ModelSpec, ids_T: Tensor) -> None:
     """Raises CapabilityError where the model's code cannot compute with weights that are stored in bf16."""
     try:
         with torch.autocast(ids_T.device.type, torch.bfloat16):
-            _alone(loaded, ids_T)
+            _alone(model, ids_T)
     except Exception as cause:  # any exception: the model's code is not ours
         raise CapabilityError(
-            f"{_who(loaded, spec)} cannot be computed with weights in bf16 ({type(cause).__name__}: {cause}). Set "
+            f"{_who(model, spec)} cannot be computed with weights in bf16 ({type(cause).__name__}: {cause}). Set "
             "storage = 'fp32' for this role."
         ) from cause
 
 
-def _who(loaded: LoadedModel, spec: ModelSpec) -> str:
-    return f"{type(loaded.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
+def _who(model: LoadedModel, spec: ModelSpec) -> str:
+    return f"{type(model.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
 
 
-def _alone(loaded: LoadedModel, ids_T: Tensor) -> Tensor:
+def _alone(model: LoadedModel, ids_T: Tensor) -> Tensor:
     """fp32 [T, H]."""
-    return loaded.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
+    return model.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
 
 
 # ------------------------------------------------------------------------------------------------ layouts
 
 
-def _choose(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
+def _choose(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
     """Set the fastest layout that gives ``want_NH``. Returns why faster layouts do not, empty where all do."""
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
     position_N = torch.cat([torch.arange(n, device=ids_N.device) for n in lens])
-    why = ""
+    reason = ""
     for boundaries in (False, True):
-        loaded.layout, loaded.boundaries = "packed", boundaries
+        model.layout, model.boundaries = "packed", boundaries
         with kinds_of_layers() as kinds:
-            problem = _attempt(loaded, lambda: loaded.hidden(ids_N, position_N, lens), want_NH)
+            problem = _attempt(model, lambda: model.hidden(ids_N, position_N, lens), want_NH)
         if not problem:
-            loaded.layers = frozenset(kinds)
+            model.layers = frozenset(kinds)
             break
-        why = why or problem
+        reason = reason or problem
     else:
-        loaded.layout, loaded.boundaries = "alone", False
-        return why
-    if loaded.boundaries:
-        return why
+        model.layout, model.boundaries = "alone", False
+        return reason
+    if model.boundaries:
+        return reason
 
     def sharing() -> Tensor:
-        hidden_MH, place_N = loaded.compute(ids_N, position_N, lens, share=True)
+        hidden_MH, place_N = model.compute(ids_N, position_N, lens, share=True)
         assert place_N is not None
         return hidden_MH[place_N]
 
-    loaded.layout = "shared"
-    if why := _attempt(loaded, sharing, want_NH):
-        loaded.layout = "packed"
-    return why
+    model.layout = "shared"
+    if reason := _attempt(model, sharing, want_NH):
+        model.layout = "packed"
+    return reason
 
 
-def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> None:
+def _choose_attention(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> None:
     """Set ``sdpa`` where the model accepts it and it is correct, else eager attention.
 
     Raises ModelError where sequences of equal length in one call give other hidden states than each alone.
     """
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
-    if use_attention(loaded.module, "sdpa") and not wrong(loaded.hidden(ids_N, ids_N, lens), want_NH):
+    if use_attention(model.module, "sdpa") and not wrong(model.hidden(ids_N, ids_N, lens), want_NH):
         return
-    use_attention(loaded.module, "eager")
-    share = share_off(loaded.hidden(ids_N, ids_N, lens), want_NH)
+    use_attention(model.module, "eager")
+    share = share_off(model.hidden(ids_N, ids_N, lens), want_NH)
     if share > MOST_OFF:
         raise ModelError(
-            f"{type(loaded.module).__name__} gives other hidden states for sequences of equal length in one call than "
+            f"{type(model.module).__name__} gives other hidden states for sequences of equal length in one call than "
             f"for each by itself ({share:.0%} of a probe's tokens). Use another model."
         )
 
 
-def _image_truth(loaded: LoadedModel, rows: list[Tensor]) -> Tensor | None:
+def _image_truth(model: LoadedModel, rows: list[Tensor]) -> Tensor | None:
     """fp32 [T, H] of a sequence with an image, by the model's own forward pass; None where it reads none."""
-    if loaded.images is None:
+    if model.images is None:
         return None
     try:
-        return own_statement(loaded, *image_sequence(loaded, rows))
+        return own_statement(model, *image_sequence(model, rows))
     except Exception as cause:  # any exception: the model's code is not ours
-        loaded.images, loaded.no_images = None, f"cannot be computed with images by transformers ({_said(cause)})"
+        model.images, model.no_images = None, f"cannot be computed with images by transformers ({_said(cause)})"
         return None
 
 
-def _check_images(loaded: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> None:
+def _check_images(model: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> None:
     """Unset :attr:`LoadedModel.images` where a sequence with an image gets other hidden states in a row with others."""
     try:
-        hidden = packed_with_text(loaded, rows, *image_sequence(loaded, rows))
+        hidden = packed_with_text(model, rows, *image_sequence(model, rows))
         share = max(share_off(got_TH, want_TH) for got_TH in hidden)
-        why = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
+        reason = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
     except Exception as cause:  # any exception: the model's code is not ours
-        why = _said(cause)
-    if why:
-        loaded.images = None
-        loaded.no_images = NOT_HERE.format(why)
+        reason = _said(cause)
+    if reason:
+        model.images = None
+        model.no_images = NOT_HERE.format(reason)
 
 
-def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
+def _attempt(model: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
     """What is wrong with ``compute`` under packed attention; empty where it is correct."""
     try:
-        use_packed_attention(loaded.module)
+        use_packed_attention(model.module)
         share = share_off(compute(), want_NH)
     except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
         return _said(cause)
@@ -191,19 +189,19 @@ def _said(cause: Exception) -> str:
 # ------------------------------------------------------------------------------------------------- noise
 
 
-def _draws(loaded: LoadedModel, ids_T: Tensor) -> bool:
+def _draws(model: LoadedModel, ids_T: Tensor) -> bool:
     """Whether the model draws random numbers in training: two seeds give different results."""
     device = ids_T.device
-    training = [part for part in loaded.module.modules() if part.training]
-    loaded.module.train()
+    training = [part for part in model.module.modules() if part.training]
+    model.module.train()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             results = []
             for seed in (0, 1, 0):
                 torch.manual_seed(seed)
-                results.append(_alone(loaded, ids_T))
+                results.append(_alone(model, ids_T))
     finally:
-        _evaluate(loaded.module, training)
+        _evaluate(model.module, training)
     return not torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -213,25 +211,25 @@ def _evaluate(module: nn.Module, training: list[nn.Module]) -> None:
         part.training = True
 
 
-def _write_notes(loaded: LoadedModel, spec: ModelSpec, why: str) -> None:
-    notes, model = [], type(loaded.module).__name__
-    if loaded.layout == "alone":
+def _write_notes(model: LoadedModel, spec: ModelSpec, reason: str) -> None:
+    notes, name = [], type(model.module).__name__
+    if model.layout == "alone":
         notes.append(
-            f"{model} cannot be computed packed ({why}). Sequences of each length go through it in a call of their "
+            f"{name} cannot be computed packed ({reason}). Sequences of each length go through it in a call of their "
             "own: the same numbers, slower."
         )
-    elif loaded.layout == "packed" and not loaded.boundaries:
-        notes.append(f"{model}: a prefix that sequences share is computed once for each of them ({why}).")
-    if loaded.noisy and (noise := noise_settings(loaded.module)):
-        settings = ", ".join(f"{name} = {value:g}" for name, value in noise.items())
+    elif model.layout == "packed" and not model.boundaries:
+        notes.append(f"{name}: a prefix that sequences share is computed once for each of them ({reason}).")
+    if model.noisy and (noise := noise_settings(model.module)):
+        settings = ", ".join(f"{key} = {value:g}" for key, value in noise.items())
         notes.append(
-            f"{model} draws noise while it is trained ({settings} in its config): gradients depend on how batches are "
+            f"{name} draws noise while it is trained ({settings} in its config): gradients depend on how batches are "
             "divided into micro-batches, and prefixes that sequences share are computed once for each of them."
         )
-    loaded.notes = tuple(f"{spec.role.name}: {note}" for note in notes)
+    model.notes = tuple(f"{spec.role.name}: {note}" for note in notes)
 
 
-def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bool:
+def find_logit_scale(model: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bool:
     """Set ``loaded.logit_scale``, and no ``softcap`` where the config has one that the model's class does not apply
     (LLaVA's, of a text part with one). Returns False where no factor turns the head's logits into the model's, or the
     head reads something else than the hidden states.
@@ -239,25 +237,25 @@ def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> b
     Args:
         hidden_TH: the body's hidden states of ``ids_T``.
     """
-    if loaded.head.in_features != hidden_TH.shape[-1]:
+    if model.head.in_features != hidden_TH.shape[-1]:
         return False
-    want_TV = loaded.module(input_ids=ids_T[None], use_cache=False).logits[0].float()
-    for cap in dict.fromkeys((loaded.softcap, None)):
-        loaded.softcap, loaded.logit_scale = cap, 1.0
-        if not _same(loaded.logits(hidden_TH), want_TV):
-            loaded.logit_scale = _nearest_of_config(loaded, hidden_TH, want_TV)
-        if _same(loaded.logits(hidden_TH), want_TV):
+    want_TV = model.module(input_ids=ids_T[None], use_cache=False).logits[0].float()
+    for cap in dict.fromkeys((model.softcap, None)):
+        model.softcap, model.logit_scale = cap, 1.0
+        if not _same(model.logits(hidden_TH), want_TV):
+            model.logit_scale = _nearest_of_config(model, hidden_TH, want_TV)
+        if _same(model.logits(hidden_TH), want_TV):
             return True
     return False
 
 
-def _nearest_of_config(loaded: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -> float:
+def _nearest_of_config(model: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -> float:
     """The number in the config, or the inverse of one, that is nearest to the measured factor."""
-    plain_TV, cap = loaded.head(hidden_TH).float(), loaded.softcap
+    plain_TV, cap = model.head(hidden_TH).float(), model.softcap
     if cap is not None:
         want_TV = cap * torch.atanh((want_TV / cap).clamp(-0.999999, 0.999999))
     fitted = float((plain_TV * want_TV).sum() / (plain_TV * plain_TV).sum())
-    config = loaded.module.config.get_text_config().to_dict()
+    config = model.module.config.get_text_config().to_dict()
     numbers = [float(v) for v in config.values() if isinstance(v, int | float) and v]
     return min((scale for v in numbers for scale in (v, 1 / v)), key=lambda scale: abs(scale - fitted), default=1.0)
 

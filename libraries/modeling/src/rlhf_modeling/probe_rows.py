@@ -29,14 +29,14 @@ FRONT = 6
 LENGTHS = (9, 14, 3, 14, 12)
 
 
-def probe_rows(loaded: LoadedModel) -> list[Tensor]:
+def probe_rows(model: LoadedModel) -> list[Tensor]:
     """Sequences of the probe: int64, on the model's device, without ids that the config uses as special tokens."""
-    config = loaded.module.config
+    config = model.module.config
     fields = {**config.to_dict(), **config.get_text_config().to_dict()}
     special = {value for name, value in fields.items() if name.endswith("token_id") and isinstance(value, int)}
-    plain = [i for i in range(min(loaded.vocabulary, 1000)) if i not in special] or [0]
+    plain = [i for i in range(min(model.vocabulary, 1000)) if i not in special] or [0]
     generator = torch.Generator().manual_seed(derive_seed(0, "probe"))
-    device = next(loaded.module.parameters()).device
+    device = next(model.module.parameters()).device
 
     def draw(count: int) -> Tensor:
         return torch.tensor(plain)[torch.randint(len(plain), (count,), generator=generator)]
@@ -44,7 +44,7 @@ def probe_rows(loaded: LoadedModel) -> list[Tensor]:
     front = draw(FRONT)
     shared = (1, 3, 4)
     rows = [torch.cat([front, draw(n - FRONT)]) if i in shared else draw(n) for i, n in enumerate(LENGTHS)]
-    return [ids[: loaded.positions].to(device) for ids in rows]
+    return [ids[: model.positions].to(device) for ids in rows]
 
 
 @contextmanager
@@ -56,17 +56,17 @@ def short_lengths(module: nn.Module) -> Iterator[None]:
     for part in [part for part in holders.values() if isinstance(part, PreTrainedModel)]:
         for config in (part.config, part.config.get_text_config()):
             holders[id(config)] = config
-    changed = []
+    attributes = []
     for holder in holders.values():
         for name in LENGTHS_OF_CONFIGS:
             value = vars(holder).get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > SHORT:
-                changed.append((holder, name, value))
+                attributes.append((holder, name, value))
                 setattr(holder, name, SHORT)
     try:
         yield
     finally:
-        for holder, name, value in changed:
+        for holder, name, value in attributes:
             setattr(holder, name, value)
 
 

@@ -43,10 +43,10 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """[O, I] in the number format of the layer that was replaced, dequantised anew at every call."""
         functional, values = _functional(), self._values
-        whole: Tensor = (functional.dequantize_4bit if self.kind == "nf4" else functional.int8_vectorwise_dequant)(
+        weight: Tensor = (functional.dequantize_4bit if self.kind == "nf4" else functional.int8_vectorwise_dequant)(
             *values
         )
-        return whole.to(self.dtype)
+        return weight.to(self.dtype)
 
     def forward(self, x_NI: Tensor) -> Tensor:
         y_NO: Tensor = _Product.apply(x_NI, self)
@@ -93,8 +93,8 @@ def quantize_layers(module: nn.Module, names: Collection[str], kind: Format, dev
 
 def quantizable(module: nn.Module, head: nn.Module | None, saved: Collection[str]) -> list[str]:
     """Names of the linear layers that are frozen: all but the head and those in modules that are trained whole."""
-    whole = tuple(f"{name}." for name in saved)
-    return [name for name, _ in adaptable(module, head) if not f"{name}.".startswith(whole)]
+    prefixes = tuple(f"{name}." for name in saved)
+    return [name for name, _ in adaptable(module, head) if not f"{name}.".startswith(prefixes)]
 
 
 def require_quantization(option: str, kind: Format, device: torch.device) -> None:

@@ -147,15 +147,15 @@ def _sizes(router: nn.Module, model: str, hidden: int) -> tuple[int, int]:
             tensor.zero_()
     hidden_MH = torch.randn(_TOKENS, hidden, generator=draw)
     try:
-        logits_ME, _, own_MK = own = copy(hidden_MH)
+        logits_ME, _, own_MK = outputs = copy(hidden_MH)
         experts, chosen = logits_ME.shape[-1], own_MK.shape[-1]
         others_MK = torch.rand(_TOKENS, experts, generator=draw).argsort(-1)[:, :chosen]
         with _Choice(others_MK) as choice:
-            changed = copy(hidden_MH)
+            replayed = copy(hidden_MH)
         with _Choice(torch.where(torch.arange(_TOKENS)[:, None] < 1, -1, own_MK)):
-            same = copy(hidden_MH)
-        fits = choice.calls == 1 and torch.equal(changed[2], others_MK) and not torch.equal(changed[1], own[1])
-        fits = fits and all(torch.equal(a, b) for a, b in zip(own, same, strict=True))
+            repeated = copy(hidden_MH)
+        fits = choice.calls == 1 and torch.equal(replayed[2], others_MK) and not torch.equal(replayed[1], outputs[1])
+        fits = fits and all(torch.equal(a, b) for a, b in zip(outputs, repeated, strict=True))
     except Exception:  # any exception: the router's code is not ours
         fits = False
     if not fits:

@@ -71,9 +71,9 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
         first = skip if device.type == "cpu" and length - skip < MASKED * length else 0
         groups.append(SequenceRun(len(run), length, skip, first))
         for s in run:
-            where = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
-            keys.append(where)
-            queries.append(where[first:])
+            index_L = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
+            keys.append(index_L)
+            queries.append(index_L[first:])
     own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])
     q_rows, k_rows = (
         None if torch.equal(every_N, x) else moved(x, device) for x in (torch.cat(queries), torch.cat(keys))
@@ -81,20 +81,20 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
     return SequenceRuns(tuple(groups), q_rows, k_rows, moved(own_L, device))
 
 
-def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: SequenceRuns, options: Options) -> Tensor:
+def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceRuns, options: Options) -> Tensor:
     """[N, H, D] -> [L, H, D] at ``where.own_L``."""
-    q_sizes = [r.count * (r.length - r.first) for r in where.runs]
-    k_sizes = [r.count * r.length for r in where.runs]
+    q_sizes = [r.count * (r.length - r.first) for r in layout.runs]
+    k_sizes = [r.count * r.length for r in layout.runs]
     parts = []
     for run, *rows in zip(
-        where.runs,
-        _taken(q_NHD, where.queries).split(q_sizes),
-        _taken(k_NKD, where.keys).split(k_sizes),
-        _taken(v_NKD, where.keys).split(k_sizes),
+        layout.runs,
+        _taken(q_NHD, layout.queries).split(q_sizes),
+        _taken(k_NKD, layout.keys).split(k_sizes),
+        _taken(v_NKD, layout.keys).split(k_sizes),
         strict=True,
     ):
         q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in rows)
-        out = _attend(q, k, v, where, options).transpose(1, 2)
+        out = _attend(q, k, v, layout, options).transpose(1, 2)
         parts.append(out[:, run.skip - run.first :].flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -103,12 +103,12 @@ def _taken(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else take_rows(x, index)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, where: SequenceRuns, options: Options) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: SequenceRuns, options: Options) -> Tensor:
     """[G, H, Q, D]; the queries are the last ones of the sequences, k and v [G, K, T, D]."""
     queries, length = q.shape[2], k.shape[2]
     window = options.window if options.window is not None and options.window < length else None
     if options.softcap is not None:
-        return _softcapped(q, k, v, options, _band(where, length, window, q))
+        return _softcapped(q, k, v, options, _band(layout, length, window, q))
     causal = window is None and queries == length
     if q.is_cuda and (not causal or q.dtype == torch.float32):
         # torch's kernel without T x T scores takes no groups there (to torch 2.13): it would choose the plain one.
@@ -117,7 +117,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, where: SequenceRuns, options: Optio
         q,
         k,
         v,
-        attn_mask=None if causal else _band(where, length, window, q),
+        attn_mask=None if causal else _band(layout, length, window, q),
         is_causal=causal,
         dropout_p=options.dropout,
         scale=options.scaling,
@@ -141,11 +141,11 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
-def _band(where: SequenceRuns, length: int, window: int | None, q: Tensor) -> Tensor:
+def _band(layout: SequenceRuns, length: int, window: int | None, q: Tensor) -> Tensor:
     """bool [Q, T]: token i sees j where i - window < j <= i."""
     key = (length, window or length)
-    if key not in where.masks:
+    if key not in layout.masks:
         i = torch.arange(length, device=q.device)
         distance = i[:, None] - i[None, :]
-        where.masks[key] = (distance >= 0) & (distance < key[1])
-    return where.masks[key][length - q.shape[2] :]
+        layout.masks[key] = (distance >= 0) & (distance < key[1])
+    return layout.masks[key][length - q.shape[2] :]

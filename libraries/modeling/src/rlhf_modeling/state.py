@@ -73,7 +73,7 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
         raise CheckpointError(f"cannot read {str(file)!r}: {cause}. It is incomplete or damaged.") from cause
 
 
-def check_values(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: Path | str) -> None:
+def check_values(target: Mapping[str, Tensor], source: Mapping[str, Tensor], label: Path | str) -> None:
     """Raises CheckpointError where a tensor of the file has another number format than the tensor that it is copied to,
     which torch would convert without a message, or holds NaN or infinity that a model of this kind does not have."""
     wrong = [
@@ -82,10 +82,10 @@ def check_values(target: Mapping[str, Tensor], source: Mapping[str, Tensor], whe
         if name in source and source[name].dtype != tensor.dtype
     ]
     if wrong:
-        refuse(where, *wrong[:3])
+        refuse(label, *wrong[:3])
     for name, tensor in target.items():  # a buffer may hold infinities, such as those of a mask
         if name in source and (problem := not_finite(source[name])) and not not_finite(tensor):
-            refuse(where, f"{name}: {problem}.")
+            refuse(label, f"{name}: {problem}.")
 
 
 def not_finite(tensor: Tensor) -> str:
@@ -97,17 +97,17 @@ def not_finite(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
+def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], label: str) -> None:
     """Copy each given tensor into the tensor of the same name in ``target``. Names and shapes must be the same."""
     if target.keys() != source.keys():
         missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
         raise CheckpointError(
-            f"{where} is of another model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}"
+            f"{label} is of another model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}"
         )
     for name, tensor in target.items():
         if tensor.shape != source[name].shape:
             raise CheckpointError(
-                f"{where} is of another model: {name!r} has shape {tuple(source[name].shape)}, "
+                f"{label} is of another model: {name!r} has shape {tuple(source[name].shape)}, "
                 f"here {tuple(tensor.shape)}"
             )
     for name, tensor in target.items():

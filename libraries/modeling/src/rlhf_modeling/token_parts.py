@@ -76,10 +76,10 @@ class RowPart:
         """int64: those of A rows of the row that are in this part, as indices of ``source_A``."""
         return ((source_A >= self.start) & (source_A < self.start + self.own)).nonzero()[:, 0]
 
-    def assemble(self, own: Tensor, where: Tensor, count: int) -> Tensor:
-        """[count, ...]: the outputs of all ranks. ``own`` are this rank's, at the indices ``where``; each index is on
-        one rank. The gradient of ``own`` is that of the same places."""
-        assembled: Tensor = _Assemble.apply(own, where, count, self.among.group)
+    def assemble(self, outputs: Tensor, index_N: Tensor, count: int) -> Tensor:
+        """[count, ...]: the outputs of all ranks. ``outputs`` are this rank's, at the indices ``index_N``; each index
+        is on one rank. The gradient of ``outputs`` is that of the same places."""
+        assembled: Tensor = _Assemble.apply(outputs, index_N, count, self.among.group)
         return assembled
 
     def total(self, x: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ class RowPart:
         every_MF = self._exchange(torch.cat(rows, -1).flatten(0, 1), [self.own] * ranks, self.sizes)
         widths = [x.shape[-1] for x in rows]
         parts = zip(every_MF.split(widths, -1), (heads, k.shape[1], v.shape[1]), strict=True)
-        mine = [x.unflatten(-1, (count // ranks, -1)).transpose(0, 1)[None] for x, count in parts]
-        return mine[0], mine[1], mine[2]
+        rank_heads = [x.unflatten(-1, (count // ranks, -1)).transpose(0, 1)[None] for x, count in parts]
+        return rank_heads[0], rank_heads[1], rank_heads[2]
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """[1, M, H / R, D] -> [1, P, H, D]."""
         ranks, (heads, size) = self.among.ranks, out.shape[2:]
-        own = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
-        return own.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
+        tokens = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
+        return tokens.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         exchanged: Tensor = _Exchange.apply(x, to_ranks, from_ranks, self.among.group)
@@ -124,20 +124,20 @@ class PartAttention(PackedAttention):
     def __call__(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        ranks, own = self.part.among.ranks, self.part.own
+        ranks, tokens = self.part.among.ranks, self.part.own
         if q.shape[1] % ranks:
             raise CapabilityError(heads_refused(type(module).__name__, q.shape[1], ranks))
-        if q.shape[0] != 1 or q.shape[2] != own or k.shape[2] != own:
+        if q.shape[0] != 1 or q.shape[2] != tokens or k.shape[2] != tokens:
             raise ModelError(
-                f"this rank computes {own} tokens of the row but {type(module).__name__} attends with queries "
+                f"this rank computes {tokens} tokens of the row but {type(module).__name__} attends with queries "
                 f"{tuple(q.shape)} and keys {tuple(k.shape)} [batch, heads, tokens, head size]"
             )
         # on a GPU every kernel computes in this dtype; on a CPU some read fp32 queries and keys under autocast
-        on_cpu, before = q.device.type == "cpu", [x.dtype for x in (q, k, v)]
-        dtype = torch.promote_types(torch.promote_types(*before[:2]), before[2]) if on_cpu else self.computes(q, v)
+        on_cpu, dtypes = q.device.type == "cpu", [x.dtype for x in (q, k, v)]
+        dtype = torch.promote_types(torch.promote_types(*dtypes[:2]), dtypes[2]) if on_cpu else self.computes(q, v)
         q, k, v = self.part.to_heads(q.to(dtype), k.to(dtype), v.to(dtype))
         if on_cpu:
-            q, k, v = (x.to(kind) for x, kind in zip((q, k, v), before, strict=True))
+            q, k, v = (x.to(kind) for x, kind in zip((q, k, v), dtypes, strict=True))
         out, _ = super().__call__(module, q, k, v, mask, *args, **options)
         return self.part.to_tokens(out), None
 
@@ -176,18 +176,18 @@ def _all_to_all(x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], g
 
 class _Assemble(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, where: Tensor, count: int, group: Any) -> Tensor:
-        ctx.save_for_backward(where)
-        out = own.new_zeros((count, *own.shape[1:]))
-        out[where] = own.detach()
+    def forward(ctx: Any, outputs: Tensor, index_N: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index_N)
+        out = outputs.new_zeros((count, *outputs.shape[1:]))
+        out[index_N] = outputs.detach()
         dist.all_reduce(out, group=group)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (where,) = ctx.saved_tensors
-        return grad[where], None, None, None
+        (index_N,) = ctx.saved_tensors
+        return grad[index_N], None, None, None
 
 
 class _Total(torch.autograd.Function):

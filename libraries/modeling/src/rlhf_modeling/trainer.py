@@ -104,20 +104,20 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     def adapters(cls, config: TrainingConfig, spec: ModelSpec) -> LowRankAdapters | None:
         return separable_adapters(config.lora, spec) if spec.role.trained and config.lora is not None else None
 
-    def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
+    def prepare(self, model: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
-        self.spec, self.device, self.loaded = spec, device, loaded
-        loaded.device = device
+        self.spec, self.device, self.loaded = spec, device, model
+        model.device = device
         self.precision: Precision = precision_of(spec, device)
         check_kernel(self.config.attention, device, self.precision.bf16)
         self.choose_kernel()
         self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
-        self.module = loaded.module
+        self.module = model.module
         """The live model, in evaluation mode between calls."""
-        self.packed: nn.Module = PackedModel(loaded, self.config)
+        self.packed: nn.Module = PackedModel(model, self.config)
         """Computes a micro-batch: ``packed(batch, outputs)``."""
         self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
-        if self.tokenizer is not None and loaded.kind != "lm":
+        if self.tokenizer is not None and model.kind != "lm":
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
         self._notes = try_export(spec, self.module, self.tokenizer) if self.tokenizer is not None else ()
         default = type(self.config).model_fields["lr"].default
@@ -135,7 +135,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         self._micros = 0  # micro-batches since the last step; part of the dropout seeds
         self._bad_loss = ""
         self._coverage: dict[str, list[str]] | None = None
-        self.parameters: dict[str, nn.Parameter] = choose_parameters(loaded, spec, self.config)
+        self.parameters: dict[str, nn.Parameter] = choose_parameters(model, spec, self.config)
         """{name: trained parameter}; of a frozen role, all parameters."""
         offloads = spec.role.trained and self.config.offload_activations
         self.host_inputs = HostInputs(device) if offloads else None
@@ -144,27 +144,27 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
         self.balance = ExpertBalance(self.module, coef) if coef else None
         layers = replayed_layers(self.config, spec)
-        loaded.routers = None if layers is None else Routers(self.module, layers)
+        model.routers = None if layers is None else Routers(self.module, layers)
         alpha = self.config.neftune_alpha if spec.role.trained else None
-        self.noise = None if alpha is None else EmbeddingNoise(loaded, alpha)
+        self.noise = None if alpha is None else EmbeddingNoise(model, alpha)
 
     def choose_kernel(self) -> None:
         """Choose the kernel of attention, after the model was probed. Raises CapabilityError where an option names one
         and this model is not packed, or ``flash`` computes something else on this device than ``sdpa``."""
-        loaded, kernel, model = self.loaded, self.config.attention, type(self.loaded.module).__name__
-        if kernel != "auto" and loaded.layout == "alone":
+        model, kernel, name = self.loaded, self.config.attention, type(self.loaded.module).__name__
+        if kernel != "auto" and model.layout == "alone":
             raise CapabilityError(
-                f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {model} is "
+                f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {name} is "
                 "computed. Leave it out."
             )
-        loaded.attention = kernel
+        model.attention = kernel
         dtype = torch.bfloat16 if self.precision.bf16 else torch.float32
-        if kernel == "sdpa" or why_not(self.device, dtype) or not (problem := disagreement(loaded.layers, self.device)):
+        if kernel == "sdpa" or why_not(self.device, dtype) or not (problem := disagreement(model.layers, self.device)):
             return
         if kernel == "flash":
-            raise CapabilityError(f"trainer.attention = 'flash': for layers of {model} {problem}. Leave it out.")
-        loaded.attention = "sdpa"
-        loaded.notes += (f"{self.spec.role.name}: attention of {model} is 'sdpa', because with 'flash' {problem}.",)
+            raise CapabilityError(f"trainer.attention = 'flash': for layers of {name} {problem}. Leave it out.")
+        model.attention = "sdpa"
+        model.notes += (f"{self.spec.role.name}: attention of {name} is 'sdpa', because with 'flash' {problem}.",)
 
     @property
     def precision_note(self) -> str:
@@ -351,12 +351,12 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             raise TrainingError(f"role {self.spec.role.name!r} is not trained: {call}() needs RoleSpec(trained=True)")
 
 
-def choose_parameters(loaded: LoadedModel, spec: ModelSpec, config: TrainingConfig) -> dict[str, nn.Parameter]:
+def choose_parameters(model: LoadedModel, spec: ModelSpec, config: TrainingConfig) -> dict[str, nn.Parameter]:
     """Set ``requires_grad`` of every parameter. Returns {name: trained parameter}; of a frozen role, all parameters."""
-    module, trained = loaded.module, spec.role.trained
+    module, trained = model.module, spec.role.trained
     module.requires_grad_(trained)
     if trained and config.lora is not None:
-        own_head = loaded.head if loaded.kind != "lm" else None
+        own_head = model.head if model.kind != "lm" else None
         train_adapters_only(module, own_head, config.lora.modules_to_save)
     if trained and config.freeze_vision:
         for name in vision_parameters(module):

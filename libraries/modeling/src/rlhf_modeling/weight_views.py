@@ -90,8 +90,8 @@ class WeightViews(HasViews):
             return self.average.swapped_in()
         if view == "base" and self.has_adapters:
             return self._base()
-        why = {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"}
-        reason = why.get(view, "it is not known")
+        reasons = {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"}
+        reason = reasons.get(view, "it is not known")
         raise CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
 
     @contextmanager

@@ -121,16 +121,16 @@ class WorkerLauncher(Launcher):
         refresh: Callable[[], object] | None = None,
     ) -> EngineGroup:
         check_takes_tensors(generator, self.name)
-        placed = self._reserved(GENERATOR)
-        allocations = placed.allocations[GENERATOR]
+        reservation = self._reserved(GENERATOR)
+        allocations = reservation.allocations[GENERATOR]
 
         def start(numbers: Sequence[int]) -> list[WorkerHandle]:
-            before = len(self._running)
+            count = len(self._running)
             try:
                 members = self._start({f"engine {n}": allocations[n] for n in numbers})
                 self._build(members, [(generator, config, spec)] * len(members))
             except BaseException:  # another attempt may follow on the same devices
-                for member in self._running[before:]:
+                for member in self._running[count:]:
                     member.kill()
                 raise
             return members
@@ -138,10 +138,12 @@ class WorkerLauncher(Launcher):
         link = None
         if self._link is not None:
             assert isinstance(policy, RankGroup)
-            link = WeightLink(self._link, policy, placed.cuda, spec.sync_timeout, self._watch)
+            link = WeightLink(self._link, policy, reservation.cuda, spec.sync_timeout, self._watch)
         broken = link.drop if link is not None else lambda: None
         with self._or_nothing():
-            pool = EngineWorkers(placed.calls, start, self._watch, len(allocations), self.config.max_restarts, broken)
+            pool = EngineWorkers(
+                reservation.calls, start, self._watch, len(allocations), self.config.max_restarts, broken
+            )
         front = EngineGroup(generator, spec, pool, link, refresh)
         self._launched.append(front)
         return front
@@ -149,10 +151,10 @@ class WorkerLauncher(Launcher):
     def choose_link(self, generator: type[Generator], transport: str) -> None:
         with self._or_nothing():  # refused before a model is loaded
             check_takes_tensors(generator, self.name)
-            placed = self._reserved(POLICY, GENERATOR)
-            allocations = placed.allocations[POLICY], placed.allocations[GENERATOR]
+            reservation = self._reserved(POLICY, GENERATOR)
+            allocations = reservation.allocations[POLICY], reservation.allocations[GENERATOR]
             links = receives_over_links(generator)
-            self._link = choose_kind(transport, links, *allocations, placed.cuda, placed.nodes)
+            self._link = choose_kind(transport, links, *allocations, reservation.cuda, reservation.nodes)
 
     def _end_workers(self, last_first: ExitStack) -> None:
         """Register the end of all workers, groups and engines first. Every callback runs, even if one raises."""

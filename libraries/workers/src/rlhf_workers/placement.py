@@ -140,8 +140,8 @@ def assign(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[str]
 
 
 def _held(nodes: Sequence[ClusterNode], kind: str) -> str:
-    each = ", ".join(f"{node.address} has {node.resources.get(kind, 0):g}" for node in nodes)
-    return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {each}"
+    amounts = ", ".join(f"{node.address} has {node.resources.get(kind, 0):g}" for node in nodes)
+    return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {amounts}"
 
 
 def allocate(
@@ -162,22 +162,24 @@ def allocate(
     for role, place in places.items():
         host = places[place.share] if place.share else place
         slots = [(index, n) for index in order[place.share or role] for n in range(host.devices)]
-        each = _devices_each(role, place, host)
-        devices[role] = [tuple(slots[rank * each : (rank + 1) * each]) for rank in range(place.ranks)]
-        for rank, own in enumerate(devices[role]):
-            where = {nodes[index] for index, _ in own}
-            if len(where) > 1:
+        size = _devices_each(role, place, host)
+        devices[role] = [tuple(slots[rank * size : (rank + 1) * size]) for rank in range(place.ranks)]
+        for rank, group in enumerate(devices[role]):
+            hosts = {nodes[index] for index, _ in group}
+            if len(hosts) > 1:
                 raise ConfigError(
-                    f"[placement.{role}]: the {each} devices of rank {rank} would be on {len(where)} nodes, because "
+                    f"[placement.{role}]: the {size} devices of rank {rank} would be on {len(hosts)} nodes, because "
                     f"those of {place.share!r} are; one process can only have devices of one node. Lower its devices, "
                     f"give {place.share!r} more devices per rank, or give {role!r} devices of its own."
                 )
-    tenants = Counter(own[0][0] for ranks in devices.values() for own in ranks)
+    tenants = Counter(group[0][0] for ranks in devices.values() for group in ranks)
 
     def cpus(bundle: int) -> float:
         return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
 
-    return {role: [Allocation(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in devices.items()}
+    return {
+        role: [Allocation(group[0][0], cpus(group[0][0]), group) for group in ranks] for role, ranks in devices.items()
+    }
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:

@@ -54,20 +54,22 @@ def require_images(spec: ModelSpec, config: Any) -> None:
             f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a {model}, which reads "
             f"text only. {advice}"
         )
-    if why := _image_problem(config):
-        raise ModelError(f"the data have images, but {model} ({spec.path!r}, role {spec.role.name!r}) {why}. {advice}")
+    if reason := _image_problem(config):
+        raise ModelError(
+            f"the data have images, but {model} ({spec.path!r}, role {spec.role.name!r}) {reason}. {advice}"
+        )
 
 
 def _image_problem(config: Any) -> str:
     """Why an image-text model with this config is not computed with images, as far as the config tells; empty: it may
     be."""
-    kind, here = type(config), "cannot be computed with images here: "
+    kind, start = type(config), "cannot be computed with images here: "
     mappings = auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto_classes().MODEL_MAPPING
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
-    if not any(hasattr(each, "get_image_features") for each in classes):
-        return here + "its class has no get_image_features, so no tokens of a sequence stand for an image"
+    if not any(hasattr(cls, "get_image_features") for cls in classes):
+        return start + "its class has no get_image_features, so no tokens of a sequence stand for an image"
     if not hasattr(config, "image_token_id"):
-        return here + "its config names no image_token_id, the token that stands for an image"
+        return start + "its config names no image_token_id, the token that stands for an image"
     if attends_ahead(config):
         return NOT_HERE.format("transformers' mask lets an image token attend to later ones")
     return ""
@@ -122,9 +124,9 @@ class Scored:
 def _scored_class(config_class: type) -> Any:
     from transformers import conversion_mapping
 
-    whole: Any = auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+    model_class: Any = auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
     body: Any = auto_classes().MODEL_MAPPING[config_class]
-    base: Any = next(c for c in whole.__mro__ if c.__name__.endswith("PreTrainedModel"))
+    base: Any = next(c for c in model_class.__mro__ if c.__name__.endswith("PreTrainedModel"))
 
     def make(self: Any, config: Any) -> None:
         base.__init__(self, config)
@@ -132,8 +134,8 @@ def _scored_class(config_class: type) -> Any:
         self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
         self.post_init()
 
-    name = whole.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
-    conversions = conversion_mapping.get_checkpoint_conversion_mapping(whole.__name__)
+    name = model_class.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
+    conversions = conversion_mapping.get_checkpoint_conversion_mapping(model_class.__name__)
     if conversions is not None:  # transformers finds them by the name of the class
         conversion_mapping.register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
     return type(name, (base,), {"__init__": make, "__module__": base.__module__})

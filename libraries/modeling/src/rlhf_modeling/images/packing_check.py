@@ -21,49 +21,49 @@ from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.loaded import LoadedModel
 
 
-def attach_images(loaded: LoadedModel, spec: ModelSpec) -> None:
+def attach_images(model: LoadedModel, spec: ModelSpec) -> None:
     """Set :attr:`LoadedModel.images` where the model reads images and its folder has an image processor."""
-    loaded.images, loaded.no_images = None, "reads text only"
-    if not has_vision(loaded.module):
-        if loaded.image_text:
-            loaded.no_images = "was loaded without its vision tower: set data.max_images, and it is loaded with it"
+    model.images, model.no_images = None, "reads text only"
+    if not has_vision(model.module):
+        if model.image_text:
+            model.no_images = "was loaded without its vision tower: set data.max_images, and it is loaded with it"
         return
     try:
         processor = load_processor(spec.path, spec.trust_remote_code)
     except ModelError as cause:
-        loaded.no_images = f"has no processor of images ({cause})"
+        model.no_images = f"has no processor of images ({cause})"
         return
-    loaded.images = ImageInputs(loaded.module, loaded.body, processor)
+    model.images = ImageInputs(model.module, model.body, processor)
 
 
-def image_sequence(loaded: LoadedModel, rows: list[Tensor]) -> tuple[Tensor, tuple[Image, ...]]:
+def image_sequence(model: LoadedModel, rows: list[Tensor]) -> tuple[Tensor, tuple[Image, ...]]:
     """int64 [T]: text, an image, text."""
-    assert loaded.images is not None
-    blank_T, image = loaded.images.blank
+    assert model.images is not None
+    blank_T, image = model.images.blank
     front_T, back_T = rows[0], rows[2]
     ids_T = torch.cat([front_T, blank_T.to(front_T.device), back_T])
     return ids_T, (image.moved(len(front_T)),)
 
 
-def own_statement(loaded: LoadedModel, ids_T: Tensor, images: tuple[Image, ...]) -> Tensor:
+def own_statement(model: LoadedModel, ids_T: Tensor, images: tuple[Image, ...]) -> Tensor:
     """fp32 [T, H]: what the model's own forward pass gives for a sequence with images."""
-    inputs = loaded.images
+    inputs = model.images
     assert inputs is not None
     kind_1T = (ids_T == inputs.token).int()[None]
-    parameters = set(inspect.signature(loaded.body.forward).parameters) & {"mm_token_type_ids", "token_type_ids"}
+    parameters = set(inspect.signature(model.body.forward).parameters) & {"mm_token_type_ids", "token_type_ids"}
     pixels = joined(inputs.pixels.of(images), ids_T.device)
-    out = loaded.body(input_ids=ids_T[None], use_cache=False, **pixels, **dict.fromkeys(parameters, kind_1T))
+    out = model.body(input_ids=ids_T[None], use_cache=False, **pixels, **dict.fromkeys(parameters, kind_1T))
     hidden_TH: Tensor = out.last_hidden_state[0]
     return hidden_TH.float()
 
 
 def packed_with_text(
-    loaded: LoadedModel, rows: list[Tensor], ids_T: Tensor, images: tuple[Image, ...]
+    model: LoadedModel, rows: list[Tensor], ids_T: Tensor, images: tuple[Image, ...]
 ) -> tuple[Tensor, Tensor]:
     """fp32 [T, H] of a sequence with images that stands twice among sequences of text, each time."""
     sequences = [rows[1], ids_T, rows[3], ids_T]
     lens = [len(s) for s in sequences]
     position_N = torch.cat([torch.arange(n, device=ids_T.device) for n in lens])
-    hidden_NH = loaded.hidden(torch.cat(sequences), position_N, lens, ((), images, (), images)).float()
+    hidden_NH = model.hidden(torch.cat(sequences), position_N, lens, ((), images, (), images)).float()
     parts = hidden_NH.split(lens)
     return parts[1], parts[3]

@@ -74,15 +74,15 @@ class PixelReader:
 
 def joined(pixels: Sequence[Pixels], device: torch.device) -> Pixels:
     """The arguments for several images. Where images have other sizes, tensors are padded with zeros."""
-    return {name: _concatenated([each[name] for each in pixels]).to(device) for name in pixels[0]}
+    return {name: _concatenated([values[name] for values in pixels]).to(device) for name in pixels[0]}
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
     padded = []
     for part in parts:
-        lacking = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
-        padded.append(F.pad(part, [n for more in reversed(lacking) for n in (0, more)]) if any(lacking) else part)
+        lacking = [size - length for size, length in zip(sizes, part.shape[1:], strict=True)]
+        padded.append(F.pad(part, [n for count in reversed(lacking) for n in (0, count)]) if any(lacking) else part)
     return torch.cat(padded)
 
 

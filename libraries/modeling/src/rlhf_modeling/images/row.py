@@ -128,23 +128,23 @@ class ImageInputs:
         by_place: dict[int, tuple[Count, Pixels]] = {}  # by the place of the image's first token in the row
         start = 0
         for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
-            own = [next(pixels) for _ in images_B[b]]
-            kind_T, counts = self._placeholders(b, ids_T, images_B[b], own)
-            for image, count, values in zip(images_B[b], counts, own, strict=True):
-                at = start + image.at
-                by_place.setdefault(at if shared is None else int(shared.place_N[at]), (count, values))
+            row_pixels = [next(pixels) for _ in images_B[b]]
+            kind_T, counts = self._placeholders(b, ids_T, images_B[b], row_pixels)
+            for image, count, values in zip(images_B[b], counts, row_pixels, strict=True):
+                place = start + image.at
+                by_place.setdefault(place if shared is None else int(shared.place_N[place]), (count, values))
             try:
-                position, delta = self._positions(ids_T, position_T, kind_T, own)
+                position, delta = self._positions(ids_T, position_T, kind_T, row_pixels)
             except Exception as cause:  # the model's code fails on sequences that do not fit their images
                 raise TrainingError(
                     f"sequence {b} of a micro-batch has {int(kind_T.sum())} placeholder tokens, which do not fit its "
-                    f"{len(own)} images ({type(cause).__name__}: {cause}). {MISFIT}"
+                    f"{len(row_pixels)} images ({type(cause).__name__}: {cause}). {MISFIT}"
                 ) from cause
             kinds.append(kind_T)
             positions.append(position)
             deltas.append(delta)
             start += lens[b]
-        placed = [by_place[at] for at in sorted(by_place)]
+        images = [by_place[place] for place in sorted(by_place)]
         kind_N, position_N = torch.cat(kinds).to(ids_N.device), torch.cat(positions, -1).to(ids_N.device)
         if shared is not None:
             ids_N, kind_N, position_N = (x[..., shared.source_M] for x in (ids_N, kind_N, position_N))
@@ -154,9 +154,9 @@ class ImageInputs:
         arguments = {
             "input_ids": torch.where(sampled_N, other, ids_N)[None],
             "position_ids": position_N[..., None, :],
-            **joined([values for _, values in placed], ids_N.device),
+            **joined([values for _, values in images], ids_N.device),
         }
-        return ImageRow(arguments, lens, deltas, [count for count, _ in placed], plain_N)
+        return ImageRow(arguments, lens, deltas, [count for count, _ in images], plain_N)
 
     @contextmanager
     def placed(self, row: ImageRow) -> Iterator[None]:
@@ -182,10 +182,10 @@ class ImageInputs:
     ) -> tuple[Tensor, list[Count]]:
         """(bool [T]: placeholders of the images of sequence ``b``, what each image has)."""
         kind_T, counts = torch.zeros(len(ids_T), dtype=torch.bool), []
-        for image, own in zip(images, pixels, strict=True):
+        for image, inputs in zip(images, pixels, strict=True):
             span = slice(image.at, image.at + image.tokens)
             kind_T[span] = ids_T[span] == self.token
-            values = own["pixel_values"]
+            values = inputs["pixel_values"]
             counts.append(Count(b, int(kind_T[span].sum()), values.shape[1] if values.ndim == 5 else 1))
         return kind_T, counts
 
@@ -203,21 +203,21 @@ class ImageInputs:
         """The features of the images. Raises TrainingError where an image has another number of placeholders than of
         features."""
         out = self._features(*args, **options)
-        each = [_rows(part) for part in out.pooler_output]
-        parts = [1] * len(self._counts) if len(each) == len(self._counts) else [c.parts for c in self._counts]
+        lens = [_rows(part) for part in out.pooler_output]
+        parts = [1] * len(self._counts) if len(lens) == len(self._counts) else [c.parts for c in self._counts]
         ends = list(accumulate(parts, initial=0))
-        complete = ends[-1] == len(each)
+        complete = ends[-1] == len(lens)
         for i, count in enumerate(self._counts):
-            features = sum(each[ends[i] : ends[i + 1]])
+            features = sum(lens[ends[i] : ends[i + 1]])
             if complete and features != count.placeholders:
                 raise TrainingError(
                     f"sequence {count.sequence} of a micro-batch has an image with {count.placeholders} placeholder "
                     f"tokens, but the model has {features} features of it. {MISFIT}"
                 )
         placeholders = sum(count.placeholders for count in self._counts)
-        if self._counts and sum(each) != placeholders:
+        if self._counts and sum(lens) != placeholders:
             raise TrainingError(
-                f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(each)} "
+                f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(lens)} "
                 f"features of them. {MISFIT}"
             )
         return out

@@ -151,10 +151,10 @@ class RankFiles:
     def _check_part(self, kind: str, name: str, part: int, size: int) -> None:
         stored = sorted((s for s in self._stored[f"{kind}/{name}"] if s.part == part), key=lambda s: s.start)
         ends = [0]
-        for each in stored:
-            if each.start != ends[-1]:
+        for piece in stored:
+            if piece.start != ends[-1]:
                 break
-            ends.append(each.start + each.numel)
+            ends.append(piece.start + piece.numel)
         if len(ends) != len(stored) + 1 or ends[-1] != size:
             files = ", ".join(sorted({s.file.name for s in stored})) or "no file"
             raise CheckpointError(
@@ -176,8 +176,8 @@ class RankFiles:
     def _fill(self, kind: str, piece: Piece, target: Tensor) -> None:
         """Copy the piece's elements into ``target`` [numel]."""
         key, dim, topology = f"{kind}/{piece.name}", self.split.dim(piece.name), self.split.topology
-        now = None if dim is None else (dim, topology.parts)
-        if now == self._dims.get(piece.name):
+        division = None if dim is None else (dim, topology.parts)
+        if division == self._dims.get(piece.name):
             self._read(key, 0 if dim is None else topology.part, piece.start, target)
         else:
             part = self.split.own(piece.name, self._whole(key)).reshape(-1)

@@ -15,12 +15,12 @@ from rlhf_modeling.probe import probe
 def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None, kernels: Kernels) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` in host memory, the same on every rank, for a role that will compute on
     ``device``. Liger's kernels are left to the caller; ``auto`` is ``own`` where the layers are known."""
-    loaded = load_model(spec, torch.device("cpu"), divided=True, adapters=lora is not None)
-    if loaded.fresh_head:
-        draw_head(loaded, spec)
-    probe(loaded, spec)
+    model = load_model(spec, torch.device("cpu"), divided=True, adapters=lora is not None)
+    if model.fresh_head:
+        draw_head(model, spec)
+    probe(model, spec)
     if lora is not None:
-        adapt(loaded, spec, lora, device)
-        loaded.module.eval()
-    use_kernels(loaded, kernels if kernels != "liger" else "none")
-    return loaded
+        adapt(model, spec, lora, device)
+        model.module.eval()
+    use_kernels(model, kernels if kernels != "liger" else "none")
+    return model

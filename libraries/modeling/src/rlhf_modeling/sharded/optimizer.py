@@ -51,34 +51,34 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         size, rank = dist.get_world_size(), dist.get_rank()
         for first in range(0, len(names), size):
             turn = names[first : first + size]
-            whole = [self._gathered(name, updates.get(name), to) for to, name in enumerate(turn)]
+            matrices = [self._gathered(name, updates.get(name), target) for target, name in enumerate(turn)]
             if rank < len(turn):
-                matrix = whole[rank].view(self._shapes[turn[rank]])
+                matrix = matrices[rank].view(self._shapes[turn[rank]])
                 steps = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, _muon.DEFAULT_NS_STEPS, _muon.EPS)
-                whole[rank] = steps.to(torch.float32).reshape(-1)
-            for at, name in enumerate(turn):
+                matrices[rank] = steps.to(torch.float32).reshape(-1)
+            for owner, name in enumerate(turn):
                 if size > 1:
-                    dist.broadcast(whole[at], src=at)
+                    dist.broadcast(matrices[owner], src=owner)
                 if name in updates:
-                    own_update = self._split.own(name, whole[at].view(self._shapes[name])).reshape(-1)
+                    own_update = self._split.own(name, matrices[owner].view(self._shapes[name])).reshape(-1)
                     self._apply(*updates[name][:2], own_update, group)
 
-    def _gathered(self, name: str, own: tuple[Flat, Piece, Tensor] | None, to: int) -> Tensor:
-        """[numel] the update of the whole matrix, on rank ``to``."""
-        device = own[2].device if own is not None else self._partition.flats[0].owner.device
+    def _gathered(self, name: str, update: tuple[Flat, Piece, Tensor] | None, target: int) -> Tensor:
+        """[numel] the update of the whole matrix, on rank ``target``."""
+        device = update[2].device if update is not None else self._partition.flats[0].owner.device
         split, replicated = self._split, self._partition.replicated
-        whole = torch.zeros(self._shapes[name], device=device)
+        matrix = torch.zeros(self._shapes[name], device=device)
         everywhere = replicated and split.topology.parts == 1
         spare = replicated and split.topology.replica > 0  # another replica sends the same elements
-        if own is not None and (everywhere or (split.counts(name) and not spare)):
-            _, piece, update = own
-            own_part = split.own(name, whole)
+        if update is not None and (everywhere or (split.counts(name) and not spare)):
+            _, piece, values = update
+            own_part = split.own(name, matrix)
             part = torch.zeros(own_part.numel(), device=device)
-            part[piece.start : piece.start + piece.numel] = update
+            part[piece.start : piece.start + piece.numel] = values
             own_part.copy_(part.view(own_part.shape))
         if not everywhere and dist.get_world_size() > 1:
-            dist.reduce(whole, dst=to)
-        return whole.view(-1)
+            dist.reduce(matrix, dst=target)
+        return matrix.view(-1)
 
     def _apply(self, flat: Flat, piece: Piece, update: Tensor, group: dict[str, Any]) -> None:
         """``update``: the update of this rank's part of the matrix."""
@@ -91,15 +91,15 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
-    outside: Collection[int],
+    excluded: Collection[int],
     config: TrainingConfig,
 ) -> torch.optim.AdamW:
     """The optimizer of the trainer ``torch``, over the same groups, with Muon's step for divided matrices.
 
     Args:
         shapes: of whole parameters.
-        outside: ids of the parameters of embeddings and heads, whose matrices stay with AdamW.
+        excluded: ids of the parameters of embeddings and heads, whose matrices stay with AdamW.
     """
     make = DividedOrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
-    groups = parameter_groups(parameters, shapes, outside, config)
+    groups = parameter_groups(parameters, shapes, excluded, config)
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -62,19 +62,19 @@ class Partition(ABC):
     def piece_gradients(self, index: int) -> Iterator[tuple[Piece, Tensor]]:
         """(piece, [numel] its gradient); zeros if there is none."""
         flat, parts = self.flats[index], self.gradients(index)
-        whole = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
+        gradient = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
         for piece in flat.pieces:
-            yield piece, whole[piece.offset : piece.offset + piece.numel]
+            yield piece, gradient[piece.offset : piece.offset + piece.numel]
 
     def views(self, index: int) -> Iterator[tuple[Piece, list[Tensor]]]:
         """(piece, its reduced gradient as consecutive 1-D views); no views if there is none."""
         parts = [p.detach().view(-1) for p in self.gradients(index)]
         ends = list(accumulate(p.numel() for p in parts))
         for piece in self.flats[index].pieces:
-            slices, at, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
-            while at < len(parts) and (start := ends[at] - parts[at].numel()) < end:
-                slices.append(parts[at][max(piece.offset - start, 0) : end - start])
-                at += 1
+            slices, k, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
+            while k < len(parts) and (start := ends[k] - parts[k].numel()) < end:
+                slices.append(parts[k][max(piece.offset - start, 0) : end - start])
+                k += 1
             yield piece, slices
 
 
@@ -118,9 +118,9 @@ class Split:
         """Shape of the whole parameter; ``part`` is the shape of a rank's part."""
         return part
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
+    def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part, a view."""
-        return whole
+        return tensor
 
     def counts(self, name: str) -> bool:
         """Whether this rank contributes the parameter to sums over ranks."""

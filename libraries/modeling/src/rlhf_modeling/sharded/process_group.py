@@ -38,8 +38,8 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
         size = dist.get_world_size()
-        alone = spec.world_size == 1 == size
-        if not alone and _joined != (spec.rendezvous, spec.rank, spec.world_size):
+        is_single = spec.world_size == 1 == size
+        if not is_single and _joined != (spec.rendezvous, spec.rank, spec.world_size):
             raise CapabilityError(
                 f"{name}: this process is a rank of a group of {size} already. A role of several ranks needs processes "
                 "of its own: use a launcher that gives it some (capability 'ranks:many')."
@@ -178,19 +178,19 @@ def ends_process() -> bool:
 
 
 def _watch(end: threading.Event, thread: int, label: str, seconds: float) -> None:
-    place, since = None, time.monotonic()
+    place, start = None, time.monotonic()
     while not end.wait(seconds / _LOOKS):
-        frame, now = sys._current_frames().get(thread), time.monotonic()
+        frame, time_s = sys._current_frames().get(thread), time.monotonic()
         if frame is None:  # the thread has ended
             return
-        if (here := _place(frame)) != place:
-            place, since = here, now
-        elif now - since >= _QUIET * seconds:
+        if (new_place := _place(frame)) != place:
+            place, start = new_place, time_s
+        elif time_s - start >= _QUIET * seconds:
             stack = "".join(traceback.format_stack(frame)).rstrip()
             sys.stderr.write(
-                f"{label} has not moved for {now - since:.0f} s. If it waits for another rank, NCCL ends this process "
-                f"when trainer.timeout ({seconds:g} s) is over. One of the other ranks died, raised, or made another "
-                f"call: the first rank that failed has the cause. Its stack, innermost frame last:\n{stack}\n"
+                f"{label} has not moved for {time_s - start:.0f} s. If it waits for another rank, NCCL ends this "
+                f"process when trainer.timeout ({seconds:g} s) is over. One of the other ranks died, raised, or made "
+                f"another call: the first rank that failed has the cause. Its stack, innermost frame last:\n{stack}\n"
             )
             sys.stderr.flush()
             return

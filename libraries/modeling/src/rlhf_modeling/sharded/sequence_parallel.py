@@ -72,14 +72,14 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
         raise _refused(model, ranks, str(cause)) from cause
 
 
-def _refused(name: str, ranks: int, why: str) -> CapabilityError:
+def _refused(name: str, ranks: int, reason: str) -> CapabilityError:
     return CapabilityError(
-        f"sequence_parallel = {ranks}: a row of {name} cannot be divided over ranks ({why}). Set sequence_parallel = 1 "
-        "for this role, or use a model whose layers mix tokens in attention only."
+        f"sequence_parallel = {ranks}: a row of {name} cannot be divided over ranks ({reason}). Set "
+        "sequence_parallel = 1 for this role, or use a model whose layers mix tokens in attention only."
     )
 
 
-def divide_rows(loaded: LoadedModel, spec: ModelSpec, ranks: int, seconds: float) -> None:
+def divide_rows(model: LoadedModel, spec: ModelSpec, ranks: int, seconds: float) -> None:
     """Let groups of ``ranks`` ranks divide every row from here on; 1: change nothing. Every rank of the role calls it,
     after its process group was made.
 
@@ -93,53 +93,51 @@ def divide_rows(loaded: LoadedModel, spec: ModelSpec, ranks: int, seconds: float
                 group = dist.new_group(list(range(start, start + ranks)), timeout=timedelta(seconds=seconds))
                 if start == first:
                     _groups[ranks] = group
-        loaded.divided_over = TokenGroup(_groups[ranks], spec.rank - first, ranks)
+        model.divided_over = TokenGroup(_groups[ranks], spec.rank - first, ranks)
 
 
 # --------------------------------------------------------------------------------------------------- probe
 
 
-def require_divisible(loaded: LoadedModel, spec: ModelSpec, ranks: int) -> None:
+def require_divisible(model: LoadedModel, spec: ModelSpec, ranks: int) -> None:
     """Raises CapabilityError where a row cannot be divided over ``ranks`` ranks: a part of its tokens, with the
     attention of the whole row, does not get the hidden states that it has in the whole row. Call it after
     :func:`rlhf_modeling.probe.probe`, with weights that are whole, or gathered by hooks. It communicates with no other
     rank."""
     if ranks == 1:
         return
-    model = type(loaded.module).__name__
-    if loaded.rope is not None:
+    name = type(model.module).__name__
+    if model.rope is not None:
         raise _refused(
-            model, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence"
+            name, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence"
         )
-    if loaded.layout == "alone" or loaded.boundaries:
-        raise _refused(
-            model, ranks, "; ".join(loaded.notes) or "its recurrent layers carry a state from token to token"
-        )
-    with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
-        rows = probe_rows(loaded)
+    if model.layout == "alone" or model.boundaries:
+        raise _refused(name, ranks, "; ".join(model.notes) or "its recurrent layers carry a state from token to token")
+    with torch.no_grad(), quiet(), short_lengths(model.module), in_fp32(model.module):
+        rows = probe_rows(model)
         ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
         position_N = torch.cat([torch.arange(n, device=ids_N.device) for n in lens])
-        whole = _WholeRow(lens)
-        with attend_with(whole):
-            want_NH = _body(loaded, ids_N, position_N)
-        if uneven := next((heads for heads in whole.heads if heads % ranks), 0):
-            raise CapabilityError(heads_refused(model, uneven, ranks))
+        row = _WholeRow(lens)
+        with attend_with(row):
+            want_NH = _body(model, ids_N, position_N)
+        if uneven := next((heads for heads in row.heads if heads % ranks), 0):
+            raise CapabilityError(heads_refused(name, uneven, ranks))
         parts = [slice(start, start + PART) for start in range(0, len(ids_N), PART)]
         try:
-            hidden = [_on_part(loaded, ids_N, position_N, whole, part) for part in parts]
+            hidden = [_on_part(model, ids_N, position_N, row, part) for part in parts]
         except Exception as cause:  # any exception: the model's code is not ours
-            raise _refused(model, ranks, f"{type(cause).__name__}: {cause}") from cause
+            raise _refused(name, ranks, f"{type(cause).__name__}: {cause}") from cause
         if wrong(torch.cat(hidden), want_NH):
-            raise _refused(model, ranks, "other parts of its layers than attention depend on other tokens")
+            raise _refused(name, ranks, "other parts of its layers than attention depend on other tokens")
 
 
-def _on_part(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor, whole: _WholeRow, part: slice) -> Tensor:
-    with attend_with(_PartOfRow(whole, part)):
-        return _body(loaded, ids_N[part], position_N[part])
+def _on_part(model: LoadedModel, ids_N: Tensor, position_N: Tensor, row: _WholeRow, part: slice) -> Tensor:
+    with attend_with(_PartOfRow(row, part)):
+        return _body(model, ids_N[part], position_N[part])
 
 
-def _body(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor) -> Tensor:
-    out: Any = loaded.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+def _body(model: LoadedModel, ids_N: Tensor, position_N: Tensor) -> Tensor:
+    out: Any = model.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
     hidden_NH: Tensor = out.last_hidden_state[0].float()
     return hidden_NH
 
@@ -162,9 +160,9 @@ class _WholeRow(PackedAttention):
 class _PartOfRow(PackedAttention):
     """Returns a part of what the whole row's attention returned, layer by layer."""
 
-    def __init__(self, whole: _WholeRow, part: slice) -> None:
-        super().__init__(whole.lens)
-        self.part, self._next = part, iter(whole.kept)
+    def __init__(self, row: _WholeRow, part: slice) -> None:
+        super().__init__(row.lens)
+        self.part, self._next = part, iter(row.kept)
 
     def __call__(self, module: Any, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
         return next(self._next)[:, self.part], None

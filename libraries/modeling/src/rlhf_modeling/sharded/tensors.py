@@ -74,10 +74,10 @@ class NamedTensors(ABC):
 
     def _each(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
         for name in self._model():
-            whole = self._put_together(name, merge)
+            tensor = self._put_together(name, merge)
             if first:
-                yield merged_name(name), whole
-            del whole
+                yield merged_name(name), tensor
+            del tensor
 
     @torch.no_grad()
     def _put_together(self, name: str, merge: bool) -> Tensor:
@@ -94,12 +94,12 @@ class NamedTensors(ABC):
         return [name for name in self.objects if not is_adapter(name)]
 
     @torch.no_grad()
-    def overwrite(self, weights: Mapping[str, Tensor], partition: Partition, where: str) -> None:
+    def overwrite(self, weights: Mapping[str, Tensor], partition: Partition, source: str) -> None:
         """Copy whole tensors into the model, and the pieces that this rank owns into ``partition``.
 
         Raises CheckpointError, with nothing changed, if names or shapes differ.
         """
-        weights = self._published.restore(weights, where)
+        weights = self._published.restore(weights, source)
         for flat in partition.flats:
             for piece in flat.pieces:
                 values = self.split.own(piece.name, weights[piece.name]).reshape(-1)[

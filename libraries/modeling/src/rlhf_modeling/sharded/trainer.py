@@ -57,11 +57,11 @@ class ShardedTrainer(ShardedWeights):
     def _compute_together(self, divided: bool) -> None:
         """Let the ranks compute the vision tower together, and call divided layers equally often. Raises
         CapabilityError where that is not possible for a model with images."""
-        loaded = self.loaded
+        model = self.loaded
         if self.spec.world_size == 1:
             return
-        if loaded.layout == "alone" or loaded.rope is not None:
-            loaded.images, loaded.no_images = (
+        if model.layout == "alone" or model.rope is not None:
+            model.images, model.no_images = (
                 None,
                 (
                     "is computed in a call for each length of sequence, which images do not go with on "
@@ -69,18 +69,18 @@ class ShardedTrainer(ShardedWeights):
                 ),
             )
             if self.spec.images:
-                raise CapabilityError(f"{type(loaded.module).__name__} {loaded.no_images}.")
-            loaded.most_calls = self._most_calls if divided else None
-        elif loaded.images is not None:
-            loaded.images_anywhere = self._images_anywhere
+                raise CapabilityError(f"{type(model.module).__name__} {model.no_images}.")
+            model.most_calls = self._most_calls if divided else None
+        elif model.images is not None:
+            model.images_anywhere = self._images_anywhere
 
     def _most_calls(self, calls: int) -> int:
         return int(largest(torch.tensor([calls], device=self.device))[0])
 
-    def _images_anywhere(self, own: bool) -> bool:
+    def _images_anywhere(self, has_images: bool) -> bool:
         """Ranks without an image compute a blank one where another rank has some, because a vision tower that is
         divided, or whose gradients are reduced, needs every rank."""
-        return bool(largest(torch.tensor([int(own)], device=self.device))[0])
+        return bool(largest(torch.tensor([int(has_images)], device=self.device))[0])
 
     def _to_backward(self, total: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """What a rank calls its backward pass with. Every rank must call every backward pass; one whose loss is not
@@ -159,13 +159,13 @@ class ShardedTrainer(ShardedWeights):
         with self._guard("gradients"):
             if self.spec.role.trained and self._micros:
                 self._reduce()
-            own = {
+            pieces = {
                 p.name: (p, g) for i in range(len(self.partition.flats)) for p, g in self.partition.piece_gradients(i)
             }
             for name in self.parameters:
-                whole = self._collected(name, own.get(name))
+                gradient = self._collected(name, pieces.get(name))
                 if self.spec.rank == 0:
-                    gradients[name] = whole.cpu()
+                    gradients[name] = gradient.cpu()
         return gradients
 
     # --------------------------------------------------------------------------------------- state
@@ -198,14 +198,14 @@ class Coverage:
 
     def after(self) -> dict[str, list[str]]:
         """``without_gradient`` and ``unchanged``; every rank calls it and gets the same."""
-        changed = [False] * len(self.names)
+        moved_here = [False] * len(self.names)
         for name, mark in self._fingerprints().items():
-            changed[self._row[name]] = mark != self._before[name]
-        flags = torch.tensor([self._reached, changed], dtype=torch.int32, device=self.device)
+            moved_here[self._row[name]] = mark != self._before[name]
+        flags = torch.tensor([self._reached, moved_here], dtype=torch.int32, device=self.device)
         reached, moved = largest(flags).tolist()
         return {
-            "without_gradient": [n for n, yes in zip(self.names, reached, strict=True) if not yes],
-            "unchanged": [n for n, yes in zip(self.names, moved, strict=True) if not yes],
+            "without_gradient": [n for n, flag in zip(self.names, reached, strict=True) if not flag],
+            "unchanged": [n for n, flag in zip(self.names, moved, strict=True) if not flag],
         }
 
     def _fingerprints(self) -> dict[str, str]:

@@ -54,9 +54,9 @@ class ShardedWeights(PackedTrainer):
             if view != ADAPTERS:
                 yield from self._stream(every_rank, merge=self.merges(view))
             for name in self.parameters if view in (ADAPTERS, PARTS) else ():
-                whole = self._whole(name)
+                tensor = self._whole(name)
                 if self.spec.rank == 0 or every_rank:
-                    yield self.tensors.sent_name(name), whole
+                    yield self.tensors.sent_name(name), tensor
 
     @abstractmethod
     def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
@@ -65,9 +65,9 @@ class ShardedWeights(PackedTrainer):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Every rank gets whole tensors and keeps its part."""
         self.require_replaceable()
-        where = f"the weight stream for role {self.spec.role.name!r}"
+        source = f"the weight stream for role {self.spec.role.name!r}"
         with self._guard("load_weights"):
-            self.tensors.overwrite(dict(weights), self.partition, where)
+            self.tensors.overwrite(dict(weights), self.partition, source)
             self.partition.publish()
 
     def export(self, path: Path, view: str = "live") -> None:
@@ -101,9 +101,9 @@ class ShardedWeights(PackedTrainer):
         tensors = {}
         with self._guard("export"), self._view(view):
             for name in self.parameters:
-                whole = self._whole(name)
+                tensor = self._whole(name)
                 if self.spec.rank == 0:
-                    tensors[name] = whole.cpu().clone()
+                    tensors[name] = tensor.cpu().clone()
         return tensors
 
     def _whole(self, name: str) -> Tensor:
@@ -123,32 +123,32 @@ class ShardedWeights(PackedTrainer):
             yield from self.tensors.renamed(self._masters())
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
-        own = {
+        pieces = {
             piece.name: (piece, flat.data[piece.offset : piece.offset + piece.numel])
             for flat in self.partition.flats
             for piece in flat.pieces
         }
         for name, tensor in self.tensors.objects.items():
-            whole = self._collected(name, own.get(name)) if name in self.parameters else tensor.detach()
+            master = self._collected(name, pieces.get(name)) if name in self.parameters else tensor.detach()
             if self.spec.rank == 0:
-                yield name, whole
+                yield name, master
 
-    def _collected(self, name: str, own: tuple[Piece, Tensor] | None) -> Tensor:
+    def _collected(self, name: str, elements: tuple[Piece, Tensor] | None) -> Tensor:
         """The whole fp32 tensor of a parameter on rank 0, from the elements that the ranks own. Every rank calls it.
 
         Args:
-            own: [numel] this rank's elements, if it has any, such as its part of a gradient.
+            elements: [numel] this rank's elements, if it has any, such as its part of a gradient.
         """
-        whole = torch.zeros(self.tensors.shapes[name], device=self.device)
+        tensor = torch.zeros(self.tensors.shapes[name], device=self.device)
         replicated = self.partition.replicated and self.split.topology.replica
-        if own is not None and self.split.counts(name) and not replicated:
-            piece, values = own
-            own_part = self.split.own(name, whole)
+        if elements is not None and self.split.counts(name) and not replicated:
+            piece, values = elements
+            own_part = self.split.own(name, tensor)
             part = torch.zeros(own_part.numel(), device=self.device)
             part[piece.start : piece.start + piece.numel] = values
             own_part.copy_(part.view(own_part.shape))
-        reduce_to_first(whole)
-        return whole
+        reduce_to_first(tensor)
+        return tensor
 
     def use_view(self, view: str) -> None:
         with self._guard("use_view"):

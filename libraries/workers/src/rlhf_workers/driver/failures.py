@@ -33,14 +33,14 @@ class FailedCall:
         """Sort key. Deaths come first, because errors of other ranks follow from them; then by time."""
         return not self.died, getattr(self.cause, "at", 0.0)
 
-    def error(self, method: str, otherwise: type[RlhfError]) -> RlhfError:
-        """The exception to raise; of the class ``otherwise`` if the original is not from :mod:`rlhf.errors`."""
+    def error(self, method: str, default: type[RlhfError]) -> RlhfError:
+        """The exception to raise; of the class ``default`` if the original is not from :mod:`rlhf.errors`."""
         label = f"{self.member.name} ({self.member.where})"
         if isinstance(self.cause, Failure):
-            return self.cause.error(label, method, otherwise)
+            return self.cause.error(label, method, default)
         if self.cause.died:
             return WorkerError(self.member.death(self.cause, f"{method}()"))
-        raised = otherwise(f"{label}: {method}() failed: {self.cause}")  # outside of Worker's methods: not unpickled
+        raised = default(f"{label}: {method}() failed: {self.cause}")  # outside of Worker's methods: not unpickled
         raised.__cause__ = RemoteTraceback(self.cause.trace)
         return raised
 

@@ -57,9 +57,9 @@ class RankGroup(WorkerGroup):
         """Handles of the items of rank 0. The values stay in the store, for other groups and for engines."""
         self.finish_stream(method)
         payload = self.calls.send(pack([arguments]))
-        source, others = self.members[0], self.members[1:]
+        source, followers = self.members[0], self.members[1:]
         items = source.items("stream", method, payload, 0, queue_size=_QUEUE_SIZE)
-        answers = {m.ask("drain", method, payload, 0): m for m in others}
+        answers = {m.ask("drain", method, payload, 0): m for m in followers}
         self._open = method, items
         while (item := self._next(method, items, answers, timeout)) is not None:
             yield self.calls.stored(item)

@@ -46,42 +46,42 @@ class StallReport:
 
     def page(self) -> str:
         """The report's text."""
-        others = [m for m in self.waited_for if m is not self.member]
-        stacks = {id(m): m.beside("stacks") for m in (self.member, *others[:_OTHERS])}
+        pending = [m for m in self.waited_for if m is not self.member]
+        stacks = {id(m): m.beside("stacks") for m in (self.member, *pending[:_OTHERS])}
         self.calls.wait(list(stacks.values()), len(stacks), _ASK_SECONDS)
-        reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *others[:_OTHERS])}
-        since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
-        lines = [self.headline, f"Since {since}.", "", "What to look at"]
+        reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *pending[:_OTHERS])}
+        start = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
+        lines = [self.headline, f"Since {start}.", "", "What to look at"]
         lines += [f"- {hint}" for hint in self._hints(reports)]
-        for member in (self.member, *others[:_OTHERS]):
+        for member in (self.member, *pending[:_OTHERS]):
             lines += ["", f"{'=' * 8} {member.name} ({member.where})", reports[member.name]]
-        if len(others) > _OTHERS:
-            lines += ["", f"... and {len(others) - _OTHERS} more pending workers: "]
-            lines[-1] += ", ".join(m.name for m in others[_OTHERS:])
+        if len(pending) > _OTHERS:
+            lines += ["", f"... and {len(pending) - _OTHERS} more pending workers: "]
+            lines[-1] += ", ".join(m.name for m in pending[_OTHERS:])
         if log := self.member.facts.get("stderr"):
             lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
             lines.append(self.member.on_its_node(log_tail, log, _LOG_LINES))
         return "\n".join(lines) + "\n"
 
     def _hints(self, reports: dict[str, str]) -> list[str]:
-        own = reports[self.member.name]
+        report = reports[self.member.name]
         hints = []
-        if "T (stopped)" in own:
+        if "T (stopped)" in report:
             hints.append(
                 "The process is stopped (SIGSTOP, a debugger, a suspended terminal): find out on its node what stopped "
                 "it. The process ends with the run; resume the run."
             )
-        elif "D (disk sleep)" in own:
+        elif "D (disk sleep)" in report:
             hints.append(
                 "It waits in the kernel, usually for a disk or a network file system: look at the node's dmesg."
             )
-        elif "State: gone" in own:
+        elif "State: gone" in report:
             hints.append("The process is gone: look at the node's dmesg for the out-of-memory killer.")
-        elif own.startswith("(node"):
+        elif report.startswith("(node"):
             hints.append("Its node does not answer: look at the node and its network.")
         elif self.silent:
             hints.append("Its threads cannot run: something holds Python's interpreter lock, see the innermost frames.")
-        if any(name in own for name in _COLLECTIVES):
+        if any(name in report for name in _COLLECTIVES):
             hints.append(
                 "It waits for other ranks in a collective. Find the rank that is in another function, or that is not "
                 "listed below because it has finished: ranks that call the model different numbers of times hang."

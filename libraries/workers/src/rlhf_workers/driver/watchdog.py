@@ -80,8 +80,8 @@ class Watchdog:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             self._reachable()
-            now = time.monotonic()
-            limit = min(now + _LOOK_SECONDS, self._next, self._next if end is None else end) - now
+            time_s = time.monotonic()
+            limit = min(time_s + _LOOK_SECONDS, self._next, self._next if end is None else end) - time_s
             ready, _ = self.calls.wait(waitables, timeout=max(limit, 0.0))
             if ready:
                 if len(waitables) == 1:
@@ -99,9 +99,9 @@ class Watchdog:
             self._listen(state)
             if state.question is None:
                 state.question = state.member.beside("pulse")
-        now = time.monotonic()
-        silent = [s for s in self._states.values() if now - s.answered > SILENT * self.config.heartbeat]
-        stuck = [s for s in self._states.values() if now - s.moved > self.config.stall_timeout]
+        time_s = time.monotonic()
+        silent = [s for s in self._states.values() if time_s - s.answered > SILENT * self.config.heartbeat]
+        stuck = [s for s in self._states.values() if time_s - s.moved > self.config.stall_timeout]
         if silent or stuck:
             raise self._stalled(silent or sorted(stuck, key=lambda s: s.moved), bool(silent))
 

@@ -223,9 +223,9 @@ class EngineGroup(Sleeps, EnginePool):
     def wake(self) -> bool:
         discarded = self._sleeps and any(self.pool.ask("wake").values())
         self.has_base = self.has_base and not discarded
-        self._asleep, before = False, self._reloads
+        self._asleep, reloads = False, self._reloads
         self._replace_dead()
-        return discarded and self._reloads == before
+        return discarded and self._reloads == reloads
 
     def close(self) -> None:
         if self._single is not None:
@@ -241,7 +241,7 @@ class EngineGroup(Sleeps, EnginePool):
             if self._single is not None:
                 self._single.replaced(replaced)
             if self._asleep:
-                self.pool.ask("sleep", only=replaced)
+                self.pool.ask("sleep", engines=replaced)
             if refresh and self._loaded and not self.pool.dead:
                 self._refresh()
 
@@ -256,9 +256,9 @@ class EngineGroup(Sleeps, EnginePool):
                 "an engine was replaced, and launch_generator() was given no `refresh`, which would send it the "
                 "current weights"
             )
-        before = self._reloads
+        reloads = self._reloads
         self._send_again()
-        if self._reloads == before:
+        if self._reloads == reloads:
             raise WorkerError("an engine was replaced and did not get the current weights")
 
 

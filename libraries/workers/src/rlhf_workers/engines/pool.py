@@ -63,7 +63,7 @@ class EngineWorkers:
         self._posted = self._call(self._alive(), method, arguments)
 
     def ask(
-        self, method: str, *arguments: Any, only: Collection[int] | None = None, timeout: float | None = None
+        self, method: str, *arguments: Any, engines: Collection[int] | None = None, timeout: float | None = None
     ) -> dict[int, Any]:
         """{engine: answer} of the engines that survive the call.
 
@@ -73,7 +73,7 @@ class EngineWorkers:
         Args:
             timeout: seconds (``sync.timeout``); SyncError if an engine has not answered by then.
         """
-        numbers = self._alive(only)
+        numbers = self._alive(engines)
         last = self._call(numbers, method, arguments)
         waiting, self._posted = self._posted | last, {}
         watchdog = self.watch({n for n, _ in waiting.values()}, f"{method}()")
@@ -107,8 +107,8 @@ class EngineWorkers:
         [ref] = self._call([number], method, arguments)
         return ref
 
-    def _alive(self, only: Collection[int] | None = None) -> list[int]:
-        return [n for n in (self.members if only is None else only) if n not in self.dead]
+    def _alive(self, engines: Collection[int] | None = None) -> list[int]:
+        return [n for n in (self.members if engines is None else engines) if n not in self.dead]
 
     def _call(self, numbers: Collection[int], method: str, arguments: tuple[Any, ...]) -> dict[Any, tuple[int, str]]:
         """{reference: (engine, method)}."""
@@ -155,8 +155,8 @@ class EngineWorkers:
                     f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were already replaced "
                     "(launcher.max_restarts)"
                 )
-            for number, how in dead.items():
-                _LOG.warning("%s\nThe engine is replaced; %d more replacements are allowed", how, self._restarts_left)
+            for number, cause in dead.items():
+                _LOG.warning("%s\nThe engine is replaced; %d more replacements are allowed", cause, self._restarts_left)
                 self.members[number].kill()
             try:
                 started = self._start(list(dead))

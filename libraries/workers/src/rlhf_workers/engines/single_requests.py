@@ -252,8 +252,8 @@ class EngineRequests:
         self._calls = {ref: other for ref, other in self._calls.items() if other != engine}
 
     def _count_idle(self) -> None:
-        now = time.monotonic()
-        seconds, self._counted = now - self._counted, now
+        time_s = time.monotonic()
+        seconds, self._counted = time_s - self._counted, time_s
         engines = len(self._pool.members)
         self._total += seconds * engines
         self._idle += seconds * (engines - sum(bool(share) for share in self._shares.values()))
@@ -299,9 +299,9 @@ class Prefixes:
             loads: {engine that can be chosen: its number of requests}, at least one.
         """
         fewest = min(loads.values())
-        most = fewest + max(1, fewest // 4)
+        limit = fewest + max(1, fewest // 4)
         engines = (self._engines[mark] for mark in reversed(marks) if mark in self._engines)
-        choice = next((engine for engine in engines if loads.get(engine, most + 1) <= most), None)
+        choice = next((engine for engine in engines if loads.get(engine, limit + 1) <= limit), None)
         if choice is None:
             choice = min(loads, key=lambda engine: loads[engine])
         for mark in marks:

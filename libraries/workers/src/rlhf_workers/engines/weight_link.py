@@ -53,13 +53,13 @@ class WeightLink:
         self.policy.finish_stream("connect_trainer")
         if self._receivers is None:
             first = min(pool.members)
-            self._receivers = pool.ask("receivers", only=[first]).get(first)
+            self._receivers = pool.ask("receivers", engines=[first]).get(first)
         if self._receivers is None:  # it died
             return
-        engines, each = pool.members, self._receivers
+        engines, receivers = pool.members, self._receivers
         self._coordination, address = serve(pool.calls.host, self.timeout)
-        link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
-        arguments = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
+        link = Link(self.kind, address, receivers * len(engines), self.policy.size, self.cuda, self.timeout)
+        arguments = [*[(link,)] * self.policy.size, *[(link, receivers * n) for n in range(len(engines))]]
         failed = self._connect([*self.policy.members, *engines.values()], arguments, pool)
         deaths = {n: e for n, t in failed.items() if isinstance(e := t.error("connect", SyncError), WorkerError)}
         for n in deaths:

@@ -40,12 +40,12 @@ class BucketLayout:
 
     @classmethod
     def of(cls, bucket: Bucket) -> BucketLayout:
-        placed, end = [], 0
+        tensors, end = [], 0
         for name, tensor in bucket.tensors:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + tensor.nbytes
-            placed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, tensor.nbytes))
-        return cls(tuple(placed), bucket.fingerprints, max(end, 1))
+            tensors.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, tensor.nbytes))
+        return cls(tuple(tensors), bucket.fingerprints, max(end, 1))
 
     @torch.no_grad()
     def write(self, bucket: Bucket, buffer: Tensor) -> None:

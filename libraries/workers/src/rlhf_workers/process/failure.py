@@ -42,11 +42,11 @@ class Failure:
             return cls("", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, trace)
         return cls(kind.__name__, str(error), trace)
 
-    def error(self, label: str, method: str, otherwise: type[RlhfError]) -> RlhfError:
+    def error(self, label: str, method: str, default: type[RlhfError]) -> RlhfError:
         """The exception to raise on the driver, with the worker's traceback as its cause."""
         if self.kind:
             raised = getattr(errors, self.kind)(f"{label}: {self.message}")
         else:
-            raised = otherwise(f"{label}: {method}() raised {self.message}")
+            raised = default(f"{label}: {method}() raised {self.message}")
         raised.__cause__ = RemoteTraceback(self.trace)
         return raised

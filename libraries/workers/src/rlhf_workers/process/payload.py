@@ -62,11 +62,11 @@ def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
     if not any(per_rank):
         return None
     first, length = per_rank[0], len(per_rank[0])
-    same = [
+    shared = [
         n for n in range(length) if len(per_rank) > 1 and all(len(a) > n and a[n] is first[n] for a in per_rank[1:])
     ]
-    own = [[value for n, value in enumerate(arguments) if n not in same] for arguments in per_rank]
-    return Payload(_dump({n: first[n] for n in same}), [_dump(arguments) for arguments in own])
+    ranks = [[value for n, value in enumerate(arguments) if n not in shared] for arguments in per_rank]
+    return Payload(_dump({n: first[n] for n in shared}), [_dump(arguments) for arguments in ranks])
 
 
 def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
