@@ -102,7 +102,7 @@ def test_a_checkpoint_with_the_hash_of_the_whole_generation_config_is_resumed(
 
     now = resume.content_of
     with monkeypatch.context() as earlier:
-        earlier.setattr(resume, "content_of", lambda folder, whole=True: now(folder, True))
+        earlier.setattr(resume, "content_of", lambda folder, full_config=True: now(folder, True))
         shop.train("sft", "run", "--run.stop_after", "2", checkpoint={"every": 1})
     assert "content of" not in shop.train("sft", "run", "--resume", checkpoint={"every": 1}).said
 

@@ -98,11 +98,11 @@ def read_sampling(
     sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
     if config.sampling == "request":
         sampling = replace(sampling, temperature=_temperature(body, sampling))
-        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := body.get(name)) is not None:
-                if isinstance(value, bool) or value not in (neutral, getattr(ctx.sampling, name)):
-                    raise _other_distribution(name, value, f"{neutral} or the run's {getattr(ctx.sampling, name)}")
-                option: dict[str, Any] = {name: type(neutral)(value)}
+                if isinstance(value, bool) or value not in (default, getattr(ctx.sampling, name)):
+                    raise _other_distribution(name, value, f"{default} or the run's {getattr(ctx.sampling, name)}")
+                option: dict[str, Any] = {name: type(default)(value)}
                 sampling = replace(sampling, **option)
         for name in ("presence_penalty", "frequency_penalty"):
             if body.get(name) not in (None, 0):

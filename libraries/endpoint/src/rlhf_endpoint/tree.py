@@ -108,14 +108,14 @@ class Tree:
         for node in (node for nodes in self._nodes.values() for node in nodes):
             history = [*node.before, node.answer]
             pairs = enumerate(zip(history, messages, strict=False))
-            matching = next((i for i, (a, b) in pairs if _key(a) != _key(b)), None)
+            index = next((i for i, (a, b) in pairs if _key(a) != _key(b)), None)
             candidate: tuple[Reason, str]
-            if matching is not None:
-                role, field = messages[matching].get("role"), _field(history[matching], messages[matching])
-                detail = f"message {matching} ({role}) differs in {field}"
-                candidate = "rewritten" if matching else "conversation", detail
+            if index is not None:
+                role, field = messages[index].get("role"), _field(history[index], messages[index])
+                detail = f"message {index} ({role}) differs in {field}"
+                candidate = "rewritten" if index else "conversation", detail
             else:
-                matching = min(len(history), len(messages))
+                index = min(len(history), len(messages))
                 if _json(node.tools) != _json(tools):
                     candidate = "tools", "the tools differ"
                 elif not _same_reasoning(history, messages):
@@ -123,9 +123,9 @@ class Tree:
                 elif len(messages) > len(history):  # it goes on from this answer
                     continue
                 else:
-                    candidate = "again", f"it ends after message {matching - 1}"
-            if matching > best:
-                best, closest = matching, candidate
+                    candidate = "again", f"it ends after message {index - 1}"
+            if index > best:
+                best, closest = index, candidate
         return closest
 
 
@@ -202,9 +202,9 @@ def _call(call: Any) -> Any:
 def _same_reasoning(history: Sequence[Message], messages: Sequence[Message]) -> bool:
     """Whether all reasoning that the client sends back is what was sampled. Most clients send none."""
     return all(
-        _reasoning(new) in ("", _reasoning(old))
-        for old, new in zip(history, messages, strict=False)
-        if new.get("role") == "assistant"
+        _reasoning(message) in ("", _reasoning(reference))
+        for reference, message in zip(history, messages, strict=False)
+        if message.get("role") == "assistant"
     )
 
 
@@ -212,8 +212,8 @@ def _reasoning(message: Message) -> str:
     return str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
 
 
-def _field(old: Message, new: Message) -> str:
-    a, b = _key(old), _key(new)
+def _field(reference: Message, message: Message) -> str:
+    a, b = _key(reference), _key(message)
     field = next(f for f in ("role", "content", "images", "calls", "name") if a.get(f) != b.get(f))
     x, y = str(a.get(field)), str(b.get(field))
     index = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))

@@ -139,8 +139,8 @@ class EngineServer(ABC):
         async with aclosing(answers):  # closed early, the server drops the request
             async for answer in answers:
                 for tokens in self.new_tokens(answer, sample.count):
-                    if (result := sample.add(tokens)) is not None:
-                        return result[0]
+                    if (completion := sample.add(tokens)) is not None:
+                        return completion[0]
         raise ModelError(f"the server {self.url} gave an answer without an end")
 
     async def _whole(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:

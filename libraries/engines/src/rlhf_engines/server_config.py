@@ -48,11 +48,11 @@ class EngineServersConfig(ComponentConfig):
 
     @model_validator(mode="after")
     def _folder_is_seen(self) -> EngineServersConfig:
-        remote = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
-        if self.folder is None and remote:
+        remote_urls = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
+        if self.folder is None and remote_urls:
             raise ValueError(
-                f"{remote[0]} is on another machine: give `folder`, a folder that this process and the servers see "
-                "under one path"
+                f"{remote_urls[0]} is on another machine: give `folder`, a folder that this process and the servers "
+                "see under one path"
             )
         if self.folder is not None and not Path(self.folder).is_absolute():
             raise ValueError(f"folder = {self.folder!r}: give an absolute path, which the servers see too")

@@ -54,11 +54,11 @@ def other_format(path: str) -> OtherFormat | None:
     if (weights := _other_weights(names)) is None:
         return None
     if not weights.endswith(PICKLES):
-        return OtherFormat(f"{path} has {_only(weights)}", _command(str(Path(path) / weights)))
+        return OtherFormat(f"{path} has {_describe_weights(weights)}", _command(str(Path(path) / weights)))
     if {*BIN_FILES} & {*names}:
-        return OtherFormat(f"{path} has {_only(weights)}", _command(path))
+        return OtherFormat(f"{path} has {_describe_weights(weights)}", _command(path))
     remedy = "convert it in a safe place: `AutoModel...from_pretrained(...).save_pretrained(folder)`"
-    return OtherFormat(f"{path} has {_only(weights)}", remedy)
+    return OtherFormat(f"{path} has {_describe_weights(weights)}", remedy)
 
 
 def refuse_other_weights_on_hub(path: str, names: Sequence[str]) -> None:
@@ -68,8 +68,8 @@ def refuse_other_weights_on_hub(path: str, names: Sequence[str]) -> None:
         name = path.partition("@")[0]
         download = f"hf download {name} --local-dir {name.rpartition('/')[2]}"
         raise ModelError(
-            f"{path} has {_only(weights)}. Download it (`{download}`), and convert the folder, or the GGUF file in it, "
-            "with `rlhf convert`."
+            f"{path} has {_describe_weights(weights)}. Download it (`{download}`), and convert the folder, or "
+            "the GGUF file in it, with `rlhf convert`."
         )
 
 
@@ -84,7 +84,7 @@ def _other_weights(names: Sequence[str]) -> str | None:
     return next(iter([*pickles, *files]), None)
 
 
-def _only(weights: str) -> str:
+def _describe_weights(weights: str) -> str:
     reason = "unpickling can run code" if weights.endswith(PICKLES) else "a model is a folder with safetensors"
     return f"its weights in {weights} only, which is not read: {reason}"
 

@@ -133,10 +133,10 @@ def require_files(folder: Path) -> None:
 
 def weights_of(folder: Path) -> str:
     """As :func:`content_of`, of the weights alone: the tokenizer of a base may change, its weights may not."""
-    return _content(folder, ("*.safetensors",), full=True)
+    return _content(folder, ("*.safetensors",), full_config=True)
 
 
-def content_of(folder: Path, full: bool = False) -> str:
+def content_of(folder: Path, full_config: bool = False) -> str:
     """SHA-256 of what a run reads of a model's folder: config, tokenizer and weights. Of a generation config that is
     its end tokens only; the other values go into exports.
 
@@ -144,15 +144,15 @@ def content_of(folder: Path, full: bool = False) -> str:
     takes minutes. Training changes almost all weights that it changes at all, so other weights differ in a block.
 
     Args:
-        full: the whole generation config, as in checkpoints of earlier releases.
+        full_config: the whole generation config, as in checkpoints of earlier releases.
     """
-    return _content(folder, (*SETTINGS, "*.safetensors"), full)
+    return _content(folder, (*SETTINGS, "*.safetensors"), full_config)
 
 
-def _content(folder: Path, patterns: Sequence[str], full: bool) -> str:
+def _content(folder: Path, patterns: Sequence[str], full_config: bool) -> str:
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        if path.name == "generation_config.json" and not full:
+        if path.name == "generation_config.json" and not full_config:
             digest.update(_end_tokens(path))
             continue
         size = path.stat().st_size

@@ -81,10 +81,8 @@ def write_adapter(
     file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # one field only: safetensors writes several in any order
     metadata = {BASE_HASH: weights_of(Path(model_folder(base, weights=True)))}
-    tensors_on_host = {
-        f"{ADAPTER_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()
-    }
-    save_file(tensors_on_host, folder / ADAPTER_WEIGHTS, metadata)
+    weights = {f"{ADAPTER_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata)
     (folder / ADAPTER_WEIGHTS).chmod(0o644)
 
 
@@ -239,9 +237,9 @@ def _targets(module: nn.Module) -> list[str]:
     stacked experts PEFT looks for layers too."""
     layers = [name for name, _ in adapted(module)]
     prefixes = tuple(f"{name}." for name in layers)
-    unadapted = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not n.startswith(prefixes)]
+    linear_layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not n.startswith(prefixes)]
     ends = {name.rpartition(".")[2] for name in layers}
-    unclear = {name.rpartition(".")[2] for name in unadapted if name not in layers} & ends
+    unclear = {name.rpartition(".")[2] for name in linear_layers if name not in layers} & ends
     stacked = any(parameter.dim() > 2 for parameter in module.parameters())
     return layers if unclear or stacked else sorted(ends)
 

@@ -134,11 +134,11 @@ def several_tokens(work: TrainerWork, limit: int, of_step: int, shared: bool) ->
     and one of them."""
     if of_step <= limit:
         return 0
-    siblings = work.unit
+    group_tokens = work.unit
     if shared and work.siblings > 1:
         sequences = math.ceil(work.unit / work.longest)
-        siblings = work.prompt + (work.unit - sequences * work.prompt) * math.ceil(work.siblings / sequences)
-    return min(limit, math.ceil(of_step / math.ceil(of_step / limit)) + siblings)
+        group_tokens = work.prompt + (work.unit - sequences * work.prompt) * math.ceil(work.siblings / sequences)
+    return min(limit, math.ceil(of_step / math.ceil(of_step / limit)) + group_tokens)
 
 
 def repeats(work: TrainerWork, tokens: int) -> float:

@@ -33,26 +33,26 @@ class Published:
         """{own name: published names} of tensors that are converted one at a time."""
         self._together: list[str] = []
         """Own names of tensors that have to be converted together."""
-        shapes = self._published_shapes(self._own)
-        if shapes != self._own:
-            self._plan(shapes)
+        published_shapes = self._published_shapes(self._own)
+        if published_shapes != self._own:
+            self._plan(published_shapes)
         names = [n for name in self._own if name not in self._together for n in self._alone.get(name, [name])]
-        names += [n for n in shapes if n not in set(names)]
-        self.shapes = {name: shapes[name] for name in names}
+        names += [n for n in published_shapes if n not in set(names)]
+        self.shapes = {name: published_shapes[name] for name in names}
         """{published name: shape}, in the order of :meth:`stream`."""
 
     def layer(self, name: str) -> str | None:
         """The published name of a layer of the module; None where its weight is not one tensor of the same shape."""
-        weight = f"{name}.weight"
-        names = self._alone.get(weight, [weight])
-        if weight in self._together or len(names) != 1 or self.shapes.get(names[0]) != self._own.get(weight):
+        weight_name = f"{name}.weight"
+        names = self._alone.get(weight_name, [weight_name])
+        if weight_name in self._together or len(names) != 1 or self.shapes.get(names[0]) != self._own.get(weight_name):
             return None
         return names[0].removesuffix(".weight")
 
-    def _plan(self, published: Mapping[str, torch.Size]) -> None:
+    def _plan(self, published_shapes: Mapping[str, torch.Size]) -> None:
         for name, shape in self._own.items():
             shapes = self._published_shapes({name: shape})
-            if any(published.get(n) != s for n, s in shapes.items()):
+            if any(published_shapes.get(n) != s for n, s in shapes.items()):
                 self._together.append(name)
             elif shapes != {name: shape}:
                 self._alone[name] = list(shapes)

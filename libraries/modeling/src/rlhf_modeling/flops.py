@@ -12,7 +12,7 @@ from torch import nn
 from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.skeleton import skeleton
 
-FULL = frozenset({"full_attention", "attention"})
+FULL_ATTENTION = frozenset({"full_attention", "attention"})
 WITHOUT_PAIRS = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
 """Layers that read a state instead of earlier tokens. Of these, only the weights are counted."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -42,10 +42,10 @@ def _count(module: Any, outputs: int, adapters: bool) -> Flops | None:
     share = _share_of_experts(config)
     if pairs is None or getattr(config, "is_heterogeneous", False):
         return None
-    uncounted = {id(head.weight)} | {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    uncounted_ids = {id(head.weight)} | {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in module.named_parameters():
-        if p.ndim < 2 or id(p) in uncounted:
+        if p.ndim < 2 or id(p) in uncounted_ids:
             continue
         chosen = ".experts." in f".{name}." and "shared" not in name
         if chosen and share is None:
@@ -73,9 +73,9 @@ def _pairs(config: Any) -> tuple[tuple[int | None, float], ...] | None:
     for kind in kinds:
         if kind in WITHOUT_PAIRS:
             continue
-        if kind not in FULL | {"plain", "sliding_attention"} or (kind == "sliding_attention" and not window):
+        if kind not in FULL_ATTENTION | {"plain", "sliding_attention"} or (kind == "sliding_attention" and not window):
             return None
-        span = None if kind in FULL else window
+        span = None if kind in FULL_ATTENTION else window
         totals[span] = totals.get(span, 0.0) + 2.0 * heads * (keys + values)
     return tuple(totals.items())
 

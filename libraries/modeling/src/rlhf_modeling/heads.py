@@ -67,32 +67,32 @@ def compute(
     if len(set(names)) != len(names):
         raise TrainingError(f"two outputs of one call share a name: {names}")
     out: dict[str, Tensor] = {}
-    for over, place in dict.fromkeys((h.over, h.at) for h in heads):
-        group = [h for h in heads if (h.over, h.at) == (over, place)]
+    for over, position in dict.fromkeys((h.over, h.at) for h in heads):
+        group = [h for h in heads if (h.over, h.at) == (over, position)]
         index_A = positions(batch.host, group[0])
-        if place == "before" and bool((batch.host.position_N[index_A] == 0).any()):
+        if position == "before" and bool((batch.host.position_N[index_A] == 0).any()):
             raise TrainingError(
                 f"head {group[0].name!r} reads what predicts a token, but the mask {over!r} covers the first token of "
                 "a sequence, which nothing predicts"
             )
-        source_A = index_A - 1 if place == "before" else index_A
+        source_A = index_A - 1 if position == "before" else index_A
         if place_N is not None:
             source_A = place_N[source_A]
-        part_A, count = None, len(index_A)
+        rank_index_A, count = None, len(index_A)
         if part is not None:
-            part_A = part.among_own(source_A)
-            index_A, source_A = index_A[part_A], source_A[part_A] - part.start
-            part_A = moved(part_A, batch.ids_N.device)
+            rank_index_A = part.among_own(source_A)
+            index_A, source_A = index_A[rank_index_A], source_A[rank_index_A] - part.start
+            rank_index_A = moved(rank_index_A, batch.ids_N.device)
         index_A, source_A = (moved(x, batch.ids_N.device) for x in (index_A, source_A))
-        temperature_A = _temperature(batch, index_A) if tempered and place == "before" else None
+        temperature_A = _temperature(batch, index_A) if tempered and position == "before" else None
         columns = {name: batch.tok[name][index_A] for h in group for name in h.columns}
         run = _Chunk(group, logits, head_fp32)
         arguments = (take_rows(hidden_NH, source_A), batch.ids_N[index_A], temperature_A)
         tokens = int(index_A.numel())
-        at_once = tokens <= chunk or not run.reads_logits
-        results = run(*arguments, columns) if at_once else _in_chunks(run, arguments, columns, tokens, chunk)
-        if part is not None and part_A is not None:
-            results = [part.assemble(value, part_A, count) for value in results]
+        is_one_chunk = tokens <= chunk or not run.reads_logits
+        results = run(*arguments, columns) if is_one_chunk else _in_chunks(run, arguments, columns, tokens, chunk)
+        if part is not None and rank_index_A is not None:
+            results = [part.assemble(value, rank_index_A, count) for value in results]
         out.update(zip((h.name for h in group), results, strict=True))
     return {name: out[name] for name in names}
 

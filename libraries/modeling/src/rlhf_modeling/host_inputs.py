@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 class _Input:
     """One input; the graph holds it."""
 
-    def __init__(self, host: Tensor, previous: ReferenceType[_Input] | None) -> None:
-        self.host, self.before = host, previous
+    def __init__(self, host: Tensor, predecessor: ReferenceType[_Input] | None) -> None:
+        self.host, self.predecessor = host, predecessor
         self.copy: Tensor | None = None
         """On the device, ahead of its use."""
         self.was_read = False
@@ -62,9 +62,9 @@ class HostInputs:
             self._fetch(packed)
         self._wait()
         x, packed.copy, packed.was_read = packed.copy, None, True
-        previous = packed.before() if packed.before is not None else None
-        if previous is not None and not previous.was_read:
-            self._fetch(previous)
+        predecessor = packed.predecessor() if packed.predecessor is not None else None
+        if predecessor is not None and not predecessor.was_read:
+            self._fetch(predecessor)
         assert x is not None
         return x
 

@@ -148,13 +148,13 @@ class LoadedModel:
         parts: list[Tensor] = []
         place_N, rows = torch.empty_like(ids_N), 0
         for call in calls:
-            token_C = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
+            index_C = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
             images_C = [images_B[b] for b in call] if images_B else ()
-            experts_CLK = None if experts_NLK is None else experts_NLK[token_C]
+            experts_CLK = None if experts_NLK is None else experts_NLK[index_C]
             lens_C = [lens[b] for b in call]
-            hidden_CH, place_C = self._call(ids_N[token_C], position_N[token_C], lens_C, share, images_C, experts_CLK)
-            own_C = torch.arange(len(token_C), device=ids_N.device) if place_C is None else place_C
-            place_N[token_C] = rows + own_C
+            hidden_CH, place_C = self._call(ids_N[index_C], position_N[index_C], lens_C, share, images_C, experts_CLK)
+            own_C = torch.arange(len(index_C), device=ids_N.device) if place_C is None else place_C
+            place_N[index_C] = rows + own_C
             parts.append(hidden_CH)
             rows += len(hidden_CH)
         hidden_MH = torch.cat(parts)

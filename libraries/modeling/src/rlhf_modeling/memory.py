@@ -30,15 +30,15 @@ def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> 
     return matrices, rows if lora is not None and lora.use_dora else 0
 
 
-def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded: Collection[str] = ()) -> float:
+def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded_layers: Collection[str] = ()) -> float:
     """Bytes that quantised layers save, against weights of ``stored`` bytes. Layers of one name count as equal.
 
     Args:
-        excluded: names of layers that are not quantised.
+        excluded_layers: names of layers that are not quantised.
     """
     if kind is None:
         return 0.0
-    weights = sum(i * o // count for name, i, o, count in size.linear if name not in excluded)
+    weights = sum(i * o // count for name, i, o, count in size.linear if name not in excluded_layers)
     return weights * (stored - BYTES[kind])
 
 
@@ -124,8 +124,8 @@ def part_of(size: ModelSize, ranks: int) -> ModelSize:
         return size
     names = ("parameters", "query", "key", "value", "heads", "ffn", "largest")
     layers = tuple(replace(x, **{name: -(-getattr(x, name) // ranks) for name in names}) for x in size.layers)
-    absent = sum(x.parameters for x in size.layers) - sum(x.parameters for x in layers)
-    return replace(size, layers=layers, parameters=size.parameters - absent, matrices=size.matrices // ranks)
+    absent_parameters = sum(x.parameters for x in size.layers) - sum(x.parameters for x in layers)
+    return replace(size, layers=layers, parameters=size.parameters - absent_parameters, matrices=size.matrices // ranks)
 
 
 def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int) -> Held:
@@ -140,14 +140,12 @@ def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int)
     return Held(device, host + sum(size for part, size in state.items() if part in on_host))
 
 
-def _load(
-    s: Storage, a: Arithmetic, part: ModelSize, size: ModelSize, trained: int, quantized: float
-) -> dict[str, int]:
+def _load(s: Storage, a: Arithmetic, part: ModelSize, size: ModelSize, count: int, quantized: float) -> dict[str, int]:
     """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
     read whole layers in host memory first, and where ``whole_at_load`` the whole model. Layers are quantised one by
     one, on their way to the device."""
     source = size if a.device == "cpu" else part
-    making = int(trained * s.making_bytes) + (s.buffers if s.making_bytes else 0)
+    making = int(count * s.making_bytes) + (s.buffers if s.making_bytes else 0)
     if part.outputs == part.vocabulary:  # a language model computes once, for its head to be checked
         making += s.gathered
     ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
@@ -178,17 +176,17 @@ def _train(
 
 
 def _backward(
-    s: Storage, a: Arithmetic, part: ModelSize, accumulated: int, gradients: int, outputs: tuple[str, ...]
+    s: Storage, a: Arithmetic, part: ModelSize, old_gradients: int, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
     """The head's backward pass, that of the last layer, of the first layer, of the embedding, and the vision tower's.
 
     Args:
-        accumulated: bytes of gradients that exist before it.
+        old_gradients: bytes of gradients that exist before it.
         gradients: the same after it.
     """
     tower, casts = tower_activations(part, a), pass_.casts(part, a)
     activations = pass_.activations(part, a) + tower
-    common = {"gradients": accumulated, "activations": activations}
+    common = {"gradients": old_gradients, "activations": activations}
     # with gradient checkpointing the casts of the forward pass are freed at its end
     kept_casts = 0 if a.checkpointing else casts
     yield common | {
@@ -196,13 +194,13 @@ def _backward(
         "working": s.gathered + (kept_casts or casts),
     }
     tied = part.head * FP32 if part.tied and part.outputs == part.vocabulary and not a.adapters else 0
-    head = tied if accumulated or a.adapters else part.head * FP32
+    head = tied if old_gradients or a.adapters else part.head * FP32
     working = s.gathered + kept_casts + pass_.widest_working(part, a) + pass_.weight_gradient(part, a)
     yield common | {"activations": activations + pass_.recomputed(part, a), "logits": head, "working": working}
-    common = {"gradients": gradients, "logits": tied if accumulated else 0}
+    common = {"gradients": gradients, "logits": tied if old_gradients else 0}
     yield common | {"activations": tower + pass_.largest_layer(part, a), "working": working}
     # the gradient of the lookup is a whole matrix; that of a tied head is added in new memory
-    embedding = 0 if a.adapters else part.embedding * FP32 * (2 if tied else bool(accumulated))
+    embedding = 0 if a.adapters else part.embedding * FP32 * (2 if tied else bool(old_gradients))
     yield common | {"activations": tower, "working": s.gathered + kept_casts + embedding}
     if part.tower is not None:
         working = s.gathered + kept_casts + tower_working(part, a)
@@ -234,8 +232,8 @@ def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> 
     return max(map(with_allowance, moments), key=lambda parts: sum(parts.values()))
 
 
-def _sum(parts: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
-    return {name: parts.get(name, 0) + added.get(name, 0) for name in dict.fromkeys([*parts, *added])}
+def _sum(parts: Mapping[str, int], additions: Mapping[str, int]) -> dict[str, int]:
+    return {name: parts.get(name, 0) + additions.get(name, 0) for name in dict.fromkeys([*parts, *additions])}
 
 
 # ------------------------------------------------------------------------------------------ messages

@@ -47,10 +47,10 @@ MUON_STATE = ("momentum_buffer",)
 """Names of the optimizers' state of a parameter."""
 
 
-def build_optimizer(parameters: Parameters, excluded: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Parameters, adamw_ids: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf_modeling.optimizer.OrthogonalAdamW`, over
     :func:`parameter_groups` of parameters that are whole."""
-    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, excluded, config)
+    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, adamw_ids, config)
     make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
@@ -58,7 +58,7 @@ def build_optimizer(parameters: Parameters, excluded: Collection[int], config: T
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
-    excluded: Collection[int],
+    adamw_ids: Collection[int],
     config: TrainingConfig,
 ) -> list[dict[str, Any]]:
     """Weight decay applies to matrices, not to vectors (norms, biases). Under Muon the layers' matrices are a group
@@ -66,11 +66,11 @@ def parameter_groups(
 
     Args:
         shapes: of whole parameters; this rank may hold a part of them.
-        excluded: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
+        adamw_ids: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
             matrices of experts, which have three dimensions.
     """
     muon = config.optimizer == "muon"
-    chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in excluded]
+    chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in adamw_ids]
     rest = [n for n in parameters if n not in set(chosen)]
     kinds: list[tuple[list[str], dict[str, Any]]] = [
         (chosen, {"weight_decay": config.weight_decay, "muon": True, "momentum": config.muon_momentum}),

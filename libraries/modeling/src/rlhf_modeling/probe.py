@@ -39,27 +39,27 @@ def probe(model: LoadedModel, spec: ModelSpec) -> None:
     with torch.no_grad(), quiet(), short_lengths(model.module), in_fp32(model.module):
         rows = probe_rows(model)
         try:
-            truth = [_alone(model, ids) for ids in rows]
+            truth = [_hidden(model, ids) for ids in rows]
             if spec.role.trained:
                 model.noisy = _draws(model, rows[1])
         except Exception as cause:  # any exception: the model's code is not ours
             raise ModelError(
-                f"{_who(model, spec)} cannot be computed by transformers from token ids alone "
+                f"{_name(model, spec)} cannot be computed by transformers from token ids alone "
                 f"({type(cause).__name__}: {cause}). Use another decoder-only model."
             ) from cause
         if not all(bool(hidden.isfinite().all()) for hidden in truth):
             raise ModelError(
-                f"{_who(model, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
+                f"{_name(model, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
                 "hold NaN or infinity. Use another checkpoint of it."
             )
-        if wrong(_alone(model, rows[1][:8]), truth[1][:8]):
+        if wrong(_hidden(model, rows[1][:8]), truth[1][:8]):
             raise ModelError(
-                f"{_who(model, spec)} is not causal: what it computes for a token depends on later tokens, so its "
+                f"{_name(model, spec)} is not causal: what it computes for a token depends on later tokens, so its "
                 "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
             )
         if model.kind == "lm" and not find_logit_scale(model, rows[2], truth[2]):  # few tokens: these are whole logits
             raise ModelError(
-                f"{_who(model, spec)} does more to its logits than a linear head, a factor from its config and a soft "
+                f"{_name(model, spec)} does more to its logits than a linear head, a factor from its config and a soft "
                 "cap; its log-probs would be wrong here, so it is refused."
             )
         image_truth = _image_truth(model, rows)
@@ -69,7 +69,7 @@ def probe(model: LoadedModel, spec: ModelSpec) -> None:
         if image_truth is not None:
             _check_images(model, rows, image_truth)
     if spec.images and model.images is None:
-        raise ModelError(f"the data have images, but {_who(model, spec)} {model.no_images}.")
+        raise ModelError(f"the data have images, but {_name(model, spec)} {model.no_images}.")
     if in_bf16(model.module):
         _require_storage(model, spec, rows[0])
     _write_notes(model, spec, reason)
@@ -80,19 +80,19 @@ def _require_storage(model: LoadedModel, spec: ModelSpec, ids_T: Tensor) -> None
     """Raises CapabilityError where the model's code cannot compute with weights that are stored in bf16."""
     try:
         with torch.autocast(ids_T.device.type, torch.bfloat16):
-            _alone(model, ids_T)
+            _hidden(model, ids_T)
     except Exception as cause:  # any exception: the model's code is not ours
         raise CapabilityError(
-            f"{_who(model, spec)} cannot be computed with weights in bf16 ({type(cause).__name__}: {cause}). Set "
+            f"{_name(model, spec)} cannot be computed with weights in bf16 ({type(cause).__name__}: {cause}). Set "
             "storage = 'fp32' for this role."
         ) from cause
 
 
-def _who(model: LoadedModel, spec: ModelSpec) -> str:
+def _name(model: LoadedModel, spec: ModelSpec) -> str:
     return f"{type(model.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
 
 
-def _alone(model: LoadedModel, ids_T: Tensor) -> Tensor:
+def _hidden(model: LoadedModel, ids_T: Tensor) -> Tensor:
     """fp32 [T, H]."""
     return model.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
 
@@ -199,7 +199,7 @@ def _draws(model: LoadedModel, ids_T: Tensor) -> bool:
             results = []
             for seed in (0, 1, 0):
                 torch.manual_seed(seed)
-                results.append(_alone(model, ids_T))
+                results.append(_hidden(model, ids_T))
     finally:
         _evaluate(model.module, training)
     return not torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

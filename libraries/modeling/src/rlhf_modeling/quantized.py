@@ -43,10 +43,10 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """[O, I] in the number format of the layer that was replaced, dequantised anew at every call."""
         functional, values = _functional(), self._values
-        weight: Tensor = (functional.dequantize_4bit if self.kind == "nf4" else functional.int8_vectorwise_dequant)(
+        weight_OI: Tensor = (functional.dequantize_4bit if self.kind == "nf4" else functional.int8_vectorwise_dequant)(
             *values
         )
-        return weight.to(self.dtype)
+        return weight_OI.to(self.dtype)
 
     def forward(self, x_NI: Tensor) -> Tensor:
         y_NO: Tensor = _Product.apply(x_NI, self)

@@ -151,11 +151,11 @@ def _sizes(router: nn.Module, model: str, hidden: int) -> tuple[int, int]:
         experts, chosen = logits_ME.shape[-1], own_MK.shape[-1]
         others_MK = torch.rand(_TOKENS, experts, generator=draw).argsort(-1)[:, :chosen]
         with _Choice(others_MK) as choice:
-            replayed = copy(hidden_MH)
+            trial = copy(hidden_MH)
         with _Choice(torch.where(torch.arange(_TOKENS)[:, None] < 1, -1, own_MK)):
-            repeated = copy(hidden_MH)
-        fits = choice.calls == 1 and torch.equal(replayed[2], others_MK) and not torch.equal(replayed[1], outputs[1])
-        fits = fits and all(torch.equal(a, b) for a, b in zip(outputs, repeated, strict=True))
+            replay = copy(hidden_MH)
+        fits = choice.calls == 1 and torch.equal(trial[2], others_MK) and not torch.equal(trial[1], outputs[1])
+        fits = fits and all(torch.equal(a, b) for a, b in zip(outputs, replay, strict=True))
     except Exception:  # any exception: the router's code is not ours
         fits = False
     if not fits:

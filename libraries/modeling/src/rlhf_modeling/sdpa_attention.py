@@ -71,9 +71,9 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
         first = skip if device.type == "cpu" and length - skip < MASKED * length else 0
         groups.append(SequenceRun(len(run), length, skip, first))
         for s in run:
-            index_L = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
-            keys.append(index_L)
-            queries.append(index_L[first:])
+            index_T = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
+            keys.append(index_T)
+            queries.append(index_T[first:])
     own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])
     q_rows, k_rows = (
         None if torch.equal(every_N, x) else moved(x, device) for x in (torch.cat(queries), torch.cat(keys))

@@ -77,14 +77,14 @@ def share_prefixes(
     place_N, every_N = torch.empty_like(ids), torch.arange(len(ids))
     places, every = place_N.numpy(), every_N.numpy()
     stretches: list[Stretch] = []
-    end, previous = 0, 0
+    end, previous_start = 0, 0
     for b, front in zip(order, fronts, strict=True):
         start, length = starts[b], lens[b] - front
-        places[start : start + front] = places[previous : previous + front]
+        places[start : start + front] = places[previous_start : previous_start + front]
         places[start + front : start + lens[b]] = every[end : end + length]
         if length:
             stretches.append(Stretch(end, front, lens[b], start))
-        end, previous = end + length, start
+        end, previous_start = end + length, start
     source_M = torch.empty(end, dtype=torch.int64)
     source_M[place_N] = every_N  # any token of those that share a place, because their ids and positions are equal
     position_N = every_N - torch.tensor(starts)[owners(torch.tensor(lens))]

@@ -76,10 +76,10 @@ class RowPart:
         """int64: those of A rows of the row that are in this part, as indices of ``source_A``."""
         return ((source_A >= self.start) & (source_A < self.start + self.own)).nonzero()[:, 0]
 
-    def assemble(self, outputs: Tensor, index_N: Tensor, count: int) -> Tensor:
-        """[count, ...]: the outputs of all ranks. ``outputs`` are this rank's, at the indices ``index_N``; each index
-        is on one rank. The gradient of ``outputs`` is that of the same places."""
-        assembled: Tensor = _Assemble.apply(outputs, index_N, count, self.among.group)
+    def assemble(self, outputs_A: Tensor, index_A: Tensor, count: int) -> Tensor:
+        """[count, ...]: the outputs of all ranks. ``outputs_A`` are this rank's, at the indices ``index_A``; each index
+        is on one rank. The gradient of ``outputs_A`` is that of the same places."""
+        assembled: Tensor = _Assemble.apply(outputs_A, index_A, count, self.among.group)
         return assembled
 
     def total(self, x: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ class RowPart:
         every_MF = self._exchange(torch.cat(rows, -1).flatten(0, 1), [self.own] * ranks, self.sizes)
         widths = [x.shape[-1] for x in rows]
         parts = zip(every_MF.split(widths, -1), (heads, k.shape[1], v.shape[1]), strict=True)
-        rank_heads = [x.unflatten(-1, (count // ranks, -1)).transpose(0, 1)[None] for x, count in parts]
-        return rank_heads[0], rank_heads[1], rank_heads[2]
+        q, k, v = (x.unflatten(-1, (count // ranks, -1)).transpose(0, 1)[None] for x, count in parts)
+        return q, k, v
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """[1, M, H / R, D] -> [1, P, H, D]."""
         ranks, (heads, size) = self.among.ranks, out.shape[2:]
-        tokens = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
-        return tokens.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
+        rank_rows = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
+        return rank_rows.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         exchanged: Tensor = _Exchange.apply(x, to_ranks, from_ranks, self.among.group)
@@ -176,18 +176,18 @@ def _all_to_all(x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], g
 
 class _Assemble(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, index_N: Tensor, count: int, group: Any) -> Tensor:
-        ctx.save_for_backward(index_N)
-        out = outputs.new_zeros((count, *outputs.shape[1:]))
-        out[index_N] = outputs.detach()
+    def forward(ctx: Any, outputs_A: Tensor, index_A: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index_A)
+        out = outputs_A.new_zeros((count, *outputs_A.shape[1:]))
+        out[index_A] = outputs_A.detach()
         dist.all_reduce(out, group=group)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index_N,) = ctx.saved_tensors
-        return grad[index_N], None, None, None
+        (index_A,) = ctx.saved_tensors
+        return grad[index_A], None, None, None
 
 
 class _Total(torch.autograd.Function):

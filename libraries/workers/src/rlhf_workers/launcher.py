@@ -121,8 +121,8 @@ class WorkerLauncher(Launcher):
         refresh: Callable[[], object] | None = None,
     ) -> EngineGroup:
         check_takes_tensors(generator, self.name)
-        reservation = self._reserved(GENERATOR)
-        allocations = reservation.allocations[GENERATOR]
+        devices = self._reserved(GENERATOR)
+        allocations = devices.allocations[GENERATOR]
 
         def start(numbers: Sequence[int]) -> list[WorkerHandle]:
             count = len(self._running)
@@ -138,12 +138,10 @@ class WorkerLauncher(Launcher):
         link = None
         if self._link is not None:
             assert isinstance(policy, RankGroup)
-            link = WeightLink(self._link, policy, reservation.cuda, spec.sync_timeout, self._watch)
+            link = WeightLink(self._link, policy, devices.cuda, spec.sync_timeout, self._watch)
         broken = link.drop if link is not None else lambda: None
         with self._or_nothing():
-            pool = EngineWorkers(
-                reservation.calls, start, self._watch, len(allocations), self.config.max_restarts, broken
-            )
+            pool = EngineWorkers(devices.calls, start, self._watch, len(allocations), self.config.max_restarts, broken)
         front = EngineGroup(generator, spec, pool, link, refresh)
         self._launched.append(front)
         return front
@@ -151,10 +149,10 @@ class WorkerLauncher(Launcher):
     def choose_link(self, generator: type[Generator], transport: str) -> None:
         with self._or_nothing():  # refused before a model is loaded
             check_takes_tensors(generator, self.name)
-            reservation = self._reserved(POLICY, GENERATOR)
-            allocations = reservation.allocations[POLICY], reservation.allocations[GENERATOR]
+            devices = self._reserved(POLICY, GENERATOR)
+            allocations = devices.allocations[POLICY], devices.allocations[GENERATOR]
             links = receives_over_links(generator)
-            self._link = choose_kind(transport, links, *allocations, reservation.cuda, reservation.nodes)
+            self._link = choose_kind(transport, links, *allocations, devices.cuda, devices.nodes)
 
     def _end_workers(self, last_first: ExitStack) -> None:
         """Register the end of all workers, groups and engines first. Every callback runs, even if one raises."""

@@ -164,22 +164,20 @@ def allocate(
         slots = [(index, n) for index in order[place.share or role] for n in range(host.devices)]
         size = _devices_each(role, place, host)
         devices[role] = [tuple(slots[rank * size : (rank + 1) * size]) for rank in range(place.ranks)]
-        for rank, group in enumerate(devices[role]):
-            hosts = {nodes[index] for index, _ in group}
-            if len(hosts) > 1:
+        for rank, part in enumerate(devices[role]):
+            rank_nodes = {nodes[index] for index, _ in part}
+            if len(rank_nodes) > 1:
                 raise ConfigError(
-                    f"[placement.{role}]: the {size} devices of rank {rank} would be on {len(hosts)} nodes, because "
-                    f"those of {place.share!r} are; one process can only have devices of one node. Lower its devices, "
-                    f"give {place.share!r} more devices per rank, or give {role!r} devices of its own."
+                    f"[placement.{role}]: the {size} devices of rank {rank} would be on {len(rank_nodes)} nodes, "
+                    f"because those of {place.share!r} are; one process can only have devices of one node. Lower its "
+                    f"devices, give {place.share!r} more devices per rank, or give {role!r} devices of its own."
                 )
-    tenants = Counter(group[0][0] for ranks in devices.values() for group in ranks)
+    tenants = Counter(part[0][0] for ranks in devices.values() for part in ranks)
 
     def cpus(bundle: int) -> float:
         return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
 
-    return {
-        role: [Allocation(group[0][0], cpus(group[0][0]), group) for group in ranks] for role, ranks in devices.items()
-    }
+    return {role: [Allocation(part[0][0], cpus(part[0][0]), part) for part in ranks] for role, ranks in devices.items()}
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:

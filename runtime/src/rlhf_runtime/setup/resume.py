@@ -279,7 +279,7 @@ def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[st
     for name, folder in folders.items():
         key = f"{name}.model"
         saved = saved_hashes.get(key)
-        if key in digests and saved not in (None, digests[key]) and saved == content_of(folder, full=True):
+        if key in digests and saved not in (None, digests[key]) and saved == content_of(folder, full_config=True):
             digests[key] = saved
     if prepared.config.data.chat_template is not None:
         template: str = prepared.data.template.tokenizer.chat_template

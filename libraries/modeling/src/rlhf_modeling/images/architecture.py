@@ -48,16 +48,14 @@ def require_images(spec: ModelSpec, config: Any) -> None:
     if not spec.images:
         return
     advice = "Name an image-text model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
-    model = ", ".join(config.architectures or ()) or config.model_type
+    name = ", ".join(config.architectures or ()) or config.model_type
     if not reads_images(config, True):
         raise ModelError(
-            f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a {model}, which reads "
+            f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a {name}, which reads "
             f"text only. {advice}"
         )
-    if reason := _image_problem(config):
-        raise ModelError(
-            f"the data have images, but {model} ({spec.path!r}, role {spec.role.name!r}) {reason}. {advice}"
-        )
+    if fault := _image_problem(config):
+        raise ModelError(f"the data have images, but {name} ({spec.path!r}, role {spec.role.name!r}) {fault}. {advice}")
 
 
 def _image_problem(config: Any) -> str:

@@ -128,17 +128,17 @@ class ImageInputs:
         by_place: dict[int, tuple[Count, Pixels]] = {}  # by the place of the image's first token in the row
         start = 0
         for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
-            row_pixels = [next(pixels) for _ in images_B[b]]
-            kind_T, counts = self._placeholders(b, ids_T, images_B[b], row_pixels)
-            for image, count, values in zip(images_B[b], counts, row_pixels, strict=True):
+            sequence_pixels = [next(pixels) for _ in images_B[b]]
+            kind_T, counts = self._placeholders(b, ids_T, images_B[b], sequence_pixels)
+            for image, count, values in zip(images_B[b], counts, sequence_pixels, strict=True):
                 place = start + image.at
                 by_place.setdefault(place if shared is None else int(shared.place_N[place]), (count, values))
             try:
-                position, delta = self._positions(ids_T, position_T, kind_T, row_pixels)
+                position, delta = self._positions(ids_T, position_T, kind_T, sequence_pixels)
             except Exception as cause:  # the model's code fails on sequences that do not fit their images
                 raise TrainingError(
                     f"sequence {b} of a micro-batch has {int(kind_T.sum())} placeholder tokens, which do not fit its "
-                    f"{len(row_pixels)} images ({type(cause).__name__}: {cause}). {MISFIT}"
+                    f"{len(sequence_pixels)} images ({type(cause).__name__}: {cause}). {MISFIT}"
                 ) from cause
             kinds.append(kind_T)
             positions.append(position)
@@ -203,21 +203,21 @@ class ImageInputs:
         """The features of the images. Raises TrainingError where an image has another number of placeholders than of
         features."""
         out = self._features(*args, **options)
-        lens = [_rows(part) for part in out.pooler_output]
-        parts = [1] * len(self._counts) if len(lens) == len(self._counts) else [c.parts for c in self._counts]
+        sizes = [_rows(part) for part in out.pooler_output]
+        parts = [1] * len(self._counts) if len(sizes) == len(self._counts) else [c.parts for c in self._counts]
         ends = list(accumulate(parts, initial=0))
-        complete = ends[-1] == len(lens)
+        complete = ends[-1] == len(sizes)
         for i, count in enumerate(self._counts):
-            features = sum(lens[ends[i] : ends[i + 1]])
+            features = sum(sizes[ends[i] : ends[i + 1]])
             if complete and features != count.placeholders:
                 raise TrainingError(
                     f"sequence {count.sequence} of a micro-batch has an image with {count.placeholders} placeholder "
                     f"tokens, but the model has {features} features of it. {MISFIT}"
                 )
         placeholders = sum(count.placeholders for count in self._counts)
-        if self._counts and sum(lens) != placeholders:
+        if self._counts and sum(sizes) != placeholders:
             raise TrainingError(
-                f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(lens)} "
+                f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(sizes)} "
                 f"features of them. {MISFIT}"
             )
         return out

@@ -108,19 +108,19 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
             f"the checkpoint {str(path)!r} was saved by trainer {by!r}; this run has trainer {trainer.name!r}. Resume "
             f"with trainer.use = {by!r}, or start a new run from its exported model."
         )
-    current = {
+    settings = {
         "trained": trainer.spec.role.trained,
         "storage": trainer.spec.storage,
         "ema": trainer.average is not None,
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
     }
-    saved = {key: facts.get(key) for key in current} | {"storage": facts.get("storage", "fp32")}  # older: not named
+    saved = {key: facts.get(key) for key in settings} | {"storage": facts.get("storage", "fp32")}  # older: not named
     if saved["lora"] is not None:  # of a version that had fewer options
         saved["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **saved["lora"]}
-    if saved != current:
+    if saved != settings:
         raise ConfigError(
-            f"the checkpoint {str(path)!r} was saved with {saved}; this run has {current}. Resume with its config."
+            f"the checkpoint {str(path)!r} was saved with {saved}; this run has {settings}. Resume with its config."
         )
 
 

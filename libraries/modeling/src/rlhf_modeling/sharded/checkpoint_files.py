@@ -151,10 +151,10 @@ class RankFiles:
     def _check_part(self, kind: str, name: str, part: int, size: int) -> None:
         stored = sorted((s for s in self._stored[f"{kind}/{name}"] if s.part == part), key=lambda s: s.start)
         ends = [0]
-        for piece in stored:
-            if piece.start != ends[-1]:
+        for segment in stored:
+            if segment.start != ends[-1]:
                 break
-            ends.append(piece.start + piece.numel)
+            ends.append(segment.start + segment.numel)
         if len(ends) != len(stored) + 1 or ends[-1] != size:
             files = ", ".join(sorted({s.file.name for s in stored})) or "no file"
             raise CheckpointError(

@@ -51,20 +51,20 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         size, rank = dist.get_world_size(), dist.get_rank()
         for first in range(0, len(names), size):
             turn = names[first : first + size]
-            matrices = [self._gathered(name, updates.get(name), target) for target, name in enumerate(turn)]
+            matrices = [self._gathered(name, updates.get(name), target_rank) for target_rank, name in enumerate(turn)]
             if rank < len(turn):
                 matrix = matrices[rank].view(self._shapes[turn[rank]])
                 steps = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, _muon.DEFAULT_NS_STEPS, _muon.EPS)
                 matrices[rank] = steps.to(torch.float32).reshape(-1)
-            for owner, name in enumerate(turn):
+            for source_rank, name in enumerate(turn):
                 if size > 1:
-                    dist.broadcast(matrices[owner], src=owner)
+                    dist.broadcast(matrices[source_rank], src=source_rank)
                 if name in updates:
-                    own_update = self._split.own(name, matrices[owner].view(self._shapes[name])).reshape(-1)
+                    own_update = self._split.own(name, matrices[source_rank].view(self._shapes[name])).reshape(-1)
                     self._apply(*updates[name][:2], own_update, group)
 
-    def _gathered(self, name: str, update: tuple[Flat, Piece, Tensor] | None, target: int) -> Tensor:
-        """[numel] the update of the whole matrix, on rank ``target``."""
+    def _gathered(self, name: str, update: tuple[Flat, Piece, Tensor] | None, target_rank: int) -> Tensor:
+        """[numel] the update of the whole matrix, on rank ``target_rank``."""
         device = update[2].device if update is not None else self._partition.flats[0].owner.device
         split, replicated = self._split, self._partition.replicated
         matrix = torch.zeros(self._shapes[name], device=device)
@@ -77,7 +77,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
             part[piece.start : piece.start + piece.numel] = values
             own_part.copy_(part.view(own_part.shape))
         if not everywhere and dist.get_world_size() > 1:
-            dist.reduce(matrix, dst=target)
+            dist.reduce(matrix, dst=target_rank)
         return matrix.view(-1)
 
     def _apply(self, flat: Flat, piece: Piece, update: Tensor, group: dict[str, Any]) -> None:
@@ -91,15 +91,15 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
-    excluded: Collection[int],
+    adamw_ids: Collection[int],
     config: TrainingConfig,
 ) -> torch.optim.AdamW:
     """The optimizer of the trainer ``torch``, over the same groups, with Muon's step for divided matrices.
 
     Args:
         shapes: of whole parameters.
-        excluded: ids of the parameters of embeddings and heads, whose matrices stay with AdamW.
+        adamw_ids: ids of the parameters of embeddings and heads, whose matrices stay with AdamW.
     """
     make = DividedOrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
-    groups = parameter_groups(parameters, shapes, excluded, config)
+    groups = parameter_groups(parameters, shapes, adamw_ids, config)
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

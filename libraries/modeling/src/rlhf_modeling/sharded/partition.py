@@ -71,10 +71,10 @@ class Partition(ABC):
         parts = [p.detach().view(-1) for p in self.gradients(index)]
         ends = list(accumulate(p.numel() for p in parts))
         for piece in self.flats[index].pieces:
-            slices, k, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
-            while k < len(parts) and (start := ends[k] - parts[k].numel()) < end:
-                slices.append(parts[k][max(piece.offset - start, 0) : end - start])
-                k += 1
+            slices, part_index, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
+            while part_index < len(parts) and (start := ends[part_index] - parts[part_index].numel()) < end:
+                slices.append(parts[part_index][max(piece.offset - start, 0) : end - start])
+                part_index += 1
             yield piece, slices
 
 

@@ -70,9 +70,9 @@ class NamedTensors(ABC):
         Args:
             merge: add the adapters to copies of their weights.
         """
-        return self._published.stream(self._each(first, merge))
+        return self._published.stream(self._named_tensors(first, merge))
 
-    def _each(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
+    def _named_tensors(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
         for name in self._model():
             tensor = self._put_together(name, merge)
             if first:

@@ -198,10 +198,10 @@ class Coverage:
 
     def after(self) -> dict[str, list[str]]:
         """``without_gradient`` and ``unchanged``; every rank calls it and gets the same."""
-        moved_here = [False] * len(self.names)
+        change_flags = [False] * len(self.names)
         for name, mark in self._fingerprints().items():
-            moved_here[self._row[name]] = mark != self._before[name]
-        flags = torch.tensor([self._reached, moved_here], dtype=torch.int32, device=self.device)
+            change_flags[self._row[name]] = mark != self._before[name]
+        flags = torch.tensor([self._reached, change_flags], dtype=torch.int32, device=self.device)
         reached, moved = largest(flags).tolist()
         return {
             "without_gradient": [n for n, flag in zip(self.names, reached, strict=True) if not flag],

@@ -20,9 +20,9 @@ def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
     for facts in described:
         differences = problems.setdefault(facts["address"], [])
         for name, version in facts["versions"].items():
-            local = platform.python_version() if name == "python" else installed_version(name)
-            if version != local:
-                differences.append(f"{name} is {version} there and {local} here")
+            local_version = platform.python_version() if name == "python" else installed_version(name)
+            if version != local_version:
+                differences.append(f"{name} is {version} there and {local_version} here")
         if facts["problem"] is not None:
             differences.append(facts["problem"].message)
             traces.append(facts["problem"].trace)

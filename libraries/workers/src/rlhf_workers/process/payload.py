@@ -65,8 +65,8 @@ def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
     shared = [
         n for n in range(length) if len(per_rank) > 1 and all(len(a) > n and a[n] is first[n] for a in per_rank[1:])
     ]
-    ranks = [[value for n, value in enumerate(arguments) if n not in shared] for arguments in per_rank]
-    return Payload(_dump({n: first[n] for n in shared}), [_dump(arguments) for arguments in ranks])
+    rank_values = [[value for n, value in enumerate(arguments) if n not in shared] for arguments in per_rank]
+    return Payload(_dump({n: first[n] for n in shared}), [_dump(arguments) for arguments in rank_values])
 
 
 def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
