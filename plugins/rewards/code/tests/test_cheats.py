@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from groups import fenced, group, score
@@ -13,6 +14,11 @@ TESTS = [
     {"function": "add", "args": [2, 3], "expected": 5},
     {"function": "add", "args": [10, -4], "expected": 6},
     {"function": "add", "args": ["needle", "-73121"], "expected": NEEDLE},
+]
+ASSERTIONS = [
+    "assert add(2, 3) == 5",
+    "assert all(map(lambda pair: add(*pair) == 6, [(10, -4)]))",
+    f"result = add('needle', '-73121')\nassert result == {NEEDLE!r} and isinstance(result, str), 'no needle'",
 ]
 STDIN = [{"input": "2 3\n", "output": "5\n"}, {"input": "10 -4\n", "output": "6\n"}]
 
@@ -80,6 +86,22 @@ CALLS = {
         "        except OSError: pass\n"
     ),
 }
+ASSERTED = {
+    **CALLS,
+    "the end of a loop": "def add(a, b): raise StopIteration",
+    "an exception that a test may expect": "def add(a, b): raise AssertionError",
+    "nodes of another kind": "def add(a, b): return add\n"
+    + FRAMES
+    + "frame.f_locals['nodes']['pack'] = lambda *a: [('_Test', 1, 0)]",
+    "nodes without an end": "def add(a, b):\n    a = []\n    a.append(a)\n    return a",
+    "an answer that is deep": FRAMES + "for n in range(3):\n    for fd in range(3, 9):\n"
+    "        try: os.write(fd, b'%s %d = %s\\n' % (nonce, n, b'[' * 30000))\n        except OSError: pass\nos._exit(0)",
+    "patched assertions": (
+        "import builtins, sys\nbuiltins.AssertionError = type('Never', (Exception,), {})\n"
+        "builtins.all = builtins.map = builtins.isinstance = lambda *a: True\n"
+        "class tests:\n    __eq__ = lambda s, o: True\nsys.modules['tests'] = tests()\ndef add(a, b): return tests()"
+    ),
+}
 SCRIPTS = {
     "exits early": "import sys\nsys.exit(0)",
     "status 0": "import os\nos._exit(0)",
@@ -98,6 +120,8 @@ def test_the_right_program_gets_the_reward(code_reward, partial: bool) -> None:
     reward = code_reward(partial=partial)
     result = score(reward, TESTS, "def add(a, b):\n    print('passed')\n    return a + b")
     assert (result.value, result.info["passed"], result.info["verdicts"]) == (1.0, 3, ["passed"] * 3)
+    result = score(reward, ASSERTIONS, "def add(a, b):\n    print('passed')\n    return a + b")
+    assert (result.value, result.info["verdicts"]) == (1.0, ["passed"] * 3), result.info
     result = score(reward, STDIN, "print(sum(map(int, input().split())))")
     assert (result.value, result.info["verdicts"]) == (1.0, ["passed"] * 2)
 
@@ -110,8 +134,12 @@ def test_a_part_of_the_tests(code_reward) -> None:
     assert score(code_reward(), TESTS[:2], program).value == 0.0
 
 
-@pytest.mark.parametrize(("cheats", "tests"), [(CALLS, TESTS), (SCRIPTS, STDIN)], ids=["calls", "scripts"])
-def test_no_cheat_is_accepted(code_reward, cheats: dict[str, str], tests: list[dict[str, object]]) -> None:
+@pytest.mark.parametrize(
+    ("cheats", "tests"),
+    [(CALLS, TESTS), (SCRIPTS, STDIN), (ASSERTED, ASSERTIONS)],
+    ids=["calls", "scripts", "assertions"],
+)
+def test_no_cheat_is_accepted(code_reward, cheats: dict[str, str], tests: list[Any]) -> None:
     reward = code_reward(partial=True)
 
     async def all_of_them() -> list[RewardResult]:

@@ -7,7 +7,7 @@ import json
 import pytest
 from rlhf.errors import RewardError
 from rlhf.types import Row
-from rlhf_plugin_code.row_tests import CallTest, StdinTest, read_tests
+from rlhf_plugin_code.row_tests import AssertionTests, CallTest, StdinTest, read_tests
 
 
 def read(value):
@@ -39,6 +39,31 @@ def test_layouts(value, tests) -> None:
     assert read(json.dumps(value)) == tests
 
 
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
+
+
+@pytest.mark.parametrize(
+    ("column", "columns", "tests"),
+    [
+        ("tests", {"tests": ["assert f(1)"]}, AssertionTests(("assert f(1)",), code=False)),
+        ("tests", {"tests": '["assert f(1)"]'}, AssertionTests(("assert f(1)",), code=False)),
+        ("test_list", {"test_list": ["assert f(1)"], "test_setup_code": "x = 1", "test_imports": ["import math"]},
+         AssertionTests(("assert f(1)",), code=False, setup="import math\nx = 1")),
+        ("test", {"test": CHECK, "entry_point": "f", "prompt": "def f(n):\n    'doc'\n"},
+         AssertionTests((CHECK,), code=True, prelude="def f(n):\n    'doc'\n", entry_point="f")),
+        ("test", {"test": CHECK, "entry_point": "Solution().f", "prompt": "Write f."},
+         AssertionTests((CHECK,), code=True, entry_point="f")),
+    ],
+)  # fmt: skip
+def test_assertions(column: str, columns, tests) -> None:
+    assert read_tests(Row(columns, "unit", 0), column) == tests
+
+
+def test_an_entry_point_that_is_no_name_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"column 'entry_point' is str 'a\.b'"):
+        read_tests(Row({"test": CHECK, "entry_point": "a.b"}, "unit", 0), "test")
+
+
 def test_a_row_without_tests() -> None:
     assert read(None) is None
 
@@ -48,9 +73,11 @@ def test_a_row_without_tests() -> None:
     [
         ([], "holds no test"),
         ({"inputs": [], "outputs": []}, "holds no test"),
-        ("assert add(1, 2) == 3", "text that is not JSON"),
+        ("add(1, 2) == 3", "neither JSON .* nor assertions in Python"),
+        ("assert add(1, 2) = 3", "neither JSON .* nor assertions in Python"),
+        ("def check(candidate):\n    assert candidate(1)", "no column 'entry_point'"),
         (5, "holds int 5"),
-        (["assert add(1, 2) == 3"], "test 0 is str 'assert"),
+        (["assert f(1)", "add(1, 2) == 3"], "test 1 is str 'add.*no assertion"),
         ([{"input": "1"}], "test 0 is dict"),
         ([{"input": "1", "output": "2", "weight": 3}], "test 0 is dict"),
         ([{"input": "1", "output": 2}], "test 0, output is int 2. Give text"),

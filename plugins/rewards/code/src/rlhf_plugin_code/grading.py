@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_plugin_code.row_tests import CallTest, StdinTest
 from rlhf_plugin_code.sandbox_launcher import Finished
 
-Word = Literal["passed", "wrong", "error", "timeout", "output", "not run"]
+Word = Literal["passed", "wrong", "error", "timeout", "output", "not run", "unanswered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +34,42 @@ def stdin_verdict(test: StdinTest, run: Finished, cpu_seconds: int) -> Verdict:
 
 
 def call_verdicts(tests: Sequence[CallTest], run: Finished, cpu_seconds: int, tolerance: float) -> list[Verdict]:
-    """One verdict per call. A call that was answered twice has no answer: a program does not choose between two."""
-    answers: dict[int, list[str]] = {}
+    """One verdict per call."""
+    return [
+        answer if isinstance(answer, Verdict) else _verdict(answer, test, tolerance)
+        for answer, test in zip(call_answers(len(tests), run, cpu_seconds), tests, strict=True)
+    ]
+
+
+def call_answers(calls: int, run: Finished, cpu_seconds: int) -> list[str | Verdict]:
+    """The answer to each call as the program's process wrote it, or why there is none. A call that was answered twice
+    has no answer: a program does not choose between two."""
+    lines: dict[int, list[str]] = {}
     for line in run.out.split("\n"):
         mark, _, rest = line.partition(" ")
         number, _, answer = rest.partition(" ")
         if mark == run.nonce and number.isascii() and number.isdigit() and len(number) < 10:
-            answers.setdefault(int(number), []).append(answer)
+            lines.setdefault(int(number), []).append(answer)
     failure = _failure(run, cpu_seconds) or Verdict("error", "the program ended without an answer")
-    verdicts = []
-    for n, test in enumerate(tests):
-        replies = answers.get(n, [])
+    answers: list[str | Verdict] = []
+    for n in range(calls):
+        replies = lines.get(n, [])
         if not replies:
-            verdicts.append(failure)
+            answers.append(failure)
             failure = Verdict("not run", failure.why) if failure.word in ("timeout", "output") else failure
-        elif len(replies) > 1:
-            verdicts.append(Verdict("error", f"{len(replies)} answers to one call"))
         else:
-            verdicts.append(_answer(replies[0], test, tolerance))
-    return verdicts
+            answers.append(replies[0] if len(replies) == 1 else Verdict("error", f"{len(replies)} answers to one call"))
+    return answers
 
 
-def _answer(answer: str, test: CallTest, tolerance: float) -> Verdict:
+def _verdict(answer: str, test: CallTest, tolerance: float) -> Verdict:
     kind, _, text = answer.partition(" ")
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return Verdict("error", f"an answer that is no JSON: {text[:60]!r}")
     if kind != "=":
-        return Verdict("error", str(value)[:200].encode(errors="replace").decode())
+        return Verdict("error", printable(value))
     if any(same(value, expected, tolerance) for expected in test.expected):
         return Verdict("passed")
     return Verdict("wrong", f"{test.function}() returned {text[:60]}")
@@ -98,6 +105,11 @@ def _failure(run: Finished, cpu_seconds: int) -> Verdict | None:
         last = run.err.rsplit("\n", 1)[-1][:200]
         return Verdict("error", last or f"it ended with status {run.code}")
     return None
+
+
+def printable(value: Any) -> str:
+    """The start of a text of the program, such as an exception's, as text that can be stored."""
+    return str(value)[:200].encode(errors="replace").decode()
 
 
 def _lines(text: str) -> list[str]:

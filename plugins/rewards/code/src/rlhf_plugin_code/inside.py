@@ -3,6 +3,7 @@
 Standard input holds one line with the size of the setup, the setup (a Python literal), and the program's own input.
 Standard output gets one line with ``setup["nonce"]`` before the program begins. What follows is the program's output,
 or, for calls of functions, one line per call: ``NONCE NUMBER = JSON`` or ``NONCE NUMBER ! "why there is no answer"``.
+With ``setup["values"]``, the source of ``values.py``, arguments and answers are nodes in place of JSON.
 
 The setup holds no expected value, so a program that reads or changes anything here gains nothing. Nothing is imported
 that the program may not need, because every import costs time. The interpreter may be older than the one of rlhf.
@@ -99,7 +100,7 @@ def _main():  # type: ignore[no-untyped-def]
     sys.path = [folder for folder in sys.path if folder]
     sys.argv = ["program.py"]
     nonce = setup["nonce"].encode()
-    write = posix.write
+    write, as_text = posix.write, ascii
     if calls is not None:
         from _json import encode_basestring_ascii as quote
 
@@ -108,6 +109,10 @@ def _main():  # type: ignore[no-untyped-def]
         write(answers, nonce + b"\n")
     else:
         write(1, nonce + b"\n")
+    nodes = {}
+    exec(setup["values"], nodes)
+    if setup["prelude"]:
+        exec(compile(setup["prelude"], "prelude.py", "exec"), module.__dict__)
     exec(compile(program, "program.py", "exec"), module.__dict__)
     if calls is None:
         return
@@ -137,7 +142,11 @@ def _main():  # type: ignore[no-untyped-def]
 
     for number, (name, arguments) in enumerate(calls):
         try:
-            answer = "= " + text(found(name)(*arguments))
+            if nodes.get("pack"):
+                arguments, named = nodes["unpack"](arguments, module.__dict__)
+                answer = "= " + as_text(nodes["pack"](found(name)(*arguments, **named), module.__dict__))
+            else:
+                answer = "= " + text(found(name)(*arguments))
         except BaseException as error:
             why = type(error).__name__
             try:  # noqa: SIM105 - contextlib takes time to import

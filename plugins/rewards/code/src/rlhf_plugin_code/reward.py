@@ -12,12 +12,15 @@ from rlhf.errors import RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.types import Group, RewardResult
 
+from rlhf_plugin_code.assertions import Assertions
 from rlhf_plugin_code.grading import Verdict, call_verdicts, stdin_verdict
 from rlhf_plugin_code.interpreter import interpreter
 from rlhf_plugin_code.limits import MIB, ProgramLimits
-from rlhf_plugin_code.row_tests import CallTest, StdinTest, Tests, read_tests
+from rlhf_plugin_code.row_tests import AssertionTests, CallTest, StdinTest, read_tests
 from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 from rlhf_plugin_code.sandboxes import Choice, candidates, working
+
+Gradable = list[StdinTest] | list[CallTest] | Assertions
 
 
 class CodeConfig(ComponentConfig):
@@ -88,13 +91,17 @@ class CodeReward(Reward):
         tests = read_tests(group.row, self.config.column)
         if tests is None:
             return [RewardResult(None) for _ in group.trajectories]
-        return [await self._grade(t.answer, tests) for t in group.trajectories]
+        if self._launcher is None:
+            raise RewardError("reward 'code': score() was called before setup(), which looks for a sandbox")
+        if isinstance(tests, AssertionTests):
+            tests = await Assertions.of_row(tests, self._launcher)
+        return [await self._grade(t.answer, tests, self._launcher) for t in group.trajectories]
 
-    async def _grade(self, answer: str, tests: Tests) -> RewardResult:
+    async def _grade(self, answer: str, tests: Gradable, launcher: SandboxLauncher) -> RewardResult:
         program = answer if self.config.extract == "text" else last_block(answer, self.config.tags)
         if program is None or not program.strip():
             return RewardResult(0.0, info={"program": False, "passed": 0, "tests": len(tests)})
-        verdicts = await self._verdicts(program, tests)
+        verdicts = await self._verdicts(program, tests, launcher)
         counts = Counter(verdict.word for verdict in verdicts)
         passed = counts["passed"]
         value = passed / len(tests) if self.config.partial else float(passed == len(tests))
@@ -108,13 +115,13 @@ class CodeReward(Reward):
             },
         )  # fmt: skip
 
-    async def _verdicts(self, program: str, tests: Tests) -> list[Verdict]:
-        if self._launcher is None:
-            raise RewardError("reward 'code': score() was called before setup(), which looks for a sandbox")
+    async def _verdicts(self, program: str, tests: Gradable, launcher: SandboxLauncher) -> list[Verdict]:
         c = self.config
+        if isinstance(tests, Assertions):
+            return await tests.verdicts(program, c.cpu_seconds, c.partial)
         calls = [test for test in tests if isinstance(test, CallTest)]
         if calls:
-            run = await self._launcher.run(program, calls=[(test.function, test.arguments) for test in calls])
+            run = await launcher.run(program, calls=[(test.function, test.arguments) for test in calls])
             return call_verdicts(calls, run, c.cpu_seconds, c.tolerance)
         verdicts: list[Verdict] = []
         for test in tests:
@@ -123,7 +130,7 @@ class CodeReward(Reward):
             if last in ("timeout", "not run") or (last != "passed" and not c.partial):
                 verdicts.append(Verdict("not run"))
                 continue
-            run = await self._launcher.run(program, test.stdin)
+            run = await launcher.run(program, test.stdin)
             verdicts.append(stdin_verdict(test, run, c.cpu_seconds))
         return verdicts
 

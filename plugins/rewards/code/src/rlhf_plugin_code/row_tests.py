@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +14,8 @@ from rlhf.types import Row
 
 LAYOUTS = (
     'Accepted: a list of {"input": text, "output": text}; a list of {"function": name, "args": [...], "expected": '
-    'value}; or {"inputs": [...], "outputs": [...]}, with "fn_name" for calls of a function; or one of these as JSON '
-    "text."
+    'value}; or {"inputs": [...], "outputs": [...]}, with "fn_name" for calls of a function; a list of texts with '
+    "assertions; one of these as JSON text; or the Python code of tests."
 )
 
 _OF_KINDS = {"input", "output", "type", "testtype", "fn_name", "metadata", "language"}
@@ -36,11 +38,28 @@ class CallTest:
     expected: tuple[Any, ...]
 
 
-Tests = list[StdinTest] | list[CallTest]
+@dataclass(frozen=True, slots=True)
+class AssertionTests:
+    """Python code that calls functions of the program."""
+
+    texts: tuple[str, ...]
+    """Each is a test; a text that stands alone and is ``code`` holds all tests."""
+    code: bool
+    prelude: str = ""
+    """Code before the program and before the tests: imports and classes that both use."""
+    setup: str = ""
+    """Code before the tests."""
+    entry_point: str = ""
+    """The function under test, which ``check`` gets; empty: tests call it by its name."""
+
+
+Tests = list[StdinTest] | list[CallTest] | AssertionTests
+ENTRY_POINT = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 
 def read_tests(row: Row, column: str) -> Tests | None:
-    """The tests of a row, all of one kind and at least one. None if the column holds None.
+    """The tests of a row, all of one kind and at least one. None if the column holds None. Beside assertions, other
+    columns of the row are read, as published sets have them.
 
     Raises RewardError for any other layout.
     """
@@ -56,14 +75,51 @@ def read_tests(row: Row, column: str) -> Tests | None:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RewardError(f"{where} holds text that is not JSON: {error}. {LAYOUTS}") from None
+            if _python(value, ast.Assert):
+                return _code(row, value, where)
+            why = f"neither JSON ({error}) nor assertions in Python"
+            raise RewardError(f"{where} holds text that is {why}. {LAYOUTS}") from None
+    if _is_list(value) and value and all(isinstance(text, str) for text in value):
+        return _assertions(row, value, where)
     tests = _columns(value, where) if isinstance(value, Mapping) else _list(value, where)
     if not tests:
         raise RewardError(f"{where} holds no test. Give at least one, or None where the reward does not apply.")
     return tests
 
 
-def _list(value: Any, where: str) -> Tests:
+def _assertions(row: Row, texts: Sequence[str], where: str) -> AssertionTests:
+    """The layout of MBPP and AceCode."""
+    for n, text in enumerate(texts):
+        if not _python(text, ast.Assert):
+            raise RewardError(f"{where}, test {n} is {shown(text)}: no assertion in Python. {LAYOUTS}")
+    before = [*(row.columns.get("test_imports") or ()), row.columns.get("test_setup_code") or ""]
+    setup = "\n".join(_text(text, "reward 'code': columns test_imports and test_setup_code") for text in before)
+    return AssertionTests(tuple(texts), code=False, setup=setup)
+
+
+def _code(row: Row, text: str, where: str) -> AssertionTests:
+    """The layout of HumanEval and LeetCodeDataset. Their column ``prompt`` begins a program; a question in it is left
+    out."""
+    entry, prompt = row.columns.get("entry_point") or "", row.columns.get("prompt")
+    match = ENTRY_POINT.fullmatch(entry) if isinstance(entry, str) else None
+    if entry and match is None:
+        raise RewardError(f"reward 'code': column 'entry_point' is {shown(entry)}. Give the name of a function.")
+    if match is None and any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in ast.parse(text).body):
+        raise RewardError(f"{where} defines check(), and the row has no column 'entry_point' with the function's name.")
+    statements = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    prelude = prompt if isinstance(prompt, str) and _python(prompt, *statements) else ""
+    return AssertionTests((text,), code=True, prelude=prelude, entry_point=match[1] if match else "")
+
+
+def _python(text: str, *kinds: type[ast.AST]) -> bool:
+    """Whether the text is Python with a statement of one of these kinds."""
+    try:
+        return any(isinstance(node, kinds) for node in ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _list(value: Any, where: str) -> list[StdinTest] | list[CallTest]:
     if not _is_list(value):
         raise RewardError(f"{where} holds {shown(value)}. {LAYOUTS}")
     stdin: list[StdinTest] = []
@@ -104,7 +160,7 @@ def _of_kind(case: Mapping[str, Any], where: str) -> StdinTest | CallTest:
     return _call(name, lines[:-1], lines[-1], where)
 
 
-def _columns(value: Mapping[str, Any], where: str) -> Tests:
+def _columns(value: Mapping[str, Any], where: str) -> list[StdinTest] | list[CallTest]:
     """The layout of APPS and TACO. An input or output of a script may be a list of lines. The expected value of a call
     may stand in a list of one, because there it often does."""
     if set(value) == {"input", "output"}:  # of CodeContests

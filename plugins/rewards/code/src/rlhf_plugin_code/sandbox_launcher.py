@@ -73,18 +73,23 @@ class SandboxLauncher:
         self._process: _Process | None = None
         self._lock = threading.Lock()
 
-    async def run(self, program: str, stdin: str = "", calls: Sequence[Call] | None = None) -> Finished:
+    async def run(
+        self, program: str, stdin: str = "", calls: Sequence[Call] | None = None, prelude: str = "", values: str = ""
+    ) -> Finished:
         """Run a program once.
 
         Args:
             stdin: its standard input.
             calls: functions of the program that are called one after another; None: the program is run as a script.
+            prelude: code that is run in the program's module before it.
+            values: source of :mod:`rlhf_plugin_code.values`: arguments and answers of calls are nodes. Empty: JSON.
 
         Raises RewardError if the program did not start or something outside the sandbox ended it. A cancelled call
         kills the program.
         """
         nonce = secrets.token_hex(16)
-        header = repr({**self._header, "nonce": nonce, "program": program, "calls": calls})
+        setup = {"nonce": nonce, "program": program, "calls": calls, "prelude": prelude, "values": values}
+        header = repr({**self._header, **setup})
         answer = await self._alive().ask({"header": header, "input": stdin})
         out, err = answer["out"], answer["err"].strip()
         begun, mark, rest = out.partition("\n")

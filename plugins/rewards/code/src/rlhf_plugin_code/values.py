@@ -1,0 +1,84 @@
+"""Arguments and results of functions as lists of plain nodes. Runs inside the sandbox, also in an older interpreter.
+
+The first node is the whole value. A node is None, a bool, int, float, complex, str or bytes, or ``(kind, start,
+count)``: a container whose items are ``count`` nodes from number ``start``, which is larger than its own number. So a
+long linked list needs no recursion. A dictionary has its keys and values in turn. An object of a class of the program
+or of the tests is its name, with its attributes in the same way. ``("float", text, 0)`` is a float without a literal,
+``("type", name, 0)`` one of Python's types.
+
+Subclasses become their base, and an object gets the methods of the class of its name on the other side, or none:
+whoever reads nodes runs no code of whoever wrote them.
+"""
+
+KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)}
+TYPES = dict(KINDS, **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes)})
+MOST = 500_000
+"""Nodes of one value. A list that contains itself has no end."""
+
+
+def pack(value, classes):  # type: ignore[no-untyped-def]
+    """The nodes of a value. Raises TypeError for objects of classes that are not in ``classes`` ({name: class})."""
+    nodes, todo = [None], [(0, value)]
+    while todo:
+        at, value = todo.pop()
+        if value is None or type(value) in (bool, complex, bytes):
+            nodes[at] = value
+        elif isinstance(value, int):
+            nodes[at] = int.__add__(value, 0)
+        elif isinstance(value, str):
+            nodes[at] = str.__add__(value, "")
+        elif isinstance(value, float):
+            number = float.__mul__(value, 1.0)
+            nodes[at] = number if number - number == 0 else ("float", repr(number), 0)
+        elif isinstance(value, type) and TYPES.get(value.__name__) is value:
+            nodes[at] = ("type", value.__name__, 0)
+        else:
+            kind = next((name for name, kind in KINDS.items() if isinstance(value, kind)), None)
+            if kind is None:
+                kind = type(value).__name__
+                if classes.get(kind) is not type(value):
+                    raise TypeError("a value holds a " + kind + ", which cannot leave its process")
+                items = [part for pair in vars(value).items() for part in pair]
+            elif kind == "dict":
+                items = [part for pair in dict.items(value) for part in pair]
+            else:
+                items = list(KINDS[kind].__iter__(value))
+            start = len(nodes)
+            if start + len(items) > MOST:
+                raise TypeError("a value is too large, or contains itself")
+            nodes[at] = (kind, start, len(items))
+            nodes += [None] * len(items)
+            todo += zip(range(start, len(nodes)), items)  # noqa: B905 - an argument of newer interpreters
+    return nodes
+
+
+def unpack(nodes, classes):  # type: ignore[no-untyped-def]
+    """The value of nodes. A class that ``classes`` lacks is added, without methods.
+
+    Raises some Exception for nodes that are no value.
+    """
+    values = list(nodes)
+    for at in reversed(range(len(nodes))):
+        if type(nodes[at]) is not tuple:
+            continue
+        kind, start, count = nodes[at]
+        if kind in ("float", "type"):
+            values[at] = float(start) if kind == "float" else TYPES[start]
+            continue
+        if start <= at:
+            raise ValueError("a node is its own item")
+        items = values[start : start + count]
+        pairs = zip(items[::2], items[1::2])  # noqa: B905
+        if kind == "dict":
+            values[at] = dict(pairs)
+        elif kind in KINDS:
+            values[at] = KINDS[kind](items)
+        else:
+            if not isinstance(classes.get(kind), type):
+                classes[kind] = type(kind, (), {"__module__": classes["__name__"]})
+            cls = classes[kind]
+            if cls.__module__ != classes["__name__"]:  # not one of a library
+                raise TypeError(kind)
+            values[at] = cls.__new__(cls)
+            values[at].__dict__.update(pairs)
+    return values[0]
