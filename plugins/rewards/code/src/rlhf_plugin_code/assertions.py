@@ -25,7 +25,7 @@ Call = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class TestResults:
     """Verdicts of the tests, and the calls that the program has not answered yet."""
 
     verdicts: list[Verdict]
@@ -37,7 +37,7 @@ class Assertions:
 
     def __init__(self, tests: AssertionTests, launcher: SandboxLauncher) -> None:
         self._tests, self._launcher = tests, launcher
-        self._first = Evaluation([], [])
+        self._first = TestResults([], [])
 
     def __len__(self) -> int:
         return len(self._first.verdicts)
@@ -83,11 +83,13 @@ class Assertions:
             evaluation = following
             failed = any(verdict.word not in ("passed", "unanswered") for verdict in evaluation.verdicts)
             if not evaluation.calls or (failed and not partial):
+                waiting = Verdict("not run", "another test had failed")
                 break
-        waiting = Verdict("not run", f"its calls hang on the results of others in more than {ROUNDS} steps")
+        else:
+            waiting = Verdict("not run", f"its calls hang on the results of others in more than {ROUNDS} steps")
         return [waiting if verdict.word == "unanswered" else verdict for verdict in evaluation.verdicts]
 
-    async def _evaluate(self, answers: dict[Call, tuple[str, str]]) -> Evaluation | str:
+    async def _evaluate(self, answers: dict[Call, tuple[str, str]]) -> TestResults | str:
         """The verdicts, or why there are none."""
         tests = self._tests
         setup = {
@@ -102,7 +104,7 @@ class Assertions:
         if run.end != "exit" or run.code or not run.out:
             return run.err.rsplit("\n", 1)[-1] if run.end == "exit" and run.err else f"{run.end}, status {run.code}"
         result = json.loads(run.out)
-        return Evaluation(
+        return TestResults(
             [Verdict(word, printable(why)) for word, why in result["verdicts"]],
             [(name, arguments) for name, arguments in result["calls"]],
         )

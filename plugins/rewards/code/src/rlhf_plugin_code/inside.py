@@ -143,8 +143,8 @@ def _main():  # type: ignore[no-untyped-def]
     for number, (name, arguments) in enumerate(calls):
         try:
             if nodes.get("pack"):
-                arguments, named = nodes["unpack"](arguments, module.__dict__)
-                answer = "= " + as_text(nodes["pack"](found(name)(*arguments, **named), module.__dict__))
+                arguments, keywords = nodes["unpack"](arguments, module.__dict__)
+                answer = "= " + as_text(nodes["pack"](found(name)(*arguments, **keywords), module.__dict__))
             else:
                 answer = "= " + text(found(name)(*arguments))
         except BaseException as error:

@@ -39,8 +39,8 @@ def _evaluate():  # type: ignore[no-untyped-def]
         def __init__(self, name):  # type: ignore[no-untyped-def]
             self.name = name
 
-        def __call__(self, *arguments, **named):  # type: ignore[no-untyped-def]
-            call = (self.name, ascii(pack((arguments, named), classes)))  # noqa: F821
+        def __call__(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
+            call = (self.name, ascii(pack((arguments, keywords), classes)))  # noqa: F821
             if call not in answers:
                 calls[call] = None
                 counts["unanswered"] += 1
@@ -108,15 +108,15 @@ def _evaluate():  # type: ignore[no-untyped-def]
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     bound |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
     functions = {node.id for node in names} - bound - set(namespace) - set(dir(builtins))
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    for name in functions - called & set(getattr(sys, "stdlib_module_names", ())):  # imported by the program
+    callees = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    for name in (functions - callees) & set(getattr(sys, "stdlib_module_names", ())):  # imported by the program
         functions.remove(name)
         namespace[name] = __import__(name)
     entry = setup["entry_point"]
     if entry:
         functions.add(entry)
     if not functions:  # a function of the program that is called as one of Python
-        functions = called - bound
+        functions = callees - bound
     namespace.update((name, Function(name)) for name in functions)
     if "Solution" in functions:
         namespace["Solution"] = type("Solution", (), {"__getattr__": lambda self, name: Function(name)})

@@ -93,9 +93,9 @@ class CodeReward(Reward):
             return [RewardResult(None) for _ in group.trajectories]
         if self._launcher is None:
             raise RewardError("reward 'code': score() was called before setup(), which looks for a sandbox")
-        if isinstance(tests, AssertionTests):
-            tests = await Assertions.of_row(tests, self._launcher)
-        return [await self._grade(t.answer, tests, self._launcher) for t in group.trajectories]
+        launcher = self._launcher
+        gradable = await Assertions.of_row(tests, launcher) if isinstance(tests, AssertionTests) else tests
+        return [await self._grade(t.answer, gradable, launcher) for t in group.trajectories]
 
     async def _grade(self, answer: str, tests: Gradable, launcher: SandboxLauncher) -> RewardResult:
         program = answer if self.config.extract == "text" else last_block(answer, self.config.tags)
