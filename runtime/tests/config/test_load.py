@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import ConfigError
+from rlhf.plugins import Plugins
 from rlhf_runtime.config.command_line import SHORT_FLAGS
 from rlhf_runtime.config.flag_values import FlagText
 from rlhf_runtime.config.load import line_numbers, load, to_toml
@@ -239,6 +240,23 @@ def test_backend_triple(write):
     message = refused(None, [("backend", "loca")])
     assert "--backend loca: no such backend; there are fsdp, local, processes, " in message
     assert "Did you mean 'local'?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "generator"),
+    [
+        ("", [("algorithm", "dpo")], "transformers"),
+        ("[algorithm]\nuse = 'reward_model'\n", [], "transformers"),
+        ("algorithm = 'grpo'\n", [("algorithm.use", "sft")], "transformers"),
+        ("", [("algorithm", "grpo")], "vllm"),
+        ("", [("algorithm", "dpo"), ("reward.0.use", "math")], "vllm"),
+        ("algorithm = 'dpo'\n[env]\nuse = 'x'\n", [], "vllm"),
+    ],
+)
+def test_a_backend_without_its_generator_serves_runs_that_sample_nothing(write, text, flags, generator: str) -> None:
+    plugins = Plugins(entry for entry in Plugins.discover().list() if entry.name != "vllm")
+    run = load(write(text), [*flags, ("backend", "ray")], plugins)
+    assert (run.launcher.use, run.trainer.use, run.generator.use) == ("ray", "deepspeed", generator)
 
 
 def test_short_flags_lead_to_places_that_exist():

@@ -68,7 +68,8 @@ def load(
     origins = {p: f"{file_name}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
     plugins = plugins or Plugins.discover()
-    overrides, data = _expand_backend(overrides, plugins), expand(data)
+    data = expand(data)
+    overrides = _expand_backend(overrides, data, plugins)
     if algorithm is not None:
         data = {"algorithm": {"use": algorithm}, **data}
     for kind in RUNTIME:
@@ -197,16 +198,43 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the run file {path}: {error}.{hint}") from None
 
 
-def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Override]:
-    """Replace ``--backend NAME`` by the three flags of its launcher, trainer and generator."""
+def _expand_backend(overrides: Sequence[Override], data: Mapping[str, Any], plugins: Plugins) -> list[Override]:
+    """Replace ``--backend NAME`` by the three flags of its launcher, trainer and generator. A generator that is not
+    installed is left out where the run samples nothing."""
     expanded: list[Override] = []
     for key, raw in overrides:
         value = raw.value if isinstance(raw, PythonValue) else raw
         if key != "backend" or value is None:
             expanded.append((key, raw))
             continue
-        expanded += [(f"{kind}.use", reference) for kind, reference in _backend(str(value), plugins).items()]
+        references = _backend(str(value), plugins)
+        if not _installed("generator", references["generator"], plugins) and not _samples(overrides, data, plugins):
+            del references["generator"]
+        expanded += [(f"{kind}.use", reference) for kind, reference in references.items()]
     return expanded
+
+
+def _samples(overrides: Sequence[Override], data: Mapping[str, Any], plugins: Plugins) -> bool:
+    """Whether the run may need a generator: for its algorithm, or for rewards and environments of an evaluation."""
+    if any(data.get(kind) or any(key.split(".")[0] == kind for key, _ in overrides) for kind in ("reward", "env")):
+        return True
+    table = data.get("algorithm")
+    name = table.get("use") if isinstance(table, Mapping) else table
+    for key, raw in overrides:
+        if key in ("algorithm", "algorithm.use"):
+            name = raw.value if isinstance(raw, PythonValue) else raw
+    try:
+        return bool(plugins.resolve("algorithm", str(name)).cls.data == "prompts")
+    except PluginError:  # reported where the algorithm is selected
+        return True
+
+
+def _installed(kind: str, name: str, plugins: Plugins) -> bool:
+    try:
+        plugins.resolve(kind, name)
+    except PluginNotFound:
+        return False
+    return True
 
 
 def _backend(name: str, plugins: Plugins) -> dict[str, str]:
