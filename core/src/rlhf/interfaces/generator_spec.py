@@ -48,3 +48,5 @@ class GeneratorSpec:
     bring whole weights."""
     experts: ExpertLayers | None = None
     """Turns must have :attr:`~rlhf.types.Turn.experts` of these layers (capability ``experts``). None: no records."""
+    storage: str = "fp32"
+    """``fp32`` | ``bf16``, of the policy's weights in its trainer (:attr:`ModelSpec.storage`)."""

@@ -116,6 +116,13 @@ def test_automatic_dtype_follows_the_trainer(model, decode):
 # ---------------------------------------------------------------------------------------- refusals
 
 
+def test_fp32_beside_weights_in_bf16_is_refused_before_the_model_is_loaded(decode):
+    spec = GeneratorSpec((EOS,), decode, storage="bf16")
+    with pytest.raises(ConfigError, match="generator.dtype is 'fp32' but the trainer's weights are bf16"):
+        TransformersGenerator.check(Config(dtype="fp32"), spec, [], None)
+    TransformersGenerator.check(Config(dtype="bf16"), spec, [], None)
+
+
 def test_weights_that_change_during_sampling_are_refused(build, model):
     generator = build(max_batch=2)
     stream = generator.generate(requests())

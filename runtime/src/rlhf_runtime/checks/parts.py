@@ -76,6 +76,7 @@ def check_parts(
             keys=config.sync.keys,
             max_images=plugins_of_run.engine_images(policy),
             experts=experts,
+            storage=policy.storage,
         )
         engine = with_adapters(plugins_of_run, policy, engine)
         samplings = [evaluation_sampling(config)] if data.eval else []

@@ -170,6 +170,7 @@ def launch_generator(
         image_limit,
         shares_devices=_shares_devices(plugins_of_run, launcher),
         experts=policy.facts.experts,
+        storage=policy.spec.storage,
     )
     selected = plugins_of_run.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)

@@ -88,6 +88,11 @@ class TransformersGenerator(TakesModule, Generator):
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
         super().check(config, spec, samplings, device)
+        if config.dtype == "fp32" and spec.storage != "fp32":
+            raise ConfigError(
+                f"generator.dtype is 'fp32' but the trainer's weights are {spec.storage}; allowed: 'auto' or 'bf16', "
+                "or fp32 weights."
+            )
         for sampling in samplings if config.max_cache_tokens is not None else ():
             if sampling.max_new_tokens >= config.max_cache_tokens:
                 raise ConfigError(
@@ -192,11 +197,6 @@ class TransformersGenerator(TakesModule, Generator):
         if dtype is None:
             bf16 = getattr(getattr(source, "precision", None), "bf16", False)
             dtype = torch.bfloat16 if bf16 else weight_dtype
-        if dtype == torch.float32 and weight_dtype != torch.float32:
-            raise ConfigError(
-                f"generator.dtype is 'fp32' but the trainer's weights are {weight_dtype}; allowed: 'auto' or 'bf16', "
-                "or fp32 weights."
-            )
         plain = weight_dtype == torch.float32 or isinstance(source, nn.Module)  # a trainer's bf16 weights need autocast
         return None if dtype == weight_dtype and plain else dtype
 
