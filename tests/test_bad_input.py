@@ -174,7 +174,7 @@ def test_a_prompt_longer_than_allowed(shop: Workshop, algorithm: str) -> None:
 
 def test_one_sample_per_prompt_is_refused_where_a_group_is_needed(shop: Workshop) -> None:
     run = shop.run("rloo", "run", sampling={"samples_per_prompt": 1})
-    refused(run, "rloo needs at least 2 samples per prompt, got 1", "--sampling.samples_per_prompt 2")
+    refused(run, "rloo needs at least 2 samples per prompt, got 1", "--sampling.samples_per_prompt 8")
     assert nothing_written(run)
 
 

@@ -162,7 +162,7 @@ def test_settings_of_a_sync_that_never_happens_are_refused():
 
 def test_group_size():
     message = messages(BASE, Fake(group_min=2))
-    assert "leave_one_out needs at least 2 samples per prompt, got 1; set --sampling.samples_per_prompt 2" in message
+    assert "leave_one_out needs at least 2 samples per prompt, got 1; set --sampling.samples_per_prompt 8" in message
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", "5"), ("min_p", "0.1")])

@@ -13,6 +13,7 @@ from typing import Any
 from rlhf.interfaces import Algorithm
 from rlhf.plugins import Plugins
 from rlhf.types import Update
+from rlhf_runtime.checks.sampling import GROUP
 from rlhf_runtime.checks.sections import READ_OF
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.data_section import SourceSection
@@ -25,8 +26,6 @@ from rlhf_runtime.config.sections import MAX_STEPS, Choice
 WIDTH = 120
 COLUMN = 36
 """Where comments begin."""
-GROUP = 8
-"""Samples per prompt for algorithms that compare the answers to one prompt."""
 SOURCE = "a file, a folder, or a name on the hub"
 WHAT = {"model": "a folder, or a name on the hub", "train": SOURCE, "eval": SOURCE}
 """{name of an option: what belongs in place of its placeholder}; of others their type says it."""

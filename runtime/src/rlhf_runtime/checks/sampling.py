@@ -24,6 +24,8 @@ from rlhf_runtime.samples.episodes import agents_played
 if TYPE_CHECKING:
     from rlhf_runtime.checks.run import RunPlugins
 
+GROUP = 8
+"""Samples per prompt that are proposed to algorithms that compare the samples of a prompt."""
 CORRECTION = "correction"
 """Value in ``Needs.features``: the loss corrects for samples from another distribution than the policy's."""
 TEACHERS = "teachers"
@@ -39,7 +41,7 @@ def sampling(run: RunPlugins) -> list[str]:
     if s.samples_per_prompt < needs.group_min:
         problems.append(
             f"{name} needs at least {needs.group_min} samples per prompt, got {s.samples_per_prompt}; set "
-            f"--sampling.samples_per_prompt {needs.group_min}"
+            f"--sampling.samples_per_prompt {max(GROUP, needs.group_min)}, as `rlhf init` does"
         )
     cut = [
         f"{key} = {value}"
