@@ -7,7 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from rlhf.errors import DataError
+from rlhf.errors import ConfigError, DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
 
@@ -145,7 +145,64 @@ def test_reasoning_that_the_response_does_not_hold_is_noted(read, chat):
     """medical-o1-reasoning-SFT; in Llama-Nemotron-Post-Training-Dataset the column is a switch."""
     for value, notes in (("First, think of it.", 0), ("First, I think of it again.", 1)):
         data = read(chat, "demonstrations", {"Question": "q", "Complex_CoT": value, "Response": "a"})
-        assert len([n for n in data.notes if "'Complex_CoT', which is not part of the response: join" in n]) == notes
+        says = "'Complex_CoT', which is not part of the response: data.reasoning can"
+        assert len([n for n in data.notes if says in n]) == notes
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.FIELD %}<think>{{ m.FIELD }}</think>{% endif %}{{ m.content }}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+S1K = {"question": "q", "solution": "no", "deepseek_thinking_trajectory": "t", "deepseek_attempt": "a"}
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_in_a_column_of_its_own(read, tokenizer_with, field):
+    """s1K-1.1, OpenThoughts-114k; null or empty where a row has none."""
+    tokenizer = tokenizer_with(THINKS.replace("FIELD", field))
+    named = {"response": "deepseek_attempt", "reasoning": "deepseek_thinking_trajectory"}
+    asked, thought = "<user>q<eos><assistant>", "<think>t</think>"
+    for value, seen in (("t", thought), ("", ""), (None, "")):
+        row = {**S1K, "deepseek_thinking_trajectory": value}
+        data = read(tokenizer, "demonstrations", row, **named)
+        assert text(data, "demonstrations") == f"{asked}{seen}a<eos>"
+        (sequence,) = data.template.encode("demonstrations", data.take(1)[0]).sequences
+        trained = [i for i, on in zip(sequence.ids, sequence.loss_mask, strict=True) if on]
+        assert data.template.tokenizer.decode(trained) == f"{seen}a<eos>"
+        assert not [n for n in data.notes if "which is not part" in n]
+    row = {"instruction": "q", "input": "c", "output": [A], "deepseek_reasoning": "t", "answer": "no"}
+    data = read(tokenizer, "demonstrations", row, reasoning="deepseek_reasoning", response="output")
+    assert text(data, "demonstrations") == f"{asked}{thought}a<eos>".replace("q", "q\n\nc")
+    row = {"problem": "q", "deepseek_reasoning": "t", "deepseek_solution": "a", "solution": "no"}
+    named = {"response": "deepseek_solution", "reasoning": "deepseek_reasoning"}
+    assert text(read(tokenizer, "demonstrations", row, **named), "demonstrations") == f"{asked}{thought}a<eos>"
+
+
+def test_reasoning_that_would_be_lost_is_refused(read, chars, chat, tokenizer_with):
+    thinks, row = (
+        tokenizer_with(THINKS.replace("FIELD", "reasoning_content")),
+        {"prompt": "q", "response": "a", "r": "t"},
+    )
+    for tokenizer, problem in ((chars, "no chat template is used"), (chat, "the chat template writes none of reas")):
+        with pytest.raises(ConfigError, match=f"data.reasoning: {problem}"):
+            read(tokenizer, "demonstrations", row, reasoning="r")
+    for other, named, problem in (
+        (row, "s", r"has no column 's' of reasoning beside prompt, response"),
+        (row, "response", r"has no column 'response' of reasoning beside prompt, response"),
+        (
+            {"messages": [Q, A], "r": "t"},
+            "r",
+            r"data.reasoning = 'r': nothing reads it, as the rows are read as messages",
+        ),
+    ):
+        with pytest.raises(DataError, match=problem):
+            read(thinks, "demonstrations", other, reasoning=named)
+    for other, problem in (
+        ({**row, "r": ["t"]}, "column 'r': must be text, got list"),
+        ({**row, "response": [{**A, "reasoning_content": "u"}]}, "'reasoning_content' of its own, and data.reasoning"),
+    ):
+        data = read(thinks, "demonstrations", other, reasoning="r")
+        assert problem in data.judge(data.sources["train"][0][0]).text
 
 
 def test_naming_another_column_loses_neither_context_nor_system_message(read, chat):

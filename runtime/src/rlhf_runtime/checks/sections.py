@@ -26,6 +26,7 @@ LOSS_ON: Mapping[str, tuple[DataForm, ...]] = {
 """{value of ``data.loss_on``: data forms that support it}; empty: all forms."""
 READ_OF: Mapping[str, tuple[DataForm, ...]] = {
     "response": ("demonstrations", "labels"),
+    "reasoning": ("demonstrations", "labels"),
     "messages": ("demonstrations", "labels", "prompts"),
     "chosen": ("pairs",),
     "rejected": ("pairs",),
@@ -37,7 +38,7 @@ READ_OF: Mapping[str, tuple[DataForm, ...]] = {
     "add_eos": ("demonstrations", "pairs", "labels"),
 }
 """{field of ``[data]``: data forms that use it}. All forms use a field that is not listed."""
-_OF_ANSWERS = ("response", "add_eos")
+_OF_ANSWERS = ("response", "reasoning", "add_eos")
 """Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows (``Needs.given``)."""
 
 

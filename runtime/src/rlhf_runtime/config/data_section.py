@@ -50,6 +50,9 @@ class DataSection(ComponentConfig):
     layouts are recognised."""
     response: str | None = None
     """Column with the answer (demonstrations, labels). If ``messages`` is set, it is used instead."""
+    reasoning: str | None = None
+    """Column with the reasoning before ``response``: text, which the chat template writes and which is trained on with
+    it. Null or empty where a row has none. Read only if set."""
     messages: str | None = None
     """Column with whole conversations (demonstrations, labels)."""
     chosen: str | None = None

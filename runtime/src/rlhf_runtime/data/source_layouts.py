@@ -89,7 +89,7 @@ def _unused(row: Mapping[str, Any], layout: SourceLayout, section: DataSection, 
         if isinstance(value, str) and column in SYSTEMS and has_names and section.input_template is None:
             yield f"{column!r}, which is not read where the run file names the prompt"
         if isinstance(value, str) and len(value) > 20 and GENERATED.search(column) and "response" in layout.columns:
-            yield f"{column!r}, which is not part of the response: join them to train on both"
+            yield f"{column!r}, which is not part of the response: data.reasoning can name it, or join the two"
 
 
 def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> list[str]:
@@ -194,7 +194,9 @@ def recognise(
     if not layouts and case.text():
         layouts = [SourceLayout({"text": "text"}, given=False)]
     if len(layouts) == 1:
-        return _with_tools(_with_images(_with_system(layouts[0], case), case), case)
+        layout = _with_column("images", _with_system(layouts[0], case), case)
+        layout = _with_column("reasoning", layout, case) if "response" in layout.columns else layout
+        return _with_tools(layout, case)
     if layouts:
         raise DataError(
             "the columns can be read in several ways: "
@@ -406,7 +408,7 @@ class _Case:
         if "response" in self.named or not {*columns} & {*REFERENCES}:
             return columns
         texts = (c for c in self.columns if isinstance(self.row.get(c), str) and self.row[c])
-        return [*(c for c in texts if GENERATED.search(c)), *columns]
+        return [*(c for c in texts if GENERATED.search(c) and c != self.named.get("reasoning")), *columns]
 
     def without_repeats(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
         """Only the conversation, where it holds the prompts of all other layouts."""
@@ -472,17 +474,17 @@ def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
     return replace(layout, columns={"system": present[0], **layout.columns}, given=False)
 
 
-def _with_images(layout: SourceLayout, case: _Case) -> SourceLayout:
-    """The layout with the column of images, if the source has one.
+def _with_column(field: str, layout: SourceLayout, case: _Case) -> SourceLayout:
+    """The layout with the column of a further field, if the source has one.
 
-    Raises DataError: the run file names a column that the source has not.
+    Raises DataError: the run file names a column that the source has not, or that is another field's.
     """
-    column = case.named.get("images", DEFAULTS["images"])
+    column = case.named.get(field, DEFAULTS.get(field, ""))
     if column in case.columns and column not in layout.columns.values():
-        return replace(layout, columns={**layout.columns, "images": column})
-    if "images" in case.named:
-        why = f"{did_you_mean(column, case.columns)} Name the right one with --data.images."
-        raise DataError(f"has no column {column!r} of images; {case.present()}{why}")
+        return replace(layout, columns={**layout.columns, field: column})
+    if field in case.named:
+        why = f"{did_you_mean(column, case.columns)} Name the right one with --data.{field}."
+        raise DataError(f"has no column {column!r} of {field} beside {layout}; {case.present()}{why}")
     return layout
 
 

@@ -30,7 +30,7 @@ TOOLS = "tools"
 ONE_IMAGE = "image"
 """The column of images in many published datasets, where there is no ``images``."""
 
-FIELDS = (*DEFAULTS, "messages", "margin", "preference")
+FIELDS = (*DEFAULTS, "messages", "reasoning", "margin", "preference")
 """Fields of ``[data]`` that name columns."""
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from rlhf.errors import DataError
+from rlhf.errors import ConfigError, DataError
 from rlhf.steps import StepEnds
 from rlhf.types import DataForm, Row, Turn
 from rlhf.types.examples import Example
@@ -18,10 +19,11 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.messages import UNTRAINED
+from rlhf_runtime.data.messages import REASONING, UNTRAINED
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
+from rlhf_runtime.data.template_markers import mark
 from rlhf_runtime.data.text_tokens import Span, edges_are_between
 from rlhf_runtime.data.tokenizer import decoder_of
 
@@ -38,6 +40,7 @@ class Template(Prompts):
     ) -> None:
         super().__init__(tokenizer, section, images, day)
         self._parting = frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
+        self._reasoning = "" if section.reasoning is None else _reasoning_field(self.chat)
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
     def encode_answer(self, row: Row, text: str | None = None) -> list[Turn]:
@@ -162,7 +165,7 @@ class Template(Prompts):
         """The row's prompt and the answer in a field."""
         prompt, front = self._asked(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
-            answer = cells.messages(field)
+            answer = self._reasoned(cells.messages(field), cells, field)
             question = [m for m in prompt if m["role"] != "system"]
             if question and [m for m in answer if m["role"] != "system"][: len(question)] == question:
                 raise DataError(
@@ -171,7 +174,21 @@ class Template(Prompts):
                 )
             return self._conversation([*prompt, *answer], cells)
         text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
+        if cells.values.get("reasoning") and text.strip():
+            answer = self._reasoned([{"role": "assistant", "content": text}], cells, field)
+            return self._conversation([*prompt, *answer], cells)
         return self._answered_by(cells, text, prompt, front, f"{cells.name(field)}: ")
+
+    def _reasoned(self, answer: list[Message], cells: Cells, field: str) -> list[Message]:
+        """An answer with the reasoning of its row's column."""
+        if not cells.values.get("reasoning"):
+            return answer
+        if present := [f for f in REASONING if f in answer[-1]]:
+            raise DataError(
+                f"{cells.name(field)}: the answer has {present[0]!r} of its own, and data.reasoning names a column "
+                "too; remove one"
+            )
+        return [*answer[:-1], {**answer[-1], self._reasoning: cells.text("reasoning")}]
 
     def _asked(self, cells: Cells) -> tuple[list[Message], str]:
         """The row's prompt: as messages, or as plain text; the other is empty."""
@@ -307,3 +324,19 @@ def _check_weights(untrained: set[int], answers: Sequence[int], loss_on: str) ->
         )
     if answers and untrained.issuperset(answers):
         raise DataError("every answer has the weight 0; there is nothing to learn from")
+
+
+def _reasoning_field(chat: ChatTemplate | None) -> str:
+    """The field of a message in which the chat template reads reasoning. Raises ConfigError: it reads none."""
+    why = "no chat template is used"
+    if chat is not None:
+        why = f"the chat template writes none of {', '.join(REASONING)}"
+        for field in REASONING:
+            answer = {"role": "assistant", "content": "x", field: mark(0)}
+            with suppress(DataError):
+                if mark(0) in chat.text([{"role": "user", "content": "x"}, answer], answer=False):
+                    return field
+    raise ConfigError(
+        f"data.reasoning: {why}, so the reasoning would be lost. Use a template that writes it (data.chat_template), "
+        "or join reasoning and answer in one column."
+    )
