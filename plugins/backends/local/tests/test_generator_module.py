@@ -118,7 +118,7 @@ def test_automatic_dtype_follows_the_trainer(model, decode):
 
 def test_fp32_beside_weights_in_bf16_is_refused_before_the_model_is_loaded(decode):
     spec = GeneratorSpec((EOS,), decode, storage="bf16")
-    with pytest.raises(ConfigError, match="generator.dtype is 'fp32' but the trainer's weights are bf16"):
+    with pytest.raises(ConfigError, match=r"generator\.dtype is 'fp32' but the trainer's weights are bf16"):
         TransformersGenerator.check(Config(dtype="fp32"), spec, [], None)
     TransformersGenerator.check(Config(dtype="bf16"), spec, [], None)
 
