@@ -50,6 +50,7 @@ TURN = (
 FUTURE = "from __future__ import annotations\ndef half(x: Y): return 2"
 BODY = "    return x // 2"
 PAIRS = {"test_setup_code": "root = Pair(1)\nroot.other = Pair(2)"}
+ITEMS = {"test_setup_code": "items = []\nfor n in (1, 2):\n    items.append(Pair(n))"}
 PAIR = (
     "class Pair:\n    __eq__ = lambda s, o: True\n    def __init__(self, n): self.n, self.other = n, None\n"
     "    def total(self): return self.n + (self.other.total() if self.other else 0)\n"
@@ -76,6 +77,10 @@ RAISES = "try:\n    f(0)\nexcept ValueError as error:\n    assert 'zero' in str(
          "import sys\ndef f(items, kind): return [i for i in items if type(i) is kind]", "passed"),
         (["assert f(root) == 3", "assert f([Pair(1), Pair(2)][1]) == 2"], PAIRS, PAIR + "def f(p): return p.total()",
          "passed passed"),
+        (["assert len(items) == 2", "assert f(items) == 3"], ITEMS, PAIR + "def f(items): return sum(p.n for p in items)",
+         "passed passed"),
+        ("def check(f):\n    for n in (1, 2):\n        m = f(n)\n        assert m > 0\n    assert m == 2",
+         {"entry_point": "f"}, "def f(n): return n", "passed passed"),
         (["assert f(root) == 3"], PAIRS, PAIR + "def f(p): return Pair(3)", "wrong"),
         (["assert f(1)"], {}, "def f(n): return (i for i in 'ab')", "error"),
         # HumanEval: the function, and the body of the one in the prompt

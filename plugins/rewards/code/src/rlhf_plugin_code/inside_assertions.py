@@ -69,7 +69,9 @@ def _evaluate():  # type: ignore[no-untyped-def]
             self.unanswered, last[0] = counts["unanswered"], ""
 
         def __exit__(self, kind, error, trace):  # type: ignore[no-untyped-def]
-            verdicts[self.number] = verdict(error, counts["unanswered"] > self.unanswered)
+            # what fails after a call without an answer may fail for want of its result
+            before = self.unanswered if error is None else 0
+            verdicts[self.number] = verdict(error, counts["unanswered"] > before)
             return True
 
     def verdict(error, unanswered):  # type: ignore[no-untyped-def]

@@ -53,7 +53,8 @@ class CodeConfig(ComponentConfig):
 
 
 class CodeReward(Reward):
-    """Functions are called one after another in one start of the program. A test by standard input is one start. After
+    """Functions are called one after another in one start of the program. A test by standard input is one start.
+    Assertions are evaluated in another sandbox, with what the program's functions returned in one or more starts. After
     a time-out, and without ``partial`` after any failed test, the remaining tests of the program are not run.
 
     A program that crashes or takes too long has failed its test. A sandbox that does not start is a failed sample.
