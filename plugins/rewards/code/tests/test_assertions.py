@@ -77,7 +77,7 @@ RAISES = "try:\n    f(0)\nexcept ValueError as error:\n    assert 'zero' in str(
          "import sys\ndef f(items, kind): return [i for i in items if type(i) is kind]", "passed"),
         (["assert f(root) == 3", "assert f([Pair(1), Pair(2)][1]) == 2"], PAIRS, PAIR + "def f(p): return p.total()",
          "passed passed"),
-        (["assert len(items) == 2", "assert f(items) == 3"], ITEMS, PAIR + "def f(items): return sum(p.n for p in items)",
+        (["assert len(items) == 2", "assert f(items) == 3"], ITEMS, PAIR + "def f(i): return sum(p.n for p in i)",
          "passed passed"),
         ("def check(f):\n    for n in (1, 2):\n        m = f(n)\n        assert m > 0\n    assert m == 2",
          {"entry_point": "f"}, "def f(n): return n", "passed passed"),
