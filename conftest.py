@@ -94,6 +94,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("cluster")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("linux")
+    if marker is not None and sys.platform != "linux":
+        pytest.skip(f"needs Linux: {marker.args[0]}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: started last, one of them would keep one process busy while the other is done."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

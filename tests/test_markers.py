@@ -4,6 +4,7 @@ the tests that take long, and no test waits for the one before, for threads of a
 from __future__ import annotations
 
 import gc
+import os
 import re
 import socket
 import subprocess
@@ -41,6 +42,29 @@ def test_the_marker_cluster_leaves_out_the_tests_of_clusters():
     assert len(left) >= 5
     assert {line.partition("::")[0] for line in left} == {"tests/test_precompute.py"}
     assert not any("on_ray" in line for line in left)
+
+
+SYSTEMS = """
+import os, pytest, sys
+
+this, sys.platform = sys.platform, os.environ["SYSTEM"]
+
+@pytest.mark.linux("the kernel")
+def test_of_linux(): pass
+def test_of_all(): sys.platform = this  # which pytest needs at its end
+"""
+
+
+@pytest.mark.parametrize(
+    ("system", "summary"), [("linux", "2 passed"), ("darwin", "needs Linux: the kernel\n1 passed, 1 skipped")]
+)
+def test_other_systems_skip_the_tests_that_need_linux(tmp_path, system, summary):
+    (tmp_path / "test_systems.py").write_text(SYSTEMS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = linux\n")
+    command = [sys.executable, "-m", "pytest", "-qrs", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "SYSTEM": system}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert summary in done.stdout
 
 
 LENGTHS = """

@@ -126,7 +126,7 @@ def image_text(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the peak of a phase is read from /proc")
+@pytest.mark.linux("the peak of a phase is read from /proc")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.cluster] if case[1] > 1 else []) for name, case in CASES.items()]
 )

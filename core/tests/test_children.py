@@ -15,7 +15,7 @@ from rlhf.supervisor import supervised
 
 from tests import orphans
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a child is a direct child")
+pytestmark = pytest.mark.linux("elsewhere a child is a direct child")
 
 
 @pytest.fixture

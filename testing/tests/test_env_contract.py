@@ -237,9 +237,7 @@ class TestHolds(EnvContract):
         (ForgetsThread, "played to its end there is left .* threads: ticker"),
     ],
 )
-@pytest.mark.skipif(
-    not os.path.isdir("/proc/self/fd"), reason="this system does not list a process's files and children"
-)
+@pytest.mark.linux("elsewhere child processes are not listed")
 def test_resources_that_an_episode_does_not_release_are_named(made, message):
     Released.clear()
     try:

@@ -39,7 +39,7 @@ def test_a_module_that_dies_is_an_error_with_its_first_cause(site, source, error
     assert answer.values == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a probe is known")
+@pytest.mark.linux("elsewhere only the group of a probe is known")
 def test_a_probe_that_hangs_is_killed_with_all_that_it_started(site, tmp_path):
     site.module("torch", "")
     pids = tmp_path / "pids"
@@ -54,7 +54,7 @@ def test_a_probe_that_hangs_is_killed_with_all_that_it_started(site, tmp_path):
 DRIVER = "import sys; from rlhf_cli.doctor import child, probes; child.ask(probes.module, 'slow', 600)"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a probe outlives a doctor that is killed")
+@pytest.mark.linux("elsewhere a probe outlives a doctor that is killed")
 def test_nothing_outlives_a_doctor_that_is_killed_in_a_probe(site, tmp_path):
     site.module("torch", "")
     pids = tmp_path / "pids"

@@ -24,7 +24,7 @@ from rlhf_workers.links.ends import ConnectedTrainer, connect_receiver, connect_
 from rlhf_workers.links.link import Link
 
 CPU = torch.device("cpu")
-KINDS = ["shared", "broadcast"]
+KINDS = [pytest.param("shared", marks=pytest.mark.linux("memfd_create")), "broadcast"]
 RECEIVER = """
 import json, sys, torch
 from rlhf_workers.links.ends import connect_receiver

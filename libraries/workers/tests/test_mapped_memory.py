@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 
 
+@pytest.mark.linux("memfd_create")
 def test_a_receiver_is_done_with_a_bucket_after_it_released_its_memory(monkeypatch):
     mapped, released = [], []
     open_handle = _open_handle

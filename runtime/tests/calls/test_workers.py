@@ -25,7 +25,7 @@ from rlhf_runtime.samples.episodes import Episodes
 from tests import orphans
 
 REWARD = """
-import os, sys, time, ctypes, subprocess
+import os, sys, time, ctypes, subprocess, threading
 from rlhf.interfaces import Reward
 from rlhf.types import RewardResult
 
@@ -41,6 +41,7 @@ class Act(Reward):
             print("cannot go on")
             os._exit(3)
         elif action == "segfault":
+            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
             ctypes.string_at(0)
         elif action == "memory":
             raise MemoryError("no room")
@@ -135,7 +136,7 @@ def score(prompt, completion, row):
         re.match(r"(a+)+$", "a" * 64 + "b")  # one C call that never lets go of the interpreter
     return 1.0
 """
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
+LINUX = pytest.mark.linux("elsewhere only the group of a worker is known")
 
 
 @LINUX

@@ -89,6 +89,7 @@ def good(folder):
     (folder / "weights").write_bytes(b"1" * 1000)
 
 
+@pytest.mark.linux("elsewhere there is no /dev/full")
 def test_full_disk_keeps_the_old_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     store.save(1, good, {})

@@ -118,10 +118,9 @@ def test_events_are_in_the_file_while_the_run_goes_on(
         assert time.monotonic() < deadline
 
 
+@pytest.mark.linux("elsewhere there is no /dev/full")
 def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path) -> None:
     notes: list[str] = []
-    if not Path("/dev/full").exists():
-        pytest.skip("no device that is always full")
     timeline = TimelineFile(tmp_path / "timeline.json", 1, 5, notes.append)
     os.dup2(os.open("/dev/full", os.O_WRONLY), timeline._file.fileno())
     timeline.step(0)

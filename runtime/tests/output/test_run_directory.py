@@ -77,9 +77,10 @@ def test_nothing_to_resume(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
+@pytest.mark.linux("no user can make files in /proc/self")
 def test_output_that_cannot_be_written_to():
     with pytest.raises(ConfigError, match=r"run.output /proc/self cannot be written to: .*Choose another --output"):
-        RunDirectory.create("/proc/self")  # no user can make files there
+        RunDirectory.create("/proc/self")
 
 
 def test_output_that_cannot_be_a_folder(tmp_path):

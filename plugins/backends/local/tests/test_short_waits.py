@@ -88,7 +88,7 @@ assert without_a_core() >= 0
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the threads of Linux")
+@pytest.mark.linux("the threads of this process are counted in /proc")
 def test_a_second_team_starts_and_changes_no_number():
     """In a process of its own: the tests themselves run with one thread."""
     environment = {k: v for k, v in os.environ.items() if k not in short_waits.CHOSEN} | {"OMP_NUM_THREADS": "2"}

@@ -16,6 +16,10 @@ from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
+def pytest_itemcollected(item):
+    item.add_marker(pytest.mark.linux("programs run in a sandbox of Linux"))
+
+
 @pytest.fixture(scope="session", params=[pytest.param("bwrap", marks=NO_BWRAP), "sandlock"])
 def launcher(request):
     """One sandbox after the other."""

@@ -255,7 +255,7 @@ from rlhf_plugin_tools.options import McpServer
 server = Server("leaving", McpServer(command=(sys.executable, "-c", sys.argv[1])))
 asyncio.run(server.call("slow", {}, 600.0))
 """
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no supervisor ends the server")
+LINUX = pytest.mark.linux("elsewhere no supervisor ends the server")
 
 
 @LINUX

@@ -11,7 +11,7 @@ import pytest
 
 from tests import orphans
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no supervisor ends the process")
+pytestmark = pytest.mark.linux("elsewhere no supervisor ends the process")
 
 DRIVER = """
 import asyncio, pathlib, sys

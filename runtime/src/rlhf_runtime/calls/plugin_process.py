@@ -81,7 +81,7 @@ def main() -> None:
     connection.set_inheritable(False)
     if sys.platform != "linux":
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # other threads would take the place of the error in the last lines
     host: Any = None
     process_id = os.getpid()
     while (request := receive(connection)) is not None:
