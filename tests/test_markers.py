@@ -79,6 +79,7 @@ def test_starts_a_child(): subprocess.run([sys.executable, "-c", BUSY], check=Tr
 """
 
 
+@pytest.mark.linux("elsewhere there is no limit")
 def test_a_test_that_takes_more_processor_time_than_allowed_fails(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_lengths.py").write_text(LENGTHS)
