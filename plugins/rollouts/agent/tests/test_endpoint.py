@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 from rlhf_endpoint.config import ProgramConfig
-from rlhf_endpoint.endpoint import ENDED, Endpoint
+from rlhf_endpoint.endpoint import ENDED_LIMIT, Endpoint
 from rlhf_endpoint.session import Session
 from rlhf_testing.chat_templates import CHATML, HERMES
 
@@ -145,7 +145,7 @@ def test_keys_of_samples_that_ended_long_ago_are_forgotten():
     async def run():
         endpoint, urls = Endpoint(ProgramConfig()), []
         async with endpoint.serve(Session(None)):
-            for _ in range(ENDED + 1):
+            for _ in range(ENDED_LIMIT + 1):
                 async with endpoint.serve(Session(None)) as (url, _):
                     urls.append(url)
             return [await asyncio.to_thread(status, url) for url in urls[:2]]
