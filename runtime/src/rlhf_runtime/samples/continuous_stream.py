@@ -36,15 +36,15 @@ from rlhf.interfaces.curriculum import Fate
 from rlhf.saved import WAY_OUT
 from rlhf.types import Group, Row
 
+from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.row_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
-from rlhf_runtime.samples.protocols import Count, no_count
 from rlhf_runtime.samples.requests import SingleRequests
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
-from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.rollouts import Count, Rollouts, no_count
 from rlhf_runtime.samples.sample_context import TurnLog
-from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
+from rlhf_runtime.samples.stream import ReadyBatch, Stream
 
 T = TypeVar("T")
 LOOK = 1.0
@@ -72,7 +72,7 @@ class ContinuousStream(Stream):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TrainData,
         rollouts: Rollouts,
         settings: RolloutSettings,
         *,
@@ -323,7 +323,7 @@ class ChosenRows:
     n - staleness - 1, as in waves.
     """
 
-    def __init__(self, rows: Rows, order: ChosenOrder, batch_size: int) -> None:
+    def __init__(self, rows: TrainData, order: ChosenOrder, batch_size: int) -> None:
         self._rows, self._order, self._batch_size = rows, order, batch_size
         self._step = 0
         """The step that rows were chosen for last."""

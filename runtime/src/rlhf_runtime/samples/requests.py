@@ -170,3 +170,7 @@ class SingleRequests:
 
     async def settled(self) -> None:
         """Returns at once, because no request is under way once every sample has left."""
+
+
+Requests = Waves | SingleRequests
+"""How samples get their turns."""

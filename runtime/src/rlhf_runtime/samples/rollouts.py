@@ -18,16 +18,24 @@ from rlhf.types.needs import GREEDY_REWARD
 
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
+from rlhf_runtime.data.template import Template
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
+from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.failures import describe
-from rlhf_runtime.samples.protocols import Count, GroupScorer, PromptTemplate, Requests, no_count
-from rlhf_runtime.samples.requests import SingleRequests, Waves
+from rlhf_runtime.samples.requests import Requests, SingleRequests, Waves
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
 from rlhf_runtime.samples.sample_context import SampleContext, TurnLog
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
 """Errors of the generator or of its weights, not of one sample. They end the run whatever ``on_failed_sample`` says."""
+
+Count = Callable[[int, int], None]
+"""Shows progress: called with (number done, number in all)."""
+
+
+def no_count(number: int, total: int) -> None:
+    """Shows nothing."""
 
 
 class Rollouts:
@@ -37,8 +45,8 @@ class Rollouts:
         self,
         rollout: Rollout,
         generator: Generator,
-        template: PromptTemplate,
-        scorer: GroupScorer,
+        template: Template,
+        scorer: Scorer,
         main: MainThread,
         open_env: Callable[[Slice], Env] | None = None,
         limit: int | None = None,

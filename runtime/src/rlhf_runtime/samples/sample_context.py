@@ -18,9 +18,11 @@ from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Row, Sampling, Turn
 from rlhf.types.images import joined_images
 
+from rlhf_runtime.data.messages import Messages
+from rlhf_runtime.data.template import Template
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.samples.episodes import Episode
-from rlhf_runtime.samples.protocols import Messages, PromptTemplate, Requests
+from rlhf_runtime.samples.requests import Requests
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings, greedy_sampling
 
 
@@ -29,7 +31,7 @@ class SampleContext(RolloutContext):
 
     def __init__(
         self,
-        template: PromptTemplate,
+        template: Template,
         open_env: Callable[[], Env],
         index: tuple[int, int],
         settings: RolloutSettings,
@@ -124,7 +126,7 @@ class SampleContext(RolloutContext):
                 f"{len(ids)} tokens of context leave no room to answer within data.max_tokens = {self.max_tokens}"
             )
         room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
-        sampling = _with_budget(sampling, room)
+        sampling = replace(sampling, max_new_tokens=room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
         images = joined_images((len(t.ids), t.images) for t in turns[start:])
         if len(images) > self._settings.max_images:
@@ -210,10 +212,6 @@ def _check_distribution(sampling: Sampling, run: Sampling) -> None:
             f"a turn is asked for at temperature {sampling.temperature}. Greedy decoding draws nothing at random, so "
             "the turn has no log-probs to train on. Give a temperature above 0"
         )
-
-
-def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    return replace(sampling, max_new_tokens=max_new_tokens)
 
 
 class TurnLog:

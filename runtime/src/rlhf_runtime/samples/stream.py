@@ -9,30 +9,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf.errors import TrainingError
 from rlhf.interfaces import FinishedGroup
 from rlhf.interfaces.curriculum import Fate
-from rlhf.types import Group, Row
+from rlhf.types import Group
 
 from rlhf_runtime.checkpoint.saved_groups import FindRow, read_groups
+from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.row_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import oldest_version
-from rlhf_runtime.samples.protocols import Count, no_count
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
-from rlhf_runtime.samples.rollouts import Rollouts
-
-
-class Rows(Protocol):
-    """An endless, seeded, resumable order of rows (:class:`rlhf_runtime.data.row_order.RowOrder`)."""
-
-    def take(self, n: int, step: int = 0) -> list[Row]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+from rlhf_runtime.samples.rollouts import Count, Rollouts, no_count
 
 
 @dataclass(slots=True)
@@ -168,7 +158,7 @@ class WaveStream(Stream):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TrainData,
         rollouts: Rollouts,
         settings: RolloutSettings,
         *,
