@@ -15,39 +15,25 @@ from rlhf_runtime.data.sources import Source
 
 
 class TableSource(Source):
-    """A pyarrow table, in memory or memory-mapped."""
+    """A pyarrow table, in memory or memory-mapped.
 
-    def __init__(self, section: SourceSection, table: Any) -> None:
-        self._table = table
+    Args:
+        dataset: the ``datasets.Dataset`` of the table, whose features decode rows.
+    """
+
+    def __init__(self, section: SourceSection, table: Any, dataset: Any = None) -> None:
+        self._table, self._dataset = table, dataset
         super().__init__(section, list(table.column_names), content_hash(table))
 
     def rows(self) -> int:
         return int(self._table.num_rows)
 
     def read(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
+        row = self._table.slice(index, 1).to_pylist()[0] if self._dataset is None else self._dataset[index]
         return {column: without_added_nulls(value) for column, value in row.items()}
 
     def values(self, column: str) -> Iterator[Any]:
         return iter(self._table.column(column).slice(0, len(self)).to_pylist())
-
-
-class DatasetSource(Source):
-    """A ``datasets.Dataset``; its features decode rows."""
-
-    def __init__(self, section: SourceSection, dataset: Any) -> None:
-        flat = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
-        self._dataset = with_files_of_images(flat)
-        super().__init__(section, list(dataset.column_names), content_hash(self._dataset.data.table))
-
-    def rows(self) -> int:
-        return len(self._dataset)
-
-    def read(self, index: int) -> dict[str, Any]:
-        return {column: without_added_nulls(value) for column, value in self._dataset[index].items()}
-
-    def values(self, column: str) -> Iterator[Any]:
-        return iter(self._dataset.data.table.column(column).slice(0, len(self)).to_pylist())
 
 
 def without_added_nulls(value: Any) -> Any:
@@ -145,8 +131,15 @@ def _without_views(table: Any) -> Any:
     return table
 
 
-def load_saved(path: Path, section: SourceSection) -> Any:
+def saved_source(path: Path, section: SourceSection) -> TableSource:
     """A folder written by ``save_to_disk``: a dataset, or the ``split`` of a dictionary of datasets."""
+    dataset = _saved(path, section)
+    flat = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+    stored = with_files_of_images(flat)
+    return TableSource(section, stored.data.table, stored)
+
+
+def _saved(path: Path, section: SourceSection) -> Any:
     import datasets
 
     if section.subset is not None:

@@ -30,7 +30,7 @@ from rlhf.errors import DataError, did_you_mean
 from rlhf_hub.hub import Commits, HubError, HubName, download, files_of, hub_name
 
 from rlhf_runtime.config.data_section import SourceSection
-from rlhf_runtime.data.columnar_sources import DatasetSource, TableSource, load_saved, read_table
+from rlhf_runtime.data.columnar_sources import TableSource, read_table, saved_source
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.strict_json import STRICT, NotStrictError, decode_long, start_of_wrong
 
@@ -244,7 +244,7 @@ def _saved(section: SourceSection, path: Path) -> Source:
         files = sorted(p.name for p in path.iterdir() if p.is_file() and file_kind(p) is not None)
         advice = f" Name one of its files: {', '.join(files[:20])}." if files else " It holds no data file either."
         raise DataError(f"{path} is a folder, but not one that `datasets` saved (save_to_disk).{advice}")
-    return DatasetSource(section, load_saved(path, section))
+    return saved_source(path, section)
 
 
 def _missing(path: Path) -> str:
