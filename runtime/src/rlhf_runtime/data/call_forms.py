@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from rlhf_runtime.data.messages import as_json
-from rlhf_runtime.data.strict_json import STRICT
+from rlhf_runtime.data.strict_json import STRICT, decoded
 
 
 class AnswerCall(NamedTuple):
@@ -153,14 +153,6 @@ def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[Answer
     return [AnswerCall(name, text, its_id or "")]
 
 
-def decoded(text: str) -> Any:
-    """A JSON value; None if the text is something else."""
-    try:
-        return STRICT.decode(text.strip())
-    except (ValueError, RecursionError):
-        return None
-
-
 # ---------------------------------------------------------------------------------------- calls as JSON
 
 
@@ -172,7 +164,9 @@ def _objects(values: list[Any]) -> list[AnswerCall]:
             value = {**value, **value["function"]} if isinstance(value.get("function"), dict) else value
             name, its_id = value.get("name", value.get("tool_name")), value.get("id")
             arguments = value.get("arguments", value.get("parameters", {}))
-            arguments = decoded(arguments) if isinstance(arguments, str) else arguments  # as Granite 4 writes some
+            arguments = (
+                decoded(arguments.strip()) if isinstance(arguments, str) else arguments
+            )  # as Granite 4 writes some
             new = call_of(name, arguments, its_id if re.fullmatch("[A-Za-z0-9]{9}", str(its_id)) else "")
         else:
             new = _objects(value) if isinstance(value, list) else []
@@ -431,7 +425,7 @@ def read_channels(text: str) -> tuple[str, str, list[AnswerCall]]:
     while part := _PART.match(text, position):
         position = part.end()
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", part["header"])
-        if recipient and (call := call_of(recipient[1], decoded(part["body"]))):
+        if recipient and (call := call_of(recipient[1], decoded(part["body"].strip()))):
             calls += call
         elif recipient:
             content.append(part[0])

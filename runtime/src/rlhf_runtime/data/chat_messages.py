@@ -4,7 +4,6 @@ tool calls."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from rlhf_runtime.data.call_forms import CHANNELS, FORMS, AnswerCall, argument_t
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import Messages, as_json
+from rlhf_runtime.data.strict_json import decoded
 from rlhf_runtime.data.text_tokens import TextTokens
 from rlhf_runtime.data.tokenizer import special_tokens
 
@@ -126,9 +126,7 @@ class ParsedAnswers:
                 ) from error
         self._hidden = frozenset(i for token, i in special_tokens(tokenizer).items() if not self._is_tag(token))
 
-    def parse(
-        self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> dict[str, Any]:
+    def parse(self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
         """The assistant message.
 
         Args:
@@ -183,7 +181,7 @@ class ParsedAnswers:
         call_text = answered[len(before) :]
         message = self.parse(tokens.ids(call_text), tokens.ids(before), "", [_PROBE_TOOL])
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        if [(c["name"], _value(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
+        if [(c["name"], decoded(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
             raise DataError(
                 f"the chat template writes the call forecast(city='Paris', days=3) as {call_text[-200:]!r}; read "
                 f"from this as an answer: {calls or 'no call'}, so tools would never be called. "
@@ -193,7 +191,7 @@ class ParsedAnswers:
             )
 
     def _by_template(
-        self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
+        self, ids: Sequence[int], prompt: Sequence[int], tools: Tools
     ) -> tuple[str, str, list[AnswerCall]]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         before = self._tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -208,7 +206,7 @@ class ParsedAnswers:
             calls.append(AnswerCall(function["name"], as_json(function.get("arguments") or {})))
         return parsed.get("content") or "", reasoning, calls
 
-    def _by_tags(self, text: str, before: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[AnswerCall]]:
+    def _by_tags(self, text: str, before: str, tools: Tools) -> tuple[str, str, list[AnswerCall]]:
         reasoning, content, calls = "", text, list[AnswerCall]()
         if self._thoughts:
             opening, closing = self._thoughts
@@ -231,13 +229,6 @@ class ParsedAnswers:
         visible_ids = [i for i in ids if i not in self._hidden]
         text: str = self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-
-def _value(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def _id(key: object, number: int) -> str:

@@ -12,7 +12,7 @@ from rlhf.errors import DataError, shown
 from rlhf_runtime.data.comparisons import OF_MARGIN, PREFERENCES, Values, best_and_worst
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import ROLES, read_messages
-from rlhf_runtime.data.strict_json import STRICT
+from rlhf_runtime.data.strict_json import decoded
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 CALLS = "function_call"
@@ -282,11 +282,8 @@ def conversation(value: Any) -> Any:
     """A conversation in JSON text as a list, and a single message or turn as a list of one; other values as they
     are."""
     if isinstance(value, str) and value.lstrip().startswith("[") and ('"role"' in value or '"from"' in value):
-        try:
-            decoded = STRICT.decode(value)
-        except (ValueError, RecursionError):
-            return value
-        return decoded if is_messages(decoded) or is_turns(decoded) else value
+        messages = decoded(value)
+        return messages if is_messages(messages) or is_turns(messages) else value
     return [value] if is_turn(value) or is_messages([value]) else value
 
 
@@ -402,10 +399,7 @@ def _function(tool: Any) -> Any:
 
 
 def _calls(value: Any) -> list[Any]:
-    try:
-        calls = STRICT.decode(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        calls = None
+    calls = decoded(value) if isinstance(value, str) else value
     if not calls or not isinstance(calls, list | Mapping):
         raise DataError(
             f"a turn from {CALLS!r} must be the JSON of {{name, arguments}} or a list of them, got {shown(value)}"

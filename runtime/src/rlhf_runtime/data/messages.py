@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.errors import DataError, did_you_mean, shown
 
 from rlhf_runtime.data.image_parts import read_content, take_images, text_of
-from rlhf_runtime.data.strict_json import STRICT
+from rlhf_runtime.data.strict_json import STRICT, decoded
 
 ROLES: Mapping[str, str] = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "developer": "system",
@@ -147,10 +147,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {shown(call)}")
     arguments = function.get("arguments")
-    try:
-        parsed = STRICT.decode(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = arguments
+    parsed = decoded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, Mapping):
         parsed = {} if arguments in (None, "") else arguments  # a template writes what is no object as it is
     return {

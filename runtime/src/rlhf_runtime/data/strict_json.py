@@ -39,6 +39,14 @@ STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, p
 _SPACE = " \t\r\n"
 
 
+def decoded(text: str) -> Any:
+    """A JSON value; None if the text is not strict JSON, or nested more deeply than Python reads."""
+    try:
+        return STRICT.decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def decode_long(text: str) -> Any:
     """Decode a whole file. Garbage collection is off meanwhile: it would visit all rows repeatedly, which takes as long
     as the checks."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from jinja2 import Environment, TemplateSyntaxError, meta
 from rlhf.errors import ConfigError, DataError, did_you_mean
 
-from rlhf_runtime.data.messages import as_json
+from rlhf_runtime.data.messages import as_api_writes
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.text_tokens import Span
 
@@ -121,7 +121,7 @@ class TemplateRender:
         except Exception as error:  # jinja2 errors, and any error of a template
             if any(message.get("tool_calls") for message in messages):
                 with suppress(Exception):
-                    return apply([_with_json(message) for message in self._as_read(messages)])
+                    return apply(as_api_writes(self._as_read(messages)))
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise DataError(
                 f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}; change the "
@@ -190,17 +190,6 @@ def _variables(templates: str | Mapping[str, str]) -> frozenset[str]:
             ) from error
         names |= meta.find_undeclared_variables(tree)
     return frozenset(names)
-
-
-def _with_json(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": as_json(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 SECONDS = 10
