@@ -15,7 +15,7 @@ from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import Messages, as_json
 from rlhf_runtime.data.strict_json import decoded
 from rlhf_runtime.data.text_tokens import TextTokens
-from rlhf_runtime.data.tokenizer import special_tokens
+from rlhf_runtime.data.tokenizer import decoder_of, special_tokens
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -107,7 +107,7 @@ class ParsedAnswers:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decode = tokenizer, decoder_of(tokenizer)
         templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
         source = templates if isinstance(templates, str) else "".join(templates.values())
         self._own = getattr(tokenizer, "response_template", None) is not None
@@ -193,8 +193,7 @@ class ParsedAnswers:
     def _by_template(
         self, ids: Sequence[int], prompt: Sequence[int], tools: Tools
     ) -> tuple[str, str, list[AnswerCall]]:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        before = self._tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text, before = self._decode(ids), self._decode(prompt)
         try:
             parsed = self._tokenizer.parse_response(text, prefix=before, tools=[dict(t) for t in tools] or None)
         except Exception:  # the model wrote something that is not in the format: it stays content
@@ -226,9 +225,7 @@ class ParsedAnswers:
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text without special tokens, except tags."""
-        visible_ids = [i for i in ids if i not in self._hidden]
-        text: str = self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self._decode([i for i in ids if i not in self._hidden])
 
 
 def _id(key: object, number: int) -> str:

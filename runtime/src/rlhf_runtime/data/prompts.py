@@ -29,6 +29,7 @@ from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
 from rlhf_runtime.data.sources import DEFAULTS, TOOLS, SourceLayout, named_columns
 from rlhf_runtime.data.template_markers import mark
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
+from rlhf_runtime.data.tokenizer import decoder_of
 from rlhf_runtime.data.written_parts import check_options
 
 LARGEST = 2**20
@@ -74,6 +75,8 @@ class Prompts:
         self.layout = SourceLayout({**DEFAULTS, TOOLS: TOOLS, **named_columns(section)}, chat=self.chat is not None)
         """How rows without a layout are read."""
         self.tokens = TextTokens(tokenizer)
+        self.decode = decoder_of(tokenizer, special_tokens=False)
+        """Text of tokens, without special tokens."""
         self.require_text = False
         """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self.shows_tools = True
@@ -104,7 +107,7 @@ class Prompts:
         if not turns or turns[0].ids != self.encode_prompt(row).ids:
             return None
         cells = self._cells(row)
-        return self._plain_prompt(cells) if self.chat is None else [*self._read(self._prompt_messages(cells), cells)[0]]
+        return self._plain_prompt(cells) if self.chat is None else [*self._read_prompt(cells)[0]]
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with the environment's first observation. If the prompt ends with a user message, the
@@ -114,7 +117,7 @@ class Prompts:
         if self.chat is None:
             return [self.encode_prompt(row), self.encode_observation(text)]
         cells = self._cells(row)
-        messages, images = self._read(self._prompt_messages(cells), cells)
+        messages, images = self._read_prompt(cells)
         if messages[-1]["role"] == "user":
             content = messages[-1]["content"]
             messages[-1] = {**messages[-1], "content": with_text(content, f"\n\n{text}") if content else text}
@@ -158,7 +161,7 @@ class Prompts:
         """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs. Raises DataError."""
         self.check_messages()
         cells = self._cells(row)
-        return as_api_writes(with_urls(*self._read(self._prompt_messages(cells), cells)))
+        return as_api_writes(with_urls(*self._read_prompt(cells)))
 
     def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
         """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
@@ -219,11 +222,6 @@ class Prompts:
                 ids.append(last)
         return tuple(dict.fromkeys(ids))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, without special tokens."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
     # -------------------------------------------------------------------------------------- inside
 
     def _cells(self, row: Row) -> Cells:
@@ -242,7 +240,7 @@ class Prompts:
                 raise DataError(f"{EMPTY}; there is nothing to answer")
             ids = self.tokens.ids(text)
             return self._turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
-        messages, images = self._read(self._prompt_messages(cells), cells)
+        messages, images = self._read_prompt(cells)
         has_text = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
         if self.require_text and not has_text and not images:
             raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
@@ -250,9 +248,9 @@ class Prompts:
         chat.check(messages, source=row.source)
         return self._turn(self.tokens.ids(chat.text(messages, answer=True)), images)
 
-    def _read(self, messages: Sequence[Message], cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Messages of a row as the chat template reads them, and their images with those of the row's column."""
-        return self.images.of_messages(messages, cells)
+    def _read_prompt(self, cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """The row's prompt as the chat template reads it, and its images."""
+        return self.images.of_messages(self._prompt_messages(cells), cells)
 
     def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
         section, text = self.section, self._made_prompt(cells)

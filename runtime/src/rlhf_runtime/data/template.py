@@ -211,7 +211,7 @@ class Template(Prompts):
         if self.chat is None:
             prompt, images = self._plain_prompt(cells), self.images.of_row(cells)
         else:
-            messages, images = self._read(self._prompt_messages(cells), cells)
+            messages, images = self._read_prompt(cells)
             chat = self._chat_of(cells)
             chat.check(messages, source=cells.row.source)
             prompt = chat.text(messages, answer=True)
@@ -226,7 +226,7 @@ class Template(Prompts):
 
     def _conversation(self, row_messages: Sequence[Message], cells: Cells) -> TokenSequence:
         chat = self._chat_of(cells)
-        messages, images = self._read(row_messages, cells)
+        messages, images = self.images.of_messages(row_messages, cells)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         untrained = {i for i, m in enumerate(row_messages) if UNTRAINED in m}
         _check_weights(untrained, answers, self.section.loss_on)

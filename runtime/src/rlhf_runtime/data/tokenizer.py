@@ -105,11 +105,13 @@ def tokens_of(tokenizer: Any) -> Tokens:
     return Tokens(encode, decoder_of(tokenizer))
 
 
-def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """``decode(ids)`` of a tokenizer, with special tokens kept and spaces not cleaned up."""
+def decoder_of(tokenizer: Any, special_tokens: bool = True) -> Callable[[Sequence[int]], str]:
+    """``decode(ids)`` of a tokenizer, with or without special tokens, and spaces not cleaned up."""
 
     def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = tokenizer.decode(
+            list(ids), skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     return decode
@@ -160,8 +162,7 @@ class TokenDecoder:
     def __call__(self, ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.path, self.trust_remote_code)
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return decoder_of(self.tokenizer, special_tokens=False)(ids)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "tokenizer": None}
