@@ -194,12 +194,13 @@ def _turns(values: Values) -> Values:
         raise DataError("prompt and answers must be JSON lists of as many turns each")
     if lengths == {1}:
         return {**values, **{f: v[0] for f, v in zip(fields, (prompts, *answers), strict=True)}}
-    roles = ("user", "assistant")
-    talks = [
-        [{"role": r, "content": t} for turn in zip(prompts, a, strict=True) for r, t in zip(roles, turn, strict=True)]
-        for a in answers
-    ]
+    talks = [[m for turn in zip(prompts, a, strict=True) for m in question_and_answer(*turn)] for a in answers]
     return {f: v for f, v in values.items() if f != "prompt"} | dict(zip(fields[1:], talks, strict=True))
+
+
+def question_and_answer(question: Any, answer: Any) -> list[dict[str, Any]]:
+    """Two messages."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _question(values: Values) -> Values:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.errors import DataError, shown
 
-from rlhf_runtime.data.comparisons import OF_MARGIN, PREFERENCES, Values, best_and_worst
+from rlhf_runtime.data.comparisons import OF_MARGIN, PREFERENCES, Values, best_and_worst, question_and_answer
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import ROLES, read_messages
 from rlhf_runtime.data.strict_json import decoded
@@ -39,12 +39,12 @@ def turns(values: Values, chat: bool) -> Values:
 
 def exchanges(values: Values, chat: bool) -> Values:
     """Questions with their answers (:data:`EXCHANGES`) as messages."""
-    messages = []
+    messages = list[dict[str, Any]]()
     for pair in _listed(values, "messages"):
         keys = exchange_keys(pair)
         if keys is None:
             raise DataError(f"must be a question with its answer, got {shown(pair)}")
-        messages += [{"role": r, "content": pair[key]} for r, key in zip(("user", "assistant"), keys, strict=True)]
+        messages += question_and_answer(*(pair[key] for key in keys))
     return {**values, "messages": messages}
 
 
@@ -155,8 +155,7 @@ def context(values: Values, chat: bool) -> Values:
             raise DataError(f"history must be a list of [question, answer] pairs, got {shown(past)}")
         if not chat:
             raise DataError("the row has a history, whose turns need a chat template")
-        roles = ("user", "assistant")
-        before = [{"role": r, "content": text} for pair in past for r, text in zip(roles, pair, strict=True)]
+        before = [message for pair in past for message in question_and_answer(*pair)]
         rest["prompt"] = [*before, {"role": "user", "content": _text(rest, "prompt")}]
     return rest
 
@@ -212,47 +211,34 @@ def prm800k(values: Values, chat: bool) -> Values:
     return {"prompt": question.get("problem"), "steps": texts, "step_labels": labels}
 
 
-CONVERSIONS: Mapping[str, Callable[[Values, bool], Values]] = {
-    f.__name__: f
-    for f in (
-        turns,
-        exchanges,
-        request,
-        answers_in_turns,
+CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
+    "turns": ("from/value turns as messages", turns),
+    "exchanges": ("questions with their answers as messages", exchanges),
+    "request": ("instructions, input and tools of a request", request),
+    "answers_in_turns": ("from/value turns as messages", answers_in_turns),
+    "preferred_outputs": (
+        "a request of the chat API and the output that is preferred to another",
         preferred_outputs,
-        rejected_beside,
+    ),
+    "rejected_beside": ("the last answer of the conversation is chosen", rejected_beside),
+    "dialogues": (
+        f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
         dialogues,
-        dialogue_prompt,
-        context,
+    ),
+    "dialogue_prompt": ("dialogues in the prompt as messages", dialogue_prompt),
+    "context": ("the instruction, a blank line, its context; a history comes before them", context),
+    "marked_steps": (
+        f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
         marked_steps,
-        rated_steps,
-        prm800k,
-    )
+    ),
+    "rated_steps": ("a list of steps with their ratings or labels", rated_steps),
+    "prm800k": ("PRM800K: the chosen completion of each step; neutral ratings count as right", prm800k),
 } | {
-    meaning + end: partial(compared, meaning=meaning, of_margin=bool(end))
-    for meaning in PREFERENCES
-    for end in ("", OF_MARGIN)
+    meaning + end: (words + more, partial(compared, meaning=meaning, of_margin=bool(end)))
+    for meaning, (words, _) in PREFERENCES.items()
+    for end, more in (("", ""), (OF_MARGIN, "; the difference is the margin"))
 }
-
-
-def describe(conversion: str) -> str:
-    """The conversion in words, for messages."""
-    if (meaning := conversion.removesuffix(OF_MARGIN)) in PREFERENCES:
-        return PREFERENCES[meaning][0] + ("" if meaning == conversion else "; the difference is the margin")
-    return {
-        "turns": "from/value turns as messages",
-        "exchanges": "questions with their answers as messages",
-        "request": "instructions, input and tools of a request",
-        "answers_in_turns": "from/value turns as messages",
-        "preferred_outputs": "a request of the chat API and the output that is preferred to another",
-        "rejected_beside": "the last answer of the conversation is chosen",
-        "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
-        "dialogue_prompt": "dialogues in the prompt as messages",
-        "context": "the instruction, a blank line, its context; a history comes before them",
-        "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
-        "rated_steps": "a list of steps with their ratings or labels",
-        "prm800k": "PRM800K: the chosen completion of each step; neutral ratings count as right",
-    }[conversion]
+"""{conversion: (words for messages, function of the values and of whether a chat template is used)}."""
 
 
 # ------------------------------------------------------------------- what a value looks like

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, Literal
@@ -119,9 +120,11 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
         prompt="made" if section.input_template is not None else "optional" if whole else "needed",
     )
     if section.input_template is not None:
-        columns, first = [*source.columns, *layout.columns], source.read(0)
-        fields = _converted(first, layout)
-        check_template(section.input_template, [*columns, *fields], {**fields, **first})
+        first, fields = source.read(0), dict[str, Any]()
+        with suppress(DataError):  # of the conversion, which is reported when the row is used
+            fields = layout.read(first)
+        columns = [*source.columns, *layout.columns, *fields]
+        check_template(section.input_template, columns, {**fields, **first})
     if "text" in layout.columns and (section.template == "chat" or section.system is not None):
         key = "system" if section.system is not None else 'template = "chat"'
         raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
@@ -131,14 +134,6 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
     if ONE_IMAGE in source.columns and not image_columns:  # a run without images refuses rows that have one
         layout = replace(layout, columns={**layout.columns, "images": ONE_IMAGE})
     return layout
-
-
-def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, Any]:
-    """{field: value} of a row; empty if it cannot be read, which is reported when the row is used."""
-    try:
-        return layout.read(columns)
-    except DataError:
-        return {}
 
 
 PROMPTS = (("question", "problem", "query", "instruction", "input"), ("inputs",))
@@ -240,7 +235,7 @@ class _Case:
         return self.form == "demonstrations" and not (has_prompt or in_tree) and isinstance(self.row.get("text"), str)
 
     def problem(self) -> str:
-        if not self.chat and any(True for _ in _Case(*self._as_chat()).layouts()):
+        if not self.chat and any(True for _ in replace(self, chat=True).layouts()):
             return (
                 f"has conversations, which need a chat template, but none is used; {self.present()} Use a tokenizer "
                 "with a chat template, or name a file with one as data.chat_template."
@@ -321,7 +316,8 @@ class _Case:
                         "(--data.prompt prompt) to put it before them, or take it out"
                     )
                 elif self.chat and self.prompt != "made":
-                    yield replace(both, columns={**self._beside("prompt"), **both.columns}, whole=True)
+                    beside = {"prompt": "prompt"} if "prompt" in self.columns else {}
+                    yield replace(both, columns={**beside, **both.columns}, whole=True)
             elif "prompt" not in self.named and not any(True for _ in self._prompts()):
                 if all(map(convert.is_dialogue, values)):
                     yield from self._join([both.columns], how="dialogues")
@@ -359,7 +355,7 @@ class _Case:
             yield from self._join([*self._prompts()], answers, label)
         if self.named.keys() & {"prompt", "response"}:
             return
-        if "messages" in self.named or not self._defaults("prompt", "response"):
+        if "messages" in self.named or not {"prompt", "response"} <= {*self.columns}:
             yield from self._conversations(label)
 
     def _conversations(self, beside: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
@@ -422,16 +418,9 @@ class _Case:
         except DataError:  # of the conversation, so that it must be named to be said
             return layouts
 
-    def _beside(self, field: str) -> Mapping[str, str]:
-        """The default column of a field, if the source has it."""
-        return {field: DEFAULTS[field]} if DEFAULTS[field] in self.columns else {}
-
     def _certain(self, field: str, column: str) -> bool:
         """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
         return column == self.named.get(field, DEFAULTS.get(field, field))
-
-    def _defaults(self, *fields: str) -> bool:
-        return all(DEFAULTS[f] in self.columns for f in fields)
 
     def _is_label(self, column: str) -> bool:
         return self._certain("label", column) or as_label(self.row.get(column)) is not None
@@ -447,9 +436,6 @@ class _Case:
                 conversion = "dialogue_prompt"
             is_default = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
             yield SourceLayout(columns, conversion, self.chat, given=is_default and not conversion)
-
-    def _as_chat(self) -> tuple[Any, ...]:
-        return self.form, self.columns, self.row, self.named, True, self.prompt
 
     def present(self) -> str:
         return f"columns present: {', '.join(c or repr(c) for c in self.columns)}."

@@ -63,7 +63,7 @@ class SourceLayout:
         if self.chat:
             values |= {f: convert.conversation(values[f]) for f in ("messages", "prompt") if f in values}
         values = convert.without_repeated_prompt(values) if self.whole else values
-        return convert.CONVERSIONS[self.conversion](values, self.chat) if self.conversion else values
+        return convert.CONVERSIONS[self.conversion][1](values, self.chat) if self.conversion else values
 
     def name(self, field: str) -> str:
         """The column of a field, for messages; several columns if a conversion makes the field from several."""
@@ -72,7 +72,7 @@ class SourceLayout:
         )
 
     def __str__(self) -> str:
-        how = f" ({convert.describe(self.conversion)})" if self.conversion else ""
+        how = f" ({convert.CONVERSIONS[self.conversion][0]})" if self.conversion else ""
         return ", ".join(f if f == c else f"{f} = {c!r}" for f, c in self.columns.items()) + how
 
 
