@@ -175,13 +175,9 @@ class TrainData:
         return [row for _, rows in of_sources for row in itertools.islice(rows, most)]
 
     def _usable_for_evaluation(self) -> list[Row]:
-        usable: list[Row] = []
-        self.eval_dropped = self.eval_bad_rows = 0
-        for row in (source[i] for source in self._eval for i in range(len(source))):
-            if self._fits(row, self._eval):
-                usable.append(row)
-            self.eval_dropped += self._why.kind == "too_long"
-            self.eval_bad_rows += self._why.kind == "bad_rows"
+        counts = Counter[str]()
+        usable = list(self._fitting(self._eval, counts))
+        self.eval_dropped, self.eval_bad_rows = counts["too_long"], counts["bad_rows"]
         self._examples = {}
         if self._eval and not usable:
             raise DataError(
@@ -229,8 +225,7 @@ class TrainData:
         """All usable rows, first of training and then of evaluation, as tokens, in lists of ``size``. Changes no
         counter."""
         for sources in (self._train, self._eval):
-            rows = (source[i] for source in sources for i in range(len(source)))
-            fitting = (row for row in rows if self._fits(row, sources))
+            fitting = self._fitting(sources, Counter())
             while part := list(itertools.islice(fitting, size)):
                 examples = self.examples(part)
                 self._examples = {}
@@ -252,27 +247,33 @@ class TrainData:
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _usable(self) -> dict[str, Sequence[int]]:
+    def _usable(self) -> Mapping[str, Sequence[int]]:
         """{source: indices of its usable rows}. Counts the others. Checks no row if no rows are to be left out."""
         if "drop" not in (self.section.too_long, self.section.bad_rows):
             return {source.name: range(len(source)) for source in self._train}
-        usable: dict[str, Sequence[int]] = {}
-        for source in self._train:
-            usable[source.name] = fitting = []
-            for index in range(len(source)):
-                if self._fits(source[index], self._train):
-                    fitting.append(index)
-                self.dropped += self._why.kind == "too_long"
-                self.bad_rows += self._why.kind == "bad_rows"
-                self._examples = {}
+        usable: dict[str, list[int]] = {source.name: [] for source in self._train}
+        counts = Counter[str]()
+        for row in self._fitting(self._train, counts):
+            usable[row.source].append(row.index)
+            self._examples = {}
+        self.dropped += counts["too_long"]
+        self.bad_rows += counts["bad_rows"]
         if not any(usable.values()):
             raise DataError(f"no row of data.train is left to train on. The last one: {self._why.text}")
         return usable
 
+    def _fitting(self, sources: Sequence[Source], counts: Counter[str]) -> Iterator[Row]:
+        """The usable rows of sources, in order. ``counts`` gets the others, by the option that leaves them out."""
+        for row in (source[index] for source in sources for index in range(len(source))):
+            if self._fits(row, sources):
+                yield row
+            else:
+                counts[self._why.kind] += 1
+
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
         """Whether a row can be used. Sets :attr:`_why`."""
         self._why = why = self.judge(row, sources is self._train and row.source in self.answered)
-        if why.example is not None:
+        if why.example is not None and not why.kind:
             self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
         self._require_wanted(row, sources, why)
         return not why.kind

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rlhf.types import Image, Row
+from rlhf.types import Row
 from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_files import image_size
@@ -123,37 +124,34 @@ def _status(data: TrainData, verdict: RowVerdict) -> dict[str, str]:
 
 def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     turn = data.template.encode_prompt(row)
-    return _sequence("prompt", list(turn.ids), [False] * len(turn.ids), {}, decode, turn.images)
+    return _sequence("prompt", TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images), decode)
 
 
 def _given(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """The row's answer, as an algorithm with ``Needs.given`` gets it in place of samples."""
     prompt, answer = data.template.encode_answer(row)
     mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
-    return _sequence("given answer", [*prompt.ids, *answer.ids], mask, {}, decode, prompt.images)
+    return _sequence("given answer", TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images), decode)
 
 
 def _sequences(example: Example, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
     pair = len(example.sequences) > 1
     for sequence in example.sequences:
         name = ("chosen", "rejected")[sequence.role] if pair else "row"
-        steps = dict(example.values.get("steps", ()))
-        yield _sequence(name, list(sequence.ids), sequence.loss_mask, steps, decode, sequence.images)
+        yield _sequence(name, sequence, decode, example.values.get("steps", ()))
 
 
 def _sequence(
     name: str,
-    ids: list[int],
-    mask: list[bool],
-    steps: dict[int, float],
+    sequence: TokenSequence,
     decode: Callable[[Sequence[int]], str],
-    images: Sequence[Image],
+    steps: Iterable[tuple[int, float]] = (),
 ) -> dict[str, Any]:
     """``name``; ``tokens`` and ``trained``, counts; ``ids``; ``texts`` of the tokens; ``mask``: which are trained on;
     ``steps``: [[position of the token that ends a step, its label], ...]. The first token of an image has the text
     ``[image 64x64]``, the others none."""
-    texts, end = list[str](), 0
-    for image in images:
+    ids, texts, end = sequence.ids, list[str](), 0
+    for image in sequence.images:
         width, height = image_size(image.data)
         texts += [*token_texts(ids[end : image.at], decode), f"[image {width}x{height}]"]
         texts += [""] * (image.tokens - 1)
@@ -162,9 +160,9 @@ def _sequence(
     return {
         "name": name,
         "tokens": len(ids),
-        "trained": sum(mask[1:]),  # no output predicts the first token
+        "trained": sum(sequence.loss_mask[1:]),  # no output predicts the first token
         "ids": list(ids),
         "texts": texts,
-        "mask": list(mask),
-        "steps": [[at, label] for at, label in sorted(steps.items())],
+        "mask": list(sequence.loss_mask),
+        "steps": [[at, label] for at, label in sorted(steps)],
     }
