@@ -71,7 +71,7 @@ class GenerateCommand(Command):
 def shown(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
     """Prompt and answer: of a chat each message after its role, as `rlhf samples` shows them. The tokens of a chat as
     text would run together, because they are shown without special tokens."""
-    from rlhf_runtime.data.image_parts import text_of
+    from rlhf_runtime.data.messages import text_of
 
     if prompt is None or isinstance(prompt, str):
         return f"{trajectory.prompt_text}{trajectory.completion}"

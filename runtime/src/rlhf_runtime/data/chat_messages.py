@@ -11,8 +11,7 @@ from rlhf.errors import DataError
 
 from rlhf_runtime.data.call_forms import CHANNELS, FORMS, AnswerCall, argument_types, read_calls, read_channels
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.image_parts import text_of
-from rlhf_runtime.data.messages import Messages, as_json
+from rlhf_runtime.data.messages import Messages, as_json, text_of
 from rlhf_runtime.data.strict_json import decoded
 from rlhf_runtime.data.text_tokens import TextTokens
 from rlhf_runtime.data.tokenizer import decoder_of, special_tokens

@@ -10,8 +10,7 @@ from typing import Any
 from rlhf.errors import DataError, shown
 
 from rlhf_runtime.data.comparisons import OF_MARGIN, PREFERENCES, Values, best_and_worst, question_and_answer
-from rlhf_runtime.data.image_parts import text_of
-from rlhf_runtime.data.messages import ROLES, read_messages
+from rlhf_runtime.data.messages import ROLES, read_messages, text_of
 from rlhf_runtime.data.strict_json import decoded
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"

@@ -20,10 +20,17 @@ from rlhf.types import Row, Trajectory, Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.chat_messages import ChatMessages, ParsedAnswers, Tools
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.image_parts import text_of, with_images, with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
-from rlhf_runtime.data.messages import Messages, as_api_writes, as_people_read, as_template_reads
+from rlhf_runtime.data.messages import (
+    Messages,
+    as_api_writes,
+    as_people_read,
+    as_template_reads,
+    text_of,
+    with_images,
+    with_text,
+)
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
 from rlhf_runtime.data.sources import DEFAULTS, TOOLS, SourceLayout, named_columns

@@ -14,9 +14,8 @@ from rlhf.types import Image
 
 from rlhf_runtime.data.conversions import conversation
 from rlhf_runtime.data.image_files import data_url, image_file, image_path, may_be_image
-from rlhf_runtime.data.image_parts import PLACE, image_of, is_image, places, with_images
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.messages import as_shown
+from rlhf_runtime.data.messages import PLACE, as_shown, image_of, is_image, places, with_images
 from rlhf_runtime.data.row_fields import Cells
 from rlhf_runtime.data.sources import ONE_IMAGE, Source
 

@@ -17,9 +17,8 @@ from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.messages import REASONING, UNTRAINED
+from rlhf_runtime.data.messages import REASONING, UNTRAINED, text_of
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES

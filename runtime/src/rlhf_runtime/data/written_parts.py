@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.errors import ConfigError, DataError
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.image_parts import text_of
+from rlhf_runtime.data.messages import text_of
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.template_markers import mark, with_markers
 
