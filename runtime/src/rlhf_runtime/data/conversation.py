@@ -21,11 +21,10 @@ from typing import Any
 from rlhf.errors import DataError
 
 from rlhf_runtime.data.row_fields import Message
-from rlhf_runtime.data.template_markers import MARKER, Text, mark, tail_length, with_markers
 from rlhf_runtime.data.template_render import TemplateRender
 from rlhf_runtime.data.text_tokens import Span
 from rlhf_runtime.data.tokenizer import special_tokens
-from rlhf_runtime.data.written_parts import check_parts, form_of
+from rlhf_runtime.data.written_parts import MARKER, Text, check_parts, form_of, mark, tail_length, with_markers
 
 _USER = {"role": "user", "content": "x"}
 _CALL = {

@@ -34,10 +34,9 @@ from rlhf_runtime.data.messages import (
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
 from rlhf_runtime.data.sources import DEFAULTS, TOOLS, SourceLayout, named_columns
-from rlhf_runtime.data.template_markers import mark
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
 from rlhf_runtime.data.tokenizer import decoder_of
-from rlhf_runtime.data.written_parts import check_options
+from rlhf_runtime.data.written_parts import check_options, mark
 
 LARGEST = 2**20
 """Largest number of bytes of a chat template."""

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rlhf.ops.sample_values import step_rewards_of
+from rlhf.ops.sample_values import ENV, step_rewards_of
 from rlhf.types import Group, Trajectory
 
 
@@ -128,9 +128,6 @@ def _ks(samples: int) -> list[int]:
 def _mean(values: Iterable[float]) -> float:
     numbers = [float(v) for v in values]
     return sum(numbers) / len(numbers)
-
-
-ENV = "env"
 
 
 def info_metrics(groups: Iterable[Group]) -> dict[str, float]:

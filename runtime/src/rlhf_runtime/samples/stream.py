@@ -207,19 +207,15 @@ class WaveStream(Stream):
         return max(self._extended_at, self._round_of(batch) - self.staleness)
 
     def samples_with(self, version: int) -> bool:
-        """Whether training samples are drawn with the weights of ``version``: only the first version of a round."""
-        return version % self.round == 0
+        return version % self.round == 0  # of the first version of a round
 
     def _round_of(self, step: int) -> int:
         """First step of the round."""
         return step - step % self.round
 
     def take(self, step: int) -> ReadyBatch:
-        """The batch of ``step``: scored, filtered and refilled, groups in the order of their numbers. Each batch is
-        taken once, in order.
-
-        Raises TrainingError if the oldest ready batch belongs to another step.
-        """
+        """Groups are in the order of their numbers. Raises TrainingError if the oldest ready batch belongs to another
+        step."""
         oldest = self.generated - len(self.ready)
         if not self.ready or oldest != step:
             oldest_ready = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
