@@ -1,12 +1,21 @@
-"""Tokenizers made on the spot: characters with and without a chat template, and byte pairs that merge across words."""
+"""Tokenizers made on the spot: characters with and without a chat template, and byte pairs that merge across words.
+Rows of a file as the data of a run."""
 
 from __future__ import annotations
 
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
+from rlhf.errors import DataError
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data.dataset import TrainData
 from rlhf_testing.tiny import tiny_tokenizer
 
 
-def load(path):
+def tokenizer_of(path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(path))
@@ -15,13 +24,13 @@ def load(path):
 @pytest.fixture(scope="session")
 def chars(tmp_path_factory):
     """One token per character, no chat template."""
-    return load(tiny_tokenizer(tmp_path_factory.mktemp("chars")))
+    return tokenizer_of(tiny_tokenizer(tmp_path_factory.mktemp("chars")))
 
 
 @pytest.fixture(scope="session")
 def chat(tmp_path_factory):
     """One token per character, with the default chat template."""
-    return load(tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template="default"))
+    return tokenizer_of(tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template="default"))
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +39,7 @@ def tokenizer_with(tmp_path_factory):
     path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
     def use(template):
-        tokenizer = load(path)
+        tokenizer = tokenizer_of(path)
         tokenizer.chat_template = template
         return tokenizer
 
@@ -65,3 +74,52 @@ def with_template(bpe):
 
     yield use
     bpe.chat_template = None
+
+
+@pytest.fixture
+def load(tmp_path):
+    """``load(tokenizer, form, rows, **section)``: rows of a file, in its order, as the data of a run."""
+
+    def data(tokenizer, form, rows, kind="jsonl", **section):
+        path = tmp_path / f"rows.{kind}"
+        if kind == "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(str(path))
+        elif kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+        section = DataSection(train=(SourceSection(path=str(path)),), **{"shuffle": False, **section})
+        return TrainData(section, tokenizer, form, 0)
+
+    return data
+
+
+@pytest.fixture
+def read(load):
+    """``read(tokenizer, form, rows, **section)``: the data of these rows, and its examples."""
+
+    def examples(tokenizer, form, rows, *kind, **section):
+        data = load(tokenizer, form, rows, *kind, **section)
+        return data, data.examples(data.take(len(rows)))
+
+    return examples
+
+
+@pytest.fixture
+def refusal(load):
+    """``refusal(tokenizer, form, good rows, bad row, **section)``: why the bad row is refused. The message names its
+    line, and the row can be left out and counted."""
+
+    def why(tokenizer, form, good, bad, **section):
+        rows = [*good, bad]
+        with pytest.raises(DataError) as error:
+            load(tokenizer, form, rows, **section).take(len(rows))
+        text = str(error.value)
+        assert f"rows.jsonl, line {len(rows)}: " in text
+        assert text.endswith('Correct the row, or set data.bad_rows = "drop" to leave such rows out (counted).')
+        data = load(tokenizer, form, rows, bad_rows="drop", **section)
+        assert [row.index for row in data.take(len(rows))] == [*range(len(good)), 0]
+        assert (data.bad_rows, data.dropped) == (1, 0)
+        return text
+
+    return why

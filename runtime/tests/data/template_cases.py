@@ -6,6 +6,7 @@ import pytest
 from rlhf.errors import DataError
 from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.template import Template
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -45,12 +46,13 @@ THINKING = (
 )
 """As Qwen3's: only the last answer keeps its reasoning, and an empty block stands where it has none."""
 
-TURNS = [
-    {"role": "user", "content": "user"},  # texts that also stand in the template's own words
-    {"role": "assistant", "content": "s"},
-    {"role": "user", "content": "im_start"},
-    {"role": "assistant", "content": "assistant\n"},
-]
+
+def talk(*texts):
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+TURNS = talk("user", "s", "im_start", "assistant\n")  # texts that also stand in the template's own words
 
 
 def row(**columns) -> Row:
@@ -59,6 +61,12 @@ def row(**columns) -> Row:
 
 def section(**fields) -> DataSection:
     return DataSection(**fields)
+
+
+def encoded(tokenizer, messages, **fields):
+    """A conversation as a row to learn from."""
+    template = Template(tokenizer, section(messages="m", **fields))
+    return template.encode_demonstration(row(m=messages)).sequences[0]
 
 
 def trained(tokenizer, sequence) -> str:

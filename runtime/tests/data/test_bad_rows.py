@@ -16,17 +16,6 @@ LABELS = [{"prompt": "p", "response": "r", "label": True}, {"prompt": "p", "resp
 STEPS = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
 
 
-@pytest.fixture
-def load(tmp_path):
-    def make(tokenizer, form, rows, **fields):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, **fields)
-        return TrainData(section, tokenizer, form, 0)
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("form", "good", "bad", "message"),
     [
@@ -43,10 +32,20 @@ def load(tmp_path):
          "column 'response': must be text, got NoneType"),
         ("demonstrations", [{"text": "ab"}], {"text": ""}, "the row is empty"),
         ("labels", LABELS, {**LABELS[0], "response": ""}, "column 'response': the answer is empty"),
-        ("steps", [STEPS], {**STEPS, "labels": [1]}, "2 steps in column 'completions', but 1 labels"),
-        ("steps", [STEPS], {**STEPS, "labels": None}, "must be a list with a label for each step, got NoneType"),
-        ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, "step 2 contains data.step_separator"),
-        ("steps", [STEPS], {**STEPS, "labels": [1, 7]}, "step 2: a label is true or false"),
+        ("steps", [STEPS], {**STEPS, "labels": [1]},
+         "2 steps in column 'completions', but 1 labels in column 'labels'"),
+        ("steps", [STEPS], {**STEPS, "completions": [], "labels": []},
+         "column 'completions': must be a list of the texts of steps, got list []"),
+        ("steps", [STEPS], {**STEPS, "completions": "a"}, "must be a list of the texts of steps, got str 'a'"),
+        ("steps", [STEPS], {**STEPS, "completions": ["a", 3]}, "column 'completions', step 2: must be text, got int 3"),
+        ("steps", [STEPS], {**STEPS, "labels": None},
+         "column 'labels': must be a list with a label for each step, got NoneType"),
+        ("steps", [STEPS], {**STEPS, "labels": [1, None]}, "column 'labels', step 2: a label is true or false, '+' or"),
+        ("steps", [STEPS], {**STEPS, "labels": [1, 1.5]}, "a number from 0 to 1, got float 1.5"),
+        ("steps", [STEPS], {**STEPS, "labels": [1, -1]}, "a number from 0 to 1, got int -1"),
+        ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, r"step 2 contains data.step_separator = '\n'"),
+        ("steps", [STEPS], {**STEPS, "completions": [" ", "b"]},
+         r"step 1 has no text before data.step_separator = '\n'"),
         ("prompts", [{"prompt": "p"}], {"prompt": ""}, "the prompt is empty"),
         ("prompts", [{"prompt": "p"}], {"prompt": 7}, "must be text, got int '7'"),
         ("prompts", [{"prompt": "p", "image": None}], {"prompt": "p", "image": "a.png"},
@@ -58,30 +57,21 @@ def load(tmp_path):
         ("prompts", [{"prompt": "p"}], {"prompt": [USER]}, "Messages need a chat template, and none is used"),
     ],
 )  # fmt: skip
-def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):
-    rows = [*good, bad]
-    with pytest.raises(DataError) as error:
-        load(chars, form, rows).take(len(rows))
-    text = str(error.value)
-    assert f"rows.jsonl, line {len(rows)}: " in text
-    assert message in text
-    assert text.endswith('Correct the row, or set data.bad_rows = "drop" to leave such rows out (counted).')
+def test_refused_or_left_out_and_counted(refusal, chars, form, good, bad, message):
+    assert message in refusal(chars, form, good, bad)
 
-    data = load(chars, form, rows, bad_rows="drop")
-    assert data.check(len(good)) == ""
-    note = data.check(len(rows))
-    assert note.startswith(
-        f"of the first {len(rows)} training rows 1 are left out (1 with nothing to learn or malformed)"
-    )
-    assert f"rows.jsonl, line {len(rows)}: " in note
-    assert message in note
-    taken = data.take(2 * len(good) + 1)  # into the third pass
-    assert [r.index for r in taken] == [*range(len(good)), *range(len(good)), 0]
-    assert (data.bad_rows, data.dropped) == (2, 0)
-    state = json.loads(json.dumps(data.state_dict()))
-    resumed = load(chars, form, rows, bad_rows="drop")
-    resumed.load_state_dict(state)
-    assert resumed.bad_rows == 2
+
+def test_rows_that_are_left_out_are_noted_and_counted_over_a_resume(load, chars):
+    rows = [PAIR, {**PAIR, "rejected": "good"}]
+    data = load(chars, "pairs", rows, bad_rows="drop")
+    assert data.check(1) == ""
+    note = data.check(2)
+    assert note.startswith("of the first 2 training rows 1 are left out (1 with nothing to learn or malformed)")
+    assert "rows.jsonl, line 2: the chosen and the rejected answer are the same" in note
+    data.take(3)  # into the third pass
+    resumed = load(chars, "pairs", rows, bad_rows="drop")
+    resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    assert resumed.bad_rows == data.bad_rows == 2
     assert [r.index for r in resumed.take(3)] == [r.index for r in data.take(3)]
 
 
@@ -90,10 +80,11 @@ def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):
     [
         ([USER, {"role": "assistant", "content": " "}], "message 1 (assistant): the answer is empty"),
         ([USER], "a conversation must end with the assistant's answer"),
+        ([USER, BOT, USER], "must end with the assistant's answer, got the roles user, assistant, user"),
+        ([USER, {**BOT, "content": "yo<eos>\n"}],
+         "message 1 (assistant): the answer holds the end token '<eos>', at which a sample ends"),
         ([USER, {"role": "assistant", "content": None}], "content must be text, got 'None'"),
         ([{"role": "User", "content": "hi"}, BOT], "message 0: the role is str 'User'; allowed: system, user"),
-        ([{"role": "critic", "content": "hi"}, BOT], "message 0: the role is str 'critic'"),
-        ([{"content": "hi"}, BOT], "message 0: the role is NoneType None"),
         ([USER, {**BOT, "tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]}, BOT],
          "message 1: the arguments of a tool call must be an object"),
         ([USER, {**BOT, "tool_calls": [{"function": {"arguments": {}}}]}, BOT], "message 1: a tool call must be {id,"),
@@ -103,15 +94,8 @@ def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):
         ([USER, {"from": "gpt", "value": "yo"}], "message 1: content must be text, got 'None'"),
     ],
 )  # fmt: skip
-def test_conversations(load, chat, bad, message):
-    rows = [{"messages": [USER, BOT]}, {"messages": bad}]
-    with pytest.raises(DataError) as error:
-        load(chat, "demonstrations", rows).take(2)
-    assert "line 2: " in str(error.value)
-    assert message in str(error.value)
-    data = load(chat, "demonstrations", rows, bad_rows="drop")
-    assert [r.index for r in data.take(2)] == [0, 0]
-    assert data.bad_rows == 1
+def test_conversations(refusal, chat, bad, message):
+    assert message in refusal(chat, "demonstrations", [{"messages": [USER, BOT]}], {"messages": bad})
 
 
 PAIRS = {"chosen": [USER, BOT], "rejected": [USER, {**BOT, "content": "no"}]}
@@ -126,15 +110,8 @@ PAIRS = {"chosen": [USER, BOT], "rejected": [USER, {**BOT, "content": "no"}]}
         ({**PAIRS, "chosen": [{"role": "User", "content": "hi"}, BOT]}, "message 0: the role is str 'User'"),
     ],
 )
-def test_pairs_of_conversations(load, chat, bad, message):
-    rows = [PAIRS, bad]
-    with pytest.raises(DataError) as error:
-        load(chat, "pairs", rows).take(2)
-    assert "line 2: " in str(error.value)
-    assert message in str(error.value)
-    data = load(chat, "pairs", rows, bad_rows="drop")
-    assert [r.index for r in data.take(2)] == [0, 0]
-    assert data.bad_rows == 1
+def test_pairs_of_conversations(refusal, chat, bad, message):
+    assert message in refusal(chat, "pairs", [PAIRS], bad)
 
 
 def test_only_answers_that_are_trained_on_must_not_be_empty(load, chat):
@@ -185,14 +162,6 @@ def test_each_reason_has_its_own_policy(load, chars):
     data = load(chars, "pairs", rows, max_tokens=20, too_long="drop", bad_rows="drop")
     assert [r.index for r in data.take(3)] == [0, 0, 0]
     assert (data.bad_rows, data.dropped) == (2, 2)
-
-
-def test_data_without_a_usable_row_is_an_error(load, chars):
-    data = load(chars, "pairs", [{**PAIR, "rejected": "good"}] * 3, bad_rows="drop")
-    with pytest.raises(
-        DataError, match=r"nothing is left to train on\. The last one: the chosen and the rejected answer"
-    ):
-        data.take(1)
 
 
 def test_evaluation_rows_are_counted_apart(load, chars, tmp_path):
@@ -248,26 +217,16 @@ def test_labels_of_both_kinds_may_come_from_two_sources(load, chars, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_every_label_is_looked_at_before_the_run(tmp_path, chars, kind):
-    import datasets
-
+def test_every_label_is_looked_at_before_the_run(load, chars, kind):
     rows = [{"prompt": "p", "response": "r", "label": v} for v in (1, 0, 2, 1)]
-    path = tmp_path / ("rows" if kind == "saved" else f"rows.{kind}")
-    made = datasets.Dataset.from_list(rows)
-    if kind == "saved":
-        made.save_to_disk(str(path))
-    elif kind == "parquet":
-        made.to_parquet(str(path))
-    else:
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    source = SourceSection(path=str(path))
     with pytest.raises(
         DataError, match=r"(line 3|row 2): column 'label': a label is .* got int 2\. Correct it, or set"
     ):
-        TrainData(DataSection(train=(source,)), chars, "labels", 0)
-    data = TrainData(DataSection(train=(source,), bad_rows="drop", shuffle=False), chars, "labels", 0)
+        load(chars, "labels", rows, kind)
+    data = load(chars, "labels", rows, kind, bad_rows="drop")
     assert [r["label"] for r in data.take(3)] == [1, 0, 1]
     assert data.bad_rows == 1
-    few = SourceSection(path=str(path), max_rows=1)
+    (source,) = data.section.train
+    few = data.section.model_copy(update={"train": (source.model_copy(update={"max_rows": 1}),)})
     with pytest.raises(DataError, match="1 rows are labelled true and 0 false"):
-        TrainData(DataSection(train=(few,)), chars, "labels", 0)
+        TrainData(few, chars, "labels", 0)

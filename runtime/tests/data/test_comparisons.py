@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import re
 
 import pytest
 from rlhf.errors import DataError
-from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.comparisons import SHAPES
-from rlhf_runtime.data.dataset import TrainData
 
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-def talk(*texts):
-    return [(user, assistant)[i % 2](text) for i, text in enumerate(texts)]
-
-
-@pytest.fixture
-def read(tmp_path):
-    """(data, examples) of rows with pairs."""
-
-    def make(tokenizer, rows, **fields):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, **fields)
-        data = TrainData(section, tokenizer, "pairs", 0)
-        return data, data.examples(data.take(len(rows)))
-
-    return make
+from runtime.tests.data.template_cases import talk
 
 
 def texts(tokenizer, example):
     return [tokenizer.decode(s.ids) for s in example.sequences]
 
 
-HELPSTEER3 = {"domain": "general", "context": [user("q")], "response1": "good", "response2": "bad",
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+HELPSTEER3 = {"domain": "general", "context": talk("q"), "response1": "good", "response2": "bad",
               "overall_preference": -3, "individual_preference": [{"score": -3, "reasoning": "r"}]}  # fmt: skip
 HELPSTEER2 = {"prompt": "q", "response_1": "bad", "response_2": "good", "preference_strength": 2}
 PKU = {"prompt": "q", "response_0": "bad", "response_1": "good", "is_response_0_safe": True, "better_response_id": 1}
@@ -59,8 +34,8 @@ ULTRAFEEDBACK = {"instruction": "q", "completions": [
     {"response": "good", "overall_score": 8.5}]}  # fmt: skip
 NECTAR = {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": [
     {"answer": "fair", "rank": 2.0}, {"answer": "good", "rank": 1.0}, {"answer": "bad", "rank": 7.0}]}  # fmt: skip
-NEMO = {"context": [user("q")], "completions": [
-    {"rank": 1, "completion": [assistant("bad")]}, {"rank": 0, "completion": [assistant("good")]}]}  # fmt: skip
+NEMO = {"context": talk("q"), "completions": [
+    {"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}]}  # fmt: skip
 FARM = {"instruction": "q", "input": "", "output_1": "bad", "output_2": "good", "preference": 2}
 
 
@@ -86,14 +61,14 @@ FARM = {"instruction": "q", "input": "", "output_1": "bad", "output_2": "good", 
     ],
 )  # fmt: skip
 def test_the_better_answer_is_chosen(read, chat, row, changes, margin):
-    _, (example, other) = read(chat, [row, row | changes])
+    _, (example, other) = read(chat, "pairs", [row, row | changes])
     prompt = "SUBREDDIT: r/s\n\nTITLE: t\n\nPOST: p\n\nTL;DR:" if row is SUMMARIES else "q"
     pair = [f"<|user|>{prompt}<eos><|assistant|>{answer}<eos>" for answer in ("good", "bad")]
     assert texts(chat, example) == pair
     assert texts(chat, other) == pair[::-1]
     assert example.values == {}
     if margin is not None:
-        _, (example,) = read(chat, [row], margin=margin[0])
+        _, (example,) = read(chat, "pairs", [row], margin=margin[0])
         assert (texts(chat, example), example.values) == (pair, {"margin": margin[1]})
 
 
@@ -106,14 +81,14 @@ def test_every_shape_has_a_case():
 def test_two_preferences_ask_which_decides(read, chat):
     row = PKU | {"safer_response_id": 0}
     with pytest.raises(DataError, match=r"several ways: .*preference = 'safer_response_id'.*--data\.preference better"):
-        read(chat, [row])
+        read(chat, "pairs", [row])
     for column, answer in (("better_response_id", "good"), ("safer_response_id", "bad")):
-        _, (example,) = read(chat, [row], preference=column)
+        _, (example,) = read(chat, "pairs", [row], preference=column)
         assert texts(chat, example)[0] == f"<|user|>q<eos><|assistant|>{answer}<eos>"
     with pytest.raises(DataError, match=r"has no column .*'kinder'"):
-        read(chat, [row], preference="kinder")
+        read(chat, "pairs", [row], preference="kinder")
     with pytest.raises(DataError, match=r"data\.preference = 'better_response_id': nothing reads it"):
-        read(chat, [row | {"chosen": "a", "rejected": "b"}], preference="better_response_id")
+        read(chat, "pairs", [row | {"chosen": "a", "rejected": "b"}], preference="better_response_id")
 
 
 @pytest.mark.parametrize(
@@ -141,51 +116,41 @@ def test_two_preferences_ask_which_decides(read, chat):
         (NECTAR | {"answers": [{"answer": "a", "rank": 1}, {"rank": 2}]}, "must be text"),
     ],
 )  # fmt: skip
-def test_ties_and_values_that_say_nothing_make_a_bad_row(read, chat, row, said):
+def test_ties_and_values_that_say_nothing_make_a_bad_row(refusal, chat, row, said):
     first = next(r for r in (HELPSTEER3, PKU, SHP, ARENA, KAGGLE, WEBGPT, SUMMARIES, ULTRAFEEDBACK, NECTAR)
                  if r.keys() == row.keys())  # fmt: skip
-    with pytest.raises(DataError, match=rf'line 2: (.|\n)*{said}(.|\n)*set data\.bad_rows = "drop" to leave such rows'):
-        read(chat, [first, row])
-    data, _ = read(chat, [first], bad_rows="drop")
-    assert data.check(1) == ""
+    assert re.search(said, refusal(chat, "pairs", [first], row))
 
 
 def test_the_turns_of_helpsteer2_become_messages(read, chat):
     prompt = "hi\n\n<extra_id_1>Assistant\n\nYes?\n\n<extra_id_1>User\n\nwell"
-    _, (_, example) = read(chat, [HELPSTEER2, HELPSTEER2 | {"prompt": prompt}])
+    _, (_, example) = read(chat, "pairs", [HELPSTEER2, HELPSTEER2 | {"prompt": prompt}])
     start = "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>"
     assert texts(chat, example) == [f"{start}good<eos>", f"{start}bad<eos>"]
-
-
-def test_ties_that_are_left_out_are_counted(read, chat):
-    rows = [HELPSTEER3, HELPSTEER3 | {"overall_preference": 0}, HELPSTEER3]
-    data, _ = read(chat, [*rows, *rows], bad_rows="drop")
-    assert data.bad_rows == 3
-    assert "of the first 6 training rows 2 are left out" in data.check(6)
 
 
 def test_a_preference_that_is_missing_is_not_the_margin(read, chat):
     rows = [SHP, {k: v for k, v in SHP.items() if k != "labels"} | {"score_ratio": 1.0}]
     with pytest.raises(DataError, match=r"line 2: .* is a finite number, got NoneType"):
-        read(chat, rows, margin="score_ratio")
+        read(chat, "pairs", rows, margin="score_ratio")
 
 
 def test_conversations_of_votes(read, chat, chars):
     row = KAGGLE | {"prompt": '["q", "and"]', "response_a": '["a", "good"]', "response_b": '["b", "bad"]'}
-    _, (example,) = read(chat, [row], loss_on="assistant")
+    _, (example,) = read(chat, "pairs", [row], loss_on="assistant")
     start = "<|user|>q<eos><|assistant|>{}<eos><|user|>and<eos><|assistant|>{}<eos>"
     assert texts(chat, example) == [start.format("a", "good"), start.format("b", "bad")]
-    _, (example,) = read(chars, [KAGGLE])
+    _, (example,) = read(chars, "pairs", [KAGGLE])
     assert texts(chars, example) == ["qgood<eos>", "qbad<eos>"]
 
 
 def test_conversations_need_a_chat_template(read, chars):
     with pytest.raises(DataError, match="which need a chat template, but none is used"):
-        read(chars, [ARENA])
+        read(chars, "pairs", [ARENA])
 
 
 def test_the_way_is_said(read, chat):
-    data, _ = read(chat, [HELPSTEER3], margin="overall_preference")
+    data, _ = read(chat, "pairs", [HELPSTEER3], margin="overall_preference")
     assert data.notes[0].endswith(
         "read as prompt = 'context', first = 'response1', second = 'response2', margin = 'overall_preference' (below "
         "0 the first answer is better, above 0 the second; the difference is the margin)"
@@ -195,15 +160,12 @@ def test_the_way_is_said(read, chat):
 @pytest.mark.parametrize(("form", "answers"), [
     ("pairs", {"chosen": " yo", "rejected": " no"}), ("demonstrations", {"response": " yo"}), ("prompts", {}),
 ])  # fmt: skip
-def test_a_dialogue_in_the_prompt_becomes_messages(tmp_path, chat, chars, form, answers):
-    path = tmp_path / "rows.jsonl"
+def test_a_dialogue_in_the_prompt_becomes_messages(load, chat, chars, form, answers):
     prompt = "Human: hi\n\nAssistant: Yes?\n\nHuman: well\n\nAssistant:"
-    path.write_text(json.dumps({"prompt": prompt, **answers}) + "\n" + json.dumps({"prompt": "hi", **answers}) + "\n")
-    section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)
     for tokenizer, start, answer in (
         (chat, "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>", "yo"), (chars, prompt, " yo")
     ):  # fmt: skip
-        data = TrainData(section, tokenizer, form, 0)
+        data = load(tokenizer, form, [{"prompt": prompt, **answers}, {"prompt": "hi", **answers}])
         rows = data.take(2)
         if form == "prompts":
             assert tokenizer.decode(data.template.encode_prompt(rows[0]).ids) == start
@@ -211,8 +173,6 @@ def test_a_dialogue_in_the_prompt_becomes_messages(tmp_path, chat, chars, form, 
             assert texts(tokenizer, data.examples(rows)[0])[0] == start + answer + "<eos>"
 
 
-def test_prompts_that_are_lists_written_as_text_are_said(tmp_path, chat):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(KAGGLE) + "\n")
-    data = TrainData(DataSection(train=(SourceSection(path=str(path)),)), chat, "prompts", 0)
+def test_prompts_that_are_lists_written_as_text_are_said(load, chat):
+    data = load(chat, "prompts", [KAGGLE])
     assert any("has prompts that are lists written as text, which the model sees as they are" in n for n in data.notes)

@@ -24,28 +24,23 @@ def prompts(n):
     return [{"prompt": "x" * (i + 1), "answer": str(i), "meta": {"i": [i]}} for i in range(n)]
 
 
-def test_all_columns_reach_the_row(write, chars):
-    data = TrainData(DataSection(train=(write("a.jsonl", prompts(3)),), shuffle=False), chars, "prompts", 0)
+def test_all_columns_reach_the_row(load, chars):
+    data = load(chars, "prompts", prompts(3))
     assert data.take(2)[1].columns == {"prompt": "xx", "answer": "1", "meta": {"i": [1]}}
-    assert data.row("a", 2)["answer"] == "2"
+    assert data.row("rows", 2)["answer"] == "2"
     assert (data.rows_per_epoch, data.epoch) == (3, 2 / 3)
 
 
-def test_long_rows_are_refused_with_file_and_line(write, chars):
-    source = write("a.jsonl", prompts(5))
-    data = TrainData(DataSection(train=(source,), shuffle=False, max_prompt_tokens=3), chars, "prompts", 0)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 4: the prompt has 4 tokens, over data\.max_prompt_tokens = 3"):
-        data.take(5)
-    data = TrainData(DataSection(train=(source,), shuffle=False, max_tokens=5), chars, "prompts", 0)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 5: the prompt has 5 tokens; data\.max_tokens = 5 leaves no"):
-        data.take(5)
+def test_long_rows_are_refused_with_file_and_line(load, chars):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, line 4: the prompt has 4 tokens, over data\.max_prompt_tokens = 3"
+    ):
+        load(chars, "prompts", prompts(5), max_prompt_tokens=3).take(5)
 
 
-def test_long_rows_are_dropped_counted_and_resumed_over(write, chars):
-    section = DataSection(train=(write("a.jsonl", prompts(10)),), max_prompt_tokens=4, too_long="drop")
-
+def test_long_rows_are_dropped_counted_and_resumed_over(load, chars):
     def fresh():
-        return TrainData(section, chars, "prompts", 1)
+        return load(chars, "prompts", prompts(10), shuffle=True, max_prompt_tokens=4, too_long="drop")
 
     data = fresh()
     rows = data.take(12)
@@ -99,29 +94,31 @@ def test_prompts_that_need_answers_are_refused_without(write, chars):
     assert (data.bad_rows, data.dropped) == (1, 1)
 
 
-def test_data_without_a_row_that_fits_is_an_error(write, chars):
-    section = DataSection(train=(write("a.jsonl", prompts(4)[1:]),), max_prompt_tokens=1, too_long="drop")
-    for read in (lambda data: data.take(1), lambda data: data.check(1)):  # the check ends before models are loaded
-        with pytest.raises(DataError, match="nothing is left to train on"):
-            read(TrainData(section, chars, "prompts", 0))
+@pytest.mark.parametrize("read", [TrainData.take, TrainData.check])  # the check ends before models are loaded
+@pytest.mark.parametrize(
+    ("form", "row", "section", "last"),
+    [
+        ("prompts", {"prompt": "xx"}, {"max_prompt_tokens": 1, "too_long": "drop"}, "the prompt has 2 tokens"),
+        (
+            "pairs",
+            {"prompt": "p", "chosen": "good", "rejected": "good"},
+            {"bad_rows": "drop"},
+            "the chosen and the rej",
+        ),
+    ],
+)
+def test_data_without_a_usable_row_is_an_error(load, chars, read, form, row, section, last):
+    with pytest.raises(DataError, match=rf"nothing is left to train on\. The last one: {last}"):
+        read(load(chars, form, [row] * 3, **section), 1)
 
 
-def test_demonstrations_are_limited_by_the_whole_row(write, chars):
-    rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 5, 9)]
-    section = DataSection(train=(write("a.jsonl", rows),), shuffle=False, max_tokens=8)
-    data = TrainData(section, chars, "demonstrations", 0)
+def test_demonstrations_are_limited_by_the_whole_row(load, chars):
+    data = load(chars, "demonstrations", [{"prompt": "ab", "response": "c" * n} for n in (1, 5, 9)], max_tokens=8)
     examples = data.examples(data.take(2))
     assert [len(e.sequences[0].ids) for e in examples] == [4, 8]
     assert [sum(e.sequences[0].loss_mask) for e in examples] == [2, 6]
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3: the row has 12 tokens, over data\.max_tokens = 8"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: the row has 12 tokens, over data\.max_tokens = 8"):
         data.take(1)
-
-
-def test_a_bad_row_is_named_with_file_and_line(write, chars):
-    rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}]
-    data = TrainData(DataSection(train=(write("a.jsonl", rows),), shuffle=False), chars, "demonstrations", 0)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: column 'response': must be text, got NoneType"):
-        data.take(2)
 
 
 def test_missing_columns_are_named_with_those_present_for_all_sources(write, chars):
@@ -153,7 +150,7 @@ def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
     """A training and an evaluation source may have one name; their rows are never mixed up."""
     train = write("a.jsonl", [{"prompt": "t", "response": "train"}])
     held_out = [{"prompt": "e" * (i + 1), "response": "eval"} for i in range(4)]
-    path = write("held/a.jsonl".replace("held/", "held_"), held_out).path
+    path = write("held.jsonl", held_out).path
     section = DataSection(
         train=(train,), eval=(SourceSection(path=path, name="a"),), max_prompt_tokens=3, too_long="drop", shuffle=False
     )
@@ -175,9 +172,3 @@ def test_each_source_gives_its_first_usable_rows_to_an_evaluation(write, chars):
     data = TrainData(section, chars, "demonstrations", 0)
     assert [row["prompt"] for row in data.eval_rows(2)] == ["a1", "a2", "b1", "b2"]
     assert [row["prompt"] for row in data.eval_rows()] == ["a1", "a2", "a3", "b1", "b2", "b3"]
-
-
-def test_pairs(write, chars):
-    rows = [{"prompt": "p", "chosen": "g", "rejected": "bb"}]
-    data = TrainData(DataSection(train=(write("a.jsonl", rows),)), chars, "pairs", 0)
-    assert [len(s.ids) for s in data.examples(data.take(1))[0].sequences] == [3, 4]

@@ -15,6 +15,7 @@ from runtime.tests.data.template_cases import (
     TURNS,
     TWO_ENDS,
     UNNAMED,
+    encoded,
     refused,
     row,
     runs,
@@ -59,8 +60,7 @@ def test_chat_completion_and_all_answers(with_template, template, end):
         ("assistant", [f"s{end}", f"assistant\n{end}"]),
         ("all", [text]),
     ):
-        encoder = Template(tokenizer, section(messages="m", loss_on=loss_on))
-        sequence = encoder.encode_demonstration(row(m=TURNS)).sequences[0]
+        sequence = encoded(tokenizer, TURNS, loss_on=loss_on)
         # Behind the last end token stands what no sample ends with, such as a line break.
         assert tokenizer.decode(sequence.ids) == (text if loss_on == "all" else text[: text.rindex(end) + len(end)])
         assert runs(tokenizer, sequence) == expected
@@ -70,9 +70,7 @@ def test_chat_prompt_tokens_are_those_that_sampling_sees(with_template):
     tokenizer = with_template(CHATML)
     template = Template(tokenizer, section())
     seen = template.encode_prompt(row(prompt="x")).ids
-    for answer in ("\nThe answer", "The answer is 42.", " 4", "\n\n"):
-        if not answer.strip():
-            continue
+    for answer in ("\nThe answer", "The answer is 42.", " 4"):
         sequence = template.encode_demonstration(row(prompt="x", response=answer)).sequences[0]
         assert sequence.ids[: len(seen)] == seen
         assert not any(sequence.loss_mask[: len(seen)])
@@ -108,10 +106,9 @@ def test_reasoning_of_the_last_answer_is_trained_on(with_template):
 def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_trained_on(with_template):
     tokenizer = with_template(THINKING)
     turns = [*TURNS[:1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\ns"}, *TURNS[2:]]
-    last = Template(tokenizer, section(messages="m")).encode_demonstration(row(m=turns)).sequences[0]
+    last = encoded(tokenizer, turns)
     assert runs(tokenizer, last)[0].endswith("assistant\n<|im_end|>")
-    everything = Template(tokenizer, section(messages="m", loss_on="assistant"))
-    message = refused(lambda: everything.encode_demonstration(row(m=turns)))
+    message = refused(lambda: encoded(tokenizer, turns, loss_on="assistant"))
     assert "the chat template leaves out part of message 1 (assistant): 'hm'" in message
     assert "strips the reasoning of earlier answers" in message
     assert 'data.loss_on = "completion"' in message
@@ -120,18 +117,16 @@ def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_train
 def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_template):
     """Without thinking, Qwen3's empty block is part of what the policy is given, and only before the last answer."""
     tokenizer = with_template(THINKING)
-    off = {"messages": "m", "template_kwargs": {"enable_thinking": False}}
-    last = Template(tokenizer, section(**off)).encode_demonstration(row(m=TURNS)).sequences[0]
+    off = {"template_kwargs": {"enable_thinking": False}}
+    last = encoded(tokenizer, TURNS, **off)
     assert runs(tokenizer, last) == ["assistant\n<|im_end|>"]
     seen = Template(tokenizer, section(**off)).encode_prompt(row(prompt=TURNS[:3])).ids
     assert last.ids[: len(seen)] == seen
-    message = refused(
-        lambda: Template(tokenizer, section(**off, loss_on="assistant")).encode_demonstration(row(m=TURNS))
-    )
+    message = refused(lambda: encoded(tokenizer, TURNS, **off, loss_on="assistant"))
     assert "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
     assert "writes message 1 (assistant) after " in message
-    both = Template(tokenizer, section(messages="m", loss_on="assistant")).encode_demonstration(row(m=TURNS))
-    assert runs(tokenizer, both.sequences[0]) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
+    both = encoded(tokenizer, TURNS, loss_on="assistant")
+    assert runs(tokenizer, both) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
     # A head that opens the reasoning, and answers that are written without any.
     opens = CHATML.replace(
         "{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
@@ -147,10 +142,8 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     # No generation prompt after a result: the policy goes on in its turn, but a whole conversation begins another one.
     same_turn = CHATML.replace("if add_gen", "if messages[-1].role == 'user' and add_gen")
     assert same_turn != CHATML
-    encoder = Template(with_template(same_turn), section(messages="m"))
-    message = refused(
-        lambda: encoder.encode_demonstration(row(m=[*TURNS[:1], {"role": "tool", "content": "3"}, TURNS[1]]))
-    )
+    turns = [*TURNS[:1], {"role": "tool", "content": "3"}, TURNS[1]]
+    message = refused(lambda: encoded(with_template(same_turn), turns))
     assert "given '\\n<|im_start|>tool\\n3<|im_end|>\\n' before it answers" in message
     assert "tool\\n3<|im_end|>\\n<|im_start|>assistant\\n': it would be trained" in message
 
@@ -169,7 +162,7 @@ def test_templates_that_change_the_text_are_refused(with_template):
 
 def test_generation_blocks_must_be_one_per_answer(with_template):
     tokenizer = with_template("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}x{% endgeneration %}")
-    message = refused(lambda: Template(tokenizer, section(messages="m")).encode_demonstration(row(m=TURNS)))
+    message = refused(lambda: encoded(tokenizer, TURNS))
     assert "marks 1 passages with {% generation %} for 2 assistant messages" in message
 
 
@@ -181,17 +174,6 @@ def test_a_row_that_a_template_with_generation_blocks_refuses_is_bad(with_templa
     message = refused(lambda: template.encode_demonstration(row(m=[{"role": "system", "content": "s"}, *TURNS])))
     assert "the chat template refuses the messages (system, user, assistant, user, assistant): TemplateError" in message
     assert "no sy" in message
-
-
-def test_conversations_that_are_refused(chat):
-    template = Template(chat, section(messages="m"))
-    message = refused(lambda: template.encode_demonstration(row(m=TURNS[:3])))
-    assert "must end with the assistant's answer, got the roles user, assistant, user" in message
-    empty = [*TURNS[:3], {"role": "assistant", "content": " "}]
-    assert "message 3 (assistant): the answer is empty" in refused(lambda: template.encode_demonstration(row(m=empty)))
-    ended = [*TURNS[:3], {"role": "assistant", "content": "4<eos>\n"}]
-    message = refused(lambda: template.encode_demonstration(row(m=ended)))
-    assert "message 3 (assistant): the answer holds the end token '<eos>', at which a sample ends" in message
 
 
 def test_continued_pre_training_needs_no_prompt(chars):
@@ -209,16 +191,6 @@ def test_pairs(chat, chars):
         row(chosen=whole, rejected=[*whole[:1], {**whole[1], "content": "b"}])
     )
     assert [trained(chat, s) for s in example.sequences] == ["g<eos>", "b<eos>"]
-
-
-@pytest.mark.parametrize("template", [CHATML, GENERATION])
-def test_a_sequence_ends_where_a_sample_would(with_template, template):
-    """A reward model reads its score at the last token: the same one in training and of what a policy sampled."""
-    tokenizer = with_template(template)
-    encoder = Template(tokenizer, section())
-    for sequence in encoder.encode_pair(row(prompt="p", chosen="g", rejected="b")).sequences:
-        assert sequence.ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert sequence.loss_mask[-1]
 
 
 def test_answers_of_several_messages_that_differ_early_are_refused(chat):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 
 import pytest
 from rlhf.errors import DataError
@@ -12,25 +11,9 @@ from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.tokenizer import decoder_of
 
+from runtime.tests.data.template_cases import trained
+
 USER = [{"role": "user", "content": "1+1=?"}]
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Examples of rows under a form."""
-
-    def make(tokenizer, form, rows, **fields):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, **fields)
-        data = TrainData(section, tokenizer, form, 0)
-        return data.examples(data.take(len(rows)))
-
-    return make
-
-
-def masked(tokenizer, sequence):
-    return tokenizer.decode([i for i, on in zip(sequence.ids, sequence.loss_mask, strict=True) if on])
 
 
 @pytest.mark.parametrize(
@@ -40,21 +23,21 @@ def masked(tokenizer, sequence):
 )  # fmt: skip
 def test_labels(read, chars, value, label):
     rows = [{"prompt": "ab", "response": "cd", "label": value}, {"prompt": "ab", "response": "c", "label": not label}]
-    example, _ = read(chars, "labels", rows)
+    _, (example, _) = read(chars, "labels", rows)
     assert example.values == {"label": label}
     assert type(example.values["label"]) is bool
-    assert masked(chars, example.sequences[0]) == "cd<eos>"
+    assert trained(chars, example.sequences[0]) == "cd<eos>"
     assert len(example.sequences[0].ids) == 5
 
 
 def test_labels_of_conversations(read, chat):
     answer = [{"role": "assistant", "content": "2"}]
-    first, _ = read(chat, "labels", [{"prompt": USER, "response": answer, "label": v} for v in (True, False)])
+    _, (first, _) = read(chat, "labels", [{"prompt": USER, "response": answer, "label": v} for v in (True, False)])
     rows = [{"m": [*USER, *answer], "good": v} for v in (0, 1)]
-    second, _ = read(chat, "labels", rows, messages="m", label="good")
+    _, (second, _) = read(chat, "labels", rows, messages="m", label="good")
     assert first.sequences == second.sequences
     assert (first.values, second.values) == ({"label": True}, {"label": False})
-    assert masked(chat, first.sequences[0]) == "2<eos>"
+    assert trained(chat, first.sequences[0]) == "2<eos>"
 
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, "yes", "", None, [True]])
@@ -75,10 +58,10 @@ def test_labels_in_a_csv(tmp_path, chars):
 
 def test_margins(read, chars):
     rows = [{"prompt": "p", "chosen": "g", "rejected": "bb", "by": m} for m in (1.5, -2, "0.25")]
-    assert [e.values for e in read(chars, "pairs", rows, margin="by")] == [
+    assert [e.values for e in read(chars, "pairs", rows, margin="by")[1]] == [
         {"margin": 1.5}, {"margin": -2.0}, {"margin": 0.25}
     ]  # fmt: skip
-    assert [e.values for e in read(chars, "pairs", rows)] == [{}, {}, {}]  # only where named
+    assert [e.values for e in read(chars, "pairs", rows)[1]] == [{}, {}, {}]  # only where named
     for value in ("much", None, True, "inf"):
         with pytest.raises(DataError, match="line 1: column 'by': a margin is a finite number, got"):
             read(chars, "pairs", [{**rows[0], "by": value}], margin="by")
@@ -91,26 +74,26 @@ def test_margins(read, chars):
 
 def test_steps_end_at_their_separators(read, chars):
     rows = [{"prompt": "Q\n", "completions": ["ab", "c", "def"], "labels": [True, 0, "+"]}]
-    (example,) = read(chars, "steps", rows)
+    _, (example,) = read(chars, "steps", rows)
     (sequence,) = example.sequences
     assert chars.decode(sequence.ids) == "Q\nab\nc\ndef\n"  # characters: nothing follows the last separator
     assert example.values == {"steps": [(4, 1.0), (6, 0.0), (10, 1.0)]}
-    assert masked(chars, sequence) == "ab\nc\ndef\n"
+    assert trained(chars, sequence) == "ab\nc\ndef\n"
 
 
 def test_soft_labels(read, chars):
     rows = [{"prompt": "Q", "s": ["a", "b", "c", "d"], "p": [0.25, 1, 0.0, 1.0]}]
-    (example,) = read(chars, "steps", rows, steps="s", step_labels="p", step_separator="##")
+    _, (example,) = read(chars, "steps", rows, steps="s", step_labels="p", step_separator="##")
     assert chars.decode(example.sequences[0].ids) == "Qa##b##c##d##"
     assert example.values["steps"] == [(3, 0.25), (6, 1.0), (9, 0.0), (12, 1.0)]
 
 
 def test_steps_of_a_chat_stand_where_the_policy_answers(read, chat):
     rows = [{"prompt": USER, "completions": ["one", "two"], "labels": [1, 0]}]
-    (example,) = read(chat, "steps", rows, system="Count.")
+    _, (example,) = read(chat, "steps", rows, system="Count.")
     (sequence,) = example.sequences
     assert chat.decode(sequence.ids) == "<|system|>Count.<eos><|user|>1+1=?<eos><|assistant|>one\ntwo\n"
-    assert masked(chat, sequence) == "one\ntwo\n"
+    assert trained(chat, sequence) == "one\ntwo\n"
     assert [chat.decode(sequence.ids[at]) for at, _ in example.values["steps"]] == ["\n", "\n"]
 
 
@@ -121,7 +104,7 @@ def test_positions_in_training_rows_are_those_found_in_the_tokens_alone(read, bp
     rows = [{"prompt": "user\n", "completions": texts, "labels": [0, 1, 0, 1]}]
     if separator == "er":
         texts[2] = "42."  # a separator inside of a step is refused
-    (example,) = read(bpe, "steps", rows, step_separator=separator)
+    _, (example,) = read(bpe, "steps", rows, step_separator=separator)
     (sequence,) = example.sequences
     first = sequence.loss_mask.index(True)
     decode = decoder_of(bpe)
@@ -157,29 +140,3 @@ def test_a_separator_over_several_tokens_and_bytes():
     found = StepEnds(decode, "ки")(list(data))
     cut = [data[: i + 1].decode(errors="ignore") for i in found]
     assert cut == ["Да\n ки", "Да\n ки\n нет ки"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (
-            {"completions": ["a", "b"], "labels": [1]},
-            "2 steps in column 'completions', but 1 labels in column 'labels'",
-        ),
-        ({"completions": [], "labels": []}, "column 'completions': must be a list of the texts of steps, got list []"),
-        ({"completions": "a", "labels": [1]}, "must be a list of the texts of steps, got str 'a'"),
-        ({"completions": ["a", 3], "labels": [1, 1]}, "column 'completions', step 2: must be text, got int 3"),
-        ({"completions": ["a"], "labels": 1}, "column 'labels': must be a list with a label for each step, got int 1"),
-        ({"completions": ["a"], "labels": [None]}, "column 'labels', step 1: a label is true or false, '+' or '-', or"),
-        ({"completions": ["a"], "labels": [1.5]}, "a number from 0 to 1, got float 1.5"),
-        ({"completions": ["a"], "labels": [-1]}, "a number from 0 to 1, got int -1"),
-        ({"completions": ["a", "b\nc"], "labels": [1, 1]}, r"step 2 contains data.step_separator = '\n'"),
-        ({"completions": [" ", "b"], "labels": [1, 1]}, r"step 1 has no text before data.step_separator = '\n'"),
-        ({"labels": [1]}, "has no column 'completions'"),
-        ({"completions": ["a"]}, "has no column 'labels'"),
-    ],
-)
-def test_steps_that_are_refused(read, chars, columns, message):
-    with pytest.raises(DataError) as error:
-        read(chars, "steps", [{"prompt": "p", **columns}])
-    assert message in str(error.value)

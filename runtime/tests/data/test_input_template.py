@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 
 import pytest
 from rlhf.errors import ConfigError, DataError
-from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.input_template import template_columns
 
@@ -16,14 +15,10 @@ ROWS = [{"question": "1+1", "response": "2"}, {"question": "2+2", "response": "4
 
 
 @pytest.fixture
-def read(tmp_path, chars):
-    def made(template: str, rows=ROWS, form="demonstrations", **fields) -> TrainData:
-        path = tmp_path / "d.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = SourceSection(path=str(path))
-        return TrainData(DataSection(train=(source,), input_template=template, **fields), chars, form, 0)
-
-    return made
+def read(load, chars):
+    return lambda template, rows=ROWS, form="demonstrations", **section: load(
+        chars, form, rows, input_template=template, **section
+    )
 
 
 def test_columns_are_found_at_any_place_of_the_template():
@@ -64,10 +59,10 @@ def test_a_format_that_values_do_not_take_shows_in_the_first_row(read, template)
 
 def test_a_column_that_some_rows_lack_makes_those_rows_bad(read):
     rows = [{"question": "a", "response": "b"}, {"question": "a", "hint": "c", "response": "b"}]
-    data = read("{question}{hint}", rows, shuffle=False, bad_rows="drop")
+    data = read("{question}{hint}", rows, bad_rows="drop")
     assert [r["hint"] for r in data.take(1)] == ["c"]
     with pytest.raises(DataError, match=r"line 1: .* the row has no column 'hint'.*Correct the row"):
-        read("{question}{hint}", rows, shuffle=False).take(1)
+        read("{question}{hint}", rows).take(1)
 
 
 def test_a_chat_template_that_writes_no_message_is_refused(tmp_path, chat):

@@ -213,20 +213,6 @@ def test_the_error_for_unknown_columns_says_what_is_missing(form, row, message):
 # ------------------------------------------------------------------------------------- what rows become
 
 
-@pytest.fixture
-def read(tmp_path):
-    """(data, examples) of rows under a form."""
-
-    def make(tokenizer, form, rows, **fields):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, **fields)
-        data = TrainData(section, tokenizer, form, 0)
-        return data, data.examples(data.take(len(rows)))
-
-    return make
-
-
 def shown(tokenizer, sequence):
     """Text with what is trained on in brackets."""
     parts, on = [], False
@@ -248,7 +234,7 @@ def test_dialogues_as_plain_text(read, chars):
 
 
 def test_dialogues_as_messages(read, chat):
-    front = "\n\nHuman: hi\n\nAssistant: Yes?\n\nHuman: well\n\nAssistant:"
+    front = HH + " Yes?\n\nHuman: well\n\nAssistant:"
     _, (example,) = read(chat, "pairs", [{"chosen": front + " yo ", "rejected": front + " no"}])
     start = "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>"
     assert [shown(chat, s) for s in example.sequences] == [f"{start}[yo<eos>]", f"{start}[no<eos>]"]
@@ -264,12 +250,9 @@ def test_dialogues_as_messages(read, chat):
         (HH + " a", 3, "columns 'chosen', 'rejected': rejected must be text, got int 3"),
     ],
 )
-def test_dialogues_that_cannot_be_pairs(read, chars, chosen, rejected, message):
+def test_dialogues_that_cannot_be_pairs(refusal, chars, chosen, rejected, message):
     good = {"chosen": HH + " yo", "rejected": HH + " yes"}
-    with pytest.raises(DataError) as error:
-        read(chars, "pairs", [good, {"chosen": chosen, "rejected": rejected}])
-    assert "rows.jsonl, line 2: " in str(error.value)
-    assert message in str(error.value)
+    assert message in refusal(chars, "pairs", [good], {"chosen": chosen, "rejected": rejected})
 
 
 def test_conversations_with_an_implicit_prompt(read, chat):
@@ -312,14 +295,11 @@ def test_rows_of_pairs_may_be_of_different_forms(read, chat, first):
     ],
 )
 @pytest.mark.parametrize("first", [{"prompt": "hi"}, {}])
-def test_a_pair_of_another_form_that_has_no_reading_is_refused(read, chat, first, row, says):
+def test_a_pair_of_another_form_that_has_no_reading_is_refused(refusal, chat, first, row, says):
     good = {**first, "chosen": [USER, BOT], "rejected": [USER, NO]}
     if "prompt" not in first and "prompt" in row:
         good["prompt"] = None
-    with pytest.raises(DataError) as error:
-        read(chat, "pairs", [good, row])
-    assert "rows.jsonl, line 2: " in str(error.value)
-    assert says in str(error.value)
+    assert says in refusal(chat, "pairs", [good], row)
 
 
 @pytest.mark.parametrize("turns_first", [True, False])
@@ -354,15 +334,6 @@ def test_a_column_of_system_messages_that_is_null_in_the_first_row(read, chat, f
         assert shown(chat, beside) == "<|system|>S<eos>" + shown(chat, plain)
     with pytest.raises(DataError, match="line 2: column 'system': must be text, got int"):
         read(chat, form, [{**null, **row}, {**row, "system": 3}])
-
-
-def test_conversations_that_differ_early_are_refused(read, chat):
-    more = {"role": "user", "content": "and"}
-    row = {"chosen": [USER, BOT, more, NO], "rejected": [USER, NO, more, BOT]}
-    with pytest.raises(DataError, match="line 1: the chosen and the rejected conversation differ before their last"):
-        read(chat, "pairs", [row])
-    _, (example,) = read(chat, "pairs", [row], loss_on="assistant")
-    assert shown(chat, example.sequences[0]).count("[") == 2
 
 
 def test_turns_alpaca_and_system_messages(read, chat, chars):
@@ -449,11 +420,8 @@ def test_steps_of_math_shepherd(read, chars):
         ({"input": SHEPHERD["input"], "label": ["+"]}, "2 steps in column 'input', but 1 labels in column 'label'"),
     ],
 )  # fmt: skip
-def test_marked_steps_that_are_refused(read, chars, row, message):
-    with pytest.raises(DataError) as error:
-        read(chars, "steps", [row])
-    assert "line 1: " in str(error.value)
-    assert message in str(error.value)
+def test_marked_steps_that_are_refused(refusal, chars, row, message):
+    assert message in refusal(chars, "steps", [{k: v for k, v in SHEPHERD.items() if k in row}], row)
 
 
 def test_steps_of_prm800k(read, chars):
@@ -476,13 +444,11 @@ def test_rated_steps(read, chars):
         read(chars, "steps", [{"prompt": "Q:", "steps": [{"text": "a", "rating": 2}]}])
 
 
-def test_recognised_prompts_reach_the_policy_and_templates(read, chars, chat, tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_text(json.dumps({"question": "2+2", "answer": "4"}) + "\n")
+def test_recognised_prompts_reach_the_policy_and_templates(load, read, chars, chat):
     for tokenizer, field, text in [
         (chars, {}, "2+2"), (chat, {}, "2+2"), (chars, {"input_template": "Q: {question} A:"}, "Q: 2+2 A:")
     ]:  # fmt: skip
-        data = TrainData(DataSection(train=(SourceSection(path=str(path)),), **field), tokenizer, "prompts", 0)
+        data = load(tokenizer, "prompts", [{"question": "2+2", "answer": "4"}], **field)
         (row,) = data.take(1)
         assert row.columns == {"question": "2+2", "answer": "4"}  # rewards see the row as it is
         assert data.template.encode_prompt(row).text == text
@@ -552,18 +518,11 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
         ),
     ],
 )
-def test_values_of_a_wrong_form_make_a_bad_row(tmp_path, chat, form, row, said):
+def test_values_of_a_wrong_form_make_a_bad_row(refusal, chat, form, row, said):
     """Behind a first row that is as it should be; not a TypeError that ends the run without file and line."""
     good = {"conversations": {"conversations": [HUMAN, GPT]}, "label": PRM800K}
     first = good.get([*row][-1], {"prompt": "p", "steps": [{"text": "t", "rating": 1}]})
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(first) + "\n" + json.dumps(row) + "\n")
-    data = TrainData(DataSection(train=(SourceSection(path=str(path)),), bad_rows="drop"), chat, form, 0)
-    (source,) = data.sources["train"]
-    assert data.judge(source[0]).kind == ""
-    verdict = data.judge(source[1])
-    assert verdict.kind == "bad_rows"
-    assert said in verdict.text
+    assert said in refusal(chat, form, [first], row)
 
 
 def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():

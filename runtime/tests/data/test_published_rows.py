@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from rlhf.errors import ConfigError, DataError
-from rlhf_runtime.config.data_section import DataSection, SourceSection
-from rlhf_runtime.data.dataset import TrainData
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -28,18 +24,9 @@ REQUEST = {"input": [{"role": "developer", "content": "s"}, Q], "instructions": 
 
 
 @pytest.fixture
-def read(tmp_path):
-    """The data of one row, in a file of this kind."""
-
-    def make(tokenizer, form, row, kind="jsonl", **fields):
-        path = tmp_path / f"rows.{kind}"
-        if kind == "parquet":
-            pyarrow.parquet.write_table(pa.Table.from_pylist([row]), path)
-        else:
-            path.write_text(json.dumps([row] if kind == "json" else row))
-        return TrainData(DataSection(train=(SourceSection(path=str(path)),), **fields), tokenizer, form, 0)
-
-    return make
+def read(load):
+    """The data of one row."""
+    return lambda tokenizer, form, row, *kind, **section: load(tokenizer, form, [row], *kind, **section)
 
 
 def text(data, form):
@@ -228,7 +215,8 @@ def test_what_is_refused_says_the_option(read, chat):
         ({"responses_create_params": {"input": "q", "tools": ["f"]}}, "tool 0: must be {type, function: "),
         ({"responses_create_params": {"input": "q", "tools": 1}}, "must be a list of tools"),
     ):
-        assert problem in read(chat, "prompts", row).judge(read(chat, "prompts", row).sources["train"][0][0]).text
+        with pytest.raises(DataError, match=problem):
+            read(chat, "prompts", row).take(1)
 
 
 @pytest.mark.parametrize("choices", [{"options": ["x"]}, {"choices": {"text": ["x"], "label": ["A"]}}])

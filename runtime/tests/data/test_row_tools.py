@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from rlhf.errors import DataError
 from rlhf.types import Row
-from rlhf_runtime.config.data_section import DataSection, SourceSection
-from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES
 
@@ -89,49 +88,33 @@ def test_a_tokenizer_may_have_another_template_for_tools(tokenizer_with):
         (HERMES, {}, [{"type": "function", "function": {}}], "tool 0: must be"),
     ],
 )  # fmt: skip
-def test_tools_that_cannot_be_shown_are_refused_with_the_row(tmp_path, tokenizer_with, template, kwargs, value, words):
-    path = tmp_path / "rows.jsonl"
-    rows = [ROWS["demonstrations"] | {"tools": []}, ROWS["demonstrations"] | {"tools": value}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, template_kwargs=kwargs)
-    data = TrainData(section, tokenizer_with(template), "demonstrations", 0)
-    assert data.notes == []
-    assert len(data.take(1)) == 1
-    with pytest.raises(DataError, match=rf"line 2.*{words}"):
-        data.take(1)
+def test_tools_that_cannot_be_shown_are_refused_with_the_row(refusal, tokenizer_with, template, kwargs, value, words):
+    good, bad = (ROWS["demonstrations"] | {"tools": tools} for tools in ([], value))
+    why = refusal(tokenizer_with(template), "demonstrations", [good], bad, template_kwargs=kwargs)
+    assert re.search(words, why)
 
 
-def test_rows_of_a_parquet_file_have_no_arguments_of_other_tools(tmp_path, tokenizer_with):
-    import pyarrow as pa
-    from pyarrow import parquet
-
+def test_rows_of_a_parquet_file_have_no_arguments_of_other_tools(read, tokenizer_with):
     text = tool("text")
     text["function"]["parameters"]["properties"] = {"b": {"type": "string"}}
     rows = [ROWS["demonstrations"] | {"tools": [one]} for one in (ADD, text)]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    section = DataSection(train=(SourceSection(path=str(tmp_path / "rows.parquet")),), shuffle=False)
-    tokenizer = tokenizer_with(HERMES)
-    data = TrainData(section, tokenizer, "demonstrations", 0)
     option = Template(tokenizer_with(HERMES), DataSection(template_kwargs={"tools": [text]}))
-    example = data.examples(data.take(2))[1]
+    _, (_, example) = read(tokenizer_with(HERMES), "demonstrations", rows, "parquet")
     expected = tokens(option, "demonstrations", ROWS["demonstrations"])
     assert [list(example.sequences[0].ids)] == [ids for ids, _ in expected]
 
 
-def test_pairs_of_openais_api_and_of_ms_swift_are_those_of_a_prompt_and_two_answers(tmp_path, tokenizer_with):
-    path, tools = tmp_path / "rows.jsonl", {"tools": [ADD]}
+def test_pairs_of_openais_api_and_of_ms_swift_are_those_of_a_prompt_and_two_answers(read, refusal, tokenizer_with):
+    tools, pairs = {"tools": [ADD]}, []
     expected = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [OTHER], **tools}
     rows = [
         {"input": {"messages": [ASK], **tools}, "preferred_output": [ANSWER], "non_preferred_output": [OTHER]},
         {"messages": [ASK, ANSWER], "rejected_response": "3", **tools},
     ]
-    section, pairs = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, bad_rows="drop"), []
     for row, bad in ((expected, {"rejected": 3}), (rows[0], {"input": "1+1?"}), (rows[1], {"messages": []})):
-        path.write_text(json.dumps(row) + "\n" + json.dumps(row | bad) + "\n")
-        data = TrainData(section, tokenizer_with(HERMES), "pairs", 0)
-        pairs.append([(list(s.ids), list(s.loss_mask)) for s in data.examples(data.take(1))[0].sequences])
-        (source,) = data.sources["train"]
-        assert data.judge(source[1]).kind == "bad_rows"
+        _, (example,) = read(tokenizer_with(HERMES), "pairs", [row])
+        pairs.append([(list(s.ids), list(s.loss_mask)) for s in example.sequences])
+        refusal(tokenizer_with(HERMES), "pairs", [row], row | bad)
     assert pairs[0] == pairs[1] == pairs[2]
 
 

@@ -6,10 +6,20 @@ from array import array
 
 import pytest
 from rlhf.errors import ConfigError
-from rlhf.types import Trajectory
 from rlhf_runtime.data.template import Template
 
-from runtime.tests.data.template_cases import CHATML, GENERATION, THINKING, TWO_ENDS, refused, row, section
+from runtime.tests.data.template_cases import (
+    CHATML,
+    GENERATION,
+    THINKING,
+    TWO_ENDS,
+    encoded,
+    refused,
+    row,
+    section,
+    talk,
+    trained,
+)
 
 # ------------------------------------------------------------------------------------------- prompts
 
@@ -32,12 +42,7 @@ def test_chat_prompt_ends_where_the_policy_answers(chat):
     turn = Template(chat, section(system="Be brief.")).encode_prompt(row(prompt="hi"))
     assert chat.decode(turn.ids) == "<|system|>Be brief.<eos><|user|>hi<eos><|assistant|>"
     assert turn.text == "Be brief.hi"
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    turn = Template(chat, section()).encode_prompt(row(prompt=messages))
+    turn = Template(chat, section()).encode_prompt(row(prompt=talk(*"abc")))
     assert chat.decode(turn.ids) == "<|user|>a<eos><|assistant|>b<eos><|user|>c<eos><|assistant|>"
 
 
@@ -74,32 +79,12 @@ def test_tools_choose_among_templates_as_they_do_for_the_tokenizer(with_template
     loud = GENERATION.replace("m.content + '<|im_end|>' }}{% endgen", "m.content | upper + '<|im_end|>' }}{% endgen")
     both = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}" + loud}
     tokenizer = with_template(both)
-    demonstration = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     for kwargs, front, said in (({}, "", "y"), ({"tools": tools}, "f", "Y")):
-        [sequence] = (
-            Template(tokenizer, section(template_kwargs=kwargs, messages="messages"))
-            .encode_demonstration(row(**demonstration))
-            .sequences
-        )
+        sequence = encoded(tokenizer, talk("x", "y"), template_kwargs=kwargs)
         assert tokenizer.decode(sequence.ids) == (
             f"{front}<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>"
         )
-        own = [i for i, trained in zip(sequence.ids, sequence.loss_mask, strict=True) if trained]
-        assert tokenizer.decode(own) == f"{said}<|im_end|>"
-
-
-def test_begin_token_where_the_tokenizer_puts_one(bpe):
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    backend = type(bpe._tokenizer).from_str(bpe._tokenizer.to_str())
-    backend.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<eos>")
-    template = Template(tokenizer, section())
-    prompt = template.encode_prompt(row(prompt="x"))
-    assert prompt.ids[0] == 0
-    example = template.encode_demonstration(row(prompt="x", response="y")).sequences[0]
-    assert example.ids[: len(prompt.ids)] == prompt.ids
+        assert trained(tokenizer, sequence) == f"{said}<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -158,11 +143,7 @@ def test_observations_continue_as_the_template_would_have_rendered(chat, with_te
         prompt = template.encode_prompt(row(prompt="a")).ids
         sampled, cut_off = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("4!" + end, "4!"))
         ids = prompt + array("i", sampled) + template.encode_observation("ok?").ids
-        turns = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "4!"},
-            {"role": "user", "content": "ok?"},
-        ]
+        turns = talk("a", "4!", "ok?")
         expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids, skip_special_tokens=False) == expected
         cut = prompt + array("i", cut_off) + template.encode_observation("ok?", closed=False).ids
@@ -189,10 +170,6 @@ def test_opening_is_in_the_users_message(chat, chars):
     assert [chat.decode(t.ids) for t in opening] == ["<|user|>a\n\nGuess.<eos><|assistant|>"]
     assert [t.text for t in Template(chat, section()).encode_opening(row(prompt="a"), "")] == ["a"]
     assert [t.text for t in Template(chars, section()).encode_opening(row(prompt="a"), "b")] == ["a", "b"]
-
-
-def test_a_trajectory_that_failed_before_its_first_turn_has_no_prompt(chars):
-    assert Template(chars, section()).prompt_of(Trajectory(row(prompt="a"), [], (0, 0), status="failed")) is None
 
 
 def test_an_opening_joins_a_users_message_and_follows_any_other(chat):
@@ -233,8 +210,8 @@ def test_templates_that_rewrite_history_are_refused_for_several_turns(with_templ
         assert 'data.earlier_answers = "sampled"' in message
     sampled = Template(with_template(THINKING), section(template_kwargs=kwargs, earlier_answers="sampled"))
     sampled.check_multi_turn()
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "x"}]
-    text = sampled.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **kwargs)
+    turns = talk("q", "A", "x")
+    text = sampled.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs)
     observation = sampled.encode_observation("x", closed=False)
     assert sampled.tokenizer.decode(observation.ids, skip_special_tokens=False) == text.partition("A")[2]
 

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import DataError
-from rlhf.types import Row
-from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.text_tokens import edges_are_between
 
-
-def row(**columns) -> Row:
-    return Row(columns, "data", 0)
-
-
-def texts(tokenizer, sequence) -> list[tuple[str, bool]]:
-    """Each token's text and whether it is trained on."""
-    return [(tokenizer.decode([i]), on) for i, on in zip(sequence.ids, sequence.loss_mask, strict=True)]
-
-
-def runs(tokenizer, sequence) -> list[str]:
-    """Texts of the stretches under the mask."""
-    found, before = list[str](), False
-    for text, on in texts(tokenizer, sequence):
-        if on:
-            found.append(found.pop() + text if before else text)
-        before = on
-    return found
+from runtime.tests.data.template_cases import encoded, row, runs, section, talk
 
 
 @pytest.mark.parametrize(
@@ -85,14 +66,14 @@ def test_white_space_of_an_answer_is_trained_on(byte_level, prompt, response, ex
     plain, trimmed = byte_level(False), byte_level(True)
     sequences = []
     for tokenizer in (plain, trimmed):
-        template = Template(tokenizer, DataSection())
+        template = Template(tokenizer, section())
         sequence = template.encode_demonstration(row(prompt=prompt, response=response)).sequences[0]
         seen = template.encode_prompt(row(prompt=prompt)).ids
         assert sequence.ids[: len(seen)] == seen
         assert sequence.loss_mask == [False] * len(seen) + [True] * (len(sequence.ids) - len(seen))
         assert tokenizer.decode(sequence.ids) == prompt + response + "<eos>"
         if expected is not None:
-            assert [text for text, _ in texts(tokenizer, sequence)] == expected
+            assert [tokenizer.decode([i]) for i in sequence.ids] == expected
         sequences.append(sequence.ids)
     assert sequences[0] == sequences[1]
 
@@ -115,10 +96,7 @@ ENDS_BEHIND_A_LINE = ENDS_LAST.replace("<eos>", "{{ '\\n<eos>' }}").replace("loo
 )
 def test_an_answer_without_an_end_token_does_not_reach_to_the_next_one(chat, monkeypatch, template, expected):
     monkeypatch.setattr(chat, "chat_template", template)
-    messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)]
-    encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
-    sequence = encoder.encode_demonstration(row(m=messages)).sequences[0]
-    assert runs(chat, sequence) == expected
+    assert runs(chat, encoded(chat, talk(*"abcd"), loss_on="assistant")) == expected
 
 
 CHAT = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<eos>' }}{% endfor %}"
@@ -144,27 +122,23 @@ UNOPENED = (
 def test_a_tag_at_the_end_is_part_of_the_answer(chat, monkeypatch, template, answer):
     """And so is the end token behind it."""
     monkeypatch.setattr(chat, "chat_template", template)
-    encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
-    messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["<q>", answer] * 2, strict=True)]
-    sequence = encoder.encode_demonstration(row(m=messages)).sequences[0]
     told = answer.strip() if "trim" in template else answer
-    assert runs(chat, sequence) == [f"{told}<eos>"] * 2
+    assert runs(chat, encoded(chat, talk("<q>", answer) * 2, loss_on="assistant")) == [f"{told}<eos>"] * 2
 
 
 def test_a_tag_at_the_end_that_the_template_leaves_out_is_refused(chat, monkeypatch):
     monkeypatch.setattr(chat, "chat_template", OPENED.replace("m.content +", "m.content.replace('</b>', '') +"))
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): '</b>', with which it ends"):
-        Template(chat, DataSection()).encode_demonstration(row(prompt="q", response="<b>x</b>"))
+        Template(chat, section()).encode_demonstration(row(prompt="q", response="<b>x</b>"))
 
 
 @pytest.mark.parametrize("answer", ["42", "<think>so</think> 42", " 42 "])
 def test_without_a_generation_prompt_an_answer_begins_after_the_policys_context(chat, monkeypatch, answer):
     monkeypatch.setattr(chat, "chat_template", UNOPENED)
-    encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
-    messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["q", answer] * 2, strict=True)]
-    sequence = encoder.encode_demonstration(row(m=messages)).sequences[0]
+    messages = talk("q", answer) * 2
+    sequence = encoded(chat, messages, loss_on="assistant")
     assert runs(chat, sequence) == [f" {answer}<eos>"] * 2
-    given = encoder.encode_prompt(row(m=messages)).ids
+    given = Template(chat, section()).encode_prompt(row(prompt=messages[:3])).ids
     assert sequence.ids[: len(given)] == given
     assert sequence.loss_mask[len(given) :] == [True] * (len(sequence.ids) - len(given))
 
@@ -176,4 +150,4 @@ def test_without_a_generation_prompt_the_context_of_an_answer_must_be_the_policy
         chat, "chat_template", asks.replace("'[' + m.content", "('[[' if loop.last else '[') + m.content")
     )
     with pytest.raises(DataError, match=r"is given .\[\[q\]. before it .* after .\[q\]\(so\) .:"):
-        Template(chat, DataSection()).encode_demonstration(row(prompt="q", response="42"))
+        Template(chat, section()).encode_demonstration(row(prompt="q", response="42"))

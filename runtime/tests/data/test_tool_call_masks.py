@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
 from rlhf.errors import DataError
-from rlhf.types import Row, Turn
+from rlhf.types import Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, GENERATION, HERMES, LLAMA3, QWEN3
+
+from runtime.tests.data.template_cases import row, runs
 
 ASK = {"role": "user", "content": "1+2?"}
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
@@ -35,9 +36,7 @@ def result(text):
 
 def answers(template, *messages):
     """The trained text of a conversation, one for each stretch of trained tokens."""
-    sequence = template.encode_demonstration(Row({"messages": list(messages)}, "rows", 0)).sequences[0]
-    stretches = itertools.groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
-    return [template.tokenizer.decode([i for i, _ in pairs]) for on, pairs in stretches if on]
+    return runs(template.tokenizer, template.encode_demonstration(row(messages=[*messages])).sequences[0])
 
 
 def hermes(*calls):
@@ -120,13 +119,13 @@ def test_a_call_with_an_end_token_of_its_own(chat, monkeypatch, end):
 @pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION, LLAMA3])
 def test_pairs_that_differ_in_the_call_only(template_with, text):
     columns = {"prompt": "1+2?", "chosen": [said("", ADD)], "rejected": [said("", call(a=1, b=3))]}
-    pair = template_with(text).encode_pair(Row(columns, "rows", 0))
+    pair = template_with(text).encode_pair(row(**columns))
     chosen, rejected = (template_with(text).tokenizer.decode(s.ids) for s in pair.sequences)
     assert '"b": 2}' in chosen
     assert rejected == chosen.replace('"b": 2}', '"b": 3}')
     assert all(s.loss_mask[-1] and s.ids[-1] == 1 for s in pair.sequences)
     with pytest.raises(DataError, match="the same, token by token"):
-        template_with(text).encode_pair(Row({**columns, "rejected": columns["chosen"]}, "rows", 0))
+        template_with(text).encode_pair(row(**{**columns, "rejected": columns["chosen"]}))
 
 
 def test_calls_as_the_api_writes_them(template_with):
@@ -144,4 +143,4 @@ def test_reasoning_in_a_field_that_the_template_does_not_read(template_with, fie
         answers(template_with(HERMES), ASK, said("3", **{field: "hm"}))
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): the text 'hm'"):
         answers(template_with(HERMES, loss_on="all"), ASK, said("3", **{field: "hm"}))
-    template_with(HERMES).encode_prompt(Row({"prompt": [ASK, said("3", **{field: "hm"}), ASK]}, "rows", 0))
+    template_with(HERMES).encode_prompt(row(prompt=[ASK, said("3", **{field: "hm"}), ASK]))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import datetime
 
 import pytest
 from rlhf.errors import ConfigError, DataError
-from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, GENERATION, HERMES, LLAMA3, QWEN3
+
+from runtime.tests.data.template_cases import row, runs
 
 ASK, SYSTEM = {"role": "user", "content": "1+2?"}, {"role": "system", "content": "Be brief."}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x", "c": None}}}
@@ -31,19 +31,17 @@ def template_with(tokenizer_with):
 
 def encoded(template, messages):
     """The conversation as a training row."""
-    return template.encode_demonstration(Row({"messages": messages}, "rows", 0)).sequences[0]
+    return template.encode_demonstration(row(messages=messages)).sequences[0]
 
 
 def prompted(template, messages):
     """The conversation as a prompt."""
-    return template.encode_prompt(Row({"prompt": messages}, "rows", 0))
+    return template.encode_prompt(row(prompt=messages))
 
 
 def trained(template, messages):
     """The trained text, one for each stretch of trained tokens."""
-    sequence = encoded(template, messages)
-    stretches = itertools.groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
-    return [template.tokenizer.decode([i for i, _ in pairs]) for on, pairs in stretches if on]
+    return runs(template.tokenizer, encoded(template, messages))
 
 
 # --------------------------------------------------------------------------------------------- parts
@@ -248,7 +246,7 @@ def test_every_answer_that_ends_a_row_has_an_end_token(template_with, text, answ
     assert trained(template, [ASK, ANSWER]) == [answer.removeprefix("\n")]
     assert sequence.ids[-1] == template.tokenizer.eos_token_id
     assert sequence.loss_mask[-1]
-    pair = template.encode_pair(Row({"prompt": "p", "chosen": "g", "rejected": "b"}, "rows", 0))
+    pair = template.encode_pair(row(prompt="p", chosen="g", rejected="b"))
     assert {s.ids[-1] for s in pair.sequences} == {template.tokenizer.eos_token_id}
     if call is not None:
         assert trained(template, [ASK, CALLS])[0].endswith(call)
@@ -284,10 +282,9 @@ def test_a_call_without_an_end_token_gets_that_of_answers(template_with):
         (SPACED, ""),
     ],
 )
-def test_the_start_says_that_end_tokens_are_added(template_with, tmp_path, text, note):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "response": "r"}\n')
+def test_the_start_says_that_end_tokens_are_added(template_with, load, text, note):
     tokenizer = template_with(text).tokenizer
-    section = DataSection(train=({"path": str(tmp_path / "rows.jsonl")},))
+    section = load(tokenizer, "prompts", [{"prompt": "p", "response": "r"}]).section
     for form, answers in (("demonstrations", False), ("prompts", True), ("prompts", False)):
         notes = [n for n in TrainData(section, tokenizer, form, 0, answers).notes if "end token" in n]
         assert [note in n for n in notes] == ([True] if note and (answers or form != "prompts") else [])
