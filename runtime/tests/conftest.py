@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_runtime.calls.main_thread import MainThread
 
 
 @pytest.fixture
@@ -40,5 +40,8 @@ def make_group() -> Callable[..., Group]:
     return make
 
 
-def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+@pytest.fixture
+def main() -> Iterator[MainThread]:
+    thread = MainThread()
+    yield thread
+    thread.close()

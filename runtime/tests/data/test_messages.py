@@ -7,12 +7,13 @@ import json
 import pytest
 from rlhf.errors import DataError
 from rlhf.types import Row
-from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.conversions import turns
-from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.messages import as_api_writes, as_template_reads
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
+
+from runtime.tests.data.template_cases import trained
 
 USER, BOT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 UNGUARDED = (
@@ -133,9 +134,8 @@ def test_null_fields_are_absent(template_with):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
-def test_rows_of_tables_are_those_of_jsonl(template_with, tmp_path, kind):
+def test_rows_of_tables_are_those_of_jsonl(template_with, load, kind):
     """A table has the fields of all rows in every row: the arguments of one tool in the calls of another."""
-    import datasets
 
     def tool(name, *arguments):
         schema = {"type": "object", "properties": {a: {"type": "integer"} for a in arguments}}
@@ -154,14 +154,10 @@ def test_rows_of_tables_are_those_of_jsonl(template_with, tmp_path, kind):
         }
         for c in calls
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table, path = datasets.Dataset.from_list(rows), tmp_path / ("rows.parquet" if kind == "parquet" else "rows")
-    (table.to_parquet if kind == "parquet" else table.save_to_disk)(str(path))
     tokenizer = template_with(UNGUARDED).tokenizer
     read = []
-    for source in (tmp_path / "rows.jsonl", path):
-        section = DataSection(train=(SourceSection(path=str(source)),), shuffle=False)
-        data = TrainData(section, tokenizer, "demonstrations", 0)
+    for each in ("jsonl", kind):
+        data = load(tokenizer, "demonstrations", rows, each)
         taken = data.take(len(rows))
         read.append([[s.ids for s in e.sequences] for e in data.examples(taken)])
         assert [row["request"] for row in taken] == [row["request"] for row in rows]
@@ -230,8 +226,7 @@ def test_an_answer_of_weight_0_is_not_trained_on(template_with, flag):
     for loss_on in ("assistant", "completion"):
         template = template_with(CHATML, messages="messages", loss_on=loss_on)
         [sequence] = template.encode_demonstration(Row(row, "rows", 0)).sequences
-        own = [i for i, trained in zip(sequence.ids, sequence.loss_mask, strict=True) if trained]
-        assert template.tokenizer.decode(own) == "3<eos>"
+        assert trained(template.tokenizer, sequence) == "3<eos>"
     with pytest.raises(DataError, match=r"message 1 \(assistant\) has the weight 0, but data.loss_on = 'all' trains"):
         template_with(CHATML, messages="messages", loss_on="all").encode_demonstration(Row(row, "rows", 0))
 

@@ -24,14 +24,6 @@ def group(rewards, source="a", lengths=None, finish="stop", number=0):
     )
 
 
-def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 1) == 0.25
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 1 - C(3,2)/C(4,2) = 1 - 3/6
-    assert pass_at_k(5, 2, 3) == pytest.approx(0.9)  # 1 - C(3,3)/C(5,3) = 1 - 1/10
-    assert pass_at_k(4, 0, 4) == 0.0
-    assert pass_at_k(4, 2, 3) == 1.0  # fewer than 3 wrong answers
-
-
 def test_pass_at_k_is_the_share_of_subsets_that_pass():
     for n, c, k in itertools.product(range(1, 7), range(7), range(1, 7)):
         if c <= n and k <= n:

@@ -1,5 +1,6 @@
 import io
 
+import pytest
 from rlhf_runtime.observe.progress import Progress
 
 
@@ -79,18 +80,25 @@ def test_a_long_run_keeps_its_first_and_its_latest_notes():
     assert progress.notes == [f"step {step}" for step in [*range(50), *range(150, 200)]]
 
 
-def test_what_is_shown_has_several_names():
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({"policy/kl_old": 0.5, "kl/reference": 0.25, "length/mean": 12.0, "eval/pass@1": 1.0},
+         "kl=0.25 kl_old=0.5 length=12 pass@1=1"),
+        ({"policy/kl_old": 0.125}, "kl_old=0.125"),  # and not kl, the distance to the reference
+        ({"policy/accuracy": 0.75, "policy/reward_margin": 0.5, "policy/grad_norm": 2.0, "critic/loss": 0.25,
+          "value/explained_variance": -1.0},
+         "accuracy=0.75 margin=0.5 value_loss=0.25 explained_variance=-1 grad_norm=2"),
+        ({"math/reward/mean": 0.5, "chat/reward/mean": 2.0, "reward/length/mean": 3.0},  # of an algorithm with members
+         "math_reward=0.5 chat_reward=2"),
+        # an environment may give all there is at its turns; 0 would be shown for good
+        ({"reward/mean": 0.0, "reward/steps": 0.75, "reward/total": 0.75}, "reward=0.75"),
+    ],
+)  # fmt: skip
+def test_what_is_shown_of_a_step(metrics, line):
     out = io.StringIO()
-    Progress(1, stream=out).step(
-        1, {"policy/kl_old": 0.5, "kl/reference": 0.25, "length/mean": 12.0, "eval/pass@1": 1.0}
-    )
-    assert out.getvalue() == "step=1/1 kl=0.25 kl_old=0.5 length=12 pass@1=1 left=0:00:00\n"
-
-
-def test_the_distance_to_the_policy_before_the_update_is_not_shown_as_that_to_the_reference():
-    out = io.StringIO()
-    Progress(1, stream=out).step(1, {"policy/kl_old": 0.125})
-    assert out.getvalue() == "step=1/1 kl_old=0.125 left=0:00:00\n"
+    Progress(1, stream=out).step(1, metrics)
+    assert out.getvalue() == f"step=1/1 {line} left=0:00:00\n"
 
 
 def test_a_divergence_or_loss_that_is_always_0_is_not_shown():
@@ -102,14 +110,6 @@ def test_a_divergence_or_loss_that_is_always_0_is_not_shown():
     progress.step(3, {**same, "policy/loss": 0.0, "kl/reference": 0.0, "length/truncated": 0.0})
     shown = [" ".join(line.split()[1:-1]) for line in out.getvalue().splitlines()]
     assert shown == ["reward=0", "reward=0 kl=0.25 truncated=0.5 loss=nan", "reward=0 kl=0 truncated=0 loss=0"]
-
-
-def test_what_pairs_and_a_critic_learn_is_shown():
-    out = io.StringIO()
-    values = {"policy/accuracy": 0.75, "policy/reward_margin": 0.5, "policy/grad_norm": 2.0}
-    Progress(1, stream=out).step(1, {**values, "critic/loss": 0.25, "value/explained_variance": -1.0})
-    shown = "accuracy=0.75 margin=0.5 value_loss=0.25 explained_variance=-1 grad_norm=2"
-    assert out.getvalue() == f"step=1/1 {shown} left=0:00:00\n"
 
 
 def test_one_evaluation_is_no_change():
@@ -137,26 +137,11 @@ def test_the_time_of_a_step_is_without_evaluations_checkpoints_and_exports():
     assert out.getvalue().splitlines()[-1] == end
 
 
-def test_rewards_of_an_algorithm_with_members_are_shown_by_member():
-    out = io.StringIO()
-    Progress(1, stream=out).step(1, {"math/reward/mean": 0.5, "chat/reward/mean": 2.0, "reward/length/mean": 3.0})
-    assert out.getvalue() == "step=1/1 math_reward=0.5 chat_reward=2 left=0:00:00\n"
-
-
 def test_a_run_that_fails_before_its_first_step_leaves_the_terminal_as_it_was(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     Progress(2, stream=out).note("loading")  # and then the model cannot be loaded: nobody closes it
     assert out.getvalue() == "note: loading\n"
-
-
-def test_rewards_at_tokens_are_part_of_what_is_shown():
-    """An environment may give all there is at its turns; 0 would be shown for good."""
-    out = io.StringIO()
-    progress = Progress(1, stream=out)
-    progress.step(1, {"reward/mean": 0.0, "reward/steps": 0.75, "reward/total": 0.75})
-    progress.close()
-    assert out.getvalue().splitlines()[0].split()[1] == "reward=0.75"
 
 
 def test_lines_of_json_are_those_of_the_file(capsys):
@@ -171,7 +156,5 @@ def test_lines_of_json_are_those_of_the_file(capsys):
 
 def test_a_run_without_steps():
     out = io.StringIO()
-    progress = Progress(0, stream=out)
-    progress.step(0, {"eval/pass@1": 0.5})
-    progress.close()
-    assert out.getvalue().splitlines()[0] == "step=0/0 pass@1=0.5 left=0:00:00"
+    Progress(0, stream=out).step(0, {"eval/pass@1": 0.5})
+    assert out.getvalue() == "step=0/0 pass@1=0.5 left=0:00:00\n"

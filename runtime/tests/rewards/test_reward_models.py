@@ -50,12 +50,8 @@ class Model:
         self.role = Role(spec, Ranks(spec), budget=6)
         self.trainer = EmbeddingTrainer(None, spec)
 
-    def ask(self, what, *arguments):
-        main = MainThread()
-        try:
-            return main.run(what({"judge": self.role}, main)("judge", *arguments))
-        finally:
-            main.close()
+    def ask(self, main: MainThread, what, *arguments):
+        return main.run(what({"judge": self.role}, main)("judge", *arguments))
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
@@ -63,10 +59,10 @@ class Model:
 
 
 @pytest.mark.parametrize("ask", [score_with_role, read_role])
-def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadline(ask) -> None:
+def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadline(main, ask) -> None:
     """A wave of generation holds the main thread for longer than a reward may take; the reward itself takes no time.
     One that takes its time by itself is stopped all the same, however long it waited before."""
-    model, main = Model("scalar"), MainThread()
+    model = Model("scalar")
     asked = (IDS,) if ask is score_with_role else (Head("after", VALUES.fn, over="x", at="at"), IDS, [[0], [0], [0]])
 
     async def reward(idles: float) -> int:
@@ -82,66 +78,63 @@ def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadl
         finally:
             await wave
 
-    try:
-        assert main.run(scenario(0.0)) == 2
-        with pytest.raises(DeadlineExpired):
-            main.run(scenario(30.0))
-    finally:
-        main.close()
+    assert main.run(scenario(0.0)) == 2
+    with pytest.raises(DeadlineExpired):
+        main.run(scenario(30.0))
 
 
-def test_a_head_at_given_tokens() -> None:
+def test_a_head_at_given_tokens(main) -> None:
     model = Model("lm")
     places = [[1, 3], [], [0, 4]]
     expected = [[model.logits(ids)[p, [4, 2]].tolist() for p in read] for ids, read in zip(IDS, places, strict=True)]
-    found = model.ask(read_role, BOTH, IDS, places)
+    found = model.ask(main, read_role, BOTH, IDS, places)
     assert [len(v) for v in found] == [2, 0, 2]
     assert torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
     assert torch.allclose(torch.tensor(found[2]), torch.tensor(expected[2]))
-    assert model.ask(read_role, ONE, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
+    assert model.ask(main, read_role, ONE, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
 
 
-def test_outputs_that_predict_a_token_are_read_at_the_position_before_it() -> None:
+def test_outputs_that_predict_a_token_are_read_at_the_position_before_it(main) -> None:
     model = Model("lm")
     logits_TV = torch.log_softmax(model.logits(IDS[2]), 1)
-    found = model.ask(read_role, LOGPROBS, IDS, [[], [], [1, 4]])
+    found = model.ask(main, read_role, LOGPROBS, IDS, [[], [], [1, 4]])
     assert found == [[], [], pytest.approx([float(logits_TV[0, 4]), float(logits_TV[3, 10])])]
 
 
-def test_values_and_scores_of_a_scalar_head() -> None:
+def test_values_and_scores_of_a_scalar_head(main) -> None:
     model = Model("scalar")
-    scores = model.ask(score_with_role, IDS)
+    scores = model.ask(main, score_with_role, IDS)
     assert scores == pytest.approx([float(model.logits(ids)[-1, 0]) for ids in IDS])
     after = Head("after", VALUES.fn, over="steps", at="at")
-    last = model.ask(read_role, after, IDS, [[len(ids) - 1] for ids in IDS])
+    last = model.ask(main, read_role, after, IDS, [[len(ids) - 1] for ids in IDS])
     assert [v[0] for v in last] == pytest.approx(scores)
 
 
-def test_sequences_without_positions_are_not_computed() -> None:
+def test_sequences_without_positions_are_not_computed(main) -> None:
     model = Model("lm")
     calls = []
     model.role.group.call = lambda method, per_rank: calls.append(method)  # type: ignore[method-assign]
-    assert model.ask(read_role, ONE, IDS, [[], [], []]) == [[], [], []]
+    assert model.ask(main, read_role, ONE, IDS, [[], [], []]) == [[], [], []]
     assert calls == []
 
 
 @pytest.mark.parametrize("at", [[4], [-1], [2, 1], [1, 1]])
-def test_positions_beyond_a_sequence_are_refused(at: list[int]) -> None:
+def test_positions_beyond_a_sequence_are_refused(main, at: list[int]) -> None:
     with pytest.raises(RewardError, match=r"asked at \[.*of a sequence of 4 tokens; positions increase .* 0 \.\. 3"):
-        Model("lm").ask(read_role, ONE, IDS[:1], [at])
+        Model("lm").ask(main, read_role, ONE, IDS[:1], [at])
 
 
-def test_reading_before_a_first_token_is_refused() -> None:
+def test_reading_before_a_first_token_is_refused(main) -> None:
     with pytest.raises(RewardError, match=r"1 \.\. 3"):
-        Model("lm").ask(read_role, LOGPROBS, IDS[:1], [[0]])
+        Model("lm").ask(main, read_role, LOGPROBS, IDS[:1], [[0]])
 
 
-def test_heads_that_need_columns_are_refused() -> None:
+def test_heads_that_need_columns_are_refused(main) -> None:
     columns = Head("needy", LOGPROBS.fn, columns=("targets",))
     with pytest.raises(RewardError, match="'needy' needs columns"):
         asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]
     with pytest.raises(RewardError, match="3 sequences at 1 lists"):
-        Model("lm").ask(read_role, ONE, IDS, [[1]])
+        Model("lm").ask(main, read_role, ONE, IDS, [[1]])
 
 
 class Counted:
@@ -161,9 +154,9 @@ class Counted:
         )
 
 
-def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls() -> None:
+def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls(main) -> None:
     """Each gets its own, whatever the others ask; another head, and what is asked later, is another pass."""
-    model, main = Model("scalar"), MainThread()
+    model = Model("scalar")
     after = Head("after", VALUES.fn, over="steps", at="at")
     groups = [IDS[:1], IDS[1:], [IDS[2], IDS[0], IDS[1]]]
     places = [[[1, 3]], [[0], []], [[4], [0, 1, 2], []]]
@@ -173,11 +166,8 @@ def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls() -> No
         reads = asyncio.gather(*(counted.read("judge", after, i, p) for i, p in zip(groups, places, strict=True)))
         return await scores, await reads, await counted.score("judge", IDS[:1])
 
-    try:
-        counted = Counted(model, main)
-        scores, reads, late = main.run(scenario(counted))
-    finally:
-        main.close()
+    counted = Counted(model, main)
+    scores, reads, late = main.run(scenario(counted))
     assert counted.passes[0] == 6
     assert counted.passes[-1] == 1
     assert len(counted.passes) == 4  # of the sequences that the head reads: 6, of which 4 are computed
@@ -189,9 +179,9 @@ def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls() -> No
     assert late == pytest.approx(scores[0])
 
 
-def test_calls_made_at_once_keep_their_images() -> None:
+def test_calls_made_at_once_keep_their_images(main) -> None:
     """Of three calls in one pass, the second has an image, in its second sequence."""
-    model, main, seen = Model("scalar"), MainThread(), []
+    model, seen = Model("scalar"), []
     begin = model.role.begin_forward
 
     def noted(batch, heads, view="live"):
@@ -211,35 +201,29 @@ def test_calls_made_at_once_keep_their_images() -> None:
         await asyncio.gather(read("judge", after, IDS[:1], [[0]]), read("judge", after, IDS[2:], [[0]], [(image,)]))
         await score("judge", IDS, [(image,)])
 
-    try:
-        with pytest.raises(RewardError, match="3 sequences and images of 1"):
-            main.run(scenario())
-    finally:
-        main.close()
+    with pytest.raises(RewardError, match="3 sequences and images of 1"):
+        main.run(scenario())
     assert seen == [((), (), (image,), (), ()), ((), (image,))]
 
 
-def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it() -> None:
-    model, main = Model("scalar"), MainThread()
+def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it(main) -> None:
+    model = Model("scalar")
     after = Head("after", VALUES.fn, over="steps", at="at")
 
     async def scenario(counted: Counted, role: str):
         calls = (counted.read(role, after, IDS[:1], at) for at in ([[0]], [[7]], [[3]]))
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    try:
-        first, wrong, last = main.run(scenario(Counted(model, main), "judge"))
-        unknown = main.run(scenario(Counted(model, main), "nobody"))
-    finally:
-        main.close()
+    first, wrong, last = main.run(scenario(Counted(model, main), "judge"))
+    unknown = main.run(scenario(Counted(model, main), "nobody"))
     logits = [float(model.logits(IDS[0])[p, 0]) for p in (0, 3)]
     assert [first, last] == [[pytest.approx(logits[:1])], [pytest.approx(logits[1:])]]
     assert isinstance(wrong, RewardError)
     assert [type(error) for error in unknown] == [KeyError, RewardError, KeyError]
 
 
-def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_together() -> None:
-    model, main = Model("scalar"), MainThread()
+def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_together(main) -> None:
+    model = Model("scalar")
     begin = model.role.begin_forward
     model.role.begin_forward = lambda *asked: time.sleep(1.2) or begin(*asked)  # type: ignore[method-assign]
 
@@ -247,15 +231,12 @@ def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_to
         score, _ = together(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
         return await asyncio.gather(*(within(score("judge", [ids]), 1.0) for ids in IDS))
 
-    try:
-        found = main.run(scenario())
-    finally:
-        main.close()
+    found = main.run(scenario())
     assert found == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]
 
 
-def test_calls_gather_while_a_pass_computes_up_to_the_largest_and_cancelled_ones_are_left_out() -> None:
-    model, main = Model("scalar"), MainThread()
+def test_calls_gather_while_a_pass_computes_up_to_the_largest_and_cancelled_ones_are_left_out(main) -> None:
+    model = Model("scalar")
     told: list[int] = []
     begun, go = threading.Event(), threading.Event()
     begin = model.role.begin_forward
@@ -271,19 +252,16 @@ def test_calls_gather_while_a_pass_computes_up_to_the_largest_and_cancelled_ones
         go.set()
         return await asyncio.gather(first, *later, return_exceptions=True)
 
-    try:
-        counted = Counted(model, main, largest=3, passed=told.append)
-        first, *later = main.run(scenario(counted))
-    finally:
-        main.close()
+    counted = Counted(model, main, largest=3, passed=told.append)
+    first, *later = main.run(scenario(counted))
     assert counted.passes == told == [1, 2, 2], "one at once, then three less the cancelled one, then the others"
     assert isinstance(later.pop(1), asyncio.CancelledError)
     single = [pytest.approx([float(model.logits(IDS[n])[-1, 0])]) for n in (0, 0, 2, 0, 1)]
     assert [first, *later] == single
 
 
-def test_a_pass_waits_for_more_until_it_is_full() -> None:
-    model, main = Model("scalar"), MainThread()
+def test_a_pass_waits_for_more_until_it_is_full(main) -> None:
+    model = Model("scalar")
 
     async def scenario(counted: Counted):
         calls = []
@@ -292,9 +270,6 @@ def test_a_pass_waits_for_more_until_it_is_full() -> None:
             await asyncio.sleep(0.01)
         return await asyncio.gather(*calls)
 
-    try:
-        counted = Counted(model, main, wait=60.0, largest=len(IDS))
-        main.run(scenario(counted))
-    finally:
-        main.close()
+    counted = Counted(model, main, wait=60.0, largest=len(IDS))
+    main.run(scenario(counted))
     assert counted.passes == [len(IDS)]

@@ -13,7 +13,6 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, RoleSpec
-from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.sections import FilterSection
 from rlhf_runtime.observe.sample_metrics import evaluation_metrics
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer, combine
@@ -35,12 +34,14 @@ def giving(make, name: str = "giving") -> type[Reward]:
     return type("Giving", (Reward,), {"name": name, "score": score})
 
 
-def score(rewards, group, **options):
+def score(rewards, *groups, trained_on=True, **options):
+    """Score the groups at the same time."""
+
     async def scenario():
         scorer = Scorer(rewards, **options)
         try:
             await scorer.setup()
-            await scorer.score(group)
+            await asyncio.gather(*(scorer.score(group, trained_on) for group in groups))
         finally:
             scorer.close()
 
@@ -72,11 +73,7 @@ def test_rewards_of_turns_are_summed_or_placed_never_both(make_group) -> None:
 
     def of(trained_on: bool, **options) -> list[tuple[float | None, float | None]]:
         group = make_group("a", "b", turn_rewards=(0.5, None, 0.25))
-
-        async def scenario():
-            await Scorer(source, **options).score(group, trained_on)
-
-        asyncio.run(scenario())
+        score(source, group, trained_on=trained_on, **options)
         return [(t.reward, t.score) for t in group.trajectories]
 
     assert of(True) == [(2.75, 2.75), (4.75, 4.75)]
@@ -258,7 +255,7 @@ class Outcome(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt("here"), Outcome("here")])
 @pytest.mark.parametrize("in_a_task", [False, True])
-def test_a_reward_that_exits_has_failed(make_group, error: BaseException, in_a_task: bool) -> None:
+def test_a_reward_that_exits_has_failed(main, make_group, error: BaseException, in_a_task: bool) -> None:
     async def leave(group) -> list[RewardResult]:
         raise error
 
@@ -268,11 +265,8 @@ def test_a_reward_that_exits_has_failed(make_group, error: BaseException, in_a_t
         async def score(self, group):
             return await (asyncio.create_task(leave(group)) if in_a_task else leave(group))
 
-    group, main = make_group("a", "b"), MainThread()
-    try:
-        main.run(Scorer([active(Leaves)]).score(group))
-    finally:
-        main.close()
+    group = make_group("a", "b")
+    main.run(Scorer([active(Leaves)]).score(group))
     line = leave.__code__.co_firstlineno + 1
     told = rf"reward 'leaves' .*score\(\) raised {type(error).__name__}: .*{re.escape(__file__)}:{line}"
     assert all(t.status == "failed" and re.search(told, t.error) for t in group.trajectories)
@@ -432,16 +426,7 @@ def test_a_plain_reward_runs_in_a_worker_with_its_config(sync, make_group) -> No
 )
 def test_a_plain_reward_fails_as_clearly_as_an_async_one(sync, make_group, mode: str, message: str) -> None:
     group, healthy = make_group("a", mode=mode), make_group("a")
-
-    async def scenario():
-        scorer = Scorer([sync], workers=1)
-        try:
-            await scorer.setup()
-            await asyncio.gather(scorer.score(group), scorer.score(healthy))
-        finally:
-            scorer.close()
-
-    asyncio.run(scenario())
+    score([sync], group, healthy, workers=1)
     assert message in group.trajectories[0].error
     assert group.trajectories[0].error.startswith("RewardError: ")
     assert healthy.trajectories[0].reward == 2.5  # the same source goes on with another worker
@@ -462,7 +447,7 @@ def test_a_reward_that_cannot_start_stops_setup(from_file) -> None:
     resolved = from_file("reward", BROKEN)
     instance = object.__new__(resolved.cls)
     with pytest.raises(RewardError, match=r"starting raised AttributeError.*missing"):
-        score([ActiveReward("bad", resolved, instance, ComponentConfig())], None)
+        score([ActiveReward("bad", resolved, instance, ComponentConfig())])
 
 
 def test_a_row_that_cannot_be_sent_to_a_worker_is_the_rewards_failure(sync, make_group) -> None:

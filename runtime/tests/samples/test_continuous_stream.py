@@ -8,7 +8,6 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,13 +130,6 @@ class Engine:
 
 
 @pytest.fixture
-def main() -> Iterator[MainThread]:
-    made = MainThread()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
     streams = []
 
@@ -158,29 +150,34 @@ def sampled(group: Group) -> list[list[Turn]]:
     return [[turn for turn in trajectory.turns if turn.sampled] for trajectory in group.trajectories]
 
 
-def interrupted(stream: Callable[..., ContinuousStream], main: MainThread, file: Path) -> tuple[str, list[Group]]:
-    """A checkpoint after the first of four steps: the state of the stream, and the groups of ``ready.arrow``. Group 2
-    has two turns of each sample, group 3 has one."""
-    engine = Engine(100, held={2: 2, 3: 1})
-    first = stream(engine)
-    first.start(0)
-    assert [group.number for group in first.take(0).groups] == [0, 1]
-    main.run(engine.until_held(2 * SAMPLES))
-    state, groups = first.snapshot()
-    write_groups(file, groups)
-    return json.dumps(state), read_groups(file, lambda source, index: row(index))
+@pytest.fixture
+def resumed(stream, main, tmp_path) -> Callable[..., tuple[ContinuousStream, Engine, list[Group]]]:
+    """A stream that goes on after the first of four steps, its engine, and the groups of the checkpoint. Group 2 has
+    two turns of each sample, group 3 has one."""
+
+    def go_on(rollout: Rollout | None = None, greedy: bool = False) -> tuple[ContinuousStream, Engine, list[Group]]:
+        engine = Engine(100, held={2: 2, 3: 1})
+        first = stream(engine, greedy=greedy)
+        first.start(0)
+        assert [group.number for group in first.take(0).groups] == [0, 1]
+        main.run(engine.until_held(2 * (SAMPLES + greedy)))
+        state, groups = first.snapshot()
+        write_groups(tmp_path / "ready.arrow", groups)
+        saved = read_groups(tmp_path / "ready.arrow", lambda source, index: row(index))
+        engine = Engine(500, version=1)
+        second = stream(engine, rollout, greedy)
+        second.restore(json.loads(json.dumps(state)), saved)
+        second.start(1)
+        return second, engine, saved
+
+    return go_on
 
 
-def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(stream, main, tmp_path) -> None:
-    state, saved = interrupted(stream, main, tmp_path / "ready.arrow")
+def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(resumed) -> None:
+    second, engine, saved = resumed()
     assert [group.number for group in saved] == [2, 3]
     before = [sampled(group) for group in saved]
     assert [[len(turns) for turns in group] for group in before] == [[2, 2], [1, 1]]
-
-    engine = Engine(500, version=1)
-    second = stream(engine)
-    second.restore(json.loads(state), saved)
-    second.start(1)
     ready = second.take(1)
     assert [(group.number, group.row.index) for group in ready.groups] == [(2, 2), (3, 3)]
     for kept, group in zip(before, ready.groups, strict=True):
@@ -196,42 +193,25 @@ def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(stream, main,
     assert restarted == {"weights": 0.0, "engine": 5.0, "resume": 7.0}
 
 
-def test_a_resume_continues_greedy_answers_too(stream, main, tmp_path) -> None:
-    engine = Engine(100, held={2: 2, 3: 1})
-    first = stream(engine, greedy=True)
-    first.start(0)
-    first.take(0)
-    main.run(engine.until_held(2 * (SAMPLES + 1)))
-    state, groups = first.snapshot()
-    write_groups(tmp_path / "ready.arrow", groups)
-    saved = read_groups(tmp_path / "ready.arrow", lambda source, index: row(index))
+def test_a_resume_continues_greedy_answers_too(resumed) -> None:
+    second, engine, saved = resumed(greedy=True)
     assert [len(group.trajectories) for group in saved] == [SAMPLES + 1] * 2
-    engine = Engine(500, version=1)
-    second = stream(engine, greedy=True)
-    second.restore(json.loads(json.dumps(state)), saved)
-    second.start(1)
     for group in second.take(1).groups:
         assert [t.info for t in group.trajectories] == [{"rollout/greedy_reward": 1.0}] * SAMPLES
     assert (engine.answers[2], engine.answers[3]) == (SAMPLES + 1, 2 * (SAMPLES + 1)), "only the missing turns"
 
 
-def test_turns_after_a_changed_observation_are_sampled_again(stream, main, tmp_path) -> None:
-    state, saved = interrupted(stream, main, tmp_path / "ready.arrow")
+def test_turns_after_a_changed_observation_are_sampled_again(resumed) -> None:
+    second, _, saved = resumed(ThreeTurns("!"))
     before = [sampled(group) for group in saved]
-    engine = Engine(500, version=1)
-    second = stream(engine, ThreeTurns("!"))
-    second.restore(json.loads(state), saved)
-    second.start(1)
     for kept, group in zip(before, second.take(1).groups, strict=True):
         for old, new in zip(kept, sampled(group), strict=True):
             assert new[0] == old[0], "the prompt is the same"
             assert all(turn.ids[0] > 500 for turn in new[1:]), "the observation before them is another"
 
 
-def test_groups_are_numbered_on_after_a_resume(stream, main, tmp_path) -> None:
-    state, saved = interrupted(stream, main, tmp_path / "ready.arrow")
-    second = stream(Engine(500, version=1))
-    second.restore(json.loads(state), saved)
+def test_groups_are_numbered_on_after_a_resume(resumed) -> None:
+    second, _, _ = resumed()
     taken = []
     for step in (1, 2, 3):
         second.start(step)

@@ -5,7 +5,6 @@ import copy
 import pytest
 from rlhf.interfaces import Generator, Proof, Rollout
 from rlhf.types import Row, Sampling, Turn
-from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
@@ -28,13 +27,6 @@ def template(tmp_path_factory):
 
     path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=HERMES)
     return Template(AutoTokenizer.from_pretrained(str(path)), DataSection())
-
-
-@pytest.fixture
-def main():
-    thread = MainThread()
-    yield thread
-    thread.close()
 
 
 class Says(Generator):

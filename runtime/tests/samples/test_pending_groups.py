@@ -88,29 +88,6 @@ def test_oversample_limits_the_room(batch_size, oversample, step, version, room)
 # ----------------------------------------------------------------------------------------- choose
 
 
-def test_submission_takes_the_oldest_groups_and_waits_for_each_of_them():
-    pending = groups(batch_size=2)
-    for number, finished in ((0, 4), (1, 0), (2, 1), (3, 2)):
-        add(pending, number, finished=finished)
-    assert pending.choose(0) is None, "group 1 is not scored"
-    score(pending, 1, finished=3)
-    assert numbers(pending.choose(0)) == [0, 1]
-
-
-@pytest.mark.parametrize("order", ["submission", "completion"])
-def test_a_batch_is_never_smaller_than_asked(order):
-    pending = groups(batch_size=2, order=order)
-    add(pending, 0, finished=1)
-    assert pending.choose(0) is None
-
-
-def test_completion_takes_the_groups_that_were_scored_first():
-    pending = groups(batch_size=2, order="completion")
-    for number, finished in ((0, 0), (1, 3), (2, 1), (3, 2)):
-        add(pending, number, finished=finished)
-    assert numbers(pending.choose(0)) == [2, 3], "in the order of submission inside the batch"
-
-
 def test_completion_takes_groups_at_their_deadline_first():
     """With staleness 1, step 1 is the last one for groups of version 0."""
     pending = groups(batch_size=2, order="completion")
@@ -121,16 +98,6 @@ def test_completion_takes_groups_at_their_deadline_first():
     assert pending.choose(1) is None, "group 0 is at its deadline and not scored"
     score(pending, 0, finished=3)
     assert numbers(pending.choose(1)) == [0, 1]
-
-
-def test_a_group_that_was_taken_is_not_pending():
-    pending = groups(batch_size=2)
-    for number in range(4):
-        add(pending, number, finished=number + 1)
-    for chosen in pending.choose(0) or []:
-        pending.remove(chosen)
-    assert numbers(list(pending)) == [2, 3]
-    assert numbers(pending.choose(1)) == [2, 3]
 
 
 def plainly_chosen(pending: PendingGroups, step: int) -> list[int] | None:

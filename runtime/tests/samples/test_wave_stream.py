@@ -66,6 +66,11 @@ def stream(rollouts, **changes):
     return WaveStream(Counting(), rollouts, settings, acceptance=Acceptance(**rules), **options)
 
 
+def first_batch(s):
+    s.start(0)
+    return s.take(0)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2, 10])
 def test_batch_k_is_generated_with_version_max_0_k_minus_s(staleness):
     rollouts = Recorded()
@@ -119,8 +124,7 @@ def test_a_round_is_generated_at_its_first_step_with_the_weights_of_that_step(ro
 def test_a_resume_inside_a_round_uses_the_samples_generated_before():
     rollouts = Recorded()
     s = stream(rollouts, round=3)
-    s.start(0)
-    s.take(0)
+    first_batch(s)
     saved, groups = s.snapshot()
     again_rollouts = Recorded()
     again = stream(again_rollouts, round=3)
@@ -167,17 +171,14 @@ def test_a_resume_with_more_steps_generates_the_batches_that_are_already_due(opt
 def test_a_generator_with_the_wrong_weights_is_an_error():
     rollouts = Recorded()
     s = stream(rollouts)
-    s.start(0)
-    s.take(0)
+    first_batch(s)
     with pytest.raises(TrainingError, match=r"must be generated with weight version 1 .* holds version 0"):
         s.start(1)
 
 
 def test_rejected_groups_are_replaced_and_accepted_groups_are_kept():
     rollouts = Recorded(score=lambda i: [0, 1, 0.5][i % 3])
-    s = stream(rollouts, filter=FilterSection(low=0.0, high=1.0))
-    s.start(0)
-    ready = s.take(0)
+    ready = first_batch(stream(rollouts, filter=FilterSection(low=0.0, high=1.0)))
     assert [g.row.index for g in ready.groups] == [2, 5, 8, 11]
     assert [len(rows) for _, rows, _ in rollouts.calls] == [4, 3, 2, 1, 1, 1], "asks for exactly what is missing"
     assert ready.counts["prompts"] == 12
@@ -186,9 +187,9 @@ def test_rejected_groups_are_replaced_and_accepted_groups_are_kept():
 
 
 def test_a_filter_that_never_fills_the_batch_leaves_a_short_batch():
-    s = stream(Recorded(score=lambda i: float(i == 0) / 2), filter=FilterSection(low=0.1, max_rounds=3))
-    s.start(0)
-    ready = s.take(0)
+    ready = first_batch(
+        stream(Recorded(score=lambda i: float(i == 0) / 2), filter=FilterSection(low=0.1, max_rounds=3))
+    )
     assert [g.row.index for g in ready.groups] == [0]
     assert ready.counts["short"] == 3
 
@@ -205,39 +206,31 @@ def test_given_answers_are_not_filtered_and_are_counted():
 
     s = stream(Mixed(score=lambda i: float(i == 3)), filter=FilterSection(low=0.1, max_rounds=2), group_min=2)
     s.settings = replace(s.settings, given_share=0.5)
-    s.start(0)
-    ready = s.take(0)
+    ready = first_batch(s)
     assert [g.row.index for g in ready.groups] == [1, 3, 6]
     assert (ready.counts["given"], ready.counts["filtered"], ready.counts["short"]) == (2, 5, 1)
 
 
 @pytest.mark.parametrize(
-    ("policy", "rows", "samples"),
-    [("drop_sample", [0, 1, 2, 3], [2, 1, 2, 2]), ("drop_group", [0, 2, 3, 4], [2, 2, 2, 2])],
+    ("rules", "rows", "samples"),
+    [
+        ({"on_failed_sample": "drop_sample"}, [0, 1, 2, 3], [2, 1, 2, 2]),
+        ({"on_failed_sample": "drop_group"}, [0, 2, 3, 4], [2, 2, 2, 2]),
+        ({"on_failed_sample": "drop_sample", "group_min": 2}, [0, 2, 3, 4], [2, 2, 2, 2]),
+    ],
 )
-def test_failed_samples_are_dropped_alone_or_with_their_group(policy, rows, samples):
-    s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample=policy)
-    s.start(0)
-    ready = s.take(0)
+def test_failed_samples_are_dropped_alone_or_their_group_is_replaced(rules, rows, samples):
+    ready = first_batch(stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), **rules))
     assert [g.row.index for g in ready.groups] == rows
     assert [len(g.trajectories) for g in ready.groups] == samples
-    assert (ready.counts["failed_samples"], ready.counts["failed_groups"]) == (1, float(policy == "drop_group"))
-    assert (ready.counts["prompts"], ready.counts["short"]) == (4 + (policy == "drop_group"), 0)
-
-
-def test_a_group_with_fewer_samples_than_needed_is_replaced():
-    s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample="drop_sample", group_min=2)
-    s.start(0)
-    ready = s.take(0)
-    assert [g.row.index for g in ready.groups] == [0, 2, 3, 4]
-    assert (ready.counts["failed_samples"], ready.counts["failed_groups"], ready.counts["prompts"]) == (1, 1, 5)
+    replaced = max(rows) - 3
+    assert (ready.counts["failed_samples"], ready.counts["failed_groups"]) == (1, replaced)
+    assert (ready.counts["prompts"], ready.counts["short"]) == (4 + replaced, 0)
 
 
 def test_without_a_filter_failed_groups_are_replaced_for_twenty_rounds():
     rollouts = Recorded(fails=lambda i, s: True)
-    s = stream(rollouts, on_failed_sample="drop_group")
-    s.start(0)
-    ready = s.take(0)
+    ready = first_batch(stream(rollouts, on_failed_sample="drop_group"))
     assert len(rollouts.calls) == 1 + 20
     assert (ready.groups, ready.counts["short"], ready.counts["failed_groups"]) == ([], 4, 84)
 
@@ -245,8 +238,7 @@ def test_without_a_filter_failed_groups_are_replaced_for_twenty_rounds():
 def test_ready_batches_come_back_after_a_resume():
     rollouts = Recorded()
     s = stream(rollouts, staleness=2)
-    s.start(0)
-    s.take(0)
+    first_batch(s)
     saved, groups = s.snapshot()
     again_rollouts = Recorded()
     again = stream(again_rollouts, staleness=2)
@@ -299,14 +291,13 @@ class Unscored(Recorded):
 
 
 def test_samples_without_a_reward_reach_an_algorithm_that_needs_none():
-    s = stream(Unscored(fails=lambda i, s: i == 1 and s == 0), scored=False, on_failed_sample="drop_sample")
-    s.start(0)
-    ready = s.take(0)
+    ready = first_batch(
+        stream(Unscored(fails=lambda i, s: i == 1 and s == 0), scored=False, on_failed_sample="drop_sample")
+    )
     assert [len(g.trajectories) for g in ready.groups] == [2, 1, 2, 2]
     assert ready.counts["failed_samples"] == 1
     left_out = stream(Unscored(), on_failed_sample="drop_sample")
-    left_out.start(0)
-    assert left_out.take(0).groups == []
+    assert first_batch(left_out).groups == []
 
 
 class Knowing:
@@ -409,6 +400,5 @@ def test_without_a_curriculum_nothing_of_it_is_in_the_state():
 )
 def test_what_a_curriculum_is_told_of_failed_samples(changes, rollouts, fates):
     s, _ = with_curriculum(rollouts, **changes)
-    s.start(0)
-    batch = s.take(0)
+    batch = first_batch(s)
     assert {g.row: g.fate for g in batch.finished if g.fate != "kept"} == fates

@@ -12,7 +12,6 @@ from rlhf.interfaces import Env, Generator, Proof, Rollout
 from rlhf.plugins import Resolved
 from rlhf.requests import check_sampling
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
-from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
@@ -76,13 +75,6 @@ class Turns(Rollout):
                 raise ValueError("the rollout broke")
             turns.append(ctx.encode_observation("x" * n))
         return turns
-
-
-@pytest.fixture
-def main():
-    thread = MainThread()
-    yield thread
-    thread.close()
 
 
 def rows(*turns, **columns):

@@ -20,8 +20,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {n} answers with {c} passing is undefined; needs 0 <= c <= n and 1 <= k <= n")
-    if n - c < k:
-        return 1.0
     missed = 1.0
     for i in range(n - c + 1, n + 1):
         missed *= 1.0 - k / i
