@@ -70,27 +70,21 @@ def test_resume_is_exact(make, shares, taken):
     assert resumed.epoch == straight.epoch
 
 
-def test_changed_data_is_refused(make):
-    state = RowOrder([make("a", 7)], seed=0).state_dict()
-    with pytest.raises(CheckpointError, match=r"training data 'a' .* changed .*7 rows then, 8 now"):
-        RowOrder([make("a", 8)], seed=0).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="changed since the checkpoint"):
-        RowOrder([make("a", 7, offset=1)], seed=0).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="made with the training data a, this run has b"):
-        RowOrder([make("b", 7)], seed=0).load_state_dict(state)
-
-
-@pytest.mark.parametrize(("change", "expected"), [({"seed": 1}, "seed = 0"), ({"shuffle": False}, "shuffle = True")])
-def test_another_order_is_refused(make, change, expected):
-    state = RowOrder([make("a", 7)], seed=0).state_dict()
-    with pytest.raises(CheckpointError, match=expected):
-        RowOrder([make("a", 7)], **{"seed": 0, **change}).load_state_dict(state)
-
-
-def test_other_probabilities_are_refused(make):
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        ([("a", 8, 0.5), ("b", 7, 0.5)], {}, r"training data 'a' .* changed .*7 rows then, 8 now"),
+        ([("a", 7, 0.5, 1), ("b", 7, 0.5)], {}, "changed since the checkpoint"),
+        ([("b", 7, 0.5), ("a", 7, 0.5)], {}, "made with the training data a, b, this run has b, a"),
+        ([("a", 7, 0.4), ("b", 7, 0.6)], {}, r"probabilities = \[0\.5, 0\.5\], this run has \[0\.4, 0\.6\]"),
+        ([("a", 7, 0.5), ("b", 7, 0.5)], {"seed": 1}, "seed = 0"),
+        ([("a", 7, 0.5), ("b", 7, 0.5)], {"shuffle": False}, "shuffle = True"),
+    ],
+)
+def test_other_data_and_another_order_are_refused(make, sources, options, message):
     state = RowOrder([make("a", 7, 0.5), make("b", 7, 0.5)]).state_dict()
-    with pytest.raises(CheckpointError, match="probabilities"):
-        RowOrder([make("a", 7, 0.4), make("b", 7, 0.6)]).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=message):
+        RowOrder([make(*source) for source in sources], **options).load_state_dict(state)
 
 
 def test_no_sources_and_wrong_probabilities(make):
