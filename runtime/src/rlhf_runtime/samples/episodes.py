@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -60,16 +59,17 @@ class Episodes:
         """Episodes that can be open at once. Further episodes in worker processes wait in ``reset`` until another is
         closed. A caller whose samples wait for each other must not start more than this number, or all of them wait
         forever."""
-        self._pool = None
+        self.pool = None
+        """The worker processes of a plain environment."""
         if not coroutines:
-            self._pool = WorkerPool(resolved, config, EnvError, self.limit, python=section.python)
+            self.pool = WorkerPool(resolved, config, EnvError, self.limit, python=section.python)
 
     async def start(self) -> None:
         """Start a worker process of an environment with its own Python. One that lacks a package stops the run here,
         before anything is generated."""
-        if self._pool is not None and self._pool.python is not None:
+        if self.pool is not None and self.pool.python is not None:
             with boundary(EnvError, f"{self.resolved}: starting its worker process"):
-                self._pool.release(await self._pool.acquire())
+                self.pool.release(await self.pool.acquire())
 
     def open(self, sample: Slice | None = None) -> Episode:
         """A fresh episode. Its environment or worker process starts in ``reset``.
@@ -77,12 +77,12 @@ class Episodes:
         Args:
             sample: the slice of the timeline that shows the calls.
         """
-        return Episode(self.resolved, self.config, self.section, self._pool, sample or Slice(), self.agents)
+        return Episode(self, sample or Slice())
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
 
 def agents_played(resolved: Resolved, config: ComponentConfig | None) -> tuple[str, ...]:
@@ -100,18 +100,10 @@ class Episode(Env):
     An environment whose process died, or was killed at a deadline, is not closed.
     """
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        config: ComponentConfig | None,
-        section: EnvSection,
-        pool: WorkerPool | None,
-        sample: Slice,
-        agents: Sequence[str] = (),
-    ) -> None:
-        self.name = resolved.cls.name  # type: ignore[misc]
-        self._resolved, self._config, self._section, self._pool = resolved, config, section, pool
-        self._sample, self._agents = sample, agents
+    def __init__(self, episodes: Episodes, sample: Slice) -> None:
+        self.name = episodes.resolved.cls.name  # type: ignore[misc]
+        self._resolved, self._config, self._section = episodes.resolved, episodes.config, episodes.section
+        self._pool, self._agents, self._sample = episodes.pool, episodes.agents, sample
         self._env: Env | None = None
         self._worker: PluginWorker | None = None
         self._steps, self._over, self._closed, self._failed = 0, False, False, False
