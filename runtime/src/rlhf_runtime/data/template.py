@@ -22,9 +22,9 @@ from rlhf_runtime.data.messages import REASONING, UNTRAINED, text_of
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
-from rlhf_runtime.data.template_markers import mark
 from rlhf_runtime.data.text_tokens import Span, edges_are_between
 from rlhf_runtime.data.tokenizer import decoder_of
+from rlhf_runtime.data.written_parts import mark
 
 
 class Template(Prompts):
