@@ -51,8 +51,8 @@ class ChatMessages:
         self._chat.check_context([*messages, *new], tools, start=len(messages))
         opened = self._chat.text(messages[:-1], answer=True, tools=tools)
         answered = self._chat.text(messages, answer=False, tools=tools)
-        whole = self._chat.text([*messages, *new], answer=True, tools=tools)
-        if not answered.startswith(opened) or not whole.startswith(answered):
+        text = self._chat.text([*messages, *new], answer=True, tools=tools)
+        if not answered.startswith(opened) or not text.startswith(answered):
             return None
         answer = answered[len(opened) :].rstrip()  # a line break may follow the end token
         end = max((e for e in self._ends if answer.endswith(e)), key=len, default="")
@@ -62,11 +62,11 @@ class ChatMessages:
             content = text_of(messages[-1].get("content"))
             start = len(opened) + len(answer)
             start += len(space) if answered.startswith(space := content[len(content.rstrip()) :], start) else 0
-        added = whole[start:]
+        added = text[start:]
         if not end:  # some templates write the end token only once another message follows
             end = max((e for e in self._ends if added.lstrip().startswith(e)), key=len, default="")
         if not closed or not end:
-            return self._tokens.ids(added) if end else self._tokens.ids_after(whole[:start], added)
+            return self._tokens.ids(added) if end else self._tokens.ids_after(text[:start], added)
         return self._tokens.ids_after(end, added.partition(end)[2])
 
 
@@ -176,9 +176,9 @@ class ParsedAnswers:
         answered = chat.text(
             [*question, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [_PROBE_TOOL]
         )
-        before = next((text for text in (opened, closed) if answered.startswith(text)), "")
-        call_text = answered[len(before) :]
-        message = self.parse(tokens.ids(call_text), tokens.ids(before), "", [_PROBE_TOOL])
+        prefix = next((text for text in (opened, closed) if answered.startswith(text)), "")
+        call_text = answered[len(prefix) :]
+        message = self.parse(tokens.ids(call_text), tokens.ids(prefix), "", [_PROBE_TOOL])
         calls = [call["function"] for call in message.get("tool_calls", ())]
         if [(c["name"], decoded(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
             raise DataError(
@@ -192,9 +192,9 @@ class ParsedAnswers:
     def _by_template(
         self, ids: Sequence[int], prompt: Sequence[int], tools: Tools
     ) -> tuple[str, str, list[AnswerCall]]:
-        text, before = self._decode(ids), self._decode(prompt)
+        text, prefix = self._decode(ids), self._decode(prompt)
         try:
-            parsed = self._tokenizer.parse_response(text, prefix=before, tools=[dict(t) for t in tools] or None)
+            parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=[dict(t) for t in tools] or None)
         except Exception:  # the model wrote something that is not in the format: it stays content
             return self._text(ids), "", []
         reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""
@@ -204,11 +204,11 @@ class ParsedAnswers:
             calls.append(AnswerCall(function["name"], as_json(function.get("arguments") or {})))
         return parsed.get("content") or "", reasoning, calls
 
-    def _by_tags(self, text: str, before: str, tools: Tools) -> tuple[str, str, list[AnswerCall]]:
+    def _by_tags(self, text: str, prefix: str, tools: Tools) -> tuple[str, str, list[AnswerCall]]:
         reasoning, content, calls = "", text, list[AnswerCall]()
         if self._thoughts:
             opening, closing = self._thoughts
-            opened = before.rstrip().endswith(opening) or text.lstrip().startswith(opening)
+            opened = prefix.rstrip().endswith(opening) or text.lstrip().startswith(opening)
             if opened or (closing in text and opening not in text.partition(closing)[0]):
                 reasoning, end, content = text.partition(closing)
                 if not end:  # a call ends reasoning too, as in vLLM and llama.cpp; all else is reasoning

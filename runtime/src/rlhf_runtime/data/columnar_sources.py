@@ -145,16 +145,16 @@ def _saved(path: Path, section: SourceSection) -> Any:
     if section.subset is not None:
         raise DataError(f"{path}: subset = {section.subset!r}, but a saved folder has no subsets")
     try:
-        loaded = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except Exception as error:  # many kinds, all meaning: this folder cannot be read
         raise DataError(f"cannot load {path} with datasets.load_from_disk: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if section.split not in loaded:
+    if isinstance(dataset, datasets.DatasetDict):
+        if section.split not in dataset:
             raise DataError(
-                f"{path} has no split {section.split!r}; it has {', '.join(loaded)}."
-                f"{did_you_mean(section.split, loaded)}"
+                f"{path} has no split {section.split!r}; it has {', '.join(dataset)}."
+                f"{did_you_mean(section.split, dataset)}"
             )
-        return loaded[section.split]
+        return dataset[section.split]
     if section.split != "train":
         raise DataError(f"{path}: split = {section.split!r}, but the folder holds a single dataset without splits")
-    return loaded
+    return dataset

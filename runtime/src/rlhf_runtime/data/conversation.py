@@ -110,12 +110,12 @@ class ChatTemplate:
         """Raises DataError: the template leaves out a text that the policy did not write, in a message from number
         ``start`` on. How it shows the policy's earlier answers is its own affair."""
         if messages_of_forms := self._unchecked(messages, (), None, start):
-            others = [m for m, message in enumerate(messages) if m < start or message["role"] == "assistant"]
+            unchecked = [m for m, message in enumerate(messages) if m < start or message["role"] == "assistant"]
 
             def render(other: Sequence[Message]) -> list[str]:
                 return [self.text(other, answer=True, tools=tools)] * len(messages)
 
-            check_parts(render, messages, (), (), (), unchecked=others)
+            check_parts(render, messages, (), (), (), unchecked=unchecked)
             self._checked |= messages_of_forms.keys()
 
     def _unchecked(
@@ -127,9 +127,11 @@ class ChatTemplate:
         last = {message["role"]: m for m, message in enumerate(messages)}
         forms = dict[tuple[Any, ...], int]()
         for m, message in enumerate(messages[start:], start):
-            before = messages[m - 1]["role"] if m else ""
-            later = tuple(m < last.get(role, -1) for role in ("user", "system"))  # some templates move a system message
-            forms.setdefault((source, m in trained, before, later, form_of(message)), m)
+            previous_role = messages[m - 1]["role"] if m else ""
+            has_later = tuple(
+                m < last.get(role, -1) for role in ("user", "system")
+            )  # some templates move a system message
+            forms.setdefault((source, m in trained, previous_role, has_later, form_of(message)), m)
         return {form: m for form, m in forms.items() if form not in self._checked}
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
@@ -149,16 +151,16 @@ class ChatTemplate:
         starts, ends = dict[int, int](), dict[int, int]()
         for m in trained:
             conversation = messages if as_asked else None
-            mine = [i for i, number in enumerate(order) if texts[number].message == m]
-            if mine:
-                starts[m] = self._start(text, pieces[2 * mine[0]], places[mine[0]][0], m, conversation)
-                tail = tails[m] if order[mine[-1]] == last[m] else ""
-                ends[m] = places[mine[-1]][1] + tail_length(pieces[2 * mine[-1] + 2], tail, m)
+            indices = [i for i, number in enumerate(order) if texts[number].message == m]
+            if indices:
+                starts[m] = self._start(text, pieces[2 * indices[0]], places[indices[0]][0], m, conversation)
+                tail = tails[m] if order[indices[-1]] == last[m] else ""
+                ends[m] = places[indices[-1]][1] + tail_length(pieces[2 * indices[-1] + 2], tail, m)
             else:  # tool calls only
-                before = max((i for i, number in enumerate(order) if texts[number].message == m - 1), default=-1)
-                head = pieces[2 * before + 2].find(self._generation_head()) if before >= 0 else -1
+                previous = max((i for i, number in enumerate(order) if texts[number].message == m - 1), default=-1)
+                head = pieces[2 * previous + 2].find(self._generation_head()) if previous >= 0 else -1
                 if head >= 0 and self._generation_head():
-                    starts[m] = places[before][1] + head + len(self._generation_head())
+                    starts[m] = places[previous][1] + head + len(self._generation_head())
                 else:
                     starts[m] = self._prompt_end(text, messages, m)
                 ends[m] = starts[m]
@@ -285,9 +287,9 @@ class ChatTemplate:
         prompt, or its end, which no sample has. An earlier answer may lack its ``<think>``."""
         head = self._generation_head()
         for opening in filter(None, (head, head.partition("<think>")[0])):
-            at = text.find(opening, max(0, start - len(opening)), start + len(opening))
-            if at >= 0:
-                return at + len(opening)
+            index = text.find(opening, max(0, start - len(opening)), start + len(opening))
+            if index >= 0:
+                return index + len(opening)
         return start
 
     @cached_property
@@ -342,13 +344,13 @@ class ChatTemplate:
         self, messages: Sequence[Message], trained: Sequence[int], texts: Sequence[Text], order: Sequence[int]
     ) -> None:
         for m in trained:
-            mine = [n for n, text in enumerate(texts) if text.message == m]
-            if not mine and not messages[m].get("tool_calls"):
+            numbers = [n for n, text in enumerate(texts) if text.message == m]
+            if not numbers and not messages[m].get("tool_calls"):
                 raise DataError(
                     f"message {m} (assistant) has no text, so where it stands in the chat template's render cannot be "
                     "told. Mark answers in the template with {% generation %} ... {% endgeneration %}."
                 )
-            lost = [n for n in mine if order.count(n) != 1]
+            lost = [n for n in numbers if order.count(n) != 1]
             if lost and m == len(messages) - 1:
                 fields = ", ".join(key for key in messages[m] if key != "role")
                 raise DataError(
@@ -373,38 +375,38 @@ class ChatTemplate:
         """
         end = self.answer_end
         piece = text[position:following]
-        at = min((i for t in self._special if (i := piece.find(t)) >= 0), default=-1)
-        if end and at >= 0 and piece.startswith(end, at):  # no render of the messages up to this one is needed
-            return position + at + len(end)
-        until = text if message == len(messages) - 1 else self.text(messages[: message + 1], answer=False)
-        until = until.rstrip()
-        alone = text.startswith(until) and len(until) > position
-        at = text.find(end, position, len(until) if alone else following) if end else -1
-        if at >= 0:
-            return at + len(end)
-        if alone:  # another end token, or none
-            return len(until)
+        index = min((i for t in self._special if (i := piece.find(t)) >= 0), default=-1)
+        if end and index >= 0 and piece.startswith(end, index):  # no render of the messages up to this one is needed
+            return position + index + len(end)
+        prefix = text if message == len(messages) - 1 else self.text(messages[: message + 1], answer=False)
+        prefix = prefix.rstrip()
+        is_prefix = text.startswith(prefix) and len(prefix) > position
+        index = text.find(end, position, len(prefix) if is_prefix else following) if end else -1
+        if index >= 0:
+            return index + len(end)
+        if is_prefix:  # another end token, or none
+            return len(prefix)
         raise DataError(
             f"the chat template writes message {message} (assistant) otherwise once other messages follow, so where "
             'its tool calls end cannot be told. Train on the last answer (data.loss_on = "completion"), or mark '
             "answers in the template with {% generation %} ... {% endgeneration %}."
         )
 
-    def _require_context(self, messages: Sequence[Message], trained: Sequence[int], some: Collection[int]) -> None:
+    def _require_context(self, messages: Sequence[Message], trained: Sequence[int], answers: Collection[int]) -> None:
         """Raises DataError: one of ``some`` answers does not follow the text that the policy is given for it."""
         render = self.render(messages, trained)
         for m, (start, _) in zip(trained, render.answers, strict=True):
-            before = render.text[:start]
-            if m and m in some and (prompt := self.text(messages[:m], answer=True)) != before:
-                raise _never_seen(messages, m, prompt, before)
+            context = render.text[:start]
+            if m and m in answers and (prompt := self.text(messages[:m], answer=True)) != context:
+                raise _never_seen(messages, m, prompt, context)
 
     def _generation_head(self) -> str:
         """The text that ``add_generation_prompt`` adds; empty if it adds none."""
         if self._head is None:
             self._head = ""
             with suppress(DataError):  # it needs other messages
-                without, ready = self.text([_USER], answer=False), self.text([_USER], answer=True)
-                self._head = ready[len(without) :] if ready.startswith(without) else ""
+                plain, ready = self.text([_USER], answer=False), self.text([_USER], answer=True)
+                self._head = ready[len(plain) :] if ready.startswith(plain) else ""
         return self._head
 
     def _start(self, text: str, piece: str, position: int, message: int, conversation: Sequence[Message] | None) -> int:
@@ -421,9 +423,9 @@ class ChatTemplate:
             the policy would never answer in this context.
         """
         head = self._generation_head()
-        at = piece.rfind(head) if head else -1
-        if at >= 0 or conversation is None:
-            return position if at < 0 else position - len(piece) + at + len(head)
+        index = piece.rfind(head) if head else -1
+        if index >= 0 or conversation is None:
+            return position if index < 0 else position - len(piece) + index + len(head)
         return self._prompt_end(text, conversation, message, piece, position)
 
     def _prompt_end(
@@ -441,17 +443,17 @@ class ChatTemplate:
         raise _never_seen(messages, message, prompt, text[:position] if piece else text)
 
 
-def _never_seen(messages: Sequence[Message], message: int, prompt: str, before: str) -> DataError:
+def _never_seen(messages: Sequence[Message], message: int, prompt: str, context: str) -> DataError:
     """
     Args:
-        before: the text before the message, which differs from the ``prompt``.
+        context: the text before the message, which differs from the ``prompt``.
     """
-    at = next((i for i, (a, b) in enumerate(zip_longest(prompt, before)) if a != b), len(prompt))
-    window = slice(max(0, at - 30), at + 30)
+    difference = next((i for i, (a, b) in enumerate(zip_longest(prompt, context)) if a != b), len(prompt))
+    window = slice(max(0, difference - 30), difference + 30)
     last = "" if message == len(messages) - 1 else 'Train on the last answer (data.loss_on = "completion"). '
     return DataError(
         f"the policy is given {prompt[window]!r} before it answers, but the chat template writes message {message} "
-        f"(assistant) after {before[window]!r}: it would be trained in a context that it never sees. {last}Set other "
+        f"(assistant) after {context[window]!r}: it would be trained in a context that it never sees. {last}Set other "
         "data.template_kwargs, or mark answers in the template with {% generation %} ... {% endgeneration %}."
     )
 

@@ -89,15 +89,15 @@ def rejected_beside(values: Values, chat: bool) -> Values:
 def without_repeated_prompt(values: Values) -> Values:
     """A pair without its prompt, if both answers are whole conversations."""
     answers, prompt = [values.get(k) for k in ("chosen", "rejected")], values.get("prompt")
-    whole = [is_whole(answer) for answer in answers]
-    if all(whole):
+    is_whole_N = [is_whole(answer) for answer in answers]
+    if all(is_whole_N):
         if prompt and not repeats(answers, prompt):
             raise DataError(
                 "the two answers are whole conversations, which do not repeat the prompt; name its column "
                 "(--data.prompt) to put it before them, or take it out"
             )
         return {k: v for k, v in values.items() if k != "prompt"}
-    if any(whole):
+    if any(is_whole_N):
         raise DataError(
             "one answer is a whole conversation, which begins with a message of user or system, and the other is not; "
             "both must be of one form"
@@ -114,14 +114,14 @@ def dialogues(values: Values, chat: bool) -> Values:
     ends = [m.end() for m in re.finditer(ASSISTANT, chosen) if rejected.startswith(chosen[: m.end()])]
     if not ends:
         raise DataError(f"the two dialogues have no common prefix that ends with {ASSISTANT!r}")
-    at = ends[-1]
-    answers = {"chosen": chosen[at:], "rejected": rejected[at:]}
+    start = ends[-1]
+    answers = {"chosen": chosen[start:], "rejected": rejected[start:]}
     for name, answer in answers.items():
         if HUMAN in answer or ASSISTANT in answer:
             raise DataError(f"the dialogues differ before the last answer: {name} goes on with {answer[:60]!r}")
     if not chat:
-        return {**values, "prompt": chosen[:at], **answers}
-    prompt = _spoken(chosen[: at - len(ASSISTANT)])
+        return {**values, "prompt": chosen[:start], **answers}
+    prompt = _spoken(chosen[: start - len(ASSISTANT)])
     return {**values, "prompt": prompt, **{k: v.strip() for k, v in answers.items()}}
 
 
@@ -131,9 +131,9 @@ def dialogue_prompt(values: Values, chat: bool) -> Values:
     prompt = values.get("prompt")
     if not chat or not isinstance(prompt, str) or not is_open_dialogue(prompt):
         return values
-    first, *others = re.split(HELPSTEER, prompt)
-    if others:
-        messages = zip(("User", *others[::2]), (first, *others[1::2]), strict=True)
+    first, *turns = re.split(HELPSTEER, prompt)
+    if turns:
+        messages = zip(("User", *turns[::2]), (first, *turns[1::2]), strict=True)
         return {**values, "prompt": [{"role": name.lower(), "content": text.strip()} for name, text in messages]}
     answers = {f: v.strip() for f in ("response", "chosen", "rejected") if isinstance(v := values.get(f), str)}
     return {**values, "prompt": _spoken("\n\n" + prompt.strip()[: -len(ASSISTANT)]), **answers}
@@ -149,13 +149,13 @@ def context(values: Values, chat: bool) -> Values:
     rest = {k: v for k, v in values.items() if k not in ("context", "history")}
     if values.get("context") not in (None, ""):
         rest["prompt"] = f"{_text(values, 'prompt')}\n\n{_text(values, 'context')}"
-    if past := values.get("history"):
-        if not isinstance(past, list) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in past):
-            raise DataError(f"history must be a list of [question, answer] pairs, got {shown(past)}")
+    if history := values.get("history"):
+        if not isinstance(history, list) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in history):
+            raise DataError(f"history must be a list of [question, answer] pairs, got {shown(history)}")
         if not chat:
             raise DataError("the row has a history, whose turns need a chat template")
-        before = [message for pair in past for message in question_and_answer(*pair)]
-        rest["prompt"] = [*before, {"role": "user", "content": _text(rest, "prompt")}]
+        messages = [message for pair in history for message in question_and_answer(*pair)]
+        rest["prompt"] = [*messages, {"role": "user", "content": _text(rest, "prompt")}]
     return rest
 
 
@@ -197,16 +197,24 @@ def prm800k(values: Values, chat: bool) -> Values:
     for number, step in enumerate(label["steps"], 1):
         if not isinstance(step, Mapping):
             raise DataError(f"step {number}: must have completions, got {shown(step)}")
-        completions, chosen, own = step.get("completions") or [], step.get("chosen_completion"), step.get(_OWN)
-        if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in (*completions, own or {})):
+        completions, chosen, own_completion = (
+            step.get("completions") or [],
+            step.get("chosen_completion"),
+            step.get(_OWN),
+        )
+        if not isinstance(completions, list) or not all(
+            isinstance(c, Mapping) for c in (*completions, own_completion or {})
+        ):
             raise DataError(f"step {number}: completions must be {{text, rating}} each, got {shown(completions)}")
-        completion = completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own
+        completion = (
+            completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own_completion
+        )
         if completion is None and number == len(label["steps"]) and completions:
             completion = completions[0]
         if completion is None:
             raise DataError(f"step {number}: no completion was chosen")
         texts.append(completion.get("text"))
-        labels.append(1 if completion is own else _rating(completion.get("rating")))
+        labels.append(1 if completion is own_completion else _rating(completion.get("rating")))
     return {"prompt": question.get("problem"), "steps": texts, "step_labels": labels}
 
 
@@ -233,9 +241,9 @@ CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
     "rated_steps": ("a list of steps with their ratings or labels", rated_steps),
     "prm800k": ("PRM800K: the chosen completion of each step; neutral ratings count as right", prm800k),
 } | {
-    meaning + end: (words + more, partial(compared, meaning=meaning, of_margin=bool(end)))
+    meaning + end: (words + suffix, partial(compared, meaning=meaning, of_margin=bool(end)))
     for meaning, (words, _) in PREFERENCES.items()
-    for end, more in (("", ""), (OF_MARGIN, "; the difference is the margin"))
+    for end, suffix in (("", ""), (OF_MARGIN, "; the difference is the margin"))
 }
 """{conversion: (words for messages, function of the values and of whether a chat template is used)}."""
 
@@ -337,15 +345,15 @@ def _spoken(dialogue: str) -> list[dict[str, Any]]:
 
 
 def _labels_in_place(pieces: list[str], text: str) -> list[str]:
-    labels, at = list[str](), 0
+    labels, position = list[str](), 0
     for number, piece in enumerate(pieces, 1):
-        if not text.startswith(piece, at):
+        if not text.startswith(piece, position):
             raise DataError(f"step {number}: the labels' text differs from the steps' before the mark")
-        at += len(piece)
-        labels.append(text[at : at + 1])
-        at += 1
-    if text[at:].strip():
-        raise DataError(f"the labels' text goes on after the last step: {text[at : at + 60]!r}")
+        position += len(piece)
+        labels.append(text[position : position + 1])
+        position += 1
+    if text[position:].strip():
+        raise DataError(f"the labels' text goes on after the last step: {text[position : position + 60]!r}")
     return labels
 
 

@@ -161,18 +161,18 @@ class TrainData:
             for e, r in zip(examples_of_rows, rows, strict=True)
         ]
 
-    def eval_rows(self, most: int | None = None) -> list[Row]:
+    def eval_rows(self, limit: int | None = None) -> list[Row]:
         """The usable evaluation rows, source by source, in the order of the files.
 
         Args:
-            most: the first rows of each source; None: all.
+            limit: the first rows of each source; None: all.
 
         Raises DataError: a row is not usable and such rows are not left out; or no row is usable.
         """
         if self._held_out is None:
             self._held_out = self._usable_for_evaluation()
         of_sources = itertools.groupby(self._held_out, key=lambda row: row.source)
-        return [row for _, rows in of_sources for row in itertools.islice(rows, most)]
+        return [row for _, rows in of_sources for row in itertools.islice(rows, limit)]
 
     def _usable_for_evaluation(self) -> list[Row]:
         counts = Counter[str]()
@@ -272,30 +272,30 @@ class TrainData:
 
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
         """Whether a row can be used. Sets :attr:`_why`."""
-        self._why = why = self.judge(row, sources is self._train and row.source in self.answered)
-        if why.example is not None and not why.kind:
-            self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
-        self._require_wanted(row, sources, why)
-        return not why.kind
+        self._why = verdict = self.judge(row, sources is self._train and row.source in self.answered)
+        if verdict.example is not None and not verdict.kind:
+            self._examples[row.source, row.index] = verdict.example  # for `examples`: rows are tokenised once
+        self._require_wanted(row, sources, verdict)
+        return not verdict.kind
 
-    def _nothing_left(self, misses: int, why: RowVerdict) -> DataError:
+    def _nothing_left(self, misses: int, verdict: RowVerdict) -> DataError:
         return DataError(
             f"{misses} rows in a row are over the limits (data.max_tokens = {self.section.max_tokens}, "
             f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from: nothing is "
-            f"left to train on. The last one: {why.text}"
+            f"left to train on. The last one: {verdict.text}"
         )
 
-    def _require_wanted(self, row: Row, sources: Sequence[Source], why: RowVerdict) -> None:
+    def _require_wanted(self, row: Row, sources: Sequence[Source], verdict: RowVerdict) -> None:
         """Raises DataError if a row cannot be used and such rows are not left out."""
-        if why.kind and getattr(self.section, why.kind) == "error":
+        if verdict.kind and getattr(self.section, verdict.kind) == "error":
             advice = (
-                'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
+                'Shorten the row, raise the limit, or set data.too_long = "drop"' if verdict.kind == "too_long" else
                 'Correct the row, or set data.bad_rows = "drop"'
             )  # fmt: skip
-            where = self._source(sources, row.source).where(row.index)
-            end = "" if why.text.endswith((".", "?")) else "."
-            text = f"{where}: {why.text}{end} {advice} to leave such rows out (counted)."
-            raise DataError(text) from why.error
+            location = self._source(sources, row.source).where(row.index)
+            end = "" if verdict.text.endswith((".", "?")) else "."
+            text = f"{location}: {verdict.text}{end} {advice} to leave such rows out (counted)."
+            raise DataError(text) from verdict.error
 
     @staticmethod
     def _source(sources: Sequence[Source], name: str) -> Source:

@@ -56,12 +56,12 @@ class GivenAnswers:
     def group(self, number: int, left_out: Counter[str]) -> Group:
         """The answers of row ``number``, in order. Answers that are left out are counted by reason."""
         source, index = self._rows[number]
-        where, row = source.where(index), source[index]
+        location, row = source.where(index), source[index]
         group = Group(row, number, [])
         try:
             texts = [text for column in self.columns[source.name] for text in _texts(row.columns, column)]
         except DataError as error:
-            self._refuse("bad_rows", f"{where}: {error}", error)
+            self._refuse("bad_rows", f"{location}: {error}", error)
             left_out["rows whose answers cannot be read"] += 1
             return group
         for sample, text in enumerate(texts):
@@ -70,13 +70,13 @@ class GivenAnswers:
                 tokens = sum(len(turn.ids) for turn in turns)
                 long = check_prompt(len(turns[0].ids), self.section)
             except DataError as error:
-                self._refuse("bad_rows", f"{where}, answer {sample}: {error}", error)
+                self._refuse("bad_rows", f"{location}, answer {sample}: {error}", error)
                 left_out["answers that cannot be used"] += 1
                 continue
             if not long and tokens > self.section.max_tokens:
                 long = f"prompt and answer have {tokens} tokens, over data.max_tokens = {self.section.max_tokens}"
             if long:
-                self._refuse("too_long", f"{where}, answer {sample}: {long}")
+                self._refuse("too_long", f"{location}, answer {sample}: {long}")
                 left_out["answers that are too long"] += 1
                 continue
             turns[1].text = text
@@ -92,8 +92,8 @@ class GivenAnswers:
 def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
     """The answers in a column. Raises DataError if the column holds none."""
     value = columns.get(name)
-    several = isinstance(value, list) and not _is_message_list(value)
-    texts = [_text(item, name) for item in (value if several and isinstance(value, list) else [value])]
+    is_list = isinstance(value, list) and not _is_message_list(value)
+    texts = [_text(item, name) for item in (value if is_list and isinstance(value, list) else [value])]
     if not texts:
         raise DataError(f"column {name!r} holds no answer")
     return texts

@@ -49,24 +49,24 @@ class ImageTokens:
 
         Raises DataError: other numbers of placeholders and images, or an image that the processor refuses.
         """
-        at = [i for i, token in enumerate(ids) if token == self.placeholder] if self.placeholder in ids else []
-        if len(at) != len(images):
+        positions = [i for i, token in enumerate(ids) if token == self.placeholder] if self.placeholder in ids else []
+        if len(positions) != len(images):
             raise DataError(
-                f"{_counted(len(at), 'placeholder')} of images in the text and {_counted(len(images), 'image')}; each "
-                f"image has one placeholder{self._spelt()}"
+                f"{_counted(len(positions), 'placeholder')} of images in the text and {_counted(len(images), 'image')}"
+                f"; each image has one placeholder{self._spelt()}"
             )
         if not images:
             return ids, list(mask), ()
-        new_ids, new_mask, placed, end = array.array("i"), list[bool](), list[Image](), 0
-        for position, data in zip(at, images, strict=True):
+        new_ids, new_mask, new_images, end = array.array("i"), list[bool](), list[Image](), 0
+        for position, data in zip(positions, images, strict=True):
             tokens = self.of_size(*image_size(data))
             new_ids += array.array("i", ids[end:position])
-            placed.append(Image(data, len(new_ids), len(tokens), [self.placeholder]))
+            new_images.append(Image(data, len(new_ids), len(tokens), [self.placeholder]))
             new_ids += array.array("i", tokens)
             new_mask += [*mask[end:position], *(False for _ in tokens)]
             end = position + 1
         new_ids += array.array("i", ids[end:])
-        return new_ids, [*new_mask, *mask[end:]] if mask else [], tuple(placed)
+        return new_ids, [*new_mask, *mask[end:]] if mask else [], tuple(new_images)
 
     @property
     def text(self) -> str:
@@ -87,9 +87,9 @@ class ImageTokens:
                 f"images cannot be encoded for {self.model}: its processor marks an image with {token!r}, its "
                 f"config.json with token {self.placeholder}"
             )
-        alone, between = (_processed(processor, text, 64, 64) for text in (token, f"a{token}b"))
-        before, after = (processor.tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("a", "b"))
-        if between != (*before, *alone, *after):
+        image_ids, between = (_processed(processor, text, 64, 64) for text in (token, f"a{token}b"))
+        front, after = (processor.tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("a", "b"))
+        if between != (*front, *image_ids, *after):
             raise DataError(
                 f"images cannot be encoded for {self.model}: which tokens its processor writes for an image depends "
                 "on the text beside it"
@@ -108,22 +108,22 @@ def image_tokens(model: str, trust_remote_code: bool = False) -> ImageTokens | s
     return ImageTokens(model, trust_remote_code)
 
 
-def check_image_tokens(policy: ImageTokens, others: Iterable[ModelSpec]) -> None:
+def check_image_tokens(policy: ImageTokens, specs: Iterable[ModelSpec]) -> None:
     """Refuse a role whose processor makes other tokens of images than the policy's. It is given the policy's tokens.
 
     Raises ModelError naming the role.
     """
-    for spec in others:
+    for spec in specs:
         if spec.path == policy.model:
             continue
-        own = ImageTokens(spec.path, spec.trust_remote_code)
+        role_tokens = ImageTokens(spec.path, spec.trust_remote_code)
         for width, height in COMPARED:
-            ours, theirs = (tokens.of_size(width, height) for tokens in (policy, own))
-            if ours != theirs:
+            policy_ids, role_ids = (tokens.of_size(width, height) for tokens in (policy, role_tokens))
+            if policy_ids != role_ids:
                 raise ModelError(
-                    f"role {spec.role.name!r} ({spec.path}) reads an image of {width}x{height} pixels as {len(theirs)} "
-                    f"tokens, and the policy ({policy.model}) as {len(ours)} or others. Every role reads the policy's "
-                    "tokens, so its processor must be of the same family and settings."
+                    f"role {spec.role.name!r} ({spec.path}) reads an image of {width}x{height} pixels as "
+                    f"{len(role_ids)} tokens, and the policy ({policy.model}) as {len(policy_ids)} or others. Every "
+                    "role reads the policy's tokens, so its processor must be of the same family and settings."
                 )
 
 

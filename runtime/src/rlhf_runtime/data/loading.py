@@ -158,10 +158,10 @@ class CsvSource(Source):
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"{path}, line {line}: not valid csv: {error}") from None
-        twice = sorted({c for c in header if header.count(c) > 1})
-        if twice:
-            where = "the dataset's card" if form.names else "the header"
-            raise DataError(f"{path}: {where} names {', '.join(map(repr, twice))} twice")
+        duplicates = sorted({c for c in header if header.count(c) > 1})
+        if duplicates:
+            location = "the dataset's card" if form.names else "the header"
+            raise DataError(f"{path}: {location} names {', '.join(map(repr, duplicates))} twice")
         super().__init__(section, header, fingerprint if form == USUAL else f"{fingerprint} {form}")
 
     def rows(self) -> int:
@@ -182,8 +182,8 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:
-        more = ". A row is one line, ended by a line feed" if error.msg == "Extra data" else ""
-        raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}{more}") from None
+        advice = ". A row is one line, ended by a line feed" if error.msg == "Extra data" else ""
+        raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}{advice}") from None
     except NotStrictError as error:
         raise DataError(f"{path}, line {number}: {error}") from None
     except ValueError:  # an integer of more digits than Python reads
@@ -251,8 +251,10 @@ def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"no data file {path}: the folder {folder} does not exist"
-    beside = sorted(p.name for p in folder.iterdir() if file_kind(p) is not None)
-    listing = f"are: {', '.join(beside[:20])}.{did_you_mean(path.name, beside)}" if beside else "are no data files."
+    siblings = sorted(p.name for p in folder.iterdir() if file_kind(p) is not None)
+    listing = (
+        f"are: {', '.join(siblings[:20])}.{did_you_mean(path.name, siblings)}" if siblings else "are no data files."
+    )
     return f"no data file {path}. In {folder} there {listing}"
 
 
@@ -297,12 +299,12 @@ class JoinedSource(Source):
         return self._ends[-1]
 
     def read(self, index: int) -> dict[str, Any]:
-        part, inside = self._place(index)
-        return part.read(inside)
+        part, row = self._place(index)
+        return part.read(row)
 
     def where(self, index: int) -> str:
-        part, inside = self._place(index)
-        return part.where(inside)
+        part, row = self._place(index)
+        return part.where(row)
 
     def values(self, column: str) -> Iterator[Any]:
         return itertools.islice(itertools.chain.from_iterable(part.values(column) for part in self._parts), len(self))
@@ -332,8 +334,8 @@ def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Sour
         kind = file_kind(Path(name))
         assert kind is not None
         path = f"{dataset.name}@{commit[:7]}/{name}"
-        own = section.model_copy(update={"path": path, "max_rows": None})
-        parts.append(open_file(own, folder / name, kind, form))
+        file_section = section.model_copy(update={"path": path, "max_rows": None})
+        parts.append(open_file(file_section, folder / name, kind, form))
     return JoinedSource(section, parts)
 
 
@@ -346,12 +348,12 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place).resolve()
         if cards:
-            here = download("dataset", dataset, commit, cards)
+            downloaded = download("dataset", dataset, commit, cards)
         for name in files:
             if not (folder / name).resolve().is_relative_to(folder):
                 raise DataError(f"{title} has a file {name!r} outside of the repository: the dataset is not read")
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((here / name).read_bytes() if name in cards else b"")
+            (folder / name).write_bytes((downloaded / name).read_bytes() if name in cards else b"")
         try:
             builder = datasets.load_dataset_builder(str(folder), section.subset)
         except Exception as error:  # several kinds: no data files, several subsets, a subset that is not there
@@ -373,15 +375,15 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
             "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
         )
     defaults = type(builder.config)()
-    changed = {
+    options = {
         f.name: getattr(builder.config, f.name)
         for f in dataclasses.fields(builder.config)
         if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(defaults, f.name)
     }
     of_csv = all(file_kind(Path(name)) == "csv" for name in names)
-    form = _csv_form(changed) if of_csv else None if changed else USUAL
+    form = _csv_form(options) if of_csv else None if options else USUAL
     if form is None:
-        set_here = sorted(f"{name} = {value!r}" for name, value in changed.items())
+        set_here = sorted(f"{name} = {value!r}" for name, value in options.items())
         raise DataError(
             f"{title} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
             "name the folder of its save_to_disk."
@@ -389,7 +391,7 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
     return names, form
 
 
-def _csv_form(changed: Mapping[str, Any]) -> CsvForm | None:
+def _csv_form(options: Mapping[str, Any]) -> CsvForm | None:
     """The card's options for csv, interpreted as pandas does, which `datasets` uses for csv. None if they ask for more
     than another separator and other column names.
 
@@ -397,11 +399,11 @@ def _csv_form(changed: Mapping[str, Any]) -> CsvForm | None:
     without a header line pandas makes the columns 0, 1, 2. This is not supported here, because a run file names columns
     by text.
     """
-    separator, names = changed.get("sep", ","), changed.get("names") or []
-    header = changed.get("header", "infer")
+    separator, names = options.get("sep", ","), options.get("names") or []
+    header = options.get("header", "infer")
     has_header = header == 0 if names else True
     understood = (
-        changed.keys() <= _OF_CSV
+        options.keys() <= _OF_CSV
         and isinstance(separator, str)
         and len(separator) == 1
         and separator not in '"\r\n'

@@ -32,7 +32,7 @@ _PARTS = ("reasoning", "tool_call")
 Messages = Sequence[Mapping[str, Any]]
 
 
-def read_messages(messages: Messages, where: str = "") -> list[dict[str, Any]]:
+def read_messages(messages: Messages, label: str = "") -> list[dict[str, Any]]:
     """Messages as chat templates read them, with images still in their parts.
 
     Each has ``role`` (system, user, assistant or tool) and ``content`` (text, or parts where it has images); further
@@ -40,11 +40,11 @@ def read_messages(messages: Messages, where: str = "") -> list[dict[str, Any]]:
     neither null nor JSON as text. An assistant message whose weight is 0 has :data:`UNTRAINED` too.
 
     Args:
-        where: stands before the number of the message in errors.
+        label: stands before the number of the message in errors.
 
     Raises DataError, which names the message.
     """
-    return [_message(f"{where}message {number}", message) for number, message in enumerate(messages)]
+    return [_message(f"{label}message {number}", message) for number, message in enumerate(messages)]
 
 
 def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -82,70 +82,70 @@ def as_people_read(messages: Messages) -> tuple[tuple[str, str], ...]:
     return tuple(texts)
 
 
-def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(label: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{where}: must be {{role, content}}, got {shown(message)}")
+        raise DataError(f"{label}: must be {{role, content}}, got {shown(message)}")
     name = message.get("role")
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        others = ", ".join(f"{other} ({role})" for other, role in ROLES.items() if other != role)
+        aliases = ", ".join(f"{other} ({role})" for other, role in ROLES.items() if other != role)
         raise DataError(
-            f"{where}: the role is {shown(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
-            f"{others}.{did_you_mean(str(name), ROLES)}"
+            f"{label}: the role is {shown(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
+            f"{aliases}.{did_you_mean(str(name), ROLES)}"
         )
-    message = _without_parts(where, message)
-    result: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
+    message = _without_parts(label, message)
+    result: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), label)}
     for field in REASONING:
         if not isinstance(message.get(field) or "", str):
-            raise DataError(f"{where}: {field} must be text, got {shown(message[field])}")
+            raise DataError(f"{label}: {field} must be text, got {shown(message[field])}")
     for field, value in message.items():
         if field not in ("role", "content", "tool_calls", *_WEIGHTS) and isinstance(value, str) and value:
             result[field] = value
-    if role == "assistant" and not _is_trained(where, message):
+    if role == "assistant" and not _is_trained(label, message):
         result[UNTRAINED] = 0
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
-        raise DataError(f"{where}: tool_calls must be a list, got {shown(calls)}")
+        raise DataError(f"{label}: tool_calls must be a list, got {shown(calls)}")
     calls = [*calls, *filter(None, [message.get("function_call")])]  # of the chat API before it had several calls
     if calls:
-        result["tool_calls"] = [_call(where, call) for call in calls]
+        result["tool_calls"] = [_call(label, call) for call in calls]
     return result
 
 
-def _without_parts(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_parts(label: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose content has parts of reasoning and of tool calls, with these as fields."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    own = [p for p in parts if isinstance(p, Mapping) and p.get("type") in _PARTS and "value" in p]
-    if not own:
+    value_parts = [p for p in parts if isinstance(p, Mapping) and p.get("type") in _PARTS and "value" in p]
+    if not value_parts:
         return message
-    reasoning, calls = ([p["value"] for p in own if p["type"] == kind] for kind in _PARTS)
+    reasoning, calls = ([p["value"] for p in value_parts if p["type"] == kind] for kind in _PARTS)
     try:
         texts = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
         tool_calls = [STRICT.decode(call) for call in calls]
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where}: a part of reasoning is text, and a tool call is JSON as text: {error}") from None
-    rest = [p for p in parts if p not in own]
+        raise DataError(f"{label}: a part of reasoning is text, and a tool call is JSON as text: {error}") from None
+    rest = [p for p in parts if p not in value_parts]
     return {**message, **texts, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *tool_calls]}
 
 
-def _is_trained(where: str, message: Mapping[str, Any]) -> bool:
+def _is_trained(label: str, message: Mapping[str, Any]) -> bool:
     weights = {f: v for f in _WEIGHTS if (v := message.get(f)) is not None and (f in _NUMBERS or isinstance(v, bool))}
     for field, value in weights.items():
         if value not in (0, 1):
             raise DataError(
-                f"{where}: {field} is {shown(value)}; allowed: 1, and 0 for a message that is not trained on. Other "
+                f"{label}: {field} is {shown(value)}; allowed: 1, and 0 for a message that is not trained on. Other "
                 "weights are not known"
             )
     return all(weights.values())
 
 
-def _call(where: str, call: Any) -> dict[str, Any]:
+def _call(label: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if function is None and isinstance(call, Mapping) and "arguments" in call:
         function = call  # {name, arguments}, without the rest
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {shown(call)}")
+        raise DataError(f"{label}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {shown(call)}")
     arguments = function.get("arguments")
     parsed = decoded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, Mapping):
@@ -170,11 +170,11 @@ PLACE = {"type": "image"}
 Parts = list[dict[str, Any]]
 
 
-def read_content(content: Any, where: str) -> str | Parts:
+def read_content(content: Any, label: str) -> str | Parts:
     """The content of a message: text, or parts of which at least one is an image. :func:`take_images` reads the images.
 
     Args:
-        where: names the message in errors.
+        label: names the message in errors.
 
     Raises DataError: the content is neither text nor a list of parts of text and images.
     """
@@ -188,7 +188,7 @@ def read_content(content: Any, where: str) -> str | Parts:
             parts.append({"type": "text", "text": _text(part)})
         else:
             raise DataError(
-                f"{where}: content must be text or a list of {{type: text, text}} and {{type: image}} parts, got "
+                f"{label}: content must be text or a list of {{type: text, text}} and {{type: image}} parts, got "
                 f"{shown(part)}"
             )
     return parts if any(map(is_image, parts)) else text_of(parts)
@@ -223,10 +223,10 @@ def with_text(content: str | Parts, text: str) -> str | Parts:
     """Content with more text after it."""
     if not isinstance(content, list):
         return content + text
-    *before, last = content
+    *parts, last = content
     if last == PLACE:
         return [*content, {"type": "text", "text": text.lstrip()}]
-    return [*before, {**last, "text": last["text"] + text}]
+    return [*parts, {**last, "text": last["text"] + text}]
 
 
 def with_images(content: str | Parts, count: int) -> Parts:

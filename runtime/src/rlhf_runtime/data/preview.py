@@ -72,8 +72,8 @@ def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
     texts, done, pending = list[str](), list[int](), list[int]()
     for token in ids:
         pending.append(token)
-        before = decode(done)
-        text = decode([*done, *pending])[len(before) :]
+        text_done = decode(done)
+        text = decode([*done, *pending])[len(text_done) :]
         if text.endswith(_BROKEN) and len(pending) < 8:
             texts.append("")
             continue
@@ -164,5 +164,5 @@ def _sequence(
         "ids": list(ids),
         "texts": texts,
         "mask": list(sequence.loss_mask),
-        "steps": [[at, label] for at, label in sorted(steps)],
+        "steps": [[position, label] for position, label in sorted(steps)],
     }

@@ -153,8 +153,8 @@ class Prompts:
         if self.chat is None:
             return self._turn(self.tokens.ids_after(ANCHORS[0], self.images.marks(added) + text), images)
         frame = self._history(added)
-        before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
-        turn_text = f"{before}{text}{frame.after}"
+        front = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
+        turn_text = f"{front}{text}{frame.after}"
         ids = self.tokens.ids_after(frame.end, turn_text) if closed else self.tokens.ids(turn_text)
         return self._turn(ids, images, (("user", text),))
 
@@ -178,11 +178,11 @@ class Prompts:
         return self._turn(self._conversations[0].encode(conversation, tools), files, as_people_read(conversation))
 
     def encode_following(
-        self, before: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
+        self, messages: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
     ) -> Turn | None:
         """What the template writes after a sampled answer (:meth:`ChatMessages.encode_following`)."""
         new, images = as_template_reads(following)
-        conversation, _ = as_template_reads([*before, answer])
+        conversation, _ = as_template_reads([*messages, answer])
         files = self.images.files(images)
         ids = self._conversations[0].encode_following(conversation, new, tools, closed)
         return None if ids is None else self._turn(ids, files, as_people_read(new))
@@ -274,12 +274,12 @@ class Prompts:
     def _prompt_messages(self, cells: Cells) -> list[Message]:
         if (text := self._made_prompt(cells)) is not None:
             return self._with_system([{"role": "user", "content": text}], cells, "prompt")
-        whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
-        if whole is not None and "prompt" not in cells:
-            messages = self._messages(cells, whole)  # a conversation without its last answer
+        field = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
+        if field is not None and "prompt" not in cells:
+            messages = self._messages(cells, field)  # a conversation without its last answer
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
             if not prompt:
-                raise DataError(f"{cells.name(whole)}: it holds the assistant's answer only, so there is no prompt")
+                raise DataError(f"{cells.name(field)}: it holds the assistant's answer only, so there is no prompt")
             return prompt
         if isinstance(cells.value("prompt"), list):
             messages = self._messages(cells, "prompt")
@@ -296,16 +296,16 @@ class Prompts:
         return self._with_system(cells.messages(field), cells, field)
 
     def _with_system(self, messages: list[Message], cells: Cells, field: str) -> list[Message]:
-        own = self._system(cells)
-        if own is None and self.section.system is None:
+        row_system = self._system(cells)
+        if row_system is None and self.section.system is None:
             return messages
-        if messages[0]["role"] == "system" or (own and self.section.system is not None):
+        if messages[0]["role"] == "system" or (row_system and self.section.system is not None):
             raise DataError(
                 f"{cells.name(field)}: the row has a system message of its own and "
                 f"{'a column of system messages' if self.section.system is None else 'data.system'} is set too; "
                 "remove one"
             )
-        return [{"role": "system", "content": own or self.section.system}, *messages]
+        return [{"role": "system", "content": row_system or self.section.system}, *messages]
 
     def _system(self, cells: Cells) -> str | None:
         """The row's system message; None if its layout has no column for it, or it is empty."""
@@ -315,8 +315,8 @@ class Prompts:
         self, ids: Sequence[int], images: Sequence[bytes] = (), messages: tuple[tuple[str, str], ...] = ()
     ) -> Turn:
         """A turn of tokens with a placeholder for each image."""
-        whole, _, placed = self.images.place(ids, images)
-        return Turn(whole, sampled=False, text=self.decode(ids), images=placed, messages=messages)
+        all_ids, _, turn_images = self.images.place(ids, images)
+        return Turn(all_ids, sampled=False, text=self.decode(ids), images=turn_images, messages=messages)
 
     def _history(self, images: int = 0) -> Frame:
         assert self.chat is not None
@@ -414,9 +414,9 @@ def frame(chat: ChatTemplate, images: int = 0, as_sampled: bool = False) -> Fram
                 'data.earlier_answers = "sampled".'
             )
         if answer == mark(1):
-            before, _, rest = following.partition(mark(2))
-    end = chat.end_token(before)  # or the token that opens the user's message, where the template ends no answer
-    return Frame(end if end.endswith(chat.ends) else "", before, rest)
+            front, _, rest = following.partition(mark(2))
+    end = chat.end_token(front)  # or the token that opens the user's message, where the template ends no answer
+    return Frame(end if end.endswith(chat.ends) else "", front, rest)
 
 
 def named_template(section: DataSection) -> str:
@@ -467,6 +467,6 @@ def uses_chat(tokenizer: Any, section: DataSection) -> bool:
         if is_set and chat:
             raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")
         if is_set:
-            why = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
-            raise ConfigError(f"data.{key} needs a chat template, but {why}")
+            reason = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
+            raise ConfigError(f"data.{key} needs a chat template, but {reason}")
     return chat

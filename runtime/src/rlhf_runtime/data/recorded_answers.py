@@ -18,7 +18,7 @@ Prompt = str | list[Mapping[str, Any]]
 """Text, or messages if a chat template was used."""
 
 
-SUCH = (
+RECORDED = (
     "Recorded samples are in a run's rollouts/, and in what `rlhf eval --save`, `rlhf generate --save` and "
     "`rlhf score` write."
 )
@@ -62,25 +62,25 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
     record = RecordedAnswers()
     for path in (file for source in sources for file in _files(source)):
         groups: dict[tuple[int, str], list[RecordedAnswer]] = {}
-        where = str(path)
+        location = str(path)
         try:
             for place, line in recorded(path):
-                where = place
+                location = place
                 members = groups.setdefault((line["group"], agent_of(line.get("turns") or ())), [])
                 if line["sample"] is None:
                     continue
                 record.answers += 1
-                why = _unusable(line, truncated)
-                if why:
-                    record.left_out[why] += 1
+                reason = _unusable(line, truncated)
+                if reason:
+                    record.left_out[reason] += 1
                     continue
                 prompt = _with_images(line["prompt"], line["turns"][0])
                 members.append(RecordedAnswer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
         except CheckpointError as cause:
-            raise DataError(f"{cause}. {SUCH}") from cause
+            raise DataError(f"{cause}. {RECORDED}") from cause
         except (KeyError, IndexError, TypeError) as cause:
-            why = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
-            raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
+            reason = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
+            raise DataError(f"{location} is not a recorded sample: {reason}. {RECORDED}") from cause
         record.groups += groups.values()
     return record
 

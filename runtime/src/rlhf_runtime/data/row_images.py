@@ -72,12 +72,12 @@ class RowImages:
         free = [n for n, image in enumerate(images) if image is None or image is MARKED]
         user = next((i for i, m in enumerate(conversation) if m["role"] == "user"), None)
         if column and not free and user is not None:
-            before = places(conversation[:user])
+            position = places(conversation[:user])
             conversation[user] = {
                 **conversation[user],
                 "content": with_images(conversation[user]["content"], len(column)),
             }
-            images[before:before] = column
+            images[position:position] = column
         elif len(free) == len(column):
             for n, image in zip(free, column, strict=True):
                 images[n] = image
@@ -122,10 +122,10 @@ class RowImages:
     def _read(self, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
         """A message as chat templates read it. ``images`` gets the image of each of its places: None for a part that
         holds none, :data:`MARKED` for a placeholder in a text."""
-        own = list[Any]()
-        result = as_shown(message, own)
+        parts = list[Any]()
+        result = as_shown(message, parts)
         content = result["content"]
-        rest = iter(own)
+        rest = iter(parts)
         for part in content if isinstance(content, list) else [{"text": content}]:
             text = "" if part == PLACE else part["text"] or ""
             marks = text.count(self._mark) if self._mark is not None else 0

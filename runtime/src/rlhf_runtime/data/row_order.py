@@ -68,26 +68,26 @@ class RowOrder:
 
         Raises CheckpointError naming the change: sources, their content, probabilities, seed or shuffling.
         """
-        mine = self._identity()
-        theirs = {name: source["fingerprint"] for name, source in state["sources"].items()}
-        here = {s.name: s.fingerprint for s in self.sources}
-        if list(theirs) != list(here):
+        identity = self._identity()
+        saved = {name: source["fingerprint"] for name, source in state["sources"].items()}
+        sources = {s.name: s.fingerprint for s in self.sources}
+        if list(saved) != list(sources):
             raise CheckpointError(
-                f"the checkpoint was made with the training data {', '.join(theirs)}, this run has {', '.join(here)}. "
-                "Give it the same data, or start a new run."
+                f"the checkpoint was made with the training data {', '.join(saved)}, this run has "
+                f"{', '.join(sources)}. Give it the same data, or start a new run."
             )
         for source in self.sources:
-            if theirs[source.name] != source.fingerprint:
+            if saved[source.name] != source.fingerprint:
                 raise CheckpointError(
                     f"training data {source.name!r} ({source.section.path}) changed since the checkpoint was made "
                     f"({state['sources'][source.name]['rows']} rows then, {len(source)} now; fingerprint "
-                    f"{theirs[source.name][:12]} then, {source.fingerprint[:12]} now): the order of rows would not be "
+                    f"{saved[source.name][:12]} then, {source.fingerprint[:12]} now): the order of rows would not be "
                     "the same. Restore the data, or start a new run."
                 )
         for key in ("seed", "shuffle", "probabilities"):
-            if state[key] != mine[key]:
+            if state[key] != identity[key]:
                 raise CheckpointError(
-                    f"the checkpoint's order of rows was made with {key} = {state[key]}, this run has {mine[key]}"
+                    f"the checkpoint's order of rows was made with {key} = {state[key]}, this run has {identity[key]}"
                 )
         counts = list(state["drawn"])
         if len(counts) != len(self._pools):
@@ -231,9 +231,9 @@ class ChosenOrder(RowOrder):
             self._step, self._batch = step, set()
         for position in positions:
             if position in self._batch and not self.curriculum.repeats:
-                where = self.rows.where(position)
+                location = self.rows.where(position)
                 raise self._refused(
-                    n, step, f"chose row {position} ({where}) twice for one batch, though it sets repeats = False"
+                    n, step, f"chose row {position} ({location}) twice for one batch, though it sets repeats = False"
                 )
             self._batch.add(position)
         self._drawn[0] += n

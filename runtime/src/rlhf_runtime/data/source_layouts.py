@@ -48,7 +48,7 @@ def set_layouts(
     Raises DataError: the columns of sources are not recognised, or the run file names columns that nothing reads.
     """
     problems, notes = [], list[str]()
-    for key, source in ((key, source) for key, several in sources.items() for source in several):
+    for key, source in ((key, source) for key, group in sources.items() for source in group):
         title, answered = (
             f"data.{key} {source.name!r} ({source.section.path})",
             key == "train" and source.name in answers,
@@ -95,7 +95,7 @@ def _unused(row: Mapping[str, Any], layout: SourceLayout, section: DataSection, 
 
 def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> list[str]:
     """Problems of columns that the run file names but no source uses."""
-    layouts = [s.layout for several in sources.values() for s in several if s.layout is not None]
+    layouts = [s.layout for group in sources.values() for s in group if s.layout is not None]
     fields = {field for layout in layouts for field in layout.columns}
     unread = {f: c for f, c in named_columns(section).items() if layouts and f not in fields}
     has_template = section.input_template is not None
@@ -110,14 +110,14 @@ def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> li
 def _layout(source: Source, form: DataForm, answered: bool, section: DataSection, template: Template) -> SourceLayout:
     """The layout of a source. ``answered``: the policy answers its prompts."""
     chat = template.chat is not None
-    whole = section.loss_on == "all" and not chat
+    takes_all = section.loss_on == "all" and not chat
     layout = recognise(
         form,
         source.columns,
         source.read(0),
         names=named_columns(section),
         chat=chat,
-        prompt="made" if section.input_template is not None else "optional" if whole else "needed",
+        prompt="made" if section.input_template is not None else "optional" if takes_all else "needed",
     )
     if section.input_template is not None:
         first, fields = source.read(0), dict[str, Any]()
@@ -213,7 +213,7 @@ class _Case:
     def layouts(self) -> Iterator[SourceLayout]:
         free = self.chat and not self.named and self.prompt == "needed" and "prompt" not in self.columns
         if self.form == "prompts" and free and isinstance(self.row.get(REQUEST), Mapping):
-            yield from self._join([{"prompt": REQUEST}], how="request")
+            yield from self._join([{"prompt": REQUEST}], conversion="request")
         elif self.form == "prompts":
             yield from self._join([*self._prompts()])
             if "prompt" not in self.columns:
@@ -261,9 +261,9 @@ class _Case:
                 f"has no column {' or '.join(map(repr, lacking.values()))}; {self.present()}{''.join(hints)} "
                 f"Name the right {ones} with {flags}."
             )
-        why = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
+        types = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
         return (
-            f"has no layout of the form {self.form!r} that is known; {self.present()} {why} The documentation's page "
+            f"has no layout of the form {self.form!r} that is known; {self.present()} {types} The documentation's page "
             "on data lists them."
         )
 
@@ -280,8 +280,8 @@ class _Case:
         if field in self.named:
             return did_you_mean(column, self.columns)
         common_names = {*DEFAULTS.values()}.union(*chain(*_COMMON.values()))
-        others = [c for c in self.columns if c not in common_names]
-        hints = (did_you_mean(name, others) for name in (column, *chain(*_COMMON.get(field, ()))))
+        columns = [c for c in self.columns if c not in common_names]
+        hints = (did_you_mean(name, columns) for name in (column, *chain(*_COMMON.get(field, ()))))
         return next(filter(None, hints), "")
 
     # ------------------------------------------------------------------------------------- forms
@@ -289,10 +289,10 @@ class _Case:
     def _pairs(self) -> Iterator[SourceLayout]:
         if self.chat and not self.named:
             if isinstance(self.row.get("input"), Mapping) and {*OUTPUTS.values()} <= {*self.columns}:
-                yield from self._join([{"prompt": "input", **OUTPUTS}], how="preferred_outputs")
+                yield from self._join([{"prompt": "input", **OUTPUTS}], conversion="preferred_outputs")
             if "rejected_response" in self.columns and convert.is_messages(self.row.get("messages")):
                 columns = {"messages": "messages", "rejected": "rejected_response"}
-                yield from self._join([columns], how="rejected_beside")
+                yield from self._join([columns], conversion="rejected_beside")
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))
@@ -301,52 +301,52 @@ class _Case:
         if not pair and not self.named.keys() & {"chosen", "rejected", "messages"}:
             yield from self._compared()
         margin = [{"margin": c} for c in self._choices("margin", ())] if "margin" in self.named else [{}]
-        for both in self._join(pair, margin):
-            values = [self.row.get(both.columns[k]) for k in ("chosen", "rejected")]
+        for answers in self._join(pair, margin):
+            values = [self.row.get(answers.columns[k]) for k in ("chosen", "rejected")]
             if all(map(convert.is_turn, values)):
                 fronts = [{"messages": c} for c in self.columns if convert.is_turns(self.row.get(c))]
-                yield from self._join([both.columns], fronts if self.chat else [], how="answers_in_turns")
+                yield from self._join([answers.columns], fronts if self.chat else [], conversion="answers_in_turns")
             elif all(map(convert.is_whole, values)):
                 prompt = self.row.get("prompt")
                 if "prompt" in self.named:
-                    yield from self._join([*self._prompts()], [both.columns])
+                    yield from self._join([*self._prompts()], [answers.columns])
                 elif prompt and not convert.repeats(values, prompt):
                     raise DataError(
                         "has whole conversations to compare and a column 'prompt' that they do not repeat; name it "
                         "(--data.prompt prompt) to put it before them, or take it out"
                     )
                 elif self.chat and self.prompt != "made":
-                    beside = {"prompt": "prompt"} if "prompt" in self.columns else {}
-                    yield replace(both, columns={**beside, **both.columns}, whole=True)
+                    columns = {"prompt": "prompt"} if "prompt" in self.columns else {}
+                    yield replace(answers, columns={**columns, **answers.columns}, whole=True)
             elif "prompt" not in self.named and not any(True for _ in self._prompts()):
                 if all(map(convert.is_dialogue, values)):
-                    yield from self._join([both.columns], how="dialogues")
+                    yield from self._join([answers.columns], conversion="dialogues")
             else:
-                for layout in self._join([*self._prompts()], [both.columns]):
+                for layout in self._join([*self._prompts()], [answers.columns]):
                     yield replace(layout, whole=self.chat and "prompt" not in self.named and self.prompt != "made")
 
     def _compared(self) -> Iterator[SourceLayout]:
         """Several answers, and which is better."""
         for shape in SHAPES:
             if shape.fits(self.row, self.columns, self.named) and (self.chat or shape.prompt != ""):
-                columns, how = shape.layout(self.named.get("margin"))
-                own = shape.prompt if self.prompt == "needed" and "prompt" not in self.named else None
-                prompts = self._prompts() if own is None else [{"prompt": own}] if own else [{}]
-                yield from self._join([*prompts], [columns], how=how)
+                columns, conversion = shape.layout(self.named.get("margin"))
+                column = shape.prompt if self.prompt == "needed" and "prompt" not in self.named else None
+                prompts = self._prompts() if column is None else [{"prompt": column}] if column else [{}]
+                yield from self._join([*prompts], [columns], conversion=conversion)
 
     def _steps(self) -> Iterator[SourceLayout]:
         for column in self._choices("steps", ("steps", "input")):
             value = self.row.get(column)
             if convert.is_rated(value):
-                yield from self._join([*self._prompts()], [{"steps": column}], how="rated_steps")
+                yield from self._join([*self._prompts()], [{"steps": column}], conversion="rated_steps")
             elif convert.is_marked(value):
                 labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "label", "value"))]
-                yield from self._join([{"steps": column}], labels, how="marked_steps")
+                yield from self._join([{"steps": column}], labels, conversion="marked_steps")
             elif isinstance(value, list) or self._certain("steps", column):
                 labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "ratings"))]
                 yield from self._join([*self._prompts()], [{"steps": column}], labels)
         if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.named:
-            yield from self._join([{"prompt": "question", "steps": "label"}], how="prm800k")
+            yield from self._join([{"prompt": "question", "steps": "label"}], conversion="prm800k")
 
     def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         """A prompt with an answer, or a whole conversation."""
@@ -358,16 +358,16 @@ class _Case:
         if "messages" in self.named or not {"prompt", "response"} <= {*self.columns}:
             yield from self._conversations(label)
 
-    def _conversations(self, beside: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
+    def _conversations(self, fronts: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         if not self.chat or self.prompt == "made":
             return
         for column in self._choices("messages", *CONVERSATIONS):
             value = convert.conversation(self.row.get(column))
             if convert.is_turns(value) or convert.is_exchanges(value):
-                how = "turns" if convert.is_turns(value) else "exchanges"
-                yield from self._join([{"messages": column}], beside, how=how)
+                conversion = "turns" if convert.is_turns(value) else "exchanges"
+                yield from self._join([{"messages": column}], fronts, conversion=conversion)
             elif convert.is_messages(value) or self._certain("messages", column):
-                yield from self._join([{"messages": column}], beside)
+                yield from self._join([{"messages": column}], fronts)
 
     # ------------------------------------------------------------------------------------- parts
 
@@ -378,12 +378,12 @@ class _Case:
             return
         context = self.row.get(CONTEXTS[-1], 0)
         for column in self._choices("prompt", *PROMPTS):
-            past = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
-            yield {"prompt": column, **past}
+            history = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
+            yield {"prompt": column, **history}
             if column == "instruction":
-                yield from ({"prompt": column, "context": c, **past} for c in CONTEXTS if c in self.columns)
+                yield from ({"prompt": column, "context": c, **history} for c in CONTEXTS if c in self.columns)
             elif column in PROMPTS[0] and "prompt" not in self.named and isinstance(context, str | None):
-                yield {"prompt": column, "context": CONTEXTS[-1], **past}
+                yield {"prompt": column, "context": CONTEXTS[-1], **history}
 
     def _has_history(self) -> bool:
         return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
@@ -394,8 +394,8 @@ class _Case:
         if field in self.named:
             return [self.named[field]] if self.named[field] in self.columns else []
         names = [[DEFAULTS[field]] if field in DEFAULTS else [], *common_names]
-        same_capitals = ([c for c in several if c in self.columns] for several in names)
-        other_capitals = ([c for c in self.columns if c.lower() in several] for several in names)
+        same_capitals = ([c for c in group if c in self.columns] for group in names)
+        other_capitals = ([c for c in self.columns if c.lower() in group] for group in names)
         return next(filter(None, chain(same_capitals, other_capitals)), [])
 
     def _responses(self) -> list[str]:
@@ -425,17 +425,17 @@ class _Case:
     def _is_label(self, column: str) -> bool:
         return self._certain("label", column) or as_label(self.row.get(column)) is not None
 
-    def _join(self, *parts: Sequence[Mapping[str, str]], how: str = "") -> Iterator[SourceLayout]:
+    def _join(self, *parts: Sequence[Mapping[str, str]], conversion: str = "") -> Iterator[SourceLayout]:
         """A layout for every combination of one choice from each part. No column is used for two fields."""
         for chosen in product(*parts):
             columns = {f: c for part in chosen for f, c in part.items()}
             if len(set(columns.values())) != len(columns):
                 continue
-            conversion = how or ("context" if {"context", "history"} & set(columns) else "")
-            if not conversion and self.chat and convert.is_open_dialogue(self.row.get(columns.get("prompt", ""))):
-                conversion = "dialogue_prompt"
+            name = conversion or ("context" if {"context", "history"} & set(columns) else "")
+            if not name and self.chat and convert.is_open_dialogue(self.row.get(columns.get("prompt", ""))):
+                name = "dialogue_prompt"
             is_default = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
-            yield SourceLayout(columns, conversion, self.chat, given=is_default and not conversion)
+            yield SourceLayout(columns, name, self.chat, given=is_default and not name)
 
     def present(self) -> str:
         return f"columns present: {', '.join(c or repr(c) for c in self.columns)}."
@@ -445,7 +445,7 @@ def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:
     """The layouts without duplicates, and without those whose columns are a subset of another's."""
     layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     sets = [set(layout.columns.values()) for layout in layouts]
-    return [layout for layout, mine in zip(layouts, sets, strict=True) if not any(mine < other for other in sets)]
+    return [layout for layout, columns in zip(layouts, sets, strict=True) if not any(columns < other for other in sets)]
 
 
 def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
@@ -469,8 +469,8 @@ def _with_column(field: str, layout: SourceLayout, case: _Case) -> SourceLayout:
     if column in case.columns and column not in layout.columns.values():
         return replace(layout, columns={**layout.columns, field: column})
     if field in case.named:
-        why = f"{did_you_mean(column, case.columns)} Name the right one with --data.{field}."
-        raise DataError(f"has no column {column!r} of {field} beside {layout}; {case.present()}{why}")
+        advice = f"{did_you_mean(column, case.columns)} Name the right one with --data.{field}."
+        raise DataError(f"has no column {column!r} of {field} beside {layout}; {case.present()}{advice}")
     return layout
 
 

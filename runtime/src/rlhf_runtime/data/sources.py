@@ -72,8 +72,8 @@ class SourceLayout:
         )
 
     def __str__(self) -> str:
-        how = f" ({convert.CONVERSIONS[self.conversion][0]})" if self.conversion else ""
-        return ", ".join(f if f == c else f"{f} = {c!r}" for f, c in self.columns.items()) + how
+        conversion = f" ({convert.CONVERSIONS[self.conversion][0]})" if self.conversion else ""
+        return ", ".join(f if f == c else f"{f} = {c!r}" for f, c in self.columns.items()) + conversion
 
 
 class Source(ABC):

@@ -17,8 +17,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise NotStrictError(f"the key {twice!r} comes twice in one object, and only one of its values would be read")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise NotStrictError(
+            f"the key {duplicate!r} comes twice in one object, and only one of its values would be read"
+        )
     return table
 
 
@@ -61,11 +63,11 @@ def decode_long(text: str) -> Any:
 
 def start_of_wrong(text: str) -> int:
     """Start of the first element of a JSON list that raises :class:`NotStrictError`. The list must be valid JSON."""
-    at = text.index("[") + 1
+    position = text.index("[") + 1
     while True:
-        while text[at] in _SPACE + ",":
-            at += 1
+        while text[position] in _SPACE + ",":
+            position += 1
         try:
-            _, at = STRICT.raw_decode(text, at)
+            _, position = STRICT.raw_decode(text, position)
         except NotStrictError:
-            return at
+            return position

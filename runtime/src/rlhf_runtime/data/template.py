@@ -89,13 +89,13 @@ class Template(Prompts):
         cells = self._cells(row)
         fields = ("chosen", "rejected")
         has_prompt = "prompt" in cells or self.section.input_template is not None
-        whole = self.chat is not None and not has_prompt and isinstance(cells.values.get("chosen"), list)
-        if whole:
+        is_whole = self.chat is not None and not has_prompt and isinstance(cells.values.get("chosen"), list)
+        if is_whole:
             sequences = [self._conversation(self._messages(cells, name), cells) for name in fields]
         else:
             sequences = [self._answered(cells, name) for name in fields]
         answers = [cells.messages(n) if isinstance(cells.values[n], list) else cells.text(n) for n in fields]
-        if not whole:
+        if not is_whole:
             free = [self.images.places_in(answer) for answer in answers]
             if free[0] != free[1]:  # one prompt would get the images of the column, the other none
                 raise DataError(
@@ -106,7 +106,7 @@ class Template(Prompts):
         fronts = [answer[:-1] if isinstance(answer, list) else [] for answer in answers]
         if self.section.loss_on == "completion" and fronts[0] != fronts[1]:
             raise DataError(
-                f"the chosen and the rejected {'conversation' if whole else 'messages'} differ before their last "
+                f"the chosen and the rejected {'conversation' if is_whole else 'messages'} differ before their last "
                 'answers, and only those are trained on; set data.loss_on = "assistant" to train on all that the '
                 "assistant says"
             )
@@ -196,11 +196,11 @@ class Template(Prompts):
         return [], self._plain_prompt(cells, optional=self.section.loss_on == "all")
 
     def _answered_by(
-        self, cells: Cells, text: str, prompt: Sequence[Message], front: str, where: str = ""
+        self, cells: Cells, text: str, prompt: Sequence[Message], front: str, label: str = ""
     ) -> TokenSequence:
         """A prompt and an answer to it."""
         if not text.strip():
-            raise DataError(f"{where}the answer is empty; there is nothing to learn from")
+            raise DataError(f"{label}the answer is empty; there is nothing to learn from")
         if self.chat is not None:
             return self._conversation([*prompt, {"role": "assistant", "content": text}], cells)
         return self._completed(cells, front, text)
@@ -220,8 +220,8 @@ class Template(Prompts):
 
     def _sequence(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[bytes]) -> TokenSequence:
         """A sequence of tokens with a placeholder for each image."""
-        whole, new_mask, placed = self.images.place(ids, images, mask)
-        return TokenSequence(whole, new_mask, images=placed)
+        new_ids, new_mask, new_images = self.images.place(ids, images, mask)
+        return TokenSequence(new_ids, new_mask, images=new_images)
 
     def _conversation(self, row_messages: Sequence[Message], cells: Cells) -> TokenSequence:
         chat = self._chat_of(cells)
@@ -265,8 +265,8 @@ class Template(Prompts):
     def _completed(self, cells: Cells, prompt: str, completion: str) -> TokenSequence:
         """Plain text: the completion's tokens are trained on, including the end token."""
         ids, mask = self._masked(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
-        ended = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
-        begin, end = self.tokens.begin(ids), [] if ended else [self.tokenizer.eos_token_id]
+        is_complete = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
+        begin, end = self.tokens.begin(ids), [] if is_complete else [self.tokenizer.eos_token_id]
         ids, mask = [*begin, *ids, *end], [*(False for _ in begin), *mask, *(True for _ in end)]
         mask = [True] * len(ids) if self.section.loss_on == "all" else mask
         return self._sequence(ids, mask, self.images.of_row(cells))
@@ -282,10 +282,10 @@ class Template(Prompts):
         if self.tokenizer.is_fast:
             encoded = self.tokens.encoded(text, return_offsets_mapping=True)
             offsets: list[Span] = encoded["offset_mapping"]
-            whole: list[int] = encoded["input_ids"]
+            ids: list[int] = encoded["input_ids"]
             certain = edges_are_between(offsets, [edge for span in spans for edge in span])
-            if certain and all(self._is_given(text[:start], whole, offsets) for start, _ in spans):
-                return whole, [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
+            if certain and all(self._is_given(text[:start], ids, offsets) for start, _ in spans):
+                return ids, [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
         ids, mask, position = list[int](), list[bool](), 0
         for start, end in [*spans, (len(text), len(text))]:
             for first, piece, trained in ((position, text[position:start], False), (start, text[start:end], True)):
@@ -295,20 +295,20 @@ class Template(Prompts):
             position = end
         return ids, mask
 
-    def _is_given(self, before: str, ids: Sequence[int], offsets: Sequence[Span]) -> bool:
+    def _is_given(self, prefix: str, ids: Sequence[int], offsets: Sequence[Span]) -> bool:
         """Whether the text before a span has the same tokens when it is tokenised alone. Tokenizers split a text at
         special tokens first, so only the part after the last special token is compared."""
-        end = bisect_left(offsets, len(before), key=lambda span: span[0])
+        end = bisect_left(offsets, len(prefix), key=lambda span: span[0])
         begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
-        return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
+        return not end or self.tokens.ids(prefix[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
 
 
-def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, where: str) -> None:
+def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, label: str) -> None:
     """Raises DataError: an answer holds an end token, at which a sample would have ended."""
     text = answer.rstrip() if chat.answer_end else answer.rstrip().removesuffix(eos_token)  # no other end is written
     if wrong := next((end for end in (eos_token, chat.end) if end in text), None):
         raise DataError(
-            f"{where}: the answer holds the end token {wrong!r}, at which a sample ends, and the chat template ends "
+            f"{label}: the answer holds the end token {wrong!r}, at which a sample ends, and the chat template ends "
             "answers itself. Take it out of the text"
         )
 
@@ -327,15 +327,15 @@ def _check_weights(untrained: set[int], answers: Sequence[int], loss_on: str) ->
 
 def _reasoning_field(chat: ChatTemplate | None) -> str:
     """The field of a message in which the chat template reads reasoning. Raises ConfigError: it reads none."""
-    why = "no chat template is used"
+    reason = "no chat template is used"
     if chat is not None:
-        why = f"the chat template writes none of {', '.join(REASONING)}"
+        reason = f"the chat template writes none of {', '.join(REASONING)}"
         for field in REASONING:
             answer = {"role": "assistant", "content": "x", field: mark(0)}
             with suppress(DataError):
                 if mark(0) in chat.text([{"role": "user", "content": "x"}, answer], answer=False):
                     return field
     raise ConfigError(
-        f"data.reasoning: {why}, so the reasoning would be lost. Use a template that writes it (data.chat_template), "
-        "or join reasoning and answer in one column."
+        f"data.reasoning: {reason}, so the reasoning would be lost. Use a template that writes it "
+        "(data.chat_template), or join reasoning and answer in one column."
     )

@@ -270,10 +270,10 @@ def _child(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
 def _wait(child: int) -> int:
     """The exit status of the child, which is killed if it does not end."""
     deadline, pause = time.monotonic() + _PATIENCE, 0.001
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    while (status := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             return os.waitpid(child, 0)[1]
         time.sleep(pause)
         pause = min(pause * 2, 0.05)
-    return ended[1]
+    return status[1]

@@ -54,26 +54,26 @@ class TextTokens:
         ids: list[int] = self.encoded(text)["input_ids"]
         return ids
 
-    def ids_after(self, before: str, text: str) -> list[int]:
-        """Tokens of ``text`` as a continuation of ``before``, whose tokens are already fixed.
+    def ids_after(self, prefix: str, text: str) -> list[int]:
+        """Tokens of ``text`` as a continuation of ``prefix``, whose tokens are already fixed.
 
         Tokenizers like SentencePiece add a space before their input, so the tokens of a text alone differ from those of
         a continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With such tokenizers the continuation is
-        tokenised after a character, or after the special token at the end of ``before``.
+        tokenised after a character, or after the special token at the end of ``prefix``.
 
         Raises DataError: the character and the text become one token.
         """
-        if not before or not self._writes_a_space:
+        if not prefix or not self._writes_a_space:
             return self.ids(text)
         special_tokens = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
-        special = max((t for t in special_tokens if before.endswith(t)), key=len, default="")
+        special = max((t for t in special_tokens if prefix.endswith(t)), key=len, default="")
         for anchor in [special] if special else ANCHORS:
-            front, whole = self.ids(anchor), self.ids(anchor + text)
-            if whole[: len(front)] == front:
-                return whole[len(front) :]
+            front, ids = self.ids(anchor), self.ids(anchor + text)
+            if ids[: len(front)] == front:
+                return ids[len(front) :]
         raise DataError(
             f"this tokenizer writes a space before the texts that it is given, so the tokens of {text[:60]!r} behind "
-            f"{before[-60:]!r} cannot be told; end the prompt before the space, so that the answer starts with it"
+            f"{prefix[-60:]!r} cannot be told; end the prompt before the space, so that the answer starts with it"
         )
 
     @cached_property
@@ -81,8 +81,8 @@ class TextTokens:
         """Whether the tokenizer adds text before its input, which would appear between two encoded texts."""
         first, second = ANCHORS[:2]
         decode = decoder_of(self.tokenizer)
-        whole, apart = self.ids(first + second), [*self.ids(first), *self.ids(second)]
-        return decode(whole) == first + second != decode(apart)
+        joint_ids, separate_ids = self.ids(first + second), [*self.ids(first), *self.ids(second)]
+        return decode(joint_ids) == first + second != decode(separate_ids)
 
 
 def _begin_ids(tokenizer: Any) -> list[int]:
@@ -106,15 +106,15 @@ def edges_are_between(offsets: Sequence[Span], edges: Iterable[int]) -> bool:
         offsets: characters of each token, in order. Several tokens may have the same (bytes of one character).
         edges: positions in the text.
     """
-    at = sorted(edges)
+    positions = sorted(edges)
     claimed = 0
     """End of the characters reported so far."""
     for start, end in offsets:
-        if start == end and bisect_left(at, start) < bisect_right(at, start):
+        if start == end and bisect_left(positions, start) < bisect_right(positions, start):
             return False
-        if start > claimed and bisect_left(at, claimed) < bisect_right(at, start):
+        if start > claimed and bisect_left(positions, claimed) < bisect_right(positions, start):
             return False
-        if bisect_right(at, start) < bisect_left(at, end):
+        if bisect_right(positions, start) < bisect_left(positions, end):
             return False
         claimed = max(claimed, end)
     return True

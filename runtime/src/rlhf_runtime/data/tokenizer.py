@@ -168,7 +168,7 @@ class TokenDecoder:
         return {**vars(self), "tokenizer": None}
 
 
-def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:
+def check_vocabularies(policy: ModelSpec, tokenizer: Any, specs: Iterable[ModelSpec]) -> None:
     """Refuse a role whose model has another tokenizer than the policy, or an embedding that is too small for it.
 
     Ids that both tokenizers know must be the same token. A model without a tokenizer beside it is assumed to have the
@@ -179,11 +179,12 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
 
     Raises ModelError naming the role and the first token that differs.
     """
-    ours: dict[str, int] = tokenizer.get_vocab()
+    policy_ids: dict[str, int] = tokenizer.get_vocab()
     own_rows = embedding_rows(tokenizer)
-    largest = max(i for i in ours.values() if own_rows is None or i < own_rows)  # rows with other tokens are refused
+    # rows with other tokens are refused
+    largest = max(i for i in policy_ids.values() if own_rows is None or i < own_rows)
     paths = {policy.path}
-    for spec in others:
+    for spec in specs:
         if spec.path in paths:
             continue
         paths.add(spec.path)
@@ -195,16 +196,16 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
                 f"{role} has a vocabulary of {rows} tokens; the policy's tokenizer ({policy.path}) has ids up to "
                 f"{largest}. {remedy}"
             )
-        theirs = _vocabulary(spec)
-        if theirs is None:
+        role_ids = _vocabulary(spec)
+        if role_ids is None:
             continue
-        name_of = {i: token for token, i in theirs.items()}
-        other = sorted((i, token) for token, i in ours.items() if name_of.get(i, token) != token)
+        name_of = {i: token for token, i in role_ids.items()}
+        other = sorted((i, token) for token, i in policy_ids.items() if name_of.get(i, token) != token)
         if other:
             i, token = other[0]
             raise ModelError(
-                f"{role} has another tokenizer than the policy ({policy.path}): {len(other)} of {len(ours)} ids are "
-                f"other tokens, e.g. {i} is {token!r} to the policy and {name_of[i]!r} there. {remedy}"
+                f"{role} has another tokenizer than the policy ({policy.path}): {len(other)} of {len(policy_ids)} ids "
+                f"are other tokens, e.g. {i} is {token!r} to the policy and {name_of[i]!r} there. {remedy}"
             )
 
 

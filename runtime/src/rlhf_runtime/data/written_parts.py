@@ -82,16 +82,16 @@ def _marked(m: int, content: str, texts: list[Text], tails: dict[int, str], end:
 def tail_length(piece: str, tail: str, trained: int) -> int:
     """Number of characters of ``piece``, the text after the last text of the message ``trained``, that belong to the
     message: tags and the white space between them. Raises DataError: the template omits a tag."""
-    at = 0
+    position = 0
     for character in "".join(tail.split()):
-        at += len(piece) - at - len(piece[at:].lstrip())
-        if not piece.startswith(character, at):
+        position += len(piece) - position - len(piece[position:].lstrip())
+        if not piece.startswith(character, position):
             raise DataError(
                 f"the chat template leaves out part of message {trained} (assistant): {tail.strip()!r}, with which "
                 "it ends. Mark answers in the template with {% generation %} ... {% endgeneration %}."
             )
-        at += 1
-    return at
+        position += 1
+    return position
 
 
 # -------------------------------------------------------------------------------- parts that are left out
@@ -134,11 +134,11 @@ def check_parts(
         forms = mark(number), json.dumps(mark(number))[1:-1]
         if not any(form in after[text.message] for form in forms) and (not text.reasoning or text.message in reasoning):
             raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
-    before = writer(messages)
+    original = writer(messages)
     for m, message in enumerate(messages):
         for part, other in _with_other_calls(message) if m in messages_with_calls else ():
             after = _attempt(writer, [*messages[:m], other, *messages[m + 1 :]])
-            if after and after[m] == before[m]:
+            if after and after[m] == original[m]:
                 raise _left_out(m, messages, trained, part)
 
 
@@ -179,13 +179,13 @@ def _with_other_calls(message: Message) -> Iterator[tuple[str, Message]]:
     for n, call in enumerate(calls):
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        others = {"name": {**function, "name": name + "x"}}
+        variants = {"name": {**function, "name": name + "x"}}
         if isinstance(arguments, Mapping):
             for key, value in arguments.items():
-                others[f"argument {key!r}"] = {**function, "arguments": {**arguments, key: _other(value)}}
+                variants[f"argument {key!r}"] = {**function, "arguments": {**arguments, key: _other(value)}}
         else:
-            others["arguments"] = {**function, "arguments": _other(arguments)}
-        for part, other in others.items():
+            variants["arguments"] = {**function, "arguments": _other(arguments)}
+        for part, other in variants.items():
             yield (
                 f"the {part} of its call of {name!r}",
                 {
@@ -210,8 +210,8 @@ def _other(value: Any) -> Any:
 
 def _left_out(message: int, messages: Sequence[Message], trained: Collection[int], part: str) -> DataError:
     role = messages[message]["role"]
-    where = ", or writes it where it is not trained on" if message in trained else ""
+    place = ", or writes it where it is not trained on" if message in trained else ""
     return DataError(
-        f"the chat template leaves out part of message {message} ({role}): {part}{where}. Use a template that writes "
+        f"the chat template leaves out part of message {message} ({role}): {part}{place}. Use a template that writes "
         "it (data.chat_template), or leave it out."
     )

@@ -70,17 +70,17 @@ class LiveTable:
 
     def start(self) -> None:
         """Show the table. Until :meth:`stop`, what Python code writes to the terminal scrolls above it."""
-        own = self._console.file in (sys.stdout, sys.stderr)
+        is_standard = self._console.file in (sys.stdout, sys.stderr)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
             get_renderable=self._picture,
-            redirect_stdout=own and sys.stdout.isatty(),
-            redirect_stderr=own and sys.stderr.isatty(),
+            redirect_stdout=is_standard and sys.stdout.isatty(),
+            redirect_stderr=is_standard and sys.stderr.isatty(),
         )
-        before = sys.stdout, sys.stderr
+        streams = sys.stdout, sys.stderr
         self._live.start(refresh=True)
-        self._redirect_logs({id(a): b for a, b in zip(before, (sys.stdout, sys.stderr), strict=True) if a is not b})
+        self._redirect_logs({id(a): b for a, b in zip(streams, (sys.stdout, sys.stderr), strict=True) if a is not b})
         threading.Thread(target=self._draw, name="table", daemon=True).start()
 
     def stop(self) -> None:
@@ -164,8 +164,8 @@ class LiveTable:
         line.append(full * round(share * size), "green").append(rest * (size - round(share * size)), "dim")
         line.append(f" {100 * share:.0f} %  {self.left}")
         if self.phase is not None:
-            text, since, counts = self.phase
-            parts = [f"{text} {timedelta(seconds=int(self._clock() - since))}"]
+            text, start, counts = self.phase
+            parts = [f"{text} {timedelta(seconds=int(self._clock() - start))}"]
             parts += [f"{label} {number}/{total}" for label, (number, total) in counts.items()]
             line.append("  " + ", ".join(parts), "dim")
         return line

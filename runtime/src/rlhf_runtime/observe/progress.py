@@ -145,11 +145,11 @@ class Progress:
         evaluations, checkpoints and exports. A phase inside another one replaces it until it ends."""
         text = PHASES.get(name, name)
         if self._table is not None and self._table.shown:
-            before, self._table.phase = self._table.phase, (text, self._clock(), {})
+            previous, self._table.phase = self._table.phase, (text, self._clock(), {})
             try:
                 yield
             finally:
-                self._table.phase = before
+                self._table.phase = previous
             return
         if not self._quiet and (self.steps_done == self.first or name in RARE):
             print(text, file=sys.stderr)  # noqa: T201
@@ -160,17 +160,17 @@ class Progress:
         any thread. What was counted inside an earlier ``label`` begins anew: micro-batches in each optimizer step."""
         if self._table is None or (phase := self._table.phase) is None:
             return
-        text, since, counts = phase
+        text, start, counts = phase
         outer = dict(takewhile(lambda count: count[0] != label, counts.items()))
-        self._table.phase = (text, since, {**outer, label: (number, total)})
+        self._table.phase = (text, start, {**outer, label: (number, total)})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
-        now = self._clock()
+        time_s = self._clock()
         if step > self.steps_done:
-            self._durations.append((now - self._last_step) / (step - self.steps_done))
-            self._step_seconds.append(step_seconds(metrics, now - self._last_step))
-        self._last_step, self.steps_done = now, max(step, self.steps_done)
+            self._durations.append((time_s - self._last_step) / (step - self.steps_done))
+            self._step_seconds.append(step_seconds(metrics, time_s - self._last_step))
+        self._last_step, self.steps_done = time_s, max(step, self.steps_done)
         if self._lines is not None:
             self._lines.write(dumps({"step": step, **metrics}, nonfinite="mark") + "\n")
             self._lines.flush()
@@ -185,8 +185,8 @@ class Progress:
             parts = [f"step={step}/{self.total}"]
             parts += [f"{label.replace(' ', '_')}={_number(value)}" for label, value in values.items()]
             self._pending = " ".join([*parts, self._left().replace("left ", "left=")])
-            if self._shown_at is None or step >= self.total or now - self._shown_at >= self._interval:
-                self._flush(now)
+            if self._shown_at is None or step >= self.total or time_s - self._shown_at >= self._interval:
+                self._flush(time_s)
 
     def spend(self, phase: str, seconds: float) -> None:
         """A phase took this time. Evaluations, checkpoints and exports are named in the summary."""
@@ -239,9 +239,9 @@ class Progress:
             self._flush(self._clock())
         self._line(self._summary())
 
-    def _flush(self, now: float) -> None:
+    def _flush(self, time_s: float) -> None:
         self._line(self._pending)
-        self._shown_at, self._pending = now, ""
+        self._shown_at, self._pending = time_s, ""
 
     def _line(self, text: str) -> None:
         # no markup: brackets are text. In a file lines stay whole; a terminal would break them inside of words
@@ -336,11 +336,11 @@ def phase(text: str) -> Iterator[Callable[[int, int], None]]:
 def muted(mute: bool = True) -> Iterator[None]:
     """Show no phase while the code inside runs."""
     global _muted
-    before, _muted = _muted, mute
+    previous, _muted = _muted, mute
     try:
         yield
     finally:
-        _muted = before
+        _muted = previous
 
 
 @contextmanager

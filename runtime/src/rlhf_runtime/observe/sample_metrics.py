@@ -80,13 +80,13 @@ def metric_names(samples: int, sources: Collection[str], scored: bool, passes: b
 
 def _of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[str, float]:
     answers = [t for group in groups for t in group.trajectories]
-    apart = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
+    has_scores = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
     values: dict[str, list[float]] = defaultdict(list)
     for group in (of_agent for prompt in groups for of_agent in prompt.by_agent().values()):
         rewards = [t.reward for t in group.trajectories if _scored(t) and t.reward is not None]
         if not rewards:
             continue
-        if apart:
+        if has_scores:
             scored = [t for t in group.trajectories if _scored(t)]
             values["score"].append(_mean((t.reward if t.score is None else t.score) or 0.0 for t in scored))
         values["reward"].append(_mean(rewards))

@@ -79,13 +79,13 @@ class _FileSlice(Slice):
     @contextmanager
     def child(self, name: str, **arguments: Any) -> Iterator[Slice]:
         if self._has_child:  # two at the same time
-            with self.file.slice(self.kind, name, **arguments) as apart:
-                yield apart
+            with self.file.slice(self.kind, name, **arguments) as piece:
+                yield piece
             return
         self._has_child = True
         try:
-            with self.file.on_track(self.kind, self.track, name, arguments) as inside:
-                yield inside
+            with self.file.on_track(self.kind, self.track, name, arguments) as piece:
+                yield piece
         finally:
             self._has_child = False
 
@@ -216,22 +216,22 @@ class TimelineFile(Timeline):
         """The event of the innermost slice of the track, which ends now."""
         begin, name, arguments = self._open[kind, track].pop()
         end = self._latest[kind, track] = max(self._now(), self._latest[kind, track])
-        about = {"args": arguments | added} if arguments or added else {}
-        return self._line("X", kind, track, {"name": name, "dur": end - begin, **about}, begin)
+        values = {"args": arguments | added} if arguments or added else {}
+        return self._line("X", kind, track, {"name": name, "dur": end - begin, **values}, begin)
 
-    def _event(self, phase: str, kind: Kind, track: int, **more: Any) -> None:
+    def _event(self, phase: str, kind: Kind, track: int, **fields: Any) -> None:
         with self._lock:
             if self._lines is not None:
-                self._lines.append(self._line(phase, kind, track, more))
+                self._lines.append(self._line(phase, kind, track, fields))
 
     def _now(self) -> int:
         return (time.perf_counter_ns() + self._offset) // 1000
 
-    def _line(self, phase: str, kind: Kind, track: int, more: dict[str, Any], time: int | None = None) -> str:
+    def _line(self, phase: str, kind: Kind, track: int, fields: dict[str, Any], time: int | None = None) -> str:
         microseconds = self._now() if time is None else time
         process = self._process(kind)
         thread = process * 1_000_000 + track  # of no other track, and not that of a process: viewers expect both
-        event = {"ph": phase, "pid": process, "tid": thread, "ts": microseconds, "cat": kind, **more}
+        event = {"ph": phase, "pid": process, "tid": thread, "ts": microseconds, "cat": kind, **fields}
         return f"{_ENCODER.encode(event)},\n"
 
     def _process(self, kind: Kind) -> int:

@@ -57,11 +57,11 @@ class MetricsLog:
         """Keep the lines up to ``step``, drop later ones and a half-written last one. Returns how many were dropped."""
         if not self.path.exists():
             return 0
-        before = self.path.read_bytes().count(b"\n")
+        count = self.path.read_bytes().count(b"\n")
         lines = [line for line in read_metrics(self.path) if line["step"] <= step]
         write_atomic(self.path, "".join(dumps(line, nonfinite="mark") + "\n" for line in lines))
         self._last = max((line["step"] for line in lines), default=-1)
-        return before - len(lines)
+        return count - len(lines)
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -70,9 +70,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    *whole, _unfinished = path.read_bytes().split(b"\n")
+    *complete, _unfinished = path.read_bytes().split(b"\n")
     lines: list[dict[str, Any]] = []
-    for number, raw in enumerate(whole, 1):
+    for number, raw in enumerate(complete, 1):
         line = loads(raw.decode("utf-8", errors="replace"), f"{path}:{number}")
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             raise CheckpointError(f"{path}:{number} is not a step's metrics. Restore the file, or delete that line.")

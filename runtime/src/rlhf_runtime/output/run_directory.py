@@ -120,7 +120,7 @@ class RunDirectory:
             if _GIVEN_NAME.fullmatch(old.name) and old.name not in toml:
                 _remove(old)
 
-    def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **more: Any) -> None:
+    def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **facts: Any) -> None:
         """Write ``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume appends
         its start to the list of starts."""
         start = {
@@ -129,22 +129,22 @@ class RunDirectory:
             "seed": seed,
             "plugins": [dict(p) for p in plugins],
             "environment": environment(),
-            **more,
+            **facts,
         }
         write_json(self.path / "manifest.json", {"schema": SCHEMA, "starts": [*self.starts(), start]}, nonfinite="mark")
 
-    def write_end(self, status: str, why: str, notes: Sequence[str] = ()) -> None:
+    def write_end(self, status: str, reason: str, notes: Sequence[str] = ()) -> None:
         """Record in the last start of ``manifest.json`` how it ended. A killed run has no such entry.
 
         Args:
             status: ``finished``, ``stopped`` or ``failed``.
-            why: the signal, the exhausted patience or the error; empty where the run finished.
+            reason: the signal, the exhausted patience or the error; empty where the run finished.
             notes: what the run has said beside its steps.
         """
         path = self.path / "manifest.json"
         manifest = read_json(path)
         texts = [redact(note) for note in notes]
-        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(why), "notes": texts}
+        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(reason), "notes": texts}
         write_json(path, manifest, nonfinite="mark")
 
     def starts(self) -> list[dict[str, Any]]:
@@ -210,12 +210,12 @@ class RunDirectory:
         file = self.best_model / BEST
         return validated(SavedBest, read_json(file), file).step if file.is_file() else None
 
-    def publish_best(self, step: int, about: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    def publish_best(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         """Call ``write`` to fill :attr:`best_model` atomically, and add ``best.json``: the step and ``about``."""
 
         def write_both(folder: Path) -> None:
             write(folder)
-            write_json(folder / BEST, {"step": step, **about})
+            write_json(folder / BEST, {"step": step, **facts})
 
         publish_folder(self.best_model, write_both)
 
@@ -335,8 +335,8 @@ def git_revision(folder: Path) -> str | None:
     revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
     if not revision:
         return None
-    changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
-    return revision + ("+changes" if changed else "")
+    changes = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
+    return revision + ("+changes" if changes else "")
 
 
 def _cpu_model() -> str:

@@ -33,11 +33,11 @@ def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False
     """Raises ConfigError where a run with these options may not use ``path``. Changes nothing."""
     path = Path(path)
     require_place(path, resume)
-    above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # permission bits do not prove write access
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=parent))  # permission bits do not prove write access
     except OSError as cause:
-        raise (unusable(path, "written to", cause) if above == path else unmade(path, cause)) from cause
+        raise (unusable(path, "written to", cause) if parent == path else unmade(path, cause)) from cause
     FolderLock.check(path)
     require_free(path, resume, overwrite)
 
@@ -131,24 +131,24 @@ LATEST = Path("runs/latest")
 """Value of ``run.output`` where a run file does not set it."""
 
 
-def default_folder(again: bool) -> Path:
+def default_folder(takes_newest: bool) -> Path:
     """The folder of a run whose run file does not set ``run.output``.
 
     Args:
-        again: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest one
+        takes_newest: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest one
             where the run in it finished no step and is no longer running.
 
     Raises ConfigError where ``runs/latest`` is a folder instead of a link, and holds a run.
     """
     if LATEST.is_dir() and not LATEST.is_symlink():  # a run was given it as run.output
-        if not again and not is_free(LATEST):
+        if not takes_newest and not is_free(LATEST):
             raise ConfigError(
                 f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
                 f"{LATEST.parent / '1'}), name another folder with --output, continue it with --resume, or replace it "
                 "with --overwrite."
             )
         return LATEST
-    if again:
+    if takes_newest:
         return LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST
     newest = max((int(p.name) for p in LATEST.parent.glob("*") if p.name.isdecimal()), default=0)
     folder = LATEST.parent / str(newest)
@@ -179,10 +179,10 @@ def check_models(folder: Path, models: Mapping[str, str]) -> None:
     """
     for role, model in models.items() if _is_linked(folder) else ():
         if Path(model).parts[:2] == LATEST.parts:
-            now = LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST.parent / "NUMBER"
+            latest = LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST.parent / "NUMBER"
             raise ConfigError(
                 f"the model of role {role!r} is {model}, and {LATEST} will be a link to this run, {folder}, as soon as "
-                f"it starts. Name the run: {now.joinpath(*Path(model).parts[2:])}"
+                f"it starts. Name the run: {latest.joinpath(*Path(model).parts[2:])}"
             )
 
 

@@ -46,8 +46,8 @@ def report(runs: Sequence[Path], page: Path) -> None:
         samples = selection.of(record, number)
         values.append({**run_facts(record), "samples": samples})
         problems = list(dict.fromkeys(record.problems))
-        more = len(problems) - MOST_PROBLEMS
-        values[-1]["problems"] = problems[:MOST_PROBLEMS] + ([f"{more} further problems"] if more > 0 else [])
+        rest = len(problems) - MOST_PROBLEMS
+        values[-1]["problems"] = problems[:MOST_PROBLEMS] + ([f"{rest} further problems"] if rest > 0 else [])
     time = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
     data = {"time": time, "version": rlhf.__version__, "prompts": list(selection.prompts), "runs": values}
     title = ", ".join(run["name"] for run in values)
@@ -87,9 +87,9 @@ def _filled(texts: dict[str, str | bytes]) -> bytes:
     """The page, with each ``{{name}}`` replaced: by a text, or by the file of that name."""
     assets = files(__package__).joinpath("assets")
     parts = re.split(r"\{\{([\w.-]+)\}\}", assets.joinpath("page.html").read_text(encoding="utf-8"))
-    for at in range(1, len(parts), 2):
-        text = texts.get(parts[at])
-        parts[at] = assets.joinpath(parts[at]).read_text(encoding="utf-8") if text is None else text
+    for index in range(1, len(parts), 2):
+        text = texts.get(parts[index])
+        parts[index] = assets.joinpath(parts[index]).read_text(encoding="utf-8") if text is None else text
     return b"".join(part if isinstance(part, bytes) else part.encode() for part in parts)
 
 
@@ -154,15 +154,15 @@ class ShownSamples:
         files = [
             (step, "training", record.path / f"rollouts/step-{step:06d}.arrow", rows[step]) for step in sorted(rows)
         ]
-        each = record.option("eval.samples")
+        size = record.option("eval.samples")
         answers = [
-            (step, "evaluation", path, answer_rows(path, each if isinstance(each, int) else 1))
+            (step, "evaluation", path, answer_rows(path, size if isinstance(size, int) else 1))
             for step, path in evaluations(record.path)
         ]
         # A large run has more tokens than can be shown: the first and last files come first, the others in any order.
-        others = [*files[1:-1], *answers[1:-1]]
+        middle = [*files[1:-1], *answers[1:-1]]
         order = [*files[:1], *answers[:1], *files[1:][-1:], *answers[1:][-1:]]
-        order += random.Random(0).sample(others, len(others))
+        order += random.Random(0).sample(middle, len(middle))
         left = self._tokens
         samples: list[dict[str, Any]] = []
         for step, kind, path, numbers in order:
@@ -193,10 +193,10 @@ class ShownSamples:
         for turn in sample.turns:
             entry = {"who": turn.who, "tokens": turn.tokens, "text": _cut(_text(turn.messages or turn.text))}
             entry |= {name: n for name, n in (("reward", turn.reward), ("score", turn.score)) if n is not None}
-            own = next(sampled) if turn.who == "policy" else None
-            if own is not None and with_tokens:
-                entry["ids"] = [int(token) for token in own["ids"]]
-                entry |= {"logprobs": _short(own["logprobs"])} if own["logprobs"] is not None else {}
+            tokens = next(sampled) if turn.who == "policy" else None
+            if tokens is not None and with_tokens:
+                entry["ids"] = [int(token) for token in tokens["ids"]]
+                entry |= {"logprobs": _short(tokens["logprobs"])} if tokens["logprobs"] is not None else {}
             turns.append(entry)
         prompt = _cut(_text(sample.prompt))
         values = {
@@ -204,13 +204,13 @@ class ShownSamples:
             "row": sample.row, "prompt": self.prompts.setdefault(prompt, len(self.prompts)), "turns": turns,
             "reward": sample.reward, "rewards": sample.rewards, "status": sample.status, "length": sample.length,
         }  # fmt: skip
-        more = {
+        extras = {
             "agent": sample.agent, "error": _cut(sample.error), "info": sample.info,
             "values": of_tokens if with_tokens else {},
             "findings": {name: _cut(_words(finding)) for name, finding in sample.findings.items()},
             "advantage": sum(advantages) / len(advantages) if advantages else None,
         }  # fmt: skip
-        return {**values, **{name: value for name, value in more.items() if value not in ({}, "", None)}}
+        return {**values, **{name: value for name, value in extras.items() if value not in ({}, "", None)}}
 
 
 def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGroup]:
@@ -232,21 +232,23 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGro
     return groups
 
 
-def chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
-    """All groups, or about ``most`` samples of them (:data:`SHARES`), always the same ones."""
-    if sum(len(group.rows) for group in groups) <= most:
+def chosen(groups: Sequence[RecordedGroup], limit: int) -> list[RecordedGroup]:
+    """All groups, or about ``limit`` samples of them (:data:`SHARES`), always the same ones."""
+    if sum(len(group.rows) for group in groups) <= limit:
         return list(groups)
     shuffled = random.Random(0).sample(groups, len(groups))
     by_prompt: defaultdict[tuple[str, int], list[RecordedGroup]] = defaultdict(list)
     for group in groups:
         by_prompt[group.prompt].append(group)
-    apart = sorted(by_prompt.values(), key=lambda same: same[0].step - same[-1].step)
+    histories = sorted(by_prompt.values(), key=lambda history: history[0].step - history[-1].step)
     ends = [group for group in shuffled if group.step in (groups[0].step, groups[-1].step)]
-    again = [group for same in apart if same[0].step != same[-1].step for group in (same[0], same[-1])]
+    pairs = [
+        group for history in histories if history[0].step != history[-1].step for group in (history[0], history[-1])
+    ]
     result: dict[RecordedGroup, None] = {}
-    left = most
-    for part, share in zip((ends, again, shuffled), (*SHARES, 1.0), strict=True):
-        quota = min(left, int(share * most))
+    left = limit
+    for part, share in zip((ends, pairs, shuffled), (*SHARES, 1.0), strict=True):
+        quota = min(left, int(share * limit))
         for group in part:
             if group not in result and len(group.rows) <= quota:
                 result[group] = None
@@ -261,23 +263,23 @@ def evaluations(run: Path) -> list[tuple[int, Path]]:
     return spread(sorted((int(path.stem.split("-")[1]), path) for path in files), EVALUATIONS)
 
 
-def answer_rows(path: Path, each: int) -> set[int]:
+def answer_rows(path: Path, size: int) -> set[int]:
     """At most about :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts, of all its sources.
 
     Args:
-        each: answers to a prompt.
+        size: answers to a prompt.
     """
     try:
         count = path.read_bytes().count(b"\n")
     except OSError:  # reading the answers says it
         return set()
-    prompts = spread(range(0, count, each), max(1, ANSWERS // each))
-    return {line for first in prompts for line in range(first, first + each)}
+    prompts = spread(range(0, count, size), max(1, ANSWERS // size))
+    return {line for first in prompts for line in range(first, first + size)}
 
 
-def spread(values: Sequence[T], most: int) -> list[T]:
-    """At most ``most`` of the values, from the first to the last."""
-    count = min(len(values), most)
+def spread(values: Sequence[T], limit: int) -> list[T]:
+    """At most ``limit`` of the values, from the first to the last."""
+    count = min(len(values), limit)
     return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
 
 
@@ -296,9 +298,9 @@ def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
     try:
         if file is not None:
             tokenizer = Tokenizer.from_file(str(file))
-            before = tokenizer.decode(ids[:1], skip_special_tokens=False)  # a first token may lose its space
+            prefix = tokenizer.decode(ids[:1], skip_special_tokens=False)  # a first token may lose its space
             pairs = tokenizer.decode_batch([[ids[0], token] for token in ids], skip_special_tokens=False)
-            return {token: pair.removeprefix(before) for token, pair in zip(ids, pairs, strict=True)}
+            return {token: pair.removeprefix(prefix) for token, pair in zip(ids, pairs, strict=True)}
     except Exception as error:  # what the library raises has no class of its own
         problem = f"{file}: {error}"
     record.problems.append(f"tokens are shown by their ids: {problem}")

@@ -16,7 +16,7 @@ from rlhf.ops.sample_values import ENV
 
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
-from rlhf_runtime.data.recorded_answers import SUCH
+from rlhf_runtime.data.recorded_answers import RECORDED
 from rlhf_runtime.report.run_record import RunRecord
 
 LENGTH = "length"
@@ -98,8 +98,8 @@ def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
     if not steps:
         raise ConfigError(f"{run} holds no samples. {_why_no_samples(record)}")
     if step is not None and step not in steps:
-        whole = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
-        listing = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
+        is_range = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
+        listing = f"{steps[0]} to {steps[-1]}" if is_range else ", ".join(map(str, steps))
         word = "step" if len(steps) == 1 else "steps"
         raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {listing}.")
     step = steps[-1] if step is None else step
@@ -128,17 +128,17 @@ def samples_with_values(
 
     Raises DataError naming a line that is not a sample.
     """
-    where = str(path)
+    location = str(path)
     try:
         for place, line in recorded(path, rows):
-            where = place
+            location = place
             if line["sample"] is not None:  # a group of which no sample is left
                 yield _sample(line, step), line
     except CheckpointError as cause:
-        raise DataError(f"{cause}. {SUCH}") from cause
+        raise DataError(f"{cause}. {RECORDED}") from cause
     except (KeyError, TypeError, AttributeError) as cause:
-        why = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
-        raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
+        reason = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
+        raise DataError(f"{location} is not a recorded sample: {reason}. {RECORDED}") from cause
 
 
 def select(samples: Sequence[RecordedSample], source: str | None, group: int | None) -> list[RecordedSample]:

@@ -52,13 +52,13 @@ LEFT_OUT_SO_FAR = {
 def run_facts(record: RunRecord) -> dict[str, Any]:
     """The facts as JSON values; what cannot be read is named in ``problems``."""
     lines = metric_lines(record)
-    state, why = record.state
+    state, reason = record.state
     sources = record.option("data.train")
     facts = {
         "path": str(record.path),
         "name": str(record.option("run.name") or record.path.resolve().name),
         "state": state,
-        "why": why,
+        "why": reason,
         "algorithm": record.algorithm,
         "model": record.model,
         "data": ", ".join(str(s.get("path")) for s in _list(sources) if isinstance(s, Mapping)),
@@ -101,7 +101,7 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     of; ``not_finite``: {name: number of values that no curve can show}."""
     names = {name: None for line in lines for name in line if name != "step"}
     size = math.ceil(len(lines) / POINTS) or 1
-    parts = [lines[at : at + size] for at in range(0, len(lines), size)]
+    parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     metrics: dict[str, list[float | None]] = {}
     not_finite: dict[str, int] = {}
     for name in names:
@@ -151,8 +151,8 @@ def _options_changed(record: RunRecord) -> dict[str, str] | None:
 
 
 def _plugin(plugin: Mapping[str, Any]) -> list[str]:
-    where = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version') or ''}".strip()
-    return [str(plugin.get("kind", "?")), str(plugin.get("name", "?")), str(where)]
+    source = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version') or ''}".strip()
+    return [str(plugin.get("kind", "?")), str(plugin.get("name", "?")), str(source)]
 
 
 def _environment(environment: Any) -> dict[str, str]:
@@ -191,8 +191,8 @@ def _timeline(record: RunRecord) -> dict[str, Any] | None:
             elif event["ph"] == "M" and event["name"] == "thread_name":
                 names[track] = str(event["args"]["name"])
             elif event["ph"] in ("X", "i"):
-                about = ", ".join(f"{key} {value}" for key, value in event.get("args", {}).items())
-                slices.append((track, int(event["ts"]), int(event.get("dur", 0)), str(event["name"]), about))
+                arguments = ", ".join(f"{key} {value}" for key, value in event.get("args", {}).items())
+                slices.append((track, int(event["ts"]), int(event.get("dur", 0)), str(event["name"]), arguments))
         except (KeyError, ValueError, TypeError, AttributeError):
             wrong += 1
     if wrong:
@@ -205,9 +205,7 @@ def _timeline(record: RunRecord) -> dict[str, Any] | None:
     begin = longest[0][1]
     return {
         "tracks": [[groups.get(track[0], "?"), names.get(track, "")] for track in tracks],
-        "slices": [
-            [numbers[track], start - begin, length, name, about] for track, start, length, name, about in longest
-        ],
+        "slices": [[numbers[track], start - begin, length, name, text] for track, start, length, name, text in longest],
         "total": len(slices),
     }
 

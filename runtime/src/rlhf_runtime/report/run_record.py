@@ -170,10 +170,10 @@ class RunRecord:
     @property
     def time(self) -> datetime.datetime:
         """When the run ended, or where that is not recorded, when its files changed last."""
-        ended = None if self.is_held else _time(self.ended.get("time"))
+        end = None if self.is_held else _time(self.ended.get("time"))
         files = [self.path / name for name in ("metrics.jsonl", "manifest.json", ".lock")]
         newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-        return ended or datetime.datetime.fromtimestamp(newest).astimezone()
+        return end or datetime.datetime.fromtimestamp(newest).astimezone()
 
     @property
     def started(self) -> list[datetime.datetime]:
@@ -182,9 +182,9 @@ class RunRecord:
 
     def line(self, number: int) -> Mapping[str, Any]:
         """A line of ``metrics.jsonl``, counted from 0. Empty where it cannot be read: see :attr:`problems`."""
-        where = f"{self.path / 'metrics.jsonl'}:{number + 1}"
+        location = f"{self.path / 'metrics.jsonl'}:{number + 1}"
         try:
-            line = loads(self.lines[number].decode("utf-8", errors="replace"), where)
+            line = loads(self.lines[number].decode("utf-8", errors="replace"), location)
         except RlhfError as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
@@ -203,13 +203,13 @@ def find_runs(folder: Path) -> Iterator[Path]:
     if is_run(folder):
         yield folder
         return
-    above = len(folder.parts)
+    depth = len(folder.parts)
     for place, folders, _ in os.walk(folder):
-        here = Path(place)
-        if here != folder and is_run(here):
+        candidate = Path(place)
+        if candidate != folder and is_run(candidate):
             folders.clear()
-            yield here
-        if len(here.parts) - above >= DEPTH:
+            yield candidate
+        if len(candidate.parts) - depth >= DEPTH:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 
@@ -235,8 +235,8 @@ def _no_run(path: Path) -> str:
         return f"there is no folder {path}.{hint} `rlhf runs FOLDER` lists the runs below a folder."
     if not path.is_dir():
         return f"{path} is a file. Name the folder of a run: the one that holds its metrics.jsonl."
-    below = [str(p) for p in find_runs(path)]
-    hint = f" Runs below it: {', '.join(below[:5])}{', ...' if len(below) > 5 else ''}." if below else ""
+    runs = [str(p) for p in find_runs(path)]
+    hint = f" Runs below it: {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}." if runs else ""
     return f"{path} holds no run: it has no metrics.jsonl, and no config.toml with a manifest.json.{hint}"
 
 

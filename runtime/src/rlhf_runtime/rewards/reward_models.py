@@ -120,7 +120,7 @@ def together(
             if not calls:
                 return
             ids = [sequence for call in calls for sequence in call.ids]
-            images = [own for call in calls for own in call.images or [()] * len(call.ids)]
+            images = [group for call in calls for group in call.images or [()] * len(call.ids)]
             passed(len(ids))
             try:
                 if forward.head is None:
@@ -135,9 +135,9 @@ def together(
                 return
         values = iter(results)
         for call in calls:
-            own = [next(values) for _ in call.ids]
+            call_results = [next(values) for _ in call.ids]
             if not call.future.done():
-                call.future.set_result(own)
+                call.future.set_result(call_results)
 
     def begin(forward: _Pass) -> None:
         task = asyncio.get_running_loop().create_task(compute(forward))
@@ -180,7 +180,7 @@ def together(
 def _packed(ids: Sequence[Sequence[int]], images: Images) -> Batch:
     """A unit for each sequence."""
     sequences = zip(ids, images or [()] * len(ids), strict=True)
-    return pack([UnitData([SequenceData(sequence, images=own)]) for sequence, own in sequences])
+    return pack([UnitData([SequenceData(sequence, images=images)]) for sequence, images in sequences])
 
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:

@@ -185,8 +185,8 @@ class Scorer:
             if errors:
                 trajectory.status, trajectory.error = "failed", errors[0]
                 continue
-            placed = trained_on and self._turn_credit == "step"
-            trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=placed)
+            turns_placed = trained_on and self._turn_credit == "step"
+            trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=turns_placed)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -200,8 +200,8 @@ class Scorer:
             return [RewardResult(None) for _ in group.trajectories]
         if not reward.instance.per_sample:
             return await self._call(reward, group)
-        alone = [replace(group, trajectories=[t]) for t in group.trajectories]
-        return [result for (result,) in await asyncio.gather(*(self._call(reward, single) for single in alone))]
+        singles = [replace(group, trajectories=[t]) for t in group.trajectories]
+        return [result for (result,) in await asyncio.gather(*(self._call(reward, single) for single in singles))]
 
     async def _call(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         """One result or error text per trajectory, after at most ``retries`` further attempts. The texts do not name

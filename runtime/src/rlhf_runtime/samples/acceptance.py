@@ -61,7 +61,9 @@ class Acceptance:
             self.reject(group, counts, "failed", trajectories)
             return None
         part = Group(group.row, group.number, trajectories)
-        if self.filter is not None and not any(passes(self.filter, scores_of(own)) for own in part.by_agent().values()):
+        if self.filter is not None and not any(
+            passes(self.filter, scores_of(samples)) for samples in part.by_agent().values()
+        ):
             self.reject(group, counts, "filtered", trajectories)
             return None
         return part
@@ -70,7 +72,7 @@ class Acceptance:
         self,
         group: Group,
         counts: dict[str, float],
-        why: Literal["filtered", "failed", "stale"],
+        cause: Literal["filtered", "failed", "stale"],
         samples: Sequence[Trajectory],
     ) -> None:
         """Count a group that is not trained on.
@@ -78,9 +80,9 @@ class Acceptance:
         Args:
             samples: those of its samples that are not counted yet.
         """
-        counts["failed_groups" if why == "failed" else why] += 1
-        counts[f"tokens_{why}"] += sampled_tokens(samples)
-        self.timeline.instant(f"group {why}", group=group.number)
+        counts["failed_groups" if cause == "failed" else cause] += 1
+        counts[f"tokens_{cause}"] += sampled_tokens(samples)
+        self.timeline.instant(f"group {cause}", group=group.number)
 
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
@@ -112,13 +114,13 @@ def passes(filter: FilterSection, scores: Sequence[float]) -> bool:
     if not scores:
         return False
     # Differences from the minimum are exactly 0 for equal scores. Without it, the mean of [0.1, 0.1, 0.1] is not 0.1.
-    least = min(scores)
-    above = math.fsum(s - least for s in scores) / len(scores)
-    if filter.low is not None and not filter.low < least + above:
+    lowest = min(scores)
+    offset = math.fsum(s - lowest for s in scores) / len(scores)
+    if filter.low is not None and not filter.low < lowest + offset:
         return False
-    if filter.high is not None and not least + above < filter.high:
+    if filter.high is not None and not lowest + offset < filter.high:
         return False
     if filter.min_std is not None:
-        std = math.sqrt(math.fsum((s - least - above) ** 2 for s in scores) / len(scores))
+        std = math.sqrt(math.fsum((s - lowest - offset) ** 2 for s in scores) / len(scores))
         return std > filter.min_std
     return True

@@ -59,7 +59,7 @@ RESTARTED = {
     "resume": "tokens_restarted_resume",
 }
 """{why tokens are sampled again: name of their count}. The first two are of ``Generator.restarted``."""
-COUNTED = ("stale", "tokens_stale", *RESTARTED.values())
+COUNTS = ("stale", "tokens_stale", *RESTARTED.values())
 
 
 class ContinuousStream(Stream):
@@ -123,15 +123,15 @@ class ContinuousStream(Stream):
         ready = self._run(self._take(step))
         if (seconds := self.pool.idle()) is not None and seconds[1] > 0:
             ready.counts["idle"] = seconds[0] / seconds[1]
-        for why, tokens in self.pool.restarted().items():
-            ready.counts[RESTARTED[why]] += tokens
+        for cause, tokens in self.pool.restarted().items():
+            ready.counts[RESTARTED[cause]] += tokens
         return ready
 
     def samples_with(self, version: int) -> bool:
         return True
 
-    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
-        return self._run(self._snapshot(beside))
+    def snapshot(self, hook: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        return self._run(self._snapshot(hook))
 
     @staticmethod
     def saved_groups(state: Mapping[str, Any]) -> list[bool]:
@@ -282,16 +282,16 @@ class ContinuousStream(Stream):
         return ReadyBatch(groups, version, counts, curriculum_metrics=metrics)
 
     def _new_counts(self) -> dict[str, float]:
-        return self.acceptance.new_counts(self.settings.has_given) | dict.fromkeys(COUNTED, 0.0)
+        return self.acceptance.new_counts(self.settings.has_given) | dict.fromkeys(COUNTS, 0.0)
 
     @property
     def _exhausted(self) -> bool:
         """Whether so many groups were rejected that the next batch is not refilled any more."""
         return self._rejected > self.acceptance.refills * self.pending.batch_size
 
-    async def _snapshot(self, beside: Callable[[], object]) -> tuple[dict[str, Any], list[Group]]:
+    async def _snapshot(self, hook: Callable[[], object]) -> tuple[dict[str, Any], list[Group]]:
         """The result of :meth:`snapshot`. It is taken on the event loop, so that no sample ends meanwhile."""
-        beside()
+        hook()
         saved = [pending.saved() for pending in self.pending]
         state = {
             "rows": self.rows.state_dict(),

@@ -43,10 +43,10 @@ class Episodes:
 
     def __init__(self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection) -> None:
         self.resolved, self.config, self.section = resolved, config, section
-        own = [m for m in METHODS if getattr(resolved.cls, m) is not getattr(Env, m)]
-        coroutines = [m for m in own if inspect.iscoroutinefunction(getattr(resolved.cls, m))]
-        if coroutines and coroutines != own:
-            plain = [m for m in own if m not in coroutines]
+        methods = [m for m in METHODS if getattr(resolved.cls, m) is not getattr(Env, m)]
+        coroutines = [m for m in methods if inspect.iscoroutinefunction(getattr(resolved.cls, m))]
+        if coroutines and coroutines != methods:
+            plain = [m for m in methods if m not in coroutines]
             raise PluginInvalid(
                 f"{resolved}: {', '.join(coroutines)} is `async def` and {', '.join(plain)} is plain `def`; "
                 "write all of an environment's methods as `async def`, or all as plain `def`"

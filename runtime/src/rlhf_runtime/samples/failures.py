@@ -19,7 +19,7 @@ NOTED = 0.1
 CAUSES = 10
 """Number of different causes that are reported. More are not told apart: their messages may hold the sample's text."""
 
-OTHERS = "other causes"
+OTHER_CAUSES = "other causes"
 _NUMBERS = re.compile(r"\b\d+(\.\d+)?\b")
 
 
@@ -32,7 +32,7 @@ class Failures:
             call of :meth:`expect`, extended by earlier samples up to :data:`WINDOW` or its ``at_least``.
         note: reports the first failure of each cause.
         label: name of a sample in messages.
-        then: what happens to a failed sample, in messages.
+        effect: what happens to a failed sample, in messages.
         metric: the metric that shows what failures change.
     """
 
@@ -41,10 +41,10 @@ class Failures:
         allowed: float,
         note: Callable[[str], None],
         label: str = "sample",
-        then: str = "is left out",
+        effect: str = "is left out",
         metric: str = "reward/mean_with_failed",
     ) -> None:
-        self._allowed, self._note, self._label, self._then, self._metric = allowed, note, label, then, metric
+        self._allowed, self._note, self._label, self._then, self._metric = allowed, note, label, effect, metric
         self.sample_count = 0
         """Samples drawn so far by this process."""
         self.failed = 0
@@ -85,7 +85,7 @@ class Failures:
         self.failed += 1
         cause = _cause(trajectory.error)
         if cause not in self.causes and len(self.causes) >= CAUSES:
-            cause = OTHERS
+            cause = OTHER_CAUSES
         elif cause not in self.causes:
             rules = (
                 f"\nA failed {self._label} {self._then}. The run stops if a share of more than {self._allowed:.4g} "
@@ -125,8 +125,8 @@ class Failures:
 
 def _cause(error: str) -> str:
     """The first and the last line, with ``N`` for numbers. Of a program's output the last line tells causes apart."""
-    first, *others = error.strip().splitlines() or [""]
-    return _NUMBERS.sub("N", f"{first} ... {others[-1].strip()}" if others else first)
+    first, *lines = error.strip().splitlines() or [""]
+    return _NUMBERS.sub("N", f"{first} ... {lines[-1].strip()}" if lines else first)
 
 
 def describe(trajectory: Trajectory) -> str:

@@ -130,10 +130,10 @@ class PendingGroups:
             version: of the weights that new groups are started with.
         """
         steps = min(version + self.staleness - step + 1, self.total_steps - step)
-        most = steps * self.batch_size
+        limit = steps * self.batch_size
         if self.oversample is not None:
-            most = min(most, math.ceil(self.oversample * self.batch_size))
-        return max(0, most - len(self))
+            limit = min(limit, math.ceil(self.oversample * self.batch_size))
+        return max(0, limit - len(self))
 
     def choose(self, step: int) -> list[Pending] | None:
         """The groups of the batch of ``step``, in the order in which they were started; None while they are not all

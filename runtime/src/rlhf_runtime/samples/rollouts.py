@@ -100,7 +100,7 @@ class Rollouts:
             count(next(numbers_of_ended), len(samples))
 
         tasks = [
-            asyncio.ensure_future(self.group(row, first_number + i, settings, requests, ended=ended))
+            asyncio.ensure_future(self.group(row, first_number + i, settings, requests, on_end=ended))
             for i, row in enumerate(rows)
         ]
         try:
@@ -118,23 +118,23 @@ class Rollouts:
         settings: RolloutSettings,
         requests: Requests,
         logs: Sequence[TurnLog] = (),
-        ended: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> Group:
         """The scored group of ``row``, without its greedy answer.
 
         Args:
             logs: of each sample the turns that were sampled for it before. They are not sampled again.
-            ended: called after each sample.
+            on_end: called after each sample.
         """
         if settings.gives(number, row.source):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.answers)]
-        samples = [self._admitted(row, (number, s), settings, requests, log, ended) for s, log in enumerate(logs)]
+        samples = [self._admitted(row, (number, s), settings, requests, log, on_end) for s, log in enumerate(logs)]
         group = Group(row, number, [part for parts in await asyncio.gather(*samples) for part in parts])
         if any(t.status != "failed" for t in group.trajectories):
             with self.timeline.slice("rewards", "rewards", group=number, purpose=settings.purpose):
-                for own in group.by_agent().values():
-                    await self.scorer.score(own, settings.purpose == TRAINING)
+                for samples_of_agent in group.by_agent().values():
+                    await self.scorer.score(samples_of_agent, settings.purpose == TRAINING)
         if settings.greedy:
             set_greedy_apart(group)
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
@@ -155,13 +155,13 @@ class Rollouts:
         settings: RolloutSettings,
         requests: Requests,
         log: TurnLog,
-        ended: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> list[Trajectory]:
         """Make one sample, as soon as it may begin: the trajectory of each agent."""
         await requests.enter(index)
         try:
-            about = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
-            with self.timeline.slice("samples", "sample", **about) as slice:
+            arguments = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
+            with self.timeline.slice("samples", "sample", **arguments) as slice:
                 parts = await self._sample(row, index, settings, requests, log, slice)
                 tokens = sum(trajectory.sampled_tokens for trajectory in parts)
                 slice.add(status=parts[0].status, tokens=tokens)
@@ -170,7 +170,7 @@ class Rollouts:
             return parts
         finally:
             requests.leave()
-            ended()
+            on_end()
 
     async def _sample(
         self,
@@ -209,7 +209,7 @@ class Rollouts:
         if trajectory.status == "failed" and settings.purpose == TRAINING and not conversations:
             # so that its tokens can be counted
             trajectory.turns = [replace(turn, agent="") for _, _, turn in log.entries()]
-        trajectories = [replace(trajectory, turns=own, info=dict(trajectory.info)) for own in conversations]
+        trajectories = [replace(trajectory, turns=turns, info=dict(trajectory.info)) for turns in conversations]
         for part in trajectories:
             drop_repeated(part.turns)
             if part.status != "failed":

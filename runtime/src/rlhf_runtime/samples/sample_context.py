@@ -76,14 +76,14 @@ class SampleContext(RolloutContext):
 
     def encode_following(
         self,
-        before: Messages,
+        messages: Messages,
         answer: Mapping[str, Any],
         following: Messages,
         tools: Messages = (),
         turn: Turn | None = None,
     ) -> Turn | None:
         last = self._last if turn is None else turn
-        context = self._template.encode_following(before, answer, following, tools, self._ended(last))
+        context = self._template.encode_following(messages, answer, following, tools, self._ended(last))
         return None if context is None else self._without_repeated_end(context, last)
 
     def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
@@ -145,8 +145,8 @@ class SampleContext(RolloutContext):
     async def _generate(self, turn_number: int, request: GenerationRequest) -> Turn:
         remaining, self._generating = self._stop_clock(), True
         try:
-            about = {"group": self._index[0], "sample": self._index[1], "turn": turn_number}
-            with self._slice.child("turn", context=len(request.ids), **about) as slice:
+            arguments = {"group": self._index[0], "sample": self._index[1], "turn": turn_number}
+            with self._slice.child("turn", context=len(request.ids), **arguments) as slice:
                 turn = await self._requests.generate((*self._index, turn_number), request)
                 slice.add(tokens=len(turn.ids), versions=[version for _, version in turn.versions])
             return turn
@@ -200,8 +200,8 @@ async def _close(env: Env) -> None:
 def _check_distribution(sampling: Sampling, run: Sampling) -> None:
     """Training samples must be drawn from the distribution whose log-probs are trained on. Truncation (top_p, top_k,
     min_p) may only be off, or as the run file says, which the run's checks have accepted."""
-    for field, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(sampling, field) not in (off, getattr(run, field)):
+    for field, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(sampling, field) not in (neutral, getattr(run, field)):
             raise RolloutError(
                 f"a turn is asked for with {field} = {getattr(sampling, field)}, but [sampling] has {field} = "
                 f"{getattr(run, field)}. Training would treat the turn as if all tokens had been allowed. A rollout or "

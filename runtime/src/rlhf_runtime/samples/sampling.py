@@ -92,8 +92,8 @@ def evaluation_settings(config: RunFile, failures: Failures) -> RolloutSettings:
 def training_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
     """A counter of failed training samples. ``note`` receives a message about the first failure."""
     policy = config.stream.on_failed_sample
-    then = f'leaves {"its group" if policy == "drop_group" else "the batch"} (stream.on_failed_sample = "{policy}")'
-    return Failures(config.stream.max_failed, note, then=then)
+    effect = f'leaves {"its group" if policy == "drop_group" else "the batch"} (stream.on_failed_sample = "{policy}")'
+    return Failures(config.stream.max_failed, note, effect=effect)
 
 
 def evaluation_failures(config: RunFile, note: Callable[[str], None]) -> Failures:

@@ -55,11 +55,11 @@ class Stream(ABC):
         """Whether training samples are drawn with the weights of ``version``."""
 
     @abstractmethod
-    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+    def snapshot(self, hook: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
         """What a checkpoint holds: counters with the data order, and the groups that no step has trained on yet.
 
         Args:
-            beside: called at the same moment: no row is chosen and no group ends between the two.
+            hook: called at the same moment: no row is chosen and no group ends between the two.
         """
 
     @abstractmethod
@@ -117,8 +117,8 @@ class RecordedStream(Stream):
     def samples_with(self, version: int) -> bool:
         return False
 
-    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
-        beside()
+    def snapshot(self, hook: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        hook()
         return {"taken": self.batches_taken}, []
 
     @staticmethod
@@ -252,8 +252,8 @@ class WaveStream(Stream):
         metrics = self.row_order.metrics() if self.row_order is not None else {}
         return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)
 
-    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
-        beside()
+    def snapshot(self, hook: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        hook()
         state = {
             "rows": self.rows.state_dict(),
             "generated": self.generated,
