@@ -95,6 +95,7 @@ def test_wrong_usage_is_refused_with_what_to_do(plain_run: Finished, say: Say, t
     for words, message in (
         ((*export, there, "--form", "pairs"), "there.jsonl exists; --force replaces it"),
         ((*export, tmp_path / "no" / "f.jsonl", "--form", "pairs"), "there is no folder"),
+        ((*export, tmp_path, "--form", "pairs", "--force"), "is a folder"),
         ((*export, tmp_path / "f.jsonl", "--form", "pairs", "--keep", 2), "--keep is for --form best; --form pairs"),
         ((*export, tmp_path / "f.jsonl", "--form", "best", "--keep", 0), "--keep must be at least 1, got 0"),
         ((*export, tmp_path / "f.jsonl", "--form", "pairs", "--min-gap", -1), "--min-gap must be at least 0, got -1"),

@@ -15,6 +15,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.command_files import require_new_file
 from rlhf_cli.main import run_command
 
 if TYPE_CHECKING:
@@ -265,10 +266,7 @@ class DataExportCommand(Command):
 
         options = _options(args)
         output: Path = args.output
-        if output.exists() and not args.force:
-            raise ConfigError(f"{output} exists; --force replaces it")
-        if not output.parent.is_dir():
-            raise ConfigError(f"there is no folder {output.parent} to write {output.name} into")
+        require_new_file(output, args.force)
         recorded = read_answers(args.sources, truncated=args.truncated)
         table = getattr(export, args.form)(recorded.groups, **options)
         left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | table.left_out

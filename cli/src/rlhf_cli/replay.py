@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import dotted
+
+from rlhf_cli.command_files import note, run_file_of
 
 
 class ReplayCommand(Command):
@@ -31,21 +32,19 @@ class ReplayCommand(Command):
         parser.add_argument("--resume", action="store_true", help="continue a replay that was stopped")
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load, look_for_models
         from rlhf_runtime.setup.build import train
 
-        folder: Path = args.run
-        if not (folder / "config.toml").is_file():
-            raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
-        flags = [("stream.replay", str(folder)), ("run.output", args.output), ("run.resume", str(args.resume).lower())]
+        run_file = run_file_of(args.run)
+        resume = str(args.resume).lower()
+        flags = [("stream.replay", str(args.run)), ("run.output", args.output), ("run.resume", resume)]
         if args.steps is not None:
             flags.append(("run.stop_after", args.steps))
         left_out: list[str] = []
-        config = load(str(folder / "config.toml"), [*flags, *dotted(args.overrides)], left_out=left_out)
+        config = load(run_file, [*flags, *dotted(args.overrides)], left_out=left_out)
         if left_out:
-            sys.stderr.write(f"note: left out, as the plugins chosen by flags do not have it: {', '.join(left_out)}\n")
+            note(f"left out, as the plugins chosen by flags do not have it: {', '.join(left_out)}")
         look_for_models(config)
         finished = train(config, Plugins.discover())
         sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")

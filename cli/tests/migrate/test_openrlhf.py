@@ -332,6 +332,8 @@ def test_a_file_is_written_and_not_replaced(tmp_path, capsys):
     assert main(words) == 0
     assert main(words) == 2
     assert "--force" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path), "--force"]) == 2
+    assert "is a folder" in capsys.readouterr().err
 
 
 def test_offloaded_roles():

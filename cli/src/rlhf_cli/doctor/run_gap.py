@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from rlhf.errors import ConfigError
 from rlhf_runtime.config.command_line import overrides
 
+from rlhf_cli.command_files import note
+
 if TYPE_CHECKING:
     from rlhf_runtime.jobs.mismatch import Mismatch
 
@@ -59,7 +61,7 @@ def examine_run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} has no config.toml, without which its model cannot be loaded.")
     config = load(str(folder / "config.toml"), overrides(args))
     look_for_models(config)
-    result = examine(config, Plugins.discover(), folder, file, number, most, _note)
+    result = examine(config, Plugins.discover(), folder, file, number, most, note)
     if args.json:
         sys.stdout.write(json.dumps({**asdict(result), "verdict": verdict(result)}, indent=2) + "\n")
     else:
@@ -124,7 +126,3 @@ def _print(result: Mismatch) -> None:
 
 def _nats(value: float) -> str:
     return f"{value:.3g} nats"
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")

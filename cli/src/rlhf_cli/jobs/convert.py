@@ -11,6 +11,8 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
+from rlhf_cli.command_files import note
+
 
 class ConvertCommand(Command):
     """Convert a model of another format: `rlhf convert MODEL.gguf FOLDER`, or `rlhf convert BIN_FOLDER FOLDER`.
@@ -39,7 +41,7 @@ class ConvertCommand(Command):
         from rlhf_cli.jobs.conversion import convert
 
         folder: Path = args.folder
-        model = convert(args.source, folder, args.dtype, _note)
+        model = convert(args.source, folder, args.dtype, note)
         sys.stdout.write(
             f"{folder}: {model.architecture}, {model.parameters / 1e6:,.1f} M parameters in {args.dtype}, "
             f"{model.bytes / 1e9:.2f} GB, {model.texts}. It gives the same {model.outputs} as {args.source}.\n"
@@ -48,10 +50,6 @@ class ConvertCommand(Command):
             place = shlex.quote(str(folder))
             sys.stdout.write(f"next: rlhf generate --model {place} --prompt 'What is the capital of France?'\n")
         return 0
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
 
 
 @hookimpl

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import dotted
+
+from rlhf_cli.command_files import note, run_file_of
 
 
 class ExportCommand(Command):
@@ -33,24 +34,16 @@ class ExportCommand(Command):
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load
         from rlhf_runtime.jobs.export import Which, export
 
-        folder: Path = args.run
-        if not (folder / "config.toml").is_file():
-            raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
-        config = load(str(folder / "config.toml"), dotted(args.overrides))
+        config = load(run_file_of(args.run), dotted(args.overrides))
         choice: Which = "best" if args.best else "average" if args.average else args.step
-        steps = export(config, Plugins.discover(), folder, choice, args.output, _note)
+        steps = export(config, Plugins.discover(), args.run, choice, args.output, note)
         several = f"the mean of steps {', '.join(map(str, steps))}"
         sys.stdout.write(f"{args.output}: {f'step {steps[0]}' if len(steps) == 1 else several}\n")
         return 0
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
 
 
 @hookimpl

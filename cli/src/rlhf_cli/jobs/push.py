@@ -10,6 +10,8 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
+from rlhf_cli.command_files import note
+
 
 class PushCommand(Command):
     """Upload a model's folder to a hub: `rlhf push runs/1/model owner/name`.
@@ -29,13 +31,9 @@ class PushCommand(Command):
         from rlhf_hub.upload import push
 
         folder: Path = args.folder
-        url = push(folder.expanduser(), args.repo, not args.public, _note)
+        url = push(folder.expanduser(), args.repo, not args.public, note)
         sys.stdout.write(f"{folder}: {url}\n")
         return 0
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
 
 
 @hookimpl

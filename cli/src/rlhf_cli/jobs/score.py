@@ -11,6 +11,8 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.command_files import note, require_new_file
+
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 
 
@@ -49,16 +51,11 @@ class ScoreCommand(Command):
             raise ConfigError("no data is named. Set --data FILE.")
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
-        if args.file.is_dir():
-            raise ConfigError(f"--output {args.file} is a folder. Name a file in a folder that exists.")
-        if args.file.exists() and not args.force:
-            raise ConfigError(f"{args.file} exists; --force replaces it")
-        if not args.file.parent.is_dir():
-            raise ConfigError(f"there is no folder {args.file.parent} to write {args.file.name} into")
+        require_new_file(args.file, args.force)
         look_for_models(config)
         from rlhf_cli.jobs.score_answers import score_answers
 
-        scores = score_answers(config, Plugins.discover(), args.answers, args.file, force=args.force, note=_note)
+        scores = score_answers(config, Plugins.discover(), args.answers, args.file, force=args.force, note=note)
         names = [*(r.label for r in config.reward), "reward"]
         means = {name: scores.mean(name) for name in names}
         left_out = {reason: n for reason, n in scores.left_out.items() if n}
@@ -73,10 +70,6 @@ class ScoreCommand(Command):
             sys.stdout.write(f"  {name.ljust(width)}  {text}\n")
         sys.stdout.write("".join(f"  left out: {n} {reason}\n" for reason, n in left_out.items()))
         return 0
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
 
 
 @hookimpl

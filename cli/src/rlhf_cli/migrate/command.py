@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 from rlhf import hookimpl
+from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
-from rlhf.paths import path_argument
+
+from rlhf_cli.command_files import add_written_run_file, require_new_file, write_run_file
 
 FRAMEWORKS = ("openrlhf", "trl", "verl")
 
@@ -38,34 +37,21 @@ class MigrateCommand(Command):
         )
         unknown = "list options that are unknown in the file, as work that stays to do, instead of refusing them"
         parser.add_argument("--allow-unknown", action="store_true", help=unknown)
-        where = "file to write (default: standard output)"
-        parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=where)
-        parser.add_argument("--force", action="store_true", help="replace the file where it exists")
+        add_written_run_file(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
-        from rlhf_runtime.checkpoint.atomic_files import write_atomic
 
         from rlhf_cli.migrate.find import migrate
 
-        file: Path | None = args.file
-        if file is not None and file.exists() and not args.force:
-            raise ConfigError(f"{file} exists; --force replaces it")
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"there is no folder {file.parent} to write {file.name} into")
-        settings: Mapping[str, str] = dict(self._pair(text) for text in args.set)
+        if args.file is not None:
+            require_new_file(args.file, args.force)
+        settings = dict(self._pair(text) for text in args.set)
         text = migrate(args.framework, args.source, settings, Plugins.discover(), allow_unknown=args.allow_unknown)
-        if file is None:
-            sys.stdout.write(text)
-        else:
-            write_atomic(file, text)
-            sys.stdout.write(f"wrote {file}; next: rlhf train {file} --dry-run\n")
+        write_run_file(args.file, text)
         return 0
 
     def _pair(self, text: str) -> tuple[str, str]:
-        from rlhf.errors import ConfigError
-
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: should be NAME=VALUE")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from rlhf import hookimpl
 from rlhf.interfaces import Command
-from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_short_flags, overrides
+
+from rlhf_cli.command_files import add_written_run_file, require_new_file, write_run_file
 
 
 class InitCommand(Command):
@@ -26,32 +26,19 @@ class InitCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_short_flags(parser, excluded_flags=("output", "resume", "overwrite"))
         parser.add_argument("--env", metavar="ENV", help="environment plugin")
-        where = "file to write (default: standard output)"
-        parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=where)
-        parser.add_argument("--force", action="store_true", help="replace the file where it exists")
+        add_written_run_file(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
-        from rlhf_runtime.checkpoint.atomic_files import write_atomic
         from rlhf_runtime.config.load import load
 
         from rlhf_cli.options.run_file import run_file
 
         file: Path | None = args.file
-        if file is not None and file.is_dir():
-            raise ConfigError(f"--output {file} is a folder. Name a file in a folder that exists.")
-        if file is not None and file.exists() and not args.force:
-            raise ConfigError(f"{file} exists; --force replaces it")
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"there is no folder {file.parent} to write {file.name} into")
+        if file is not None:
+            require_new_file(file, args.force)
         flags = overrides(args) + ([("env", args.env)] if args.env is not None else [])
-        text = run_file(load(None, flags), Plugins.discover(), str(file or "run.toml"))
-        if file is None:
-            sys.stdout.write(text)
-        else:
-            write_atomic(file, text)
-            sys.stdout.write(f"wrote {file}; next: rlhf train {file} --dry-run\n")
+        write_run_file(file, run_file(load(None, flags), Plugins.discover(), str(file or "run.toml")))
         return 0
 
 

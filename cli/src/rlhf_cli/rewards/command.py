@@ -12,6 +12,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.command_files import note
 from rlhf_cli.main import run_command
 
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
@@ -87,7 +88,7 @@ class RewardsTryCommand(Command):
         from rlhf_cli.rewards.trial_tables import as_page, as_text, sections
 
         file = None if run is None else recorded_file(run, args.step)
-        trial = try_rewards(config, Plugins.discover(), args.answers, file, args.probes, note=_note)
+        trial = try_rewards(config, Plugins.discover(), args.answers, file, args.probes, note=note)
         title = f"{', '.join(trial.rewards)} on {file or ', '.join(source.path for source in config.data.eval)}"
         parts = sections(trial)
         sys.stdout.write(as_text(parts))
@@ -95,10 +96,6 @@ class RewardsTryCommand(Command):
             args.html.write_text(as_page(title, parts), encoding="utf-8")
             sys.stdout.write(f"\n{args.html}: the same, with whole texts\n")
         return 0
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
 
 
 @hookimpl

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
+
+from rlhf_cli.command_files import say
 
 NOT_HERE = ("algo", "data", "eval-data", "output", "steps", "resume", "overwrite", "model")
 
@@ -72,13 +73,8 @@ class ServeRewardCommand(Command):
             raise ConfigError("no reward is named: there is nothing to serve. Set --reward plugin:NAME.")
         look_for_models(config)
         limits = RequestLimits(args.max_mb * 2**20, args.queue, args.timeout, args.batch, args.wait)
-        serve(config, Plugins.discover(), access, limits, args.label, announce=_say)
+        serve(config, Plugins.discover(), access, limits, args.label, announce=say)
         return 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def _count(text: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from pathlib import Path
 
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
+
+from rlhf_cli.command_files import say
 
 NOT_HERE = ("algo", "data", "eval-data", "reward", "output", "steps", "resume", "overwrite")
 ADAPTERS = (("trainer.lora.rank", "32"), ("trainer.lora.alpha", "32"))
@@ -60,15 +61,10 @@ class ServeTrainingCommand(Command):
         name, folder = args.name or str(config.policy.model), Path(args.checkpoints)
         if args.export is not None:
             export(placed, name, folder, args.export[0], Path(args.export[1]))
-            _say(f"the model of {args.export[0]} is in {args.export[1]}")
+            say(f"the model of {args.export[0]} is in {args.export[1]}")
         else:
-            serve(placed, access, name, folder, announce=_say)
+            serve(placed, access, name, folder, announce=say)
         return 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 @hookimpl

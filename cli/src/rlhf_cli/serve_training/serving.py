@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rlhf_runtime.jobs.training import trained_policy
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.setup.prepare import PlacedPlugins
 
+from rlhf_cli.command_files import note
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_training.application import Served, TrainingApplication
 from rlhf_cli.serve_training.losses import BadRequest
@@ -39,7 +39,7 @@ def serve(
     Raises ConfigError where the address cannot be used.
     """
     stop = stop or StopRequest("ending after the computation under way; what was not saved is lost")
-    with stop, trained_policy(placed, note=_note) as policy:
+    with stop, trained_policy(placed, note=note) as policy:
         models = TrainedModels(policy, name, folder)
         longest = placed.config.data.max_tokens
         path = policy.role.spec.path
@@ -60,7 +60,7 @@ def export(placed: PlacedPlugins, name: str, folder: Path, checkpoint: str, targ
             raise BadRequest(f"there is no checkpoint {checkpoint} in {folder} (--checkpoints)")
         if target.exists():
             raise BadRequest(f"{target} exists. Choose another folder, or delete it")
-        with trained_policy(placed, note=_note) as policy:
+        with trained_policy(placed, note=note) as policy:
             TrainedModels(policy, name, folder).export(checkpoint, target)
     except BadRequest as error:
         raise ConfigError(str(error)) from None
@@ -93,7 +93,3 @@ async def _serve(
             await ended.wait()
     finally:
         await runner.cleanup()
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)  # noqa: T201

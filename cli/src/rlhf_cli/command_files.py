@@ -1,0 +1,56 @@
+"""What commands share: notes to the user, files that they write, and the run file of an earlier run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf.errors import ConfigError
+from rlhf.paths import path_argument
+
+
+def note(text: str) -> None:
+    """A remark on standard error."""
+    sys.stderr.write(f"note: {text}\n")
+
+
+def say(line: str) -> None:
+    """A line for a reader of a pipe, who gets it at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def require_new_file(file: Path, force: bool) -> None:
+    """Raises ConfigError where the file cannot be written, or exists and may not be replaced."""
+    if file.is_dir():
+        raise ConfigError(f"--output {file} is a folder. Name a file in a folder that exists.")
+    if file.exists() and not force:
+        raise ConfigError(f"{file} exists; --force replaces it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"there is no folder {file.parent} to write {file.name} into")
+
+
+def add_written_run_file(parser: argparse.ArgumentParser) -> None:
+    """Flags of a command that writes a run file."""
+    where = "file to write (default: standard output)"
+    parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=where)
+    parser.add_argument("--force", action="store_true", help="replace the file where it exists")
+
+
+def write_run_file(file: Path | None, text: str) -> None:
+    from rlhf_runtime.checkpoint.atomic_files import write_atomic
+
+    if file is None:
+        sys.stdout.write(text)
+    else:
+        write_atomic(file, text)
+        sys.stdout.write(f"wrote {file}; next: rlhf train {file} --dry-run\n")
+
+
+def run_file_of(run: Path) -> str:
+    """The run file of the run in a folder. Raises ConfigError where there is none."""
+    file = run / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"{run} is not the folder of a run: it has no config.toml.")
+    return str(file)
