@@ -54,6 +54,23 @@ class Draft:
         if note:
             self.notes[path] = note
 
+    def copy(self, path: str, name: str, *names: str, note: str = "") -> None:
+        """Give an option the value of ``name``."""
+        self.set(path, self.source[name], name, *names, note=note)
+
+    def choose(self, path: str, name: str, values: Mapping[str, str], note: str = "") -> str:
+        """Give an option what the value of ``name`` is here. Raises ConfigError for a value that is not known."""
+        value = self.source.one_of(name, values)
+        self.set(path, value, name, note=note)
+        return value
+
+    def adapters(self, rank: str, targets: str) -> None:
+        """Set LoRA by the options of its rank, 0 for none, and of the layers that it is beside."""
+        if self.source[rank]:
+            self.copy("trainer.lora.rank", rank)
+            if self.source[targets] not in (None, [], ["all-linear"]):
+                self.copy("trainer.lora.targets", targets)
+
     def observers(self, names: Collection[str], option: str) -> list[str]:
         """Set the observers of these names; those that there are."""
         observers = [name for name in names if name in OBSERVERS]

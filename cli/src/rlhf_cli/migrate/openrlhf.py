@@ -168,9 +168,7 @@ def _conditions(s: FrameworkOptions) -> set[str]:
 def _algorithm(draft: Draft) -> None:
     s = draft.source
     estimator = s["algo.advantage.estimator"]
-    if estimator not in ALGORITHMS:
-        raise s.refused("algo.advantage.estimator", f"there is no counterpart; known are {', '.join(ALGORITHMS)}")
-    draft.set("algorithm.use", ALGORITHMS[estimator], "algo.advantage.estimator")
+    draft.choose("algorithm.use", "algo.advantage.estimator", ALGORITHMS)
     if estimator == "dr_grpo":
         note = "the advantage of Dr. GRPO; OpenRLHF keeps the mean over tokens"
         draft.set("algorithm.advantage.std", "none", "algo.advantage.estimator", note=note)
@@ -179,7 +177,7 @@ def _algorithm(draft: Draft) -> None:
         if s["algo.advantage.gamma"] != 1:
             raise s.refused("algo.advantage.gamma", "with flash_reinforce it must be 1")
     if estimator in ("gae", "reinforce"):
-        draft.set("algorithm.advantage.gamma", s["algo.advantage.gamma"], "algo.advantage.gamma")
+        draft.copy("algorithm.advantage.gamma", "algo.advantage.gamma")
     else:
         draft.unread["algo.advantage.gamma"] = f"1 with {estimator} in OpenRLHF, and the default here too"
     if s["algo.advantage.no_std_norm"] and estimator in ("gae", "reinforce", "reinforce_baseline"):
@@ -194,17 +192,15 @@ def _algorithm(draft: Draft) -> None:
         )
     note = f"{samples} samples in optimizer steps of {size}"
     draft.set("algorithm.minibatches", samples // size, *names[::-1], note=note)
-    draft.set("algorithm.epochs", s["train.max_epochs"], "train.max_epochs")
-    draft.set(
-        "policy.gradient_checkpointing", s["actor.gradient_checkpointing_enable"], "actor.gradient_checkpointing_enable"
-    )
+    draft.copy("algorithm.epochs", "train.max_epochs")
+    draft.copy("policy.gradient_checkpointing", "actor.gradient_checkpointing_enable")
     if estimator == "gae":
         steps = s["critic.freezing_steps"] + 1
         draft.set("algorithm.critic_warmup", max(steps, 0), "critic.freezing_steps", note="N freezes N + 1 steps")
         model = s["critic.model_name_or_path"] or _critic_model(s)
         draft.set("critic.model", model, "critic.model_name_or_path")
         checkpointing = "actor.gradient_checkpointing_enable"
-        draft.set("critic.gradient_checkpointing", s[checkpointing], checkpointing)
+        draft.copy("critic.gradient_checkpointing", checkpointing)
         _trainer(draft, "critic.", "critic.")
     _kl(draft)
 
@@ -248,13 +244,11 @@ def _loss(draft: Draft) -> None:
         draft.unread["actor.eps_clip"] = "actor.eps_clip_low_high is set"
     if s["actor.policy_loss_type"] == "ppo":
         modes = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
-        if s["actor.loss_agg_mode"] not in modes:
-            raise s.refused("actor.loss_agg_mode", f"there is no counterpart; known are {', '.join(modes)}")
-        draft.set("algorithm.loss.aggregation", modes[s["actor.loss_agg_mode"]], "actor.loss_agg_mode")
+        draft.choose("algorithm.loss.aggregation", "actor.loss_agg_mode", modes)
         _correction(draft)
     if s["train.enable_ema"]:
         where = "policy.trainer" if s["algo.advantage.estimator"] == "gae" else "trainer"
-        draft.set(f"{where}.ema_decay", s["train.ema_beta"], "train.ema_beta", "train.enable_ema")
+        draft.copy(f"{where}.ema_decay", "train.ema_beta", "train.enable_ema")
 
 
 def _correction(draft: Draft) -> None:
@@ -343,11 +337,10 @@ def _sampling(draft: Draft) -> None:
             note = "weights wait for unfinished answers, as without train.partial_rollout_enable"
             draft.set("sync.in_flight", "drain", "train.async_enable", note=note)
     if s["data.max_images_per_prompt"]:
-        draft.set("data.max_images", s["data.max_images_per_prompt"], "data.max_images_per_prompt")
+        draft.copy("data.max_images", "data.max_images_per_prompt")
     if s["train.dynamic_batch_enable"]:
-        draft.set(
+        draft.copy(
             "policy.micro_tokens",
-            s["train.max_tokens_per_gpu"],
             "train.max_tokens_per_gpu",
             "train.dynamic_batch_enable",
         )
@@ -368,14 +361,11 @@ def _sampling(draft: Draft) -> None:
 def _trainer(draft: Draft, ours: str, theirs: str) -> None:
     """Schedule, warm-up and clipping of a role."""
     s = draft.source
-    name = s[f"{theirs}lr_scheduler"]
-    if name not in SCHEDULES:
-        raise s.refused(f"{theirs}lr_scheduler", f"there is no counterpart; known are {', '.join(SCHEDULES)}")
-    draft.set(f"{ours}trainer.schedule", SCHEDULES[name], f"{theirs}lr_scheduler")
-    if name == "constant":
+    draft.choose(f"{ours}trainer.schedule", f"{theirs}lr_scheduler", SCHEDULES)
+    if s[f"{theirs}lr_scheduler"] == "constant":
         draft.set(f"{ours}trainer.warmup_ratio", 0.0, f"{theirs}lr_warmup_ratio", note="constant has no warm-up")
     else:
-        draft.set(f"{ours}trainer.warmup_ratio", s[f"{theirs}lr_warmup_ratio"], f"{theirs}lr_warmup_ratio")
+        draft.copy(f"{ours}trainer.warmup_ratio", f"{theirs}lr_warmup_ratio")
     clip = s[f"{theirs}max_norm"]
     note = "" if clip > 0 else "no clipping"
     draft.set(f"{ours}trainer.max_grad_norm", clip if clip > 0 else 1e9, f"{theirs}max_norm", note=note)
@@ -391,32 +381,27 @@ def _run(draft: Draft, online: bool) -> None:
     stage = s["ds.zero_stage"]
     note = "" if stage > 1 else "lower stages would add up gradients of micro-batches in bf16"
     draft.set("trainer.stage", max(stage, 2), "ds.zero_stage", note=note)
-    if s["ds.lora.rank"]:
-        draft.set("trainer.lora.rank", s["ds.lora.rank"], "ds.lora.rank")
-        targets = s["ds.lora.target_modules"]
-        if targets and targets != ["all-linear"]:
-            draft.set("trainer.lora.targets", targets, "ds.lora.target_modules")
+    draft.adapters("ds.lora.rank", "ds.lora.target_modules")
     if "ckpt.output_dir" in s.given:
-        draft.set("run.output", s["ckpt.output_dir"], "ckpt.output_dir")
-    every = s["ckpt.save_steps"]
-    if every > 0:
-        draft.set("checkpoint.every", every, "ckpt.save_steps")
+        draft.copy("run.output", "ckpt.output_dir")
+    if (every := s["ckpt.save_steps"]) > 0:
+        draft.copy("checkpoint.every", "ckpt.save_steps")
         if s["ckpt.save_hf"]:
             draft.set("checkpoint.export_every", every, "ckpt.save_hf", "ckpt.save_steps")
     if s["eval.dataset"] and s["eval.steps"] > 0:
-        draft.set("eval.every", s["eval.steps"], "eval.steps")
+        draft.copy("eval.every", "eval.steps")
     if "logger.wandb.key" in s.given:
         draft.set("observer.0.use", "wandb", "logger.wandb.key", note="the key belongs into WANDB_API_KEY")
         for ours, theirs in {"project": "project", "entity": "org", "group": "group"}.items():
             if s[f"logger.wandb.{theirs}"]:
-                draft.set(f"observer.0.{ours}", s[f"logger.wandb.{theirs}"], f"logger.wandb.{theirs}")
+                draft.copy(f"observer.0.{ours}", f"logger.wandb.{theirs}")
     if s["logger.tensorboard_dir"]:
         number = 1 if "logger.wandb.key" in s.given else 0
         note = "its files are in the run's folder"
         draft.set(f"observer.{number}.use", "tensorboard", "logger.tensorboard_dir", note=note)
     if not online:
-        draft.set("data.batch_size", s["train.batch_size"], "train.batch_size")
-        draft.set("run.epochs", s["train.max_epochs"], "train.max_epochs")
+        draft.copy("data.batch_size", "train.batch_size")
+        draft.copy("run.epochs", "train.max_epochs")
 
 
 def _offloading(draft: Draft) -> None:

@@ -42,7 +42,7 @@ def rows_of_data(draft: Draft, online: bool) -> None:
         draft.set("data.eval", _sources(s, "eval.dataset", "eval.split"), "eval.dataset", "eval.split")
     chat = s["data.apply_chat_template"]
     draft.set("data.template", "chat" if chat else "plain", "data.apply_chat_template")
-    draft.set("data.max_tokens", s["data.max_len"], "data.max_len")
+    draft.copy("data.max_tokens", "data.max_len")
     draft.set("data.too_long", "drop", note="longer rows are left out and counted; OpenRLHF cuts them")
     key = s["data.input_key"] if "data.input_key" in s.rows else s["data.prompt_key"]
     form = s["data.input_template"]
@@ -75,7 +75,7 @@ def rewards(draft: Draft) -> None:
         else:
             draft.set("rollout.use", "multi_turn", "train.agent_func_path")
             draft.set("env.use", f"file:{path}", "train.agent_func_path")
-            draft.set("env.prompt", s["data.input_key"], "data.input_key")
+            draft.copy("env.prompt", "data.input_key")
         where = "rollout" if _own_executor(path) else "env"
         for name, column in label.items():
             draft.set(f"{where}.{name}", column, "data.label_key")
@@ -96,7 +96,7 @@ def rewards(draft: Draft) -> None:
         if "," in model:
             raise s.refused("reward.model_name_or_path", "OpenRLHF reads one reward model")
         draft.set("reward.0.use", f"model:{model}", "reward.model_name_or_path")
-        draft.set("reward.0.normalise", s["reward.normalize_enable"], "reward.normalize_enable")
+        draft.copy("reward.0.normalise", "reward.normalize_enable")
         for option in ("dtype", "storage"):
             draft.set(f"roles.reward_model.{option}", "bf16", "ds.param_dtype")
     else:
@@ -130,12 +130,12 @@ def supervised(draft: Draft) -> None:
                     "data.loss_on = 'all' on a column `text` does here. Give --data.output_key or "
                     "--data.apply_chat_template"
                 )
-            draft.set("data.messages", s["data.input_key"], "data.input_key")
+            draft.copy("data.messages", "data.input_key")
     elif (s["data.prompt_key"], s["data.chosen_key"], s["data.rejected_key"]) != (None, "chosen", "rejected"):
         if s["data.prompt_key"] and "data.input_template" not in draft.values:
-            draft.set("data.prompt", s["data.prompt_key"], "data.prompt_key")
+            draft.copy("data.prompt", "data.prompt_key")
         for name in ("chosen", "rejected"):
-            draft.set(f"data.{name}", s[f"data.{name}_key"], f"data.{name}_key")
+            draft.copy(f"data.{name}", f"data.{name}_key")
     else:
         draft.unread |= dict.fromkeys(("data.chosen_key", "data.rejected_key"), "the usual name, which is recognised")
     if s.entry == "rm":
@@ -151,6 +151,6 @@ def supervised(draft: Draft) -> None:
             "data.tokenizer_chat_template", "save the template as a file, and name it by data.chat_template"
         )
     if s.entry == "kd":
-        draft.set("algorithm.loss.alpha", s["kd_coef"], "kd_coef")
+        draft.copy("algorithm.loss.alpha", "kd_coef")
         for option in ("dtype", "storage"):
             draft.set(f"roles.teacher.{option}", "bf16", "ds.param_dtype")

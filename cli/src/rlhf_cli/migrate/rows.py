@@ -129,6 +129,13 @@ class FrameworkOptions:
             if row.rule.startswith("refused: ") and option.value != row.defaults.get(self.entry, row.default):
                 raise self.refused(name, row.rule.removeprefix("refused: "))
 
+    def one_of(self, name: str, values: Mapping[str, str]) -> str:
+        """What the value of an option is here. Raises ConfigError for one that is not known."""
+        value = str(self[name])
+        if value not in values:
+            raise self.refused(name, f"there is no counterpart; known are {', '.join(values)}")
+        return values[value]
+
     def refused(self, name: str, reason: str) -> ConfigError:
         """The error for a value that cannot be taken over."""
         option = self.given.get(name)

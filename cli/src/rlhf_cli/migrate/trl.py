@@ -167,18 +167,18 @@ def _run(draft: Draft, updates: int) -> None:
         draft.set("run.steps", s["max_steps"] // updates, "max_steps", note=note)
         draft.unread["num_train_epochs"] = "max_steps is set"
     else:
-        draft.set("run.epochs", s["num_train_epochs"], "num_train_epochs")
+        draft.copy("run.epochs", "num_train_epochs")
     if s["save_strategy"] == "steps":
         draft.set("checkpoint.every", _steps(draft, "save_steps", updates), "save_steps", note=note)
     if s["save_total_limit"]:
-        draft.set("checkpoint.keep", s["save_total_limit"], "save_total_limit")
+        draft.copy("checkpoint.keep", "save_total_limit")
     if s["eval_strategy"] == "steps":
         name = "eval_steps" if s["eval_steps"] else "logging_steps"
         draft.set("eval.every", _steps(draft, name, updates), name, note=note)
     if s["eval_strategy"] != "no" and s["eval_on_start"]:
         draft.set("eval.at_start", True, "eval_on_start")
     if s["output_dir"]:
-        draft.set("run.output", s["output_dir"], "output_dir")
+        draft.copy("run.output", "output_dir")
     draft.observers([name for name in s["report_to"] or [] if name != "none"], "report_to")
 
 
@@ -196,7 +196,7 @@ def _snapshots(draft: Draft, where: str, updates: int) -> None:
         raise s.refused("ref_model_sync_steps", f"a step here has {updates} optimizer steps; give a multiple of it")
     names = ("ref_model_sync_steps", "sync_ref_model")
     draft.set(f"{where}.snapshot_every", s["ref_model_sync_steps"] // updates, *names)
-    draft.set(f"{where}.snapshot_share", s["ref_model_mixup_alpha"], "ref_model_mixup_alpha")
+    draft.copy(f"{where}.snapshot_share", "ref_model_mixup_alpha")
 
 
 # ------------------------------------------------------------------------------------ trainer and model
@@ -205,9 +205,7 @@ def _snapshots(draft: Draft, where: str, updates: int) -> None:
 def _trainer(draft: Draft) -> None:
     s = draft.source
     schedule = s["lr_scheduler_type"]
-    if schedule not in SCHEDULES:
-        raise s.refused("lr_scheduler_type", f"there is no counterpart; known are {', '.join(SCHEDULES)}")
-    draft.set("trainer.schedule", SCHEDULES[schedule], "lr_scheduler_type")
+    draft.choose("trainer.schedule", "lr_scheduler_type", SCHEDULES)
     options = dict(s["lr_scheduler_kwargs"] or {})
     if schedule == "cosine_with_min_lr":
         rate = options.pop("min_lr_rate", None)
@@ -223,11 +221,9 @@ def _trainer(draft: Draft) -> None:
         draft.set("trainer.warmup_steps", int(warmup), name)
     else:
         draft.set("trainer.warmup_ratio", float(warmup), name)
-    if s["optim"] not in OPTIMIZERS:
-        raise s.refused("optim", f"there is no counterpart; known are {', '.join(OPTIMIZERS)}")
+    if difference := s.one_of("optim", OPTIMIZERS):
+        draft.unread["optim"] = f"AdamW, {difference}"
     draft.set("trainer.optimizer", "adamw", "optim")
-    if OPTIMIZERS[s["optim"]]:
-        draft.unread["optim"] = f"AdamW, {OPTIMIZERS[s['optim']]}"
     draft.set("trainer.betas", [s["adam_beta1"], s["adam_beta2"]], "adam_beta1", "adam_beta2")
     clip = s["max_grad_norm"]
     draft.set("trainer.max_grad_norm", clip if clip > 0 else 1e9, "max_grad_norm")
@@ -265,7 +261,7 @@ def _model(draft: Draft) -> None:
     if not s["use_peft"]:
         return
     for ours, theirs in {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}.items():
-        draft.set(f"trainer.lora.{ours}", s[theirs], theirs, *(["use_peft"] if ours == "rank" else []))
+        draft.copy(f"trainer.lora.{ours}", theirs, *(["use_peft"] if ours == "rank" else []))
     targets = s["lora_target_modules"]
     if targets is None:
         note = "PEFT's choice for most models"
@@ -273,7 +269,7 @@ def _model(draft: Draft) -> None:
     elif targets != ["all-linear"]:
         draft.set("trainer.lora.targets", targets, "lora_target_modules")
     if s["lora_modules_to_save"]:
-        draft.set("trainer.lora.modules_to_save", s["lora_modules_to_save"], "lora_modules_to_save")
+        draft.copy("trainer.lora.modules_to_save", "lora_modules_to_save")
     for name, kind in {"load_in_4bit": "nf4", "load_in_8bit": "int8"}.items():
         if s[name]:
             draft.set("trainer.lora.quantization", kind, name)
@@ -349,17 +345,17 @@ def _loss(draft: Draft) -> None:
         draft.set("algorithm.loss.clip_high", high - 1, "epsilon_high", note="the bound less 1")
     elif kind == "sapo":
         draft.set("algorithm.loss.use", "sapo", "loss_type")
-        draft.set("algorithm.loss.tau_positive", s["sapo_temperature_pos"], "sapo_temperature_pos")
-        draft.set("algorithm.loss.tau_negative", s["sapo_temperature_neg"], "sapo_temperature_neg")
+        draft.copy("algorithm.loss.tau_positive", "sapo_temperature_pos")
+        draft.copy("algorithm.loss.tau_negative", "sapo_temperature_neg")
     elif kind == "vespo":
         draft.set("algorithm.loss.use", "vespo", "loss_type")
         for sign, name in (("positive", "pos"), ("negative", "neg")):
-            draft.set(f"algorithm.loss.k_{sign}", s[f"vespo_k_{name}"], f"vespo_k_{name}")
-            draft.set(f"algorithm.loss.lambda_{sign}", s[f"vespo_lambda_{name}"], f"vespo_lambda_{name}")
+            draft.copy(f"algorithm.loss.k_{sign}", f"vespo_k_{name}")
+            draft.copy(f"algorithm.loss.lambda_{sign}", f"vespo_lambda_{name}")
     elif kind in AGGREGATIONS:
         draft.set("algorithm.loss.aggregation", AGGREGATIONS[kind], "loss_type")
         if kind == "dr_grpo":
-            draft.set("algorithm.loss.max_length", s["max_completion_length"], "max_completion_length", "loss_type")
+            draft.copy("algorithm.loss.max_length", "max_completion_length", "loss_type")
     else:
         raise s.refused(
             "loss_type", f"there is no counterpart; known are {', '.join(AGGREGATIONS)}, cispo, sapo, vespo, luspo"
@@ -370,7 +366,7 @@ def _loss(draft: Draft) -> None:
         if s["delta"] is not None:
             if level == "sequence" or s["delta"] <= 1 + high:
                 raise s.refused("delta", "it is known at the level token, above 1 + epsilon_high")
-            draft.set("algorithm.loss.dual_clip", s["delta"], "delta")
+            draft.copy("algorithm.loss.dual_clip", "delta")
     objectives = s["multi_objective_aggregation"]
     if objectives not in ("sum_then_normalize", "normalize_then_sum"):
         raise s.refused("multi_objective_aggregation", "sum_then_normalize and normalize_then_sum are known")
@@ -381,9 +377,9 @@ def _loss(draft: Draft) -> None:
     else:
         draft.set("algorithm.advantage.std", scale, "scale_rewards")
     if s["top_entropy_quantile"] < 1:
-        draft.set("algorithm.loss.top_entropy", s["top_entropy_quantile"], "top_entropy_quantile")
+        draft.copy("algorithm.loss.top_entropy", "top_entropy_quantile")
     if s["entropy_coef"]:
-        draft.set("algorithm.loss.entropy_coef", s["entropy_coef"], "entropy_coef")
+        draft.copy("algorithm.loss.entropy_coef", "entropy_coef")
     if s["use_adaptive_entropy"]:
         if not s["entropy_coef"] or s["entropy_coef_min"]:
             name = "entropy_coef_min" if s["entropy_coef_min"] else "use_adaptive_entropy"
@@ -393,9 +389,9 @@ def _loss(draft: Draft) -> None:
             "step": "entropy_coef_delta",
             "high": "entropy_coef_max",
         }.items():
-            draft.set(f"algorithm.entropy.{option}", s[name], name)
+            draft.copy(f"algorithm.entropy.{option}", name)
     if s["beta"]:
-        draft.set("algorithm.kl.coef", s["beta"], "beta")
+        draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.where", "loss", "beta")
         if s["use_bias_correction_kl"]:
             if level == "sequence":
@@ -416,7 +412,7 @@ def _loss(draft: Draft) -> None:
             s["vllm_importance_sampling_clip_min"] or 0.0,
             "vllm_importance_sampling_clip_min",
         )
-        draft.set("algorithm.loss.correction.high", s[name], name)
+        draft.copy("algorithm.loss.correction.high", name)
 
 
 def _rloo(draft: Draft, updates: int) -> None:
@@ -434,14 +430,14 @@ def _rloo(draft: Draft, updates: int) -> None:
     draft.set("algorithm.loss.aggregation", "seq_mean_token_sum", note=note)
     draft.unread |= dict.fromkeys(("epsilon", "epsilon_high"), "with one optimizer step a batch nothing is clipped")
     if s["beta"]:
-        draft.set("algorithm.kl.coef", s["beta"], "beta")
+        draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.before_baseline", True, "beta")
 
 
 def _offline(draft: Draft) -> None:
     s = draft.source
     if s["max_length"]:
-        draft.set("data.max_tokens", s["max_length"], "max_length")
+        draft.copy("data.max_tokens", "max_length")
     draft.set("data.too_long", "drop", note="longer rows are left out and counted; TRL cuts them")
     if s["packing"]:
         raise s.refused(

@@ -24,11 +24,11 @@ def sampling(draft: Draft) -> None:
         note = f"{room} more for prompts, which TRL does not limit" if not s["max_prompt_length"] else ""
         draft.set("data.max_tokens", answer + room, "max_completion_length", note=note)
     if s["max_prompt_length"]:
-        draft.set("data.max_prompt_tokens", s["max_prompt_length"], "max_prompt_length")
+        draft.copy("data.max_prompt_tokens", "max_prompt_length")
         draft.set("data.too_long", "drop", note="longer prompts are left out and counted; TRL cuts them")
     if s["eval_strategy"] != "no":
         draft.set("eval.samples", s["num_generations_eval"] or s["num_generations"], "num_generations_eval")
-        draft.set("eval.temperature", s["temperature"], "temperature")
+        draft.copy("eval.temperature", "temperature")
 
 
 def rewards(draft: Draft) -> None:

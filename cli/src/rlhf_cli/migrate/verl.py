@@ -152,18 +152,10 @@ def convert(source: FrameworkOptions) -> Draft:
     return draft
 
 
-def _one_of(draft: Draft, name: str, values: Mapping[str, str]) -> str:
-    """What a value is here. Raises ConfigError for one that is not known."""
-    value = str(draft.source[name])
-    if value not in values:
-        raise draft.source.refused(name, f"there is no counterpart; known are {', '.join(values)}")
-    return values[value]
-
-
 def _algorithm(draft: Draft, estimator: str) -> int:
     """The algorithm with its batches; the optimizer steps of a step."""
     s = draft.source
-    draft.set("algorithm.use", _one_of(draft, "algorithm.adv_estimator", ALGORITHMS), "algorithm.adv_estimator")
+    draft.choose("algorithm.use", "algorithm.adv_estimator", ALGORITHMS)
     names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     prompts, mini = s[names[0]], s[names[1]]
     if prompts < mini:
@@ -180,24 +172,23 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         std = "group" if s["algorithm.norm_adv_by_std_in_grpo"] else "none"
         draft.set("algorithm.advantage.std", std, "algorithm.norm_adv_by_std_in_grpo")
     if estimator in ("gae", "reinforce_plus_plus"):
-        draft.set("algorithm.advantage.gamma", s["algorithm.gamma"], "algorithm.gamma")
+        draft.copy("algorithm.advantage.gamma", "algorithm.gamma")
     if estimator == "gae":
         steps = max(s["trainer.critic_warmup"] - 1, 0)
         draft.set("algorithm.critic_warmup", steps, "trainer.critic_warmup", note="N freezes N - 1 steps")
         model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
         draft.set("critic.model", model, "critic.model.path")
-    use = _one_of(draft, f"{ACTOR}.policy_loss.loss_mode", LOSSES)
+    use = s.one_of(f"{ACTOR}.policy_loss.loss_mode", LOSSES)
     note = "means and shares are those of the optimizer batch, not of a micro-batch" if use == "covariance" else ""
     draft.set("algorithm.loss.use", use, f"{ACTOR}.policy_loss.loss_mode", note=note)
     treatment = s[f"{ACTOR}.policy_loss.loss_mode"].removesuffix("_cov")
     if use == "covariance":
         draft.set("algorithm.loss.treatment", treatment, f"{ACTOR}.policy_loss.loss_mode")
     if use in ("ppo", "cispo", "covariance"):
-        how = _one_of(draft, f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
-        draft.set("algorithm.loss.aggregation", how, f"{ACTOR}.loss_agg_mode")
+        how = draft.choose("algorithm.loss.aggregation", f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
         if how == "seq_sum_constant":
             name = f"{ACTOR}.loss_scale_factor" if s[f"{ACTOR}.loss_scale_factor"] else "data.max_response_length"
-            draft.set("algorithm.loss.max_length", s[name], name)
+            draft.copy("algorithm.loss.max_length", name)
     else:
         draft.unread[f"{ACTOR}.loss_agg_mode"] = f"verl takes seq-mean-token-mean with {use}, and so does the run"
     for side in ("low", "high") if use != "sapo" and treatment != "kl" else ():
@@ -209,9 +200,9 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in bounds}
     if use == "sapo":
         for sign, name in (("positive", "pos"), ("negative", "neg")):
-            draft.set(f"algorithm.loss.tau_{sign}", s[f"{ACTOR}.tau_{name}"], f"{ACTOR}.tau_{name}")
+            draft.copy(f"algorithm.loss.tau_{sign}", f"{ACTOR}.tau_{name}")
     if s[f"{ACTOR}.entropy_coeff"]:
-        draft.set("algorithm.loss.entropy_coef", s[f"{ACTOR}.entropy_coeff"], f"{ACTOR}.entropy_coeff")
+        draft.copy("algorithm.loss.entropy_coef", f"{ACTOR}.entropy_coeff")
     _kl(draft, estimator)
     _correction(draft)
     return int(prompts // mini * s[f"{ACTOR}.ppo_epochs"])
@@ -232,19 +223,17 @@ def _kl(draft: Draft, estimator: str) -> None:
         raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
     if in_loss:
         kinds = {name: kind for name, kind in ESTIMATORS.items() if kind != "k1"}
-        kind = _one_of(draft, f"{ACTOR}.kl_loss_type", kinds)
-        draft.set("algorithm.kl.coef", s[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef")
+        draft.copy("algorithm.kl.coef", f"{ACTOR}.kl_loss_coef")
         draft.set("algorithm.kl.where", "loss", f"{ACTOR}.use_kl_loss")
-        draft.set("algorithm.kl.estimator", kind, f"{ACTOR}.kl_loss_type")
+        draft.choose("algorithm.kl.estimator", f"{ACTOR}.kl_loss_type", kinds)
     if in_reward:
-        draft.set("algorithm.kl.coef", s["algorithm.kl_ctrl.kl_coef"], "algorithm.kl_ctrl.kl_coef")
-        kind = _one_of(draft, "algorithm.kl_penalty", ESTIMATORS)
-        draft.set("algorithm.kl.estimator", kind, "algorithm.kl_penalty")
+        draft.copy("algorithm.kl.coef", "algorithm.kl_ctrl.kl_coef")
+        draft.choose("algorithm.kl.estimator", "algorithm.kl_penalty", ESTIMATORS)
         if estimator in OF_GROUPS:
             draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
         if s["algorithm.kl_ctrl.type"] == "adaptive":
-            draft.set("algorithm.kl.target", s["algorithm.kl_ctrl.target_kl"], "algorithm.kl_ctrl.target_kl")
-            draft.set("algorithm.kl.horizon", s["algorithm.kl_ctrl.horizon"], "algorithm.kl_ctrl.horizon")
+            draft.copy("algorithm.kl.target", "algorithm.kl_ctrl.target_kl")
+            draft.copy("algorithm.kl.horizon", "algorithm.kl_ctrl.horizon")
 
 
 def _correction(draft: Draft) -> None:
@@ -254,26 +243,23 @@ def _correction(draft: Draft) -> None:
             "algorithm.rollout_correction.rollout_rs", "there is no counterpart of rejection beside weights"
         )
     if s[name]:
-        level = _one_of(draft, name, {"token": "token", "sequence": "sequence_product"})
-        draft.set("algorithm.loss.correction.level", level, name)
+        levels = {"token": "token", "sequence": "sequence_product"}
+        draft.choose("algorithm.loss.correction.level", name, levels)
         draft.set("algorithm.loss.correction.mode", "truncate", name)
         draft.set("algorithm.loss.correction.low", 0.0, name)
-        draft.set("algorithm.loss.correction.high", s[f"{name}_threshold"], f"{name}_threshold")
+        draft.copy("algorithm.loss.correction.high", f"{name}_threshold")
 
 
 def _trainer(draft: Draft, updates: int) -> None:
     s = draft.source
-    draft.set(
-        "trainer.use", _one_of(draft, f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp"}), f"{ACTOR}.strategy"
-    )
+    draft.choose("trainer.use", f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp"})
     name = f"{OPTIM}.warmup_style" if s[f"{OPTIM}.warmup_style"] else f"{OPTIM}.lr_scheduler_type"
     schedules = {"trainer": (name, f"{OPTIM}.min_lr_ratio")}
     if s["algorithm.adv_estimator"] == "gae":  # what [trainer] says would hold for both roles
         critic = ("critic.optim.lr_scheduler_type", "critic.optim.min_lr_ratio")
         schedules = {"policy.trainer": schedules["trainer"], "critic.trainer": critic}
     for where, (name, ratio) in schedules.items():
-        schedule = _one_of(draft, name, {"constant": "constant", "cosine": "cosine_with_min"})
-        draft.set(f"{where}.schedule", schedule, name)
+        schedule = draft.choose(f"{where}.schedule", name, {"constant": "constant", "cosine": "cosine_with_min"})
         if schedule == "cosine_with_min":
             draft.set(f"{where}.min_lr_ratio", s[ratio] or 0.0, ratio)
     steps = s[f"{OPTIM}.lr_warmup_steps"]
@@ -283,21 +269,15 @@ def _trainer(draft: Draft, updates: int) -> None:
         if s["algorithm.adv_estimator"] == "gae":
             raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio where there is a critic, which has its own")
     else:
-        draft.set("trainer.warmup_ratio", s[f"{OPTIM}.lr_warmup_steps_ratio"], f"{OPTIM}.lr_warmup_steps_ratio")
+        draft.copy("trainer.warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio")
     kinds = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
     for option, key in {"storage": "model_dtype", "dtype": "dtype"}.items():
         roles = {"policy": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp"}
         for role in roles if s["algorithm.adv_estimator"] == "gae" else ("policy",):
-            name = f"{roles[role]}.{key}"
-            draft.set(f"{role}.{option}", _one_of(draft, name, kinds), name)
-    if rank := s["actor_rollout_ref.model.lora_rank"]:
-        draft.set("trainer.lora.rank", rank, "actor_rollout_ref.model.lora_rank")
-        targets = s["actor_rollout_ref.model.target_modules"]
-        if targets and targets != ["all-linear"]:
-            draft.set("trainer.lora.targets", targets, "actor_rollout_ref.model.target_modules")
+            draft.choose(f"{role}.{option}", f"{roles[role]}.{key}", kinds)
+    draft.adapters("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.target_modules")
     if s[f"{ACTOR}.use_dynamic_bsz"]:
-        names = (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz")
-        draft.set("policy.micro_tokens", s[names[0]], *names)
+        draft.copy("policy.micro_tokens", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz")
 
 
 def _data(draft: Draft) -> None:
@@ -314,12 +294,12 @@ def _data(draft: Draft) -> None:
     if s["data.val_files"]:
         draft.set("data.eval", named([{"path": path} for path in s["data.val_files"]]), "data.val_files")
         if s["data.val_max_samples"] > 0:
-            draft.set("eval.max_rows", s["data.val_max_samples"], "data.val_max_samples")
+            draft.copy("eval.max_rows", "data.val_max_samples")
         kwargs = (f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample")
         draft.set("eval.temperature", s[kwargs[0]] if s[kwargs[1]] else 0.0, *kwargs)
         draft.set("eval.metric", "reward", note="verl's test score is the mean reward")
         if s["trainer.test_freq"] > 0:
-            draft.set("eval.every", s["trainer.test_freq"], "trainer.test_freq")
+            draft.copy("eval.every", "trainer.test_freq")
     prompt, answer = s["data.max_prompt_length"], s["data.max_response_length"]
     draft.set("data.max_prompt_tokens", prompt, "data.max_prompt_length")
     draft.set("sampling.max_new_tokens", answer, "data.max_response_length")
@@ -332,7 +312,7 @@ def _data(draft: Draft) -> None:
     else:
         draft.set("data.too_long", "drop", "data.truncation", note="longer rows are left out; verl cuts them")
     for name in [name for name in s.given if name.startswith("data.apply_chat_template_kwargs.")]:
-        draft.set(f"data.template_kwargs.{name.rpartition('.')[2]}", s[name], name)
+        draft.copy(f"data.template_kwargs.{name.rpartition('.')[2]}", name)
     if s["algorithm.filter_groups.enable"]:
         draft.set("stream.filter.min_std", 0.0, "algorithm.filter_groups.enable")
         if rounds := s["algorithm.filter_groups.max_num_gen_batches"]:
@@ -347,26 +327,26 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
     if s["trainer.val_only"]:
         raise s.refused("trainer.val_only", "rlhf eval evaluates a model")
     if s["trainer.total_training_steps"]:
-        draft.set("run.steps", s["trainer.total_training_steps"], "trainer.total_training_steps")
+        draft.copy("run.steps", "trainer.total_training_steps")
         draft.unread["trainer.total_epochs"] = "trainer.total_training_steps is set"
     else:
-        draft.set("run.epochs", s["trainer.total_epochs"], "trainer.total_epochs")
+        draft.copy("run.epochs", "trainer.total_epochs")
     if s["trainer.save_freq"] > 0:
-        draft.set("checkpoint.every", s["trainer.save_freq"], "trainer.save_freq")
+        draft.copy("checkpoint.every", "trainer.save_freq")
     if s["trainer.max_actor_ckpt_to_keep"]:
-        draft.set("checkpoint.keep", s["trainer.max_actor_ckpt_to_keep"], "trainer.max_actor_ckpt_to_keep")
+        draft.copy("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
     observers = draft.observers([name for name in loggers if name != "console"], "trainer.logger")
     if "wandb" in observers:
         project = f"observer.{observers.index('wandb')}.project"
-        draft.set(project, s["trainer.project_name"], "trainer.project_name")
+        draft.copy(project, "trainer.project_name")
     path = s["custom_reward_function.path"]
     if s["reward_model.reward_manager"] not in ("naive", "dapo"):
         raise s.refused("reward_model.reward_manager", "naive and dapo are known")
     kwargs = "reward.reward_kwargs.overlong_buffer_cfg"
     if s[f"{kwargs}.enable"] and s["reward_model.reward_manager"] == "dapo":
         longest = "reward.reward_kwargs.max_resp_len"
-        draft.set("algorithm.shaping.overlong_buffer", s[f"{kwargs}.len"], f"{kwargs}.len", f"{kwargs}.enable")
-        draft.set("algorithm.shaping.overlong_factor", s[f"{kwargs}.penalty_factor"], f"{kwargs}.penalty_factor")
+        draft.copy("algorithm.shaping.overlong_buffer", f"{kwargs}.len", f"{kwargs}.enable")
+        draft.copy("algorithm.shaping.overlong_factor", f"{kwargs}.penalty_factor")
         draft.set("algorithm.shaping.overlong_max", s[longest] or s["data.max_response_length"], longest)
     if s["reward_model.enable"] and s["reward_model.model.path"]:
         draft.set(
@@ -393,7 +373,7 @@ def _placement(draft: Draft, estimator: str) -> None:
     engines = dict.fromkeys(("vllm", "sglang", "hf"), "vllm")
     servers = "runs start no engines of SGLang; the generator sglang_server takes servers that are running"
     note = servers if s[f"{ROLLOUT}.name"] == "sglang" else ""
-    draft.set("generator.use", _one_of(draft, f"{ROLLOUT}.name", engines), f"{ROLLOUT}.name", note=note)
+    draft.choose("generator.use", f"{ROLLOUT}.name", engines, note)
     draft.set("placement.policy.ranks", ranks, *names)
     kl = _kl_in_loss(s) or _kl_in_reward(s)
     roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}
