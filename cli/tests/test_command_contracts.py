@@ -1,63 +1,40 @@
-"""The suite of commands, for the commands of this distribution that need no files."""
+"""The suite of commands, for every command of this distribution."""
 
-from rlhf_cli.completion import CompletionCommand
-from rlhf_cli.data import DataCommand
-from rlhf_cli.doctor.command import Doctor
-from rlhf_cli.jobs.convert import ConvertCommand
-from rlhf_cli.jobs.eval import EvalCommand
-from rlhf_cli.jobs.export import ExportCommand
-from rlhf_cli.jobs.generate import GenerateCommand
-from rlhf_cli.jobs.score import ScoreCommand
-from rlhf_cli.plan.command import PlanCommand
-from rlhf_cli.plugins import PluginsCommand
-from rlhf_cli.rewards.command import RewardsCommand
-from rlhf_cli.train import TrainCommand
+import json
+
+import pytest
+from rlhf.plugins import Plugins
+from rlhf_cli.main import load_command
 from rlhf_testing.command import CommandContract
 
-
-class TestCompletion(CommandContract):
-    command = CompletionCommand
-
-
-class TestConvert(CommandContract):
-    command = ConvertCommand
-
-
-class TestData(CommandContract):
-    command = DataCommand
+PLUGINS = Plugins.discover()
+NAMES = [entry.name for entry in PLUGINS.list("command") if entry.distribution == "rlhf-cli"]
+PPO = (
+    "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path M --reward.model_name_or_path R "
+    "--vllm.num_engines 1"
+)
 
 
-class TestDoctor(CommandContract):
-    command = Doctor
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    """{command: calls that need no model}; the run of some has one step, and no samples."""
+    run = tmp_path_factory.mktemp("runs") / "1"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n")
+    (run / "samples.jsonl").touch()
+    words = {
+        "explain": [[], ["run.seed"]],
+        "init": [["--algo", "sft"]],
+        "migrate": [["openrlhf", PPO]],
+        "runs": [[str(run.parent)]],
+        "samples": [[str(run / "samples.jsonl")]],
+        "show": [[str(run)]],
+    }
+    return {name: [(each, 0) for each in lists] for name, lists in words.items()}
 
 
-class TestEval(CommandContract):
-    command = EvalCommand
-
-
-class TestExport(CommandContract):
-    command = ExportCommand
-
-
-class TestGenerate(CommandContract):
-    command = GenerateCommand
-
-
-class TestPlanCommand(CommandContract):
-    command = PlanCommand
-
-
-class TestPluginsCommand(CommandContract):
-    command = PluginsCommand
-
-
-class TestRewards(CommandContract):
-    command = RewardsCommand
-
-
-class TestScore(CommandContract):
-    command = ScoreCommand
-
-
-class TestTrain(CommandContract):
-    command = TrainCommand
+class TestCommands(CommandContract):
+    @pytest.fixture(autouse=True, params=NAMES)
+    def command_of_a_name(self, request, calls):
+        request.cls.command = type(load_command(PLUGINS, request.param))
+        request.cls.calls = calls.get(request.param, ())

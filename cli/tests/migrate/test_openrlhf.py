@@ -10,11 +10,9 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
 from rlhf_cli.migrate import openrlhf
-from rlhf_cli.migrate.command import MigrateCommand
 from rlhf_cli.migrate.find import migrate
 from rlhf_cli.migrate.rows import matching, rows_of, table
 from rlhf_runtime.config.load import load
-from rlhf_testing.command import CommandContract
 from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model, tiny_reward_model
 
 HERE = Path(__file__).parent
@@ -38,11 +36,6 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 """
-
-
-class TestMigrate(CommandContract):
-    command = MigrateCommand
-    calls = [(["openrlhf", f"python -m openrlhf.cli.train_ppo_ray {RL}"], 0)]
 
 
 def lines(name):

@@ -7,14 +7,7 @@ import sys
 import pytest
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
-from rlhf_cli.options.explain import ExplainCommand
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_testing.command import CommandContract
-
-
-class TestExplain(CommandContract):
-    command = ExplainCommand
-    calls = [([], 0), (["run.seed"], 0)]
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ import tomllib
 import pytest
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
-from rlhf_cli.options.init import InitCommand
 from rlhf_cli.options.run_file import toml
 from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.load import load
-from rlhf_testing.command import CommandContract
 from rlhf_testing.tiny import tiny_model
 
 ALGORITHMS = sorted({entry.name for entry in Plugins.discover().list("algorithm")})
@@ -47,11 +45,6 @@ class Copying(Algorithm):
     def updates(self, step, batch=None):
         return [Update("policy", "loss")]
 '''
-
-
-class TestInit(CommandContract):
-    command = InitCommand
-    calls = [(["--algo", "sft"], 0)]
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,7 @@ import sys
 import httpx
 import pytest
 from rlhf_cli.main import main
-from rlhf_cli.serve_reward.command import ServeRewardCommand
-from rlhf_testing.command import CommandContract
 from served import serving
-
-
-class TestCommand(CommandContract):
-    command = ServeRewardCommand
 
 
 @pytest.mark.parametrize(
