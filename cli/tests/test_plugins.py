@@ -1,6 +1,5 @@
 import asyncio
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -45,24 +44,16 @@ def rlhf_register_reward():
 '''
 
 
+WHOLE = REWARD.replace("path: str\n", "path: str = 'x'\n")
+"""No option is required."""
+
+
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def installed(site, monkeypatch):
     """installed(name, source): a distribution with the reward ``name``, the only one that `rlhf plugins` finds."""
-
-    def add(name, source):
-        module = f"throwaway_{name}"
-        info = tmp_path / f"rlhf_plugin_{name}-0.1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlhf-plugin-{name}\nVersion: 0.1.0\n")
-        (info / "entry_points.txt").write_text(f"[rlhf.reward]\n{name} = {module}\n")
-        (tmp_path / f"{module}.py").write_text(source)
-
-    monkeypatch.syspath_prepend(tmp_path)
-    here = SimpleNamespace(discover=lambda: Plugins.discover([str(tmp_path)]))
+    here = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
     monkeypatch.setattr("rlhf_cli.plugins.Plugins", here)
-    yield add
-    for module in [m for m in sys.modules if m.startswith("throwaway_")]:
-        del sys.modules[module]
+    return site.reward
 
 
 def run(capsys, *words):
@@ -146,13 +137,12 @@ def test_show_names_all_options_that_must_be_set(installed, capsys):
     ],
 )
 def test_show_says_why_default_options_are_refused(installed, capsys, added, said):
-    text = REWARD.replace("path: str\n", "path: str = 'x'\n")
-    installed("probe", text.replace("    def roles", f"    {added}\n\n    def roles"))
+    installed("probe", WHOLE.replace("    def roles", f"    {added}\n\n    def roles"))
     assert f"  roles: depends on {said}" in run(capsys, "show", "probe")[1].splitlines()
 
 
 def test_show_for_people(installed, capsys):
-    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    installed("probe", WHOLE)
     out = run(capsys, "show", "probe", "--kind", "reward")[1]
     for line in [
         "reward probe  (rlhf-plugin-probe 0.1.0)", "Scores by probing.", "source  Someone et al. 2026",
@@ -168,7 +158,7 @@ def test_show_reads_files_too(tmp_path, capsys):
     assert (code, err.endswith("could be of any kind: add --kind, e.g. --kind reward\n")) == (2, True)
 
 
-def test_show_an_unknown_name(installed, tmp_path, capsys):
+def test_show_an_unknown_name(installed, site, capsys):
     installed("probe", REWARD)
     code, _, err = run(capsys, "show", "prob")
     assert code == 2
@@ -177,19 +167,15 @@ def test_show_an_unknown_name(installed, tmp_path, capsys):
     )
     text = "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed."
     assert err == f"{text} Plugins of this project are in rlhf-kit; one of this name would be in rlhf-plugin-prob.\n"
-    info = tmp_path / "rlhf_kit-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: rlhf-kit\nVersion: 0.1.0\nRequires-Dist: rlhf-plugin-xyz\n"
-    )
+    site.distribution("rlhf-kit", requires=["rlhf-plugin-xyz"])
     assert run(capsys, "show", "xyz")[2].endswith("what is installed. Try: pip install rlhf-plugin-xyz\n")
     assert run(capsys, "show", "zyx")[2].endswith("what is installed.\n")
 
 
-def test_show_every_kind_that_has_the_name(installed, tmp_path, capsys):
+def test_show_every_kind_that_has_the_name(installed, site, capsys):
     both = REWARD + "from rlhf.interfaces import Observer\nclass Watch(Observer):\n    name = 'probe'\n"
     installed("probe", both + "@hookimpl\ndef rlhf_register_observer():\n    return [Watch]\n")
-    with (tmp_path / "rlhf_plugin_probe-0.1.0.dist-info" / "entry_points.txt").open("a") as file:
+    with (site.path / "rlhf_plugin_probe-0.1.0.dist-info" / "entry_points.txt").open("a") as file:
         file.write("[rlhf.observer]\nprobe = throwaway_probe\n")
     assert [s["kind"] for s in json.loads(run(capsys, "show", "probe", "--json")[1])] == ["reward", "observer"]
     assert [s["kind"] for s in json.loads(run(capsys, "show", "probe", "--kind", "observer", "--json")[1])] == [
@@ -201,7 +187,7 @@ def test_show_every_kind_that_has_the_name(installed, tmp_path, capsys):
 
 
 def test_check_runs_the_suite_of_the_kind(installed, capsys):
-    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    installed("probe", WHOLE)
     code, out, _ = run(capsys, "check", "probe")
     lines = out.splitlines()
     assert any(line.startswith("ok        reward probe: results: ") for line in lines), out
@@ -214,7 +200,7 @@ def test_check_runs_the_suite_of_the_kind(installed, capsys):
 
 @pytest.mark.parametrize("only", ["state", "cases", "secrets"])
 def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for(installed, capsys, only):
-    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    installed("probe", WHOLE)
     every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
     code, out, _ = run(capsys, "check", "probe", "--json", "-k", only)
     assert code == 0
@@ -222,7 +208,7 @@ def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for(installe
 
 
 def test_check_says_which_checks_there_are(installed, capsys):
-    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    installed("probe", WHOLE)
     every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
     code, out, err = run(capsys, "check", "probe", "-k", "repeatabel")
     assert (code, out) == (2, "")
@@ -233,8 +219,7 @@ def test_check_says_which_checks_there_are(installed, capsys):
 
 
 def test_check_fails_where_a_plugin_breaks_a_rule(installed, capsys):
-    source = REWARD.replace("path: str\n", "path: str = 'x'\n")
-    installed("probe", source.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]"))
+    installed("probe", WHOLE.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]"))
     code, out, _ = run(capsys, "check", "probe", "--json")
     assert code == 1
     rows = json.loads(out)

@@ -1,8 +1,9 @@
-"""Throwaway packages and distributions that a child process finds before the real ones."""
+"""Throwaway packages and distributions that this process and its children find before the real ones."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,11 +30,11 @@ class Site:
         if entry_points:
             (info / "entry_points.txt").write_text(entry_points)
 
-    def reward(self, name: str, source: str, **more: object) -> None:
+    def reward(self, name: str, source: str, requires: Sequence[str] = ()) -> None:
         """A distribution with one reward plugin, defined by ``source``."""
         self.module(f"throwaway_{name}", source)
         points = f"[rlhf.reward]\n{name} = throwaway_{name}\n"
-        self.distribution(f"rlhf-plugin-{name}", entry_points=points, **more)  # type: ignore[arg-type]
+        self.distribution(f"rlhf-plugin-{name}", requires=requires, entry_points=points)
 
 
 @pytest.fixture
@@ -42,4 +43,6 @@ def site(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep))
-    return Site(folder)
+    yield Site(folder)
+    for module in [m for m in sys.modules if m.startswith("throwaway_")]:
+        del sys.modules[module]
