@@ -59,24 +59,17 @@ def test_a_finding_of_a_plugin_shows_no_secret(module, monkeypatch):
     assert [finding.found for finding in examine(Request())] == ["the key is $MY_API_KEY"]
 
 
-def test_a_check_that_cannot_be_imported_is_a_failed_line(site):
+def test_a_check_that_cannot_be_imported_is_a_failed_line(module, monkeypatch, site):
     site.module("throwaway_broken", "raise ImportError('no such library')")
     site.distribution("rlhf-plugin-broken", entry_points="[rlhf.check]\nbroken = throwaway_broken\n")
-    found = {finding.name: finding for finding in asked_plugins(Plugins.discover([str(site.path)]))}
+    here = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
+    monkeypatch.setattr(module.module, "Plugins", here)
+    found = {finding.name: finding for finding in examine(Request())}
     assert found["broken"].status == "fail"
     assert found["broken"].found.startswith(
         "check 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_broken': ImportError: no such library"
     )
     assert found["broken"].remedy == "repair or uninstall rlhf-plugin-broken; the other checks are not affected"
-
-
-def asked_plugins(plugins):
-    """The findings of these plugins' checks alone."""
-    module = sys.modules[examine.__module__]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_installation", lambda request: [])
-        patch.setattr(module, "Plugins", SimpleNamespace(discover=lambda: plugins))
-        return list(examine(Request()))
 
 
 def test_a_check_is_given_the_launcher_of_the_run_and_the_places_that_it_shares(module, monkeypatch, tmp_path):

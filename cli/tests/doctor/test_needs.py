@@ -1,6 +1,8 @@
 """Checks of a run file, with folders that each lack one thing."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from rlhf_cli.doctor import needs
@@ -16,11 +18,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def copy(model, tmp_path):
     """A copy of the model's folder, which tests damage."""
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return shutil.copytree(model, tmp_path / "copy")
 
 
 def run(**values):
@@ -61,44 +59,33 @@ def test_a_model_of_another_format_fails_with_the_command_that_converts_it(copy,
     assert f"rlhf convert {copy} {copy}-safetensors" in checks[1].remedy
 
 
-def problem(folder):
-    [check], sizes = needs.models(run(policy__model=folder))
-    assert (check.status, sizes) == ("fail", {})
-    return check.found
+def cut(size):
+    return lambda file: file.write_bytes(file.read_bytes()[:size])
 
 
-def test_no_folder(tmp_path):
-    assert problem(tmp_path / "none").endswith("there is no such folder")
-
-
-def test_no_config(copy):
-    (copy / "config.json").unlink()
-    assert "config.json" in problem(copy)
-
-
-def test_a_config_that_is_no_json(copy):
-    (copy / "config.json").write_text("{")
-    assert "config.json is not a JSON object" in problem(copy)
-
-
-def test_no_weights(copy):
-    (copy / "model.safetensors").unlink()
-    assert "holds no *.safetensors" in problem(copy)
-
-
-def test_weights_that_are_cut_short(copy):
-    file = copy / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "cut short or damaged" in problem(copy)
-    file.write_bytes(file.read_bytes()[:20])
-    assert "is not a safetensors file, or cut short (20 bytes)" in problem(copy)
-
-
-def test_a_shard_that_is_missing(copy):
+def of_a_shard(file):
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (copy / "model.safetensors").rename(copy / names["a"])
-    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert "1 of 2 files of weights are missing: model-00002-of-00002.safetensors" in problem(copy)
+    file.rename(file.with_name(names["a"]))
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "found"),
+    [
+        ("", shutil.rmtree, "there is no such folder"),
+        ("config.json", Path.unlink, "config.json"),
+        ("config.json", cut(1), "config.json is not a JSON object"),
+        ("model.safetensors", Path.unlink, "holds no *.safetensors"),
+        ("model.safetensors", cut(-100), "cut short or damaged"),
+        ("model.safetensors", cut(20), "is not a safetensors file, or cut short (20 bytes)"),
+        ("model.safetensors", of_a_shard, "1 of 2 files of weights are missing: model-00002-of-00002.safetensors"),
+    ],
+)
+def test_a_damaged_model_fails_with_what_is_wrong(copy, name, damage, found):
+    damage(copy / name)
+    [check], sizes = needs.models(run(policy__model=copy))
+    assert (check.status, sizes) == ("fail", {})
+    assert found in check.found
 
 
 # ----------------------------------------------------------------------------------------------- data

