@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 
 from rlhf_cli.migrate import openrlhf, trl, trl_script, trl_source, verl
-from rlhf_cli.migrate.rows import FrameworkOptions, table
+from rlhf_cli.migrate.rows import FrameworkOptions
 from rlhf_cli.migrate.shell import Word, commands, known_text
 from rlhf_cli.migrate.shell_branches import UNKNOWN
 
@@ -61,7 +61,7 @@ def migrate(
     own = Settings(settings)
     fields, origin, processes = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, own)
     options = {name: value for name, value in settings.items() if name not in own.read}
-    fields.replace(options, table(framework))
+    fields.replace(options)
     for name in options:
         fields.unknown.pop(name, None)
     fields.check(allow_unknown)
@@ -98,7 +98,7 @@ def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, st
     is_file = start.word.endswith(".py") and os.path.isfile(start.word)
     launcher = _launcher(start.before, where)
     if is_file and trl_script.is_script(start.word):
-        problems = FrameworkOptions({}, "", "")
+        problems = FrameworkOptions("", {}, {}, "")
         flags = trl_source.flags_of(start.options, where, problems)
         fields = trl_script.of_script(start.word, settings, {flag: texts for flag, (texts, *_) in flags.items()})
         fields.problems += problems.problems

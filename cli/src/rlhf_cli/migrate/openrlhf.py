@@ -99,12 +99,12 @@ def read(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
         reason = OTHERS.get(entry, f"known are {', '.join(ENTRIES)}")
         raise ConfigError(f"{where}, line {words[0].line if words else 1}: openrlhf.cli.{entry}: {reason}")
     groups = table("openrlhf")
-    source = FrameworkOptions(rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry], NAME)
+    source = FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry])
     for word, values in words_by_flag(words):
         here = f"{where}, line {word.line}"
         with source.reading():
             flag, texts = known_flag(word, values, where)
-            for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), here, groups):
+            for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), here):
                 words_of_flag = ["..."] if row.secret and texts else texts
                 source.given[row.name] = OptionValue(value_of(row, texts, here), " ".join([flag, *words_of_flag]), here)
     return source

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -38,7 +39,8 @@ class OptionRow:
     earlier: str = ""
 
 
-def table(framework: str) -> dict[str, list[OptionRow]]:
+@cache
+def table(framework: str) -> Mapping[str, Sequence[OptionRow]]:
     """The rows of a framework by group."""
     text = files("rlhf_cli.migrate").joinpath(f"{framework}.toml").read_text(encoding="utf-8")
     return {group: [_row(name, row) for name, row in rows.items()] for group, rows in tomllib.loads(text).items()}
@@ -69,12 +71,16 @@ class FrameworkOptions:
     """The options of one run in another framework: those that are given, and the framework's defaults.
 
     Args:
+        framework: as messages name it.
+        groups: all rows of the framework.
+        rows: those of the entry point, by name.
         entry: the entry point, for the defaults.
     """
 
+    framework: str
+    groups: Mapping[str, Sequence[OptionRow]]
     rows: dict[str, OptionRow]
     entry: str
-    framework: str
     given: dict[str, OptionValue] = field(default_factory=dict)
     unknown: dict[str, tuple[str, str]] = field(default_factory=dict)
     """{option without a row: as it was given, the error}."""
@@ -97,19 +103,19 @@ class FrameworkOptions:
         except ConfigError as error:
             self.problems.append(str(error))
 
-    def matching(self, name: str, text: str, where: str, groups: Mapping[str, Iterable[OptionRow]]) -> list[OptionRow]:
+    def matching(self, name: str, text: str, where: str) -> list[OptionRow]:
         """The rows that an option's name means; none for an unknown one, which is kept."""
         try:
-            return matching(self.rows, name, where, groups)
+            return matching(self.rows, name, where, self.groups)
         except ConfigError as error:
             self.unknown[name] = name if SECRET.search(name) else text, str(error)
             return []
 
-    def replace(self, settings: Mapping[str, str], groups: Mapping[str, Iterable[OptionRow]]) -> None:
+    def replace(self, settings: Mapping[str, str]) -> None:
         """Give options the values of ``--set``. Raises ConfigError for a name that no option has."""
         for name, text in settings.items():
             where = f"--set {name}={text}"
-            for row in matching(self.rows, name, where, groups):
+            for row in matching(self.rows, name, where, self.groups):
                 self.rows[row.name] = row
                 self.given[row.name] = OptionValue(typed(row, text, where), where, where)
 

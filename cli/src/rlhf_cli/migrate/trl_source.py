@@ -52,7 +52,7 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> tuple[Framework
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
             name, values = name.removeprefix("no_"), ["false"]
         with source.reading():
-            for row in source.matching(name, form, here, table("trl")):
+            for row in source.matching(name, form, here):
                 label = f"--{name} ..." if row.secret else form
                 options[row.name] = OptionValue(value_of(row, values, here), label, here)
     source.given |= options
@@ -95,12 +95,13 @@ def processes_of_config(config: str) -> int | None:
 
 
 def fields_of(entry: str) -> FrameworkOptions:
-    return FrameworkOptions(rows_of(table("trl"), GROUPS[entry]), entry, NAME)
+    groups = table("trl")
+    return FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[entry]), entry)
 
 
 def give(source: FrameworkOptions, name: str, value: Any, text: str, where: str) -> None:
     """Keep a value of YAML or Python."""
-    for row in source.matching(name, text, where, table("trl")):
+    for row in source.matching(name, text, where):
         label = f"{name}: ..." if row.secret else text
         source.given[row.name] = OptionValue(typed(row, value, where), label, where)
 

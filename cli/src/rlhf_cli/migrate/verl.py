@@ -65,7 +65,7 @@ def read(words: Sequence[Word], where: str) -> FrameworkOptions:
     import yaml
 
     groups = table("verl")
-    source = FrameworkOptions(rows_of(groups, ("main_ppo",)), "main_ppo", NAME)
+    source = FrameworkOptions(NAME, groups, rows_of(groups, ("main_ppo",)), "main_ppo")
     rest, overrides, file = list(words), list[tuple[str, str, str]](), dict[str, str]()
     while rest:
         word = rest.pop(0)
@@ -86,7 +86,7 @@ def read(words: Sequence[Word], where: str) -> FrameworkOptions:
             overrides = [*_of_config(Path(file.get("--config-path", "."), f"{name}.yaml")), *overrides]
     for key, text, here in overrides:
         with source.reading():
-            for row in source.matching(key, f"{key}={text}", here, groups):
+            for row in source.matching(key, f"{key}={text}", here):
                 try:
                     value = yaml.safe_load(text)
                 except yaml.YAMLError as error:
