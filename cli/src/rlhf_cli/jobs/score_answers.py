@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
-from rlhf.types import Group
+from rlhf.types import Group, RewardResult
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
@@ -50,13 +50,20 @@ class ScoreTotals:
         self.rows += len(groups)
         for trajectory in (t for group in groups for t in group.trajectories):
             self.answers += 1
-            values = {n: (r.value or 0.0) + sum(v for _, _, v in r.steps) for n, r in trajectory.rewards.items()
-                     if r.value is not None or r.steps}  # fmt: skip
+            values = {name: value_of(result) for name, result in trajectory.rewards.items()}
             if trajectory.reward is not None:
                 values["reward"] = trajectory.reward
             for name, value in values.items():
-                total, count = self.sums.setdefault(name, [0.0, 0])
-                self.sums[name] = [total + value, count + 1]
+                if value is not None:
+                    total, count = self.sums.get(name, [0.0, 0])
+                    self.sums[name] = [total + value, count + 1]
+
+
+def value_of(result: RewardResult | None) -> float | None:
+    """The value of a reward with its steps; None where it did not apply, or failed."""
+    if result is None or (result.value is None and not result.steps):
+        return None
+    return (result.value or 0.0) + sum(value for _, _, value in result.steps)
 
 
 def score_answers(

@@ -69,6 +69,7 @@ class RewardsTryCommand(Command):
             raise ConfigError(f"--probes {args.probes}: a number of rows, 0 or more.")
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load, look_for_models
+        from rlhf_runtime.report.recorded_samples import samples_file
 
         flags = overrides(args, {"data": "data.eval"})
         own = [flag for flag in flags if run is not None and args.reward and flag[0].partition(".")[0] == "reward"]
@@ -84,10 +85,10 @@ class RewardsTryCommand(Command):
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to try. Set --reward NAME.")
         look_for_models(config)
-        from rlhf_cli.rewards.trial import recorded_file, try_rewards
+        from rlhf_cli.rewards.trial import try_rewards
         from rlhf_cli.rewards.trial_tables import as_page, as_text, sections
 
-        file = None if run is None else recorded_file(run, args.step)
+        file = None if run is None else samples_file(run, args.step)[0]
         trial = try_rewards(config, Plugins.discover(), args.answers, file, args.probes, note=note)
         title = f"{', '.join(trial.rewards)} on {file or ', '.join(source.path for source in config.data.eval)}"
         parts = sections(trial)

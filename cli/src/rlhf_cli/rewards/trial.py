@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.calls.main_thread import MainThread
@@ -44,17 +44,6 @@ class Trial:
     left_out: Counter[str] = field(default_factory=Counter)
     truth: str = ""
     """The column of the right answer; empty: it is not known."""
-
-
-def recorded_file(run: Path, step: int | None) -> Path:
-    """The file of a run's samples of a step; None: of the last one. Raises ConfigError."""
-    files = sorted((run / "rollouts").glob("step-*.arrow"))
-    if not files:
-        raise ConfigError(f"{run} holds no recorded samples (folder rollouts/).")
-    steps = {int(file.stem.removeprefix("step-")): file for file in files}
-    if step is not None and step not in steps:
-        raise ConfigError(f"--step {step}: {run} holds samples of the steps {', '.join(map(str, steps))}.")
-    return steps[max(steps) if step is None else step]
 
 
 def try_rewards(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from rich.cells import cell_len, set_cell_size
-from rlhf.types import Group, RewardResult, Trajectory
+from rlhf.types import Group, Trajectory
 from rlhf_runtime.rewards.scoring import RewardCall
 
+from rlhf_cli.jobs.score_answers import value_of
 from rlhf_cli.rewards.trial import Trial
 
 BINS = 8
@@ -52,13 +53,6 @@ def sections(trial: Trial) -> list[TrialTable]:
         _failures(trial),
     ]  # fmt: skip
     return [part for part in parts if part.rows or part.notes]
-
-
-def value_of(result: RewardResult | None) -> float | None:
-    """The value of a reward with its steps; None where it did not apply, or failed."""
-    if result is None or (result.value is None and not result.steps):
-        return None
-    return (result.value or 0.0) + math.fsum(value for _, _, value in result.steps)
 
 
 def _answers(trial: Trial) -> Iterator[tuple[Group, Trajectory]]:
