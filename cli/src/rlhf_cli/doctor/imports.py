@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from rlhf.interfaces import Finding, ProbeAnswer
+from rlhf.interfaces import Finding
 from rlhf.plugins import Plugins
 
 from rlhf_cli.doctor import probes
@@ -47,14 +47,17 @@ def transformers(timeout: float) -> Finding:
     """The classes that models are loaded with."""
     answer = ask(probes.transformers, None, timeout)
     if answer.error:
-        return Finding("transformers", "fail", answer.error, _reinstall(answer, "transformers"))
+        if _TRAP in answer.log or _TRAP in answer.error:
+            advice = f"a torchvision that does not fit this torch; text models do without: {_UNINSTALL}"
+        else:
+            advice = "python -c 'import transformers' shows all of it; pip install transformers again"
+        return Finding("transformers", "fail", answer.error, advice)
     return Finding("transformers", "ok", f"{answer.value['version']}, imported in {answer.seconds:.1f} s")
 
 
-def torch_device(timeout: float, driver: Sequence[str] | None = None) -> list[Finding]:
-    """torch, the device that it computes on, and NCCL. ``driver``: GPUs as the driver lists them."""
-    answer = ask(probes.torch_device, None, timeout)
-    gpus = driver_gpus() if driver is None else list(driver)
+def torch_device(timeout: float) -> list[Finding]:
+    """torch, the device that it computes on, and NCCL."""
+    answer, gpus = ask(probes.torch_device, None, timeout), driver_gpus()
     if answer.error:
         fix = "install torch again; with GPUs, the build for the CUDA version of the driver (nvidia-smi shows it)"
         return [Finding("torch", "fail", answer.error, fix), Finding("nccl", "skipped", "torch cannot be asked")]
@@ -126,9 +129,3 @@ def plugins(timeout: float) -> Finding:
         "ok",
         f"{counted(len(status), 'plugin')} of {counted(len(owners), 'distribution')}, all can be imported",
     )
-
-
-def _reinstall(answer: ProbeAnswer, distribution: str) -> str:
-    if _TRAP in answer.log or _TRAP in answer.error:
-        return f"a torchvision that does not fit this torch; text models do without: {_UNINSTALL}"
-    return f"python -c 'import {distribution.removesuffix('-cpu')}' shows all of it; pip install {distribution} again"
