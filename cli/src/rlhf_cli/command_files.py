@@ -9,6 +9,9 @@ from pathlib import Path
 from rlhf.errors import ConfigError
 from rlhf.paths import path_argument
 
+OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
+"""Short flags of the run file that a command without a run does not take."""
+
 
 def note(text: str) -> None:
     """A remark on standard error."""

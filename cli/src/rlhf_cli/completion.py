@@ -14,7 +14,7 @@ from rlhf.plugins import Plugins
 from rlhf.plugins.entry import KINDS
 
 from rlhf_cli.data import ACTIONS, DataCommand
-from rlhf_cli.main import command_names, load_command, one_line_help, typed
+from rlhf_cli.main import command_names, load_command, one_line_help, plugin_names, typed
 from rlhf_cli.rewards.command import RewardsCommand, RewardsTryCommand
 
 SHELLS = ("bash", "zsh")
@@ -87,20 +87,17 @@ class _Words:
         for action in _actions(parser):
             metavar = str(action.metavar or action.dest.upper())
             if metavar in FLAG_KINDS:
-                action.choices = self._names(FLAG_KINDS[metavar])
+                action.choices = plugin_names(self._plugins, FLAG_KINDS[metavar])
             elif metavar == "KIND":
                 action.choices = KINDS
             elif metavar == "SECTION[.OPTION]":
                 action.choices = self._sections()
             elif metavar == "NAME" and command.name == "plugins" and parser.prog.endswith("plugins"):
-                action.choices = list(dict.fromkeys(entry.name for entry in self._plugins.list()))
+                action.choices = plugin_names(self._plugins, None)
         if command.run_file_flags:
             for path, (text, choices) in self._all_options().items():
                 if f"--{path}" not in parser._option_string_actions:
                     parser.add_argument(f"--{path}", choices=choices or None, help=text)
-
-    def _names(self, kind: str) -> list[str]:
-        return list(dict.fromkeys(entry.name for entry in self._plugins.list(kind)))
 
     def _sections(self) -> list[str]:
         from rlhf_runtime.config.options import sections
@@ -132,7 +129,7 @@ class _Words:
                 continue
             text = option.doc.partition(". ")[0].replace("%", "%%")
             for path in [option.path.replace("NAME", place) for place in PLACES] if by_place else [option.path]:
-                self._options[path] = text, self._names(option.kind) if option.kind else option.allowed
+                self._options[path] = text, plugin_names(self._plugins, option.kind) if option.kind else option.allowed
         return self._options
 
 

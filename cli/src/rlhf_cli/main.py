@@ -68,9 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def plugin_names(plugins: Plugins, kind: str | None) -> list[str]:
+    """The names of the installed plugins of a kind, or of all, each once, from metadata."""
+    return list(dict.fromkeys(entry.name for entry in plugins.list(kind)))
+
+
 def command_names(plugins: Plugins) -> list[str]:
-    """The installed commands as they are typed, from metadata: ``serve-reward`` for the plugin ``serve_reward``."""
-    return list(dict.fromkeys(typed(entry.name) for entry in plugins.list("command")))
+    """The installed commands as they are typed: ``serve-reward`` for the plugin ``serve_reward``."""
+    return [typed(name) for name in plugin_names(plugins, "command")]
 
 
 def typed(name: str) -> str:

@@ -53,8 +53,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
     from rlhf_modeling.pretrained import quiet
 
     source, folder = source.expanduser(), folder.expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
+    require_new_folder(folder)
     number_format = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     with closing(open_source(source)) as model, quiet():
         skeleton = model.skeleton()
@@ -93,6 +92,12 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
         publish_folder(folder, write)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Converted(type(skeleton).__name__, parameters, size, str(facts["texts"]), bool(facts["generates"]))
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raises ConfigError where the folder exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
 
 
 def open_source(path: Path) -> SourceModel:

@@ -11,7 +11,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
+from rlhf_cli.command_files import OF_A_RUN
 
 
 class EvalCommand(Command):
@@ -26,7 +26,7 @@ class EvalCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(
-            parser, NOT_HERE, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
+            parser, OF_A_RUN, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
         )
         parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
         parser.add_argument(

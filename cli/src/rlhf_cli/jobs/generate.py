@@ -15,10 +15,10 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.command_files import OF_A_RUN
+
 if TYPE_CHECKING:
     from rlhf.types import Trajectory
-
-NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume", "overwrite")
 
 
 class GenerateCommand(Command):
@@ -34,7 +34,9 @@ class GenerateCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(
-            parser, NOT_HERE, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
+            parser,
+            (*OF_A_RUN, "reward"),
+            {"model": "model that answers: a folder or a hub name", "data": "rows to answer"},
         )
         parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
         parser.add_argument(

@@ -14,7 +14,7 @@ from rlhf_hub.published import model_folder
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.data.tokenizer import has_tokenizer
 
-from rlhf_cli.jobs.conversion import outputs, require_disk
+from rlhf_cli.jobs.conversion import outputs, require_disk, require_new_folder
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +55,7 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
     from rlhf_modeling.pretrained import quiet
 
     path, folder = path.expanduser(), folder.expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
+    require_new_folder(folder)
     adapter = adapter_of(str(path))
     if adapter is None:
         raise ConfigError(

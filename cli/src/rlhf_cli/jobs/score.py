@@ -11,9 +11,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_files import note, require_new_file
-
-NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
+from rlhf_cli.command_files import OF_A_RUN, note, require_new_file
 
 
 class ScoreCommand(Command):
@@ -28,7 +26,7 @@ class ScoreCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, (*NOT_HERE, "model"), {"data": "rows with the answers"})
+        add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
         model = "whose tokenizer and chat template are used; if absent those of a reward's model"
         parser.add_argument("--model", metavar="MODEL", help=model)
         answers = "column with an answer or a list of them; may be given several times"

@@ -19,13 +19,11 @@ from rlhf_runtime.config.runfile import LISTS, RunFile
 from rlhf_runtime.config.suggestions import Chosen
 
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionRow
-from rlhf_cli.options.run_file import toml
+from rlhf_cli.options.run_file import BY_NAME, WIDTH, toml
 
-WIDTH = 120
 COLUMN = 40
 """Where comments begin."""
 OBSERVERS = ("wandb", "tensorboard", "mlflow")
-BY_NAME = ("roles", "placement")
 
 
 @dataclass

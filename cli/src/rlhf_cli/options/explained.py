@@ -14,6 +14,8 @@ from rlhf_runtime.config.options import Option, Section, plugin_options, run_fil
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.suggestions import Suggestions
 
+from rlhf_cli.main import plugin_names
+
 UNNAMED = "none"
 """``algorithm.use`` where no algorithm was named; its options are then not known."""
 
@@ -72,7 +74,9 @@ def explained(name: str, run: RunFile, plugins: Plugins) -> Explanation:
     return Explanation(
         _head(tables[full_name], used, plugins) if full_name in tables else (),
         [
-            Explained(o, at_resume(_saved_name(o), layout), o.path in live, _names(plugins, o.kind) if o.kind else ())
+            Explained(
+                o, at_resume(_saved_name(o), layout), o.path in live, plugin_names(plugins, o.kind) if o.kind else ()
+            )
             for o in matches
         ],
         len(matches) == 1 and _unnumbered(matches[0].path, run) == full_name,
@@ -99,14 +103,10 @@ def _saved_name(option: Option) -> str:
     return ".".join(parts)
 
 
-def _names(plugins: Plugins, kind: str) -> list[str]:
-    return list(dict.fromkeys(entry.name for entry in plugins.list(kind)))
-
-
 def _head(section: Section, used: Sequence[str], plugins: Plugins) -> list[str]:
     lines = [f"{section.heading}  {section.doc}"]
     if section.path in SINGLE or section.path in LISTS:
-        names = ", ".join(_names(plugins, section.path)) or "none"
+        names = ", ".join(plugin_names(plugins, section.path)) or "none"
         lines += [f"options below are of {plugin}" for plugin in used]
         lines.append(f"installed: {names}; `rlhf explain {section.path} --{section.path} NAME` explains one")
     return lines

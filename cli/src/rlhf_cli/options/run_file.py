@@ -23,6 +23,8 @@ from rlhf_runtime.config.options import Option, plugin_options, run_file_options
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import MAX_STEPS, Choice
 
+from rlhf_cli.main import plugin_names
+
 WIDTH = 120
 COLUMN = 36
 """Where comments begin."""
@@ -82,7 +84,7 @@ def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins
     if online and needs.reward and not run.reward and run.env is None:
         additions |= _rewarded(run, values, plugins)
     if run.env is not None and "rollout.use" not in values:
-        able = [n for n in _names(plugins, "rollout") if plugins.resolve("rollout", n).cls.needs_env]
+        able = [n for n in plugin_names(plugins, "rollout") if plugins.resolve("rollout", n).cls.needs_env]
         additions |= {"rollout.use": able[0]} if able else {}
     if not run.data.train:
         additions["data.train"] = placeholder(WHAT["train"])
@@ -100,7 +102,7 @@ def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
         return {}
     if "returns_reward" in rollout.Config.model_fields and "rollout.returns_reward" not in values:
         return {"rollout.returns_reward": True}
-    return {"reward.0.use": placeholder(f"a reward: {', '.join(_names(plugins, 'reward'))}, file:PATH.py")}
+    return {"reward.0.use": placeholder(f"a reward: {', '.join(plugin_names(plugins, 'reward'))}, file:PATH.py")}
 
 
 def _sources(sources: Sequence[SourceSection]) -> Any:
@@ -110,10 +112,6 @@ def _sources(sources: Sequence[SourceSection]) -> Any:
         return entries
     paths = [source["path"] for source in entries]
     return paths[0] if len(paths) == 1 else paths
-
-
-def _names(plugins: Plugins, kind: str) -> list[str]:
-    return list(dict.fromkeys(entry.name for entry in plugins.list(kind)))
 
 
 # ----------------------------------------------------------------------------------------------- lines
@@ -230,7 +228,8 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
             options = [*_own(place, where, algorithm), *_of_plugin(run, values, place, where, plugins)]
             options = _shown(place, where, options, values, algorithm)
             options = [
-                replace(o, doc=f"installed: {', '.join(_names(plugins, o.kind))}") if o.kind else o for o in options
+                replace(o, doc=f"installed: {', '.join(plugin_names(plugins, o.kind))}") if o.kind else o
+                for o in options
             ]
             yield from _split(section.heading.replace("NAME", entry), where, options, algorithm)
 

@@ -10,9 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_files import say
-
-NOT_HERE = ("algo", "data", "eval-data", "output", "steps", "resume", "overwrite", "model")
+from rlhf_cli.command_files import OF_A_RUN, say
 
 
 class ServeRewardCommand(Command):
@@ -26,7 +24,7 @@ class ServeRewardCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, excluded_flags=NOT_HERE)
+        add_run_file(parser, excluded_flags=(*OF_A_RUN, "data", "model"))
         parser.add_argument(
             "--model",
             metavar="MODEL",

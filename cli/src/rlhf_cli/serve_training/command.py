@@ -11,9 +11,8 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_files import say
+from rlhf_cli.command_files import OF_A_RUN, say
 
-NOT_HERE = ("algo", "data", "eval-data", "reward", "output", "steps", "resume", "overwrite")
 ADAPTERS = (("trainer.lora.rank", "32"), ("trainer.lora.alpha", "32"))
 """Defaults, those of the protocol."""
 
@@ -30,7 +29,7 @@ class ServeTrainingCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, excluded_flags=NOT_HERE)
+        add_run_file(parser, excluded_flags=(*OF_A_RUN, "data", "reward"))
         parser.add_argument("--name", help="how clients name the base model (default: as --model has it)")
         parser.add_argument("--checkpoints", default="runs/served", metavar="FOLDER", help="default: %(default)s")
         parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
