@@ -29,13 +29,17 @@ def test_a_probe_returns_values_and_not_prints(site):
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("raise RuntimeError('no such device')", "RuntimeError: no such device"),
         ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ImportError('outer') from e", "ZeroDivisionError"),
+        (
+            "from rlhf.errors import ConfigError; raise ConfigError('2 problems\\nrun.sed\\nrun.x')",
+            "2 problems\nrun.sed\nrun.x",
+        ),
     ],
 )
 def test_a_module_that_dies_is_an_error_with_its_first_cause(site, source, error):
     site.module("torch", "")
     site.module("deadly", source)
     answer = ask(probes.module, "deadly")
-    assert error in answer.error
+    assert answer.error.startswith(error)
     assert answer.values == []
 
 
@@ -66,14 +70,6 @@ def test_files_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')")
     monkeypatch.chdir(tmp_path)
     assert ask(probes.module, "sys").error == ""
-
-
-def test_an_error_of_this_project_is_shown_whole(tmp_path):
-    (tmp_path / "run.toml").write_text("[run]\nsed = 3\n")
-    answer = ask(probes.run_plugins, {"path": str(tmp_path / "run.toml"), "overrides": []})
-    assert "2 problems" in answer.error
-    assert "run.sed" in answer.error
-    assert "algorithm: required" in answer.error
 
 
 def test_the_doctor_itself_imports_nothing_heavy():

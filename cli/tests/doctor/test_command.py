@@ -134,15 +134,6 @@ def test_missing_parts_of_a_run_are_reported(light, run_file):
     assert found["run plugins"]["found"].startswith("algorithm 'rloo' (rlhf-plugin-rloo ")
 
 
-def test_a_wrong_run_file(light, run_file):
-    checks = report("run.toml", "--run.sed", "3", "--nonsense", "3", cwd=run_file, env=light)
-    assert checks["run file"]["status"] == "fail"
-    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in checks["run file"]["found"]
-    assert "no flag --nonsense" in checks["run file"]["found"]
-    assert "data" not in checks
-    assert checks["plugins"], "the installation is examined all the same"
-
-
 def test_wrong_usage():
     code, _, err = doctor("--timeout", "0")
     assert (code, err) == (2, "rlhf: --timeout 0: seconds, more than 0\n")

@@ -4,8 +4,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rlhf.errors import RlhfError
 from rlhf.interfaces import Check, Finding
 from rlhf.plugins import Plugins
+from rlhf_cli.doctor import probes
 from rlhf_cli.doctor.examine import Request, examine, run_plugins
 
 
@@ -44,6 +46,15 @@ def test_a_check_that_raises_leaves_the_others(module, monkeypatch):
     assert (other.name, other.status, other.found) == ("other", "fail", one.found)
     assert other.remedy == "report this to the authors of in process"
     assert announced == ["one", "two", "other"]
+
+
+def test_a_wrong_run_file_leaves_the_checks_of_the_installation(module, monkeypatch):
+    installation = [("disk", lambda: Finding("disk", "ok", "some"))]
+    monkeypatch.setattr(module.module, "_installation", lambda request: installation)
+    disk, run_file = examine(Request(overrides=[("algorithm.use", "x"), ("run.sed", "3"), ("nonsense", "3")]))
+    assert (disk.name, run_file.name, run_file.status) == ("disk", "run file", "fail")
+    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in run_file.found
+    assert "no flag --nonsense" in run_file.found
 
 
 def test_a_result_that_is_not_a_finding_is_refused(module):
@@ -124,5 +135,6 @@ def test_the_options_of_a_runs_plugins(tmp_path, monkeypatch):
     check = run_plugins(Request(overrides=[choice, ("algorithm.dept", "3")]))
     assert check.status == "fail"
     assert "algorithm.dept (flag --algorithm.dept): unknown key. Did you mean 'depth'?" in check.found
-    check = run_plugins(Request(overrides=[choice, ("run.requires", '["rlhf-core>=9"]')]))
-    assert "needs rlhf-core>=9, found" in check.found
+    too_new = {"path": None, "overrides": [choice, ("run.requires", '["rlhf-core>=9"]')]}
+    with pytest.raises(RlhfError, match="needs rlhf-core>=9, found"):
+        probes.run_plugins(too_new, print)
