@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from rlhf.interfaces import ModelSpec
@@ -15,7 +17,8 @@ from rlhf_modeling.fused import LAYERS, restore_layers
 from rlhf_modeling.model import load_model
 from rlhf_modeling.shared_prefixes import share_prefixes
 from rlhf_testing.tiny import tiny_model
-from torch.autograd.graph import saved_tensors_hooks
+
+from tests.support.saved_tensors import saved_bytes
 
 SMALL = {"hidden": 80, "heads": 5, "kv_heads": 1, "head_dim": 16, "intermediate": 112}
 TOLERANCE = 0.1
@@ -35,18 +38,6 @@ def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0
         train_adapters_only(loaded.module, None)
     if not fused:
         restore_layers([m for m in loaded.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)])
-    weights = {p.untyped_storage().data_ptr() for p in loaded.module.parameters()}
-    shapes = {tuple(p.shape) for p in loaded.module.parameters()}
-    shapes |= {tuple(reversed(shape)) for shape in shapes}
-    found: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        cast = tensor.dtype == torch.bfloat16 and tuple(tensor.shape) in shapes
-        if storage.data_ptr() not in weights and not cast:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     ids_N = torch.randint(3, 90, (sum(lens),))
     for number, start in enumerate(range(0, len(ids_N) if prefix else 0, lens[0])):
         ids_N[start : start + prefix] = ids_N[:prefix]
@@ -57,13 +48,9 @@ def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0
         ids_N, position_N = shared.ids_M, shared.position_M
         assert len(ids_N) == prefix + sum(lens) - len(lens) * prefix
     loaded.module.train()
-    with (
-        saved_tensors_hooks(keep, lambda t: t),
-        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        packed(lens, shared),
-    ):
-        loaded.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
-    return sum(found.values())
+    with packed(lens, shared):
+        forward = partial(loaded.body, input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+        return saved_bytes(loaded.module, forward, bf16=bf16)
 
 
 def stated(path: str, length: int, *, fused: bool, bf16: bool, **more: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.model import load_model
 from rlhf_modeling.storage import Storage
 from rlhf_testing.image_models import drawn, tiny_image_model
-from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.image_batches import sequence
+from tests.support.saved_tensors import saved_bytes
 
 WITHIN = 0.2
 """One number of hidden widths stands for all classes; see ``memory.KEPT_WIDTHS``."""
@@ -35,23 +36,10 @@ HEADS = {family: "num_heads" if depth == "depth" else "num_attention_heads" for 
 def kept(path: str, family: str, bf16: bool) -> int:
     """Bytes of all distinct storages that :data:`IMAGES` sequences with an image keep, without weights."""
     loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, "fp32", images=True), torch.device("cpu"))
-    weights = {p.untyped_storage().data_ptr() for p in loaded.module.parameters()}
-    shapes = {tuple(p.shape) for p in loaded.module.parameters()}
-    shapes |= {tuple(reversed(shape)) for shape in shapes}
-    found: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        cast = tensor.dtype == torch.bfloat16 and tuple(tensor.shape) in shapes
-        if storage.data_ptr() not in weights and not cast:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     ids, images = sequence(path, family, ("ab", drawn(64, 64), "cd"))
     ids_N, position_N = torch.tensor(ids * IMAGES), torch.arange(len(ids)).repeat(IMAGES)
-    with saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loaded.hidden(ids_N, position_N, [len(ids)] * IMAGES, [images] * IMAGES)
-    return sum(found.values())
+    forward = partial(loaded.hidden, ids_N, position_N, [len(ids)] * IMAGES, [images] * IMAGES)
+    return saved_bytes(loaded.module, forward, bf16=bf16)
 
 
 FULL = pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_cli.plan.layout import DeviceGroup, Machine, device_groups
+from rlhf_cli.plan.layout import Machine, device_groups
 
 GPUS = Machine("cuda", processes=True)
 
@@ -51,8 +51,3 @@ def test_cpus_share_the_host_and_one_process_one_device():
     places = {"policy": Place(2), GENERATOR: Place(1, 2)}
     assert held(places, Machine("cpu", processes=True)) == [("host", 1, {"policy": 2, GENERATOR: 1})]
     assert held(places, Machine("cuda")) == [("device", 1, {"policy": 2, GENERATOR: 1})]
-
-
-def test_titles_name_the_devices():
-    assert DeviceGroup("policy", 2, 7).title == "policy 2-7"
-    assert DeviceGroup("policy", 2, 7).count == 6

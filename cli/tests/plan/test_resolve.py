@@ -373,11 +373,6 @@ def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
     assert [role.memory.micro_tokens for role in sizes] == [2 * 96, 8 * 2 * 96]
 
 
-def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
-    with pytest.raises(ConfigError, match=r"\[placement\.critc\]: this run holds policy, critic, generator"):
-        layout(published, plugins, {"placement.critc.ranks": "2"})
-
-
 def test_an_engine_and_its_devices_must_agree(published, plugins):
     with pytest.raises(ConfigError, match=r"'vllm' divides an engine over .* = 4 x 1 = 4 workers.* has devices = 2\."):
         layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "4"})
@@ -412,7 +407,8 @@ def test_planning_starts_and_loads_nothing(published):
         " + ['--device-memory', '80GiB', '--json'])\n"
         "assert code in (0, 1), code\n"
         "heavy = {'vllm', 'deepspeed'} & set(sys.modules)\nassert not heavy, heavy\n"
-        "import ray, torch\nassert not ray.is_initialized() and not torch.cuda.is_initialized()\n"
+        "import torch\nassert not torch.cuda.is_initialized()\n"
+        "assert 'ray' not in sys.modules or not sys.modules['ray'].is_initialized()\n"
     )
     code = code.replace("'--algorithm.use', 'ppo'", "'--algo', 'ppo'")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -466,12 +462,6 @@ def test_more_ranks_are_the_last_resort(published, plugins):
     change = found(published, plugins, 24 * GIB, alone, model="8B", machine=machine)
     assert change.plan.layout.devices > 5 or not change.plan.fits
     assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
-
-
-def test_the_best_change_is_shown_if_nothing_fits(published, plugins):
-    change = found(published, plugins, GIB, model="70B", machine=Machine("cpu", GIB))
-    assert change.plan.fits is False
-    assert change.plan.missing > 0
 
 
 # --------------------------------------------------------------------------------------- the target

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Command
+from rlhf.interfaces import GENERATOR, Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
 from rlhf_cli.plan.speeds import FLAGS
@@ -199,12 +199,12 @@ def _placement(plan: Plan) -> Table:
         if name in plan.layout.views:
             table.add_row(name, where, "", "0", "no", "", "")
             continue
-        role = next((r for r in plan.layout.roles if r.name == name), None)
-        if role is None:
+        if name == GENERATOR:
             assert plan.layout.engines is not None
             size = plan.layout.engines.size
             table.add_row(name, where, size.path, f"{size.parameters:,}", "", "", "")
             continue
+        role = plan.layout.role(name)
         trained = f"{role.memory.trained:,}" if role.trained else "no"
         tokens = f"{role.memory.micro_tokens} tokens" + (", checkpointed" if role.gradient_checkpointing else "")
         bf16 = "bf16" if role.memory.bf16 else "fp32"

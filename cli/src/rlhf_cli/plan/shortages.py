@@ -33,14 +33,9 @@ class Plan:
     shortages: tuple[Shortage, ...]
 
     @property
-    def judged(self) -> bool:
-        """Whether the memory of a device is known."""
-        return self.layout.machine.memory is not None
-
-    @property
     def fits(self) -> bool | None:
-        """None if the memory is not known."""
-        return not self.shortages if self.judged else None
+        """None if the memory of a device is not known."""
+        return None if self.layout.machine.memory is None else not self.shortages
 
     @property
     def missing(self) -> int:
