@@ -14,7 +14,7 @@ from rlhf_hub.other_formats import BIN_FILES, is_gguf, refuse_other_formats
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.data.tokenizer import load_tokenizer
 
-from rlhf_cli.jobs.source_models import BinModel, GgufModel, SourceModel
+from rlhf_cli.jobs.source_models import BinModel, GgufModel, SourceModel, as_model_error
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +67,8 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
         facts = {}
 
         def write(place: Path) -> None:
-            try:
+            with as_model_error(f"{source}: cannot load the weights"):
                 module, report = model.load(number_format)
-            except Exception as cause:  # of many kinds: files of other people
-                raise ModelError(f"{source}: cannot load the weights: {type(cause).__name__}: {cause}") from cause
             require_weights(source, module, report, note)
             require_shapes(source, module, skeleton)
             expected = outputs(module, source)
@@ -165,11 +163,8 @@ def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
     embedding: Any = module.get_input_embeddings()
     rows = embedding.weight.shape[0]
     ids = torch.arange(1, TOKENS + 1)[None] * 37 % rows
-    try:
-        with torch.no_grad():
-            logits = module(input_ids=ids)[0].float()
-    except Exception as cause:  # of many kinds: a model that needs more than text
-        raise ModelError(f"the model of {path} cannot compute: {type(cause).__name__}: {cause}") from cause
+    with as_model_error(f"the model of {path} cannot compute"), torch.no_grad():  # it may need more than text
+        logits = module(input_ids=ids)[0].float()
     values = logits.log_softmax(-1) if module.can_generate() else logits
     if not bool(values.isfinite().all()):
         raise ModelError(f"the model of {path} gives outputs that are no finite numbers; it cannot be used.")

@@ -15,6 +15,7 @@ from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.data.tokenizer import has_tokenizer
 
 from rlhf_cli.jobs.conversion import outputs, require_disk, require_new_folder
+from rlhf_cli.jobs.source_models import as_model_error
 
 if TYPE_CHECKING:
     import torch
@@ -119,12 +120,10 @@ def _load(adapter: AdapterFolder, place: str) -> tuple[PreTrainedModel, bool]:
         config.num_labels = shapes["score.weight"][0]
     else:
         auto = language_model(config, images=hasattr(config, "vision_config"))
-    try:
+    with as_model_error(f"{adapter.base}: cannot load the weights"):
         module, report = auto.from_pretrained(
             place, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except Exception as cause:  # of many kinds: files of other people
-        raise ModelError(f"{adapter.base}: cannot load the weights: {type(cause).__name__}: {cause}") from cause
     if lacking := sorted({*report["missing_keys"]} - {*saved_whole(shapes)}):
         raise ModelError(f"{adapter.base} lacks {len(lacking)} weights, e.g. {lacking[0]!r}. Copy it again.")
     module.config.dtype = stored

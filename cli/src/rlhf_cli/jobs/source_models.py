@@ -8,6 +8,8 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,15 @@ from rlhf_runtime.data.tokenizer import has_tokenizer
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@contextmanager
+def as_model_error(text: str, advice: str = "") -> Iterator[None]:
+    """Whatever fails becomes a ModelError that begins with ``text``: files of other people raise errors of any kind."""
+    try:
+        yield
+    except Exception as cause:
+        raise ModelError(f"{text}: {type(cause).__name__}: {cause}{advice}") from cause
 
 
 class SourceModel(ABC):
@@ -65,10 +76,8 @@ class BinModel(SourceModel):
         import torch
         import transformers
 
-        try:
+        with as_model_error(f"{self.path}: the config cannot be read"):
             config = transformers.AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
-        except Exception as cause:  # of many kinds: no config.json, no JSON, an unknown model
-            raise ModelError(f"{self.path}: the config cannot be read: {type(cause).__name__}: {cause}") from cause
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(
                 f"{self.path} holds quantised weights, which are not converted. Take the model without them."
@@ -79,13 +88,8 @@ class BinModel(SourceModel):
         cls: Any = getattr(transformers, str(name), None) if name else transformers.AutoModelForCausalLM
         if cls is None:
             raise ModelError(f"{self.path} is a {name}, which is no class of transformers {transformers.__version__}.")
-        try:
-            with torch.device("meta"):
-                module: PreTrainedModel = cls(config) if name else cls.from_config(config)
-        except Exception as cause:
-            raise ModelError(
-                f"{self.path}: transformers makes no model of the config: {type(cause).__name__}: {cause}"
-            ) from cause
+        with as_model_error(f"{self.path}: transformers makes no model of the config"), torch.device("meta"):
+            module: PreTrainedModel = cls(config) if name else cls.from_config(config)
         self._class: Any = type(module)
         return module
 
@@ -94,10 +98,8 @@ class BinModel(SourceModel):
 
         if not has_tokenizer(str(self.path)):
             return None
-        try:
+        with as_model_error(f"{self.path}: the tokenizer cannot be loaded"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False)
-        except Exception as cause:  # of many kinds
-            raise ModelError(f"{self.path}: the tokenizer cannot be loaded: {type(cause).__name__}: {cause}") from cause
         return tokenizer
 
     def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -184,15 +186,11 @@ class GgufModel(SourceModel):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        try:
+        problem = f"transformers makes no causal language model of a GGUF of the architecture {self.architecture!r}"
+        with as_model_error(f"{self.path}: {problem}", f" {PUBLISHER}"):
             config = AutoConfig.from_pretrained(**self._file)
             with torch.device("meta"):
                 module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        except Exception as cause:  # of many kinds: an unknown architecture, one of encoders, odd values
-            raise ModelError(
-                f"{self.path}: transformers makes no causal language model of a GGUF of the architecture "
-                f"{self.architecture!r}: {type(cause).__name__}: {cause} {PUBLISHER}"
-            ) from cause
         self._config = config
         return module
 
@@ -215,12 +213,8 @@ class GgufModel(SourceModel):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        try:
+        with as_model_error(f"{self.path}: transformers cannot read the tokenizer", f" {PUBLISHER}"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**self._file)
-        except Exception as cause:  # of many kinds
-            raise ModelError(
-                f"{self.path}: transformers cannot read the tokenizer: {type(cause).__name__}: {cause} {PUBLISHER}"
-            ) from cause
         self._tokenizer = tokenizer
         return tokenizer
 
@@ -271,22 +265,17 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     from gguf import GGUFReader, GGUFValueType, dequantize
 
-    try:
+    damaged = (
+        ". It is damaged, cut short or of a version that the package gguf does not know: download it again, or update "
+        "gguf."
+    )
+    with as_model_error(f"{path} cannot be read as a GGUF file", damaged):
         content = GGUFReader(path)
         metadata = {
             name: field.contents() for name, field in content.fields.items() if field.types[0] != GGUFValueType.ARRAY
         }
-    except Exception as cause:  # the parser raises whatever its offsets lead to
-        raise ModelError(
-            f"{path} cannot be read as a GGUF file: {type(cause).__name__}: {cause}. It is damaged, cut short or of a "
-            "version that the package gguf does not know: download it again, or update gguf."
-        ) from cause
     for tensor in {tensor.tensor_type: tensor for tensor in content.tensors}.values():
-        try:
+        problem = f"the package gguf cannot dequantise {tensor.tensor_type.name}, of which {tensor.name!r} is"
+        with as_model_error(f"{path}: {problem}", ". Take a file of another quantisation, such as Q8_0 or F16."):
             dequantize(tensor.data[:1], tensor.tensor_type)
-        except Exception as cause:
-            raise ModelError(
-                f"{path}: the package gguf cannot dequantise {tensor.tensor_type.name}, of which {tensor.name!r} is: "
-                f"{type(cause).__name__}: {cause}. Take a file of another quantisation, such as Q8_0 or F16."
-            ) from cause
     return metadata, [tensor.name for tensor in content.tensors]
