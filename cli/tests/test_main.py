@@ -195,6 +195,7 @@ def test_files_that_a_shell_lists_behind_one_flag_are_refused(capsys):
 @pytest.mark.parametrize(
     ("word", "advice"),
     [("compare", "Did you mean 'show'?"), ("serve", "Did you mean 'serve-reward'?"), ("trian", "Did you mean 'train'?"),
+     ("plugin", "Did you mean 'plugins'?"),
      ("sft", "'sft' is an algorithm: rlhf train --algo sft."),
      ("dr-grpo", "'dr-grpo' is an algorithm: rlhf train --algo dr_grpo.")],
 )  # fmt: skip
