@@ -211,38 +211,30 @@ def test_7b_on_8_devices_of_40_gib_needs_the_offload(published):
     assert round(plan.groups[0].peak.total / GIB, 1) == 34.3
 
 
-def test_8b_fits_on_8_devices_with_fp32_weights(published):
-    """Optimizer states are offloaded before a sync wakes the engines, so they are not there together with both copies
-    of the weights."""
-    plan = make_plan(eight_on(8, published, our_storage()))
+@pytest.mark.parametrize(
+    ("stored", "weights", "optimizer", "peaks"),
+    [
+        ("fp32", 4, 8, {"load": 26.0, "start": 59.7, "generate": 65.0, "sync": 60.2, "forward": 47.0, "train": 60.8}),
+        ("bf16", 2, 12, {"load": 19.4, "start": 52.5, "generate": 56.4, "sync": 53.0, "forward": 47.7, "train": 61.0}),
+    ],
+)
+def test_8b_fits_on_8_devices_with_our_weights(published, stored, weights, optimizer, peaks):
+    """Optimizer states, and masters of bf16 weights, are offloaded before a sync wakes the engines, so they are not
+    there together with both copies of the weights. Gathered weights are half as large in bf16."""
+    plan = make_plan(eight_on(8, published, our_storage(stored)))
     assert plan.fits, [s.message for s in plan.shortages]
     [group] = plan.groups
-    peaks = {phase: round(moment.total / GIB, 1) for phase, moment in group.moments.items()}
-    assert peaks == {"load": 26.0, "start": 59.7, "generate": 65.0, "sync": 60.2, "forward": 47.0, "train": 60.8}
+    assert {phase: round(moment.total / GIB, 1) for phase, moment in group.moments.items()} == peaks
+    training = group.moments["train"].rows["policy"]
+    assert training["weights"] == pytest.approx(8_030_261_248 * weights / 8, rel=1e-6)
+    assert training["optimizer"] == pytest.approx(8_030_261_248 * optimizer / 8, rel=1e-6)
     assert "optimizer" not in group.moments["sync"].rows["policy"]
     assert group.moments["sync"].host == group.moments["generate"].host > 0
-    assert make_plan(eight_on(4, published, our_storage())).fits is False
+    assert make_plan(eight_on(4, published, our_storage(stored))).fits is False
 
 
-def test_70b_fits_on_48_devices_with_fp32_weights(published):
-    plan = make_plan(seventy_on(48, published, our_storage(offload_optimizer="cpu")))
+@pytest.mark.parametrize(("stored", "peaks"), [("fp32", [55.9, 50.7, 73.2]), ("bf16", [45.5, 42.6, 73.2])])
+def test_70b_fits_on_48_devices_with_our_weights(published, stored, peaks):
+    plan = make_plan(seventy_on(48, published, our_storage(stored, offload_optimizer="cpu")))
     assert plan.fits, [s.message for s in plan.shortages]
-    assert [round(group.peak.total / GIB, 1) for group in plan.groups] == [55.9, 50.7, 73.2]
-
-
-def test_8b_on_8_devices_with_bf16_weights(published):
-    """Gathered weights are half as large, masters are offloaded with the optimizer's state."""
-    plan = make_plan(eight_on(8, published, our_storage("bf16")))
-    assert plan.fits, [s.message for s in plan.shortages]
-    [group] = plan.groups
-    peaks = {phase: round(moment.total / GIB, 1) for phase, moment in group.moments.items()}
-    assert peaks == {"load": 19.4, "start": 52.5, "generate": 56.4, "sync": 53.0, "forward": 47.7, "train": 61.0}
-    training = group.moments["train"].rows["policy"]
-    assert training["weights"] == pytest.approx(8_030_261_248 * 2 / 8, rel=1e-6)
-    assert training["optimizer"] == pytest.approx(8_030_261_248 * 12 / 8, rel=1e-6)
-
-
-def test_70b_on_48_devices_with_bf16_weights(published):
-    plan = make_plan(seventy_on(48, published, our_storage("bf16", offload_optimizer="cpu")))
-    assert plan.fits, [s.message for s in plan.shortages]
-    assert [round(group.peak.total / GIB, 1) for group in plan.groups] == [45.5, 42.6, 73.2]
+    assert [round(group.peak.total / GIB, 1) for group in plan.groups] == peaks
