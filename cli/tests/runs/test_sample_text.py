@@ -29,15 +29,20 @@ def test_numbers_about_a_sample_are_shown():
     assert "env/solved 0, rollout/calls/add 2, rollout/calls_unknown 0\n" in sample_text(sample, full=True).plain
 
 
-def test_what_a_reward_says_beside_its_value_is_shown(tmp_path):
+def recorded(folder, turns, prompt, rewards=None):
+    """The text of a sample that was recorded."""
     group = Group(Row({}, "rows", 0), 0, [])
+    group.trajectories.append(Trajectory(group.row, turns, (0, 0), rewards=rewards or {}))
+    write_groups(folder / "step-000001.arrow", [group], lambda _: prompt)
+    [sample] = read_samples(folder / "step-000001.arrow", 1)
+    return sample_text(sample).plain
+
+
+def test_what_a_reward_says_beside_its_value_is_shown(tmp_path):
     info = {"passed": 1, "failed": "test 2: got 3", "verdicts": ["passed", "wrong"]}
     turns = [Turn([1], False, text="1+1="), Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="3")]
     rewards = {"code": RewardResult(0.5, info=info), "size": RewardResult(1.0)}
-    group.trajectories.append(Trajectory(group.row, turns, (0, 0), rewards=rewards))
-    write_groups(tmp_path / "step-000001.arrow", [group], lambda _: "1+1=")
-    [sample] = read_samples(tmp_path / "step-000001.arrow", 1)
-    text = sample_text(sample).plain
+    text = recorded(tmp_path, turns, "1+1=", rewards)
     assert '\n  code: passed 1; failed test 2: got 3; verdicts ["passed", "wrong"]\n' in text
     assert "size:" not in text
 
@@ -52,11 +57,7 @@ def test_turns_of_a_chat_are_shown_message_by_message(tmp_path):
         Turn([6], True, [-0.5], ((0, 0),), "stop", 1.0, text="2"),
         Turn([7], False, text="2\nuser\n", messages=(("tool", "4"), ("tool", "5"))),
     ]
-    group = Group(Row({}, "rows", 0), 0, [])
-    group.trajectories.append(Trajectory(group.row, turns, (0, 0)))
-    write_groups(tmp_path / "step-000001.arrow", [group], lambda _: None)
-    [sample] = read_samples(tmp_path / "step-000001.arrow", 1)
-    lines = sample_text(sample).plain.split("\n")[2:]
+    lines = recorded(tmp_path, turns, None).split("\n")[2:]
     assert [line.strip() for line in lines] == [
         "prompt", "[system] Be brief.", "[user] 1+1=", "", "Answer with a digit.",
         "policy, 1 tokens, reward -0.5, score 0.25", "3",
@@ -71,12 +72,8 @@ def test_images_are_shown_as_their_size(tmp_path):
     sampled = Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="red")
     turns = [Turn([1, 9, 9, 9, 9, 2], False, text="what?", images=(first,)), sampled]
     turns += [Turn([9, 3], False, text="and now?", images=(second,)), sampled]
-    group = Group(Row({}, "rows", 0), 0, [])
-    group.trajectories.append(Trajectory(group.row, turns, (0, 0)))
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     for prompt in (asked, "what?", None):
-        write_groups(tmp_path / "step-000001.arrow", [group], lambda _, prompt=prompt: prompt)
-        [sample] = read_samples(tmp_path / "step-000001.arrow", 1)
-        text = str(sample_text(sample))
+        text = recorded(tmp_path, turns, prompt)
         assert "[image 40x24]what?" in text
         assert "[image 8x6]and now?" in text

@@ -6,7 +6,8 @@ import contextlib
 import json
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -64,6 +65,16 @@ def body(**keys) -> bytes:
 
 def posted(server: Served, content: bytes, kind: str = "application/json") -> httpx.Response:
     return httpx.post(server.url, content=content, headers={"Content-Type": kind})
+
+
+@contextlib.contextmanager
+def waiting(server: Served, wish: Path, samples: int = 1) -> Iterator[tuple[Future[httpx.Response], Path]]:
+    """A request under way, and the file that ends it."""
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(server.ask, [f"wait for {wish}"] * samples)
+        while not Path(f"{wish}.there").exists():
+            time.sleep(0.01)
+        yield slow, wish
 
 
 def answers(server: Served) -> bool:
@@ -134,11 +145,7 @@ def test_a_sample_that_has_no_reward_makes_the_request_an_error(server) -> None:
 
 
 def test_a_request_beyond_the_samples_under_way_is_asked_to_come_back(server, tmp_path: Path) -> None:
-    wish = tmp_path / "go"
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(server.ask, [f"wait for {wish}"] * 4)
-        while not Path(f"{wish}.there").exists():
-            time.sleep(0.01)
+    with waiting(server, tmp_path / "go", 4) as (slow, wish):
         assert server.counts()["rlhf_reward_samples_under_way"] == 4
         refused, fits = server.ask(["1"] * 5), server.ask(["1"] * 4)
         wish.touch()
@@ -223,11 +230,11 @@ def connected(server: Served) -> socket.socket:
 def test_idle_connections_keep_no_client_out(file, tmp_path, monkeypatch) -> None:
     """The oldest one without a request under way gives way; requests under way do not."""
     monkeypatch.setattr(serving_module, "largest_number", lambda: 4)
-    wish = tmp_path / "go"
-    with serving(("reward", file)) as server, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as closing:
-        slow = pool.submit(server.ask, [f"wait for {wish}"])
-        while not Path(f"{wish}.there").exists():
-            time.sleep(0.01)
+    with (
+        serving(("reward", file)) as server,
+        waiting(server, tmp_path / "go") as (slow, wish),
+        contextlib.ExitStack() as closing,
+    ):
         idle = [closing.enter_context(connected(server)) for _ in range(8)]
         for connection in idle:
             # The server may close the first of them while the last ones connect.
@@ -275,11 +282,7 @@ def test_workers_do_not_inherit_the_token(tmp_path, monkeypatch) -> None:
 
 
 def test_a_stop_answers_what_is_under_way_and_takes_nothing_new(file, tmp_path) -> None:
-    wish = tmp_path / "go"
-    with serving(("reward", file)) as server, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(server.ask, [f"wait for {wish}"])
-        while not Path(f"{wish}.there").exists():
-            time.sleep(0.01)
+    with serving(("reward", file)) as server, waiting(server, tmp_path / "go") as (slow, wish):
         server.stop.request("test")
         while answers(server):
             time.sleep(0.01)
