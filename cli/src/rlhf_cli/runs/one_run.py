@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -17,11 +18,12 @@ from rlhf_runtime.report.run_record import RunRecord, value_text
 
 from rlhf_cli.runs.curves import draw, number
 from rlhf_cli.runs.metric_history import History
-from rlhf_cli.runs.output import STATE_STYLES, duration, has_colour, table, when
+from rlhf_cli.runs.output import STATE_STYLES, has_colour, table
 
 DRAWN = ("reward", "loss", "pass@1", "eval loss")
 """What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
 NOTHING = object()
+TIME = "%Y-%m-%d %H:%M"
 
 
 def print_run(console: Console, record: RunRecord, history: History, metrics: Sequence[str]) -> None:
@@ -51,8 +53,8 @@ def _print_title(console: Console, record: RunRecord) -> None:
         "algorithm": record.algorithm,
         "model": record.model,
         "data": ", ".join(str(source.get("path", "")) for source in record.option("data.train", [])),
-        "started": ", ".join(when(time) for time in record.started),
-        "last change": when(record.time),
+        "started": ", ".join(time.strftime(TIME) for time in record.started),
+        "last change": record.time.strftime(TIME),
     }
     _print_pairs(console, {key: value for key, value in facts.items() if value})
 
@@ -97,7 +99,8 @@ def _print_progress(console: Console, record: RunRecord, history: History) -> No
     if seconds is not None:
         text += f", {seconds:.3g} s a step"
         if total and record.state[0] == "running":
-            text += f", about {duration(seconds * (total - record.steps_done))} left"
+            left = timedelta(seconds=round(seconds * (total - record.steps_done)))
+            text += f", about {left} left"
     if isinstance(epoch := record.last.get("epoch"), int | float):
         text += f", {epoch:.3g} passes over the data"
     console.print(text)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-
 from rich.console import Console
 from rich.table import Table
 
@@ -30,11 +28,3 @@ def table(*columns: str, title: str | None = None) -> Table:
     for name in columns:
         grid.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return grid
-
-
-def when(time: datetime.datetime) -> str:
-    return time.strftime("%Y-%m-%d %H:%M")
-
-
-def duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
