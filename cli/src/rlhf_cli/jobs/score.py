@@ -9,9 +9,9 @@ import sys
 from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
-from rlhf_runtime.config.command_line import add_run_file, overrides
+from rlhf_runtime.config.command_line import overrides
 
-from rlhf_cli.command_files import OF_A_RUN, note, require_new_file
+from rlhf_cli.command_files import add_given_answers, note, require_new_file
 
 
 class ScoreCommand(Command):
@@ -26,11 +26,7 @@ class ScoreCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
-        model = "whose tokenizer and chat template are used; if absent those of a reward's model"
-        parser.add_argument("--model", metavar="MODEL", help=model)
-        answers = "column with an answer or a list of them; may be given several times"
-        parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
+        add_given_answers(parser, "a reward's model")
         text = "written as JSON lines"
         parser.add_argument(
             "-o", "--output", dest="file", type=path_argument, required=True, metavar="FILE.jsonl", help=text

@@ -10,9 +10,9 @@ from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
-from rlhf_runtime.config.command_line import add_run_file, overrides
+from rlhf_runtime.config.command_line import overrides
 
-from rlhf_cli.command_files import OF_A_RUN, note
+from rlhf_cli.command_files import add_given_answers, note
 from rlhf_cli.main import run_command
 
 
@@ -45,11 +45,7 @@ class RewardsTryCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
-        model = "whose tokenizer and chat template are used; if absent those of a reward's model, or of RUN"
-        parser.add_argument("--model", metavar="MODEL", help=model)
-        answers = "column with an answer or a list of them; may be given several times"
-        parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
+        add_given_answers(parser, "a reward's model, or of RUN")
         parser.add_argument("--step", type=int, metavar="N", help="recorded samples of this step (default: the last)")
         probes = "rows for which answers that try to cheat are scored (default: 8; 0: none)"
         parser.add_argument("--probes", type=int, default=8, metavar="N", help=probes)
