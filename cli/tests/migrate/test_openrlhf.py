@@ -9,13 +9,10 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
-from rlhf_cli.migrate import openrlhf
 from rlhf_cli.migrate.find import migrate
-from rlhf_cli.migrate.rows import matching, rows_of, table
 from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model, tiny_reward_model
 
-HERE = Path(__file__).parent
 PLUGINS = Plugins.discover()
 RL = "--actor.model_name_or_path M --reward.model_name_or_path R --vllm.num_engines 1"
 LOCAL = {
@@ -38,12 +35,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 """
 
 
-def lines(name):
-    texts = HERE.joinpath(name).read_text().splitlines()
-    return {text.partition(": ")[0]: text.partition(": ")[2] for text in texts if not text.startswith("#")}
-
-
-SCRIPTS = lines("openrlhf_scripts.txt")
+TEXTS = Path(__file__).with_name("openrlhf_scripts.txt").read_text().splitlines()
+SCRIPTS = dict(text.split(": ", 1) for text in TEXTS if not text.startswith("#"))
 
 
 def values(flags, entry="train_ppo_ray"):
@@ -68,21 +61,6 @@ def place(tmp_path_factory):
     (folder / "reward.py").write_text(REWARD)
     (folder / "agent.py").write_text(AGENT)
     return folder
-
-
-def test_every_option_has_a_row():
-    groups = table("openrlhf")
-    for entry, names in lines("openrlhf_options.txt").items():
-        rows = rows_of(groups, openrlhf.GROUPS[openrlhf.ENTRIES[entry]])
-        for name in names.split():
-            assert matching(rows, name, entry, groups)
-
-
-def test_every_row_says_what_becomes_of_its_option():
-    for rows in table("openrlhf").values():
-        for row in rows:
-            assert bool(row.to) != bool(row.why), row.name
-            assert not row.when or row.when in openrlhf.WITHOUT, row.name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

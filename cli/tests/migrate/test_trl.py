@@ -8,9 +8,7 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
-from rlhf_cli.migrate import trl
 from rlhf_cli.migrate.find import migrate
-from rlhf_cli.migrate.rows import matching, rows_of, table
 from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model
 
 PLUGINS = Plugins.discover()
@@ -30,22 +28,6 @@ def values(source, **known):
 
 def grpo(flags="", before="trl"):
     return values(f"{before} grpo --model_name_or_path M --dataset_name d.jsonl {flags}")
-
-
-def test_every_field_of_trl_has_a_row():
-    groups = table("trl")
-    for line in Path(__file__).with_name("trl_fields.txt").read_text().splitlines():
-        entry, _, names = line.partition(": ")
-        if not line.startswith("#"):
-            rows = rows_of(groups, trl.GROUPS[entry])
-            assert all(matching(rows, name, entry, groups) for name in names.split())
-
-
-def test_every_row_says_what_becomes_of_its_field():
-    for rows in table("trl").values():
-        for row in rows:
-            assert bool(row.to) != bool(row.why), row.name
-            assert not row.when or row.when in trl.WITHOUT, row.name
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
-from rlhf_cli.migrate import verl
 from rlhf_cli.migrate.find import migrate
-from rlhf_cli.migrate.rows import table
 from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model
 
 PLUGINS = Plugins.discover()
@@ -29,12 +27,6 @@ python3 -m verl.trainer.main_ppo \\
 def values(overrides=""):
     command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {overrides}"
     return tomllib.loads(migrate("verl", command, {}, PLUGINS))
-
-
-def test_every_row_says_what_becomes_of_its_key():
-    for row in table("verl")["main_ppo"]:
-        assert bool(row.to) != bool(row.why), row.name
-        assert not row.when or row.when in verl.WITHOUT, row.name
 
 
 def test_batches_are_counted_in_prompts():

@@ -148,30 +148,11 @@ def test_what_an_algorithm_needs_is_written_as_a_value(call):
 
 
 def test_what_flags_give_is_written(call):
-    words = [
-        "--algo",
-        "grpo",
-        "--model",
-        "m",
-        "--data",
-        "a.jsonl",
-        "--data",
-        "b.jsonl",
-        "--backend",
-        "ray",
-        "--seed",
-        "3",
-    ]
+    words = ["--algo", "grpo", "--model", "m", "--data", "a.jsonl", "--data", "b.jsonl", "--backend", "ray"]
     words += ["--reward", "math", "--reward.math.weight", "2", "--reward.0.column", "7", "--algorithm.loss", "gspo"]
-    words += ["--trainer.stage", "3", "--policy.trainer.lr", "1e-5", "--placement.policy.ranks", "2"]
-    words += [
-        "--data.template_kwargs.enable_thinking",
-        "false",
-        "--sampling.stop",
-        '["?", "\\n"]',
-        "--observer",
-        "wandb",
-    ]
+    words += ["--trainer.stage", "3", "--policy.trainer.lr", "1e-5", "--placement.policy.ranks", "2", "--seed", "3"]
+    words += ["--data.template_kwargs.enable_thinking", "false", "--observer", "wandb"]
+    words += ["--sampling.stop", '["?", "\\n"]']
     found = tomllib.loads(call("init", *words, "--stream.filter.low", "0"))
     assert found["run"] == {"seed": 3}
     assert found["reward"] == [{"use": "math", "weight": 2, "column": "7"}]
