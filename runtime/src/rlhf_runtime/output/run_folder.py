@@ -135,8 +135,8 @@ def default_folder(takes_newest: bool) -> Path:
     """The folder of a run whose run file does not set ``run.output``.
 
     Args:
-        takes_newest: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest one
-            where the run in it finished no step and is no longer running.
+        takes_newest: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest
+            one where the run in it finished no step and is no longer running.
 
     Raises ConfigError where ``runs/latest`` is a folder instead of a link, and holds a run.
     """
