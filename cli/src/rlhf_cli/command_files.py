@@ -46,8 +46,8 @@ def require_new_file(file: Path, force: bool) -> None:
 
 def add_written_run_file(parser: argparse.ArgumentParser) -> None:
     """Flags of a command that writes a run file."""
-    where = "file to write (default: standard output)"
-    parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=where)
+    help_text = "file to write (default: standard output)"
+    parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=help_text)
     parser.add_argument("--force", action="store_true", help="replace the file where it exists")
 
 

@@ -116,10 +116,10 @@ class _Words:
         options = run_file_options()
         for entry in self._plugins.list():
             if entry.kind in SINGLE or entry.kind in LISTS:
-                where = f"{entry.kind}.0" if entry.kind in LISTS else entry.kind
+                path = f"{entry.kind}.0" if entry.kind in LISTS else entry.kind
                 choice = Choice(use=f"{entry.distribution}/{entry.name}")
                 try:
-                    options += plugin_options(self._plugins, entry.kind, where, choice, skip_broken=True)
+                    options += plugin_options(self._plugins, entry.kind, path, choice, skip_broken=True)
                 except RlhfError:
                     continue
         self._options = {}

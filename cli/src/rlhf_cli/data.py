@@ -88,8 +88,8 @@ class DataPreviewCommand(Command):
 def _refused(report: dict[str, Any], section: DataSection) -> bool:
     """Whether a run would refuse one of the rows that were looked at."""
     fatal = [kind for kind in ("too_long", "bad_rows") if getattr(section, kind) == "error"]
-    counted = any(counts[kind] for counts in report.get("all", {}).values() for kind in fatal)
-    return counted or any(row["status"] == "refused" for row in report["shown"])
+    is_refused = any(counts[kind] for counts in report.get("all", {}).values() for kind in fatal)
+    return is_refused or any(row["status"] == "refused" for row in report["shown"])
 
 
 def _count(text: str) -> int:
@@ -171,18 +171,18 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
         counts += f", {len(steps)} steps"
     text = Text().append(counts + "\n", "cyan")
     trained, size = False, len(sequence["texts"])
-    for number, at in enumerate(_shown(size)):
-        if at is None:
+    for number, index in enumerate(_shown(size)):
+        if index is None:
             text.append(f" ... {size - LONG} tokens ... ", "yellow")
             continue
-        on = sequence["mask"][at]
+        on = sequence["mask"][index]
         if not colour and on != trained:
             text.append("⟦" if on else "⟧")
         trained = on
-        end = at in steps
-        text.append(sequence["texts"][at].replace("\n", "↵\n"), _END if end else _STYLES[on][number % 2])
+        end = index in steps
+        text.append(sequence["texts"][index].replace("\n", "↵\n"), _END if end else _STYLES[on][number % 2])
         if end:
-            text.append(f"⟨{steps[at]:g}⟩", "bold")
+            text.append(f"⟨{steps[index]:g}⟩", "bold")
     if trained and not colour:
         text.append("⟧")
     return text
@@ -205,8 +205,8 @@ def _summary(use: str, counts: dict[str, Any]) -> Iterator[str]:
         f"{counts['bad_rows']} are bad; the longest has {counts['longest']} tokens"
     )
     yield from (f"  {line}" for line in counts["named"])
-    if (more := total - counts["ok"] - len(counts["named"])) > 0:
-        yield f"  and {more} more"
+    if (unnamed := total - counts["ok"] - len(counts["named"])) > 0:
+        yield f"  and {unnamed} more"
 
 
 FORMS = {
@@ -244,8 +244,8 @@ class DataExportCommand(Command):
         parser.add_argument(
             "sources", nargs="+", type=path_argument, metavar="SOURCE", help="run directory, its rollouts, or a file"
         )
-        listed = "; ".join(f"{name}: {text}" for name, text in FORMS.items())
-        parser.add_argument("--form", choices=FORMS, required=True, help=listed)
+        forms = "; ".join(f"{name}: {text}" for name, text in FORMS.items())
+        parser.add_argument("--form", choices=FORMS, required=True, help=forms)
         parser.add_argument(
             "-o", "--output", type=path_argument, required=True, metavar="FILE.jsonl", help="written as JSON lines"
         )
@@ -269,9 +269,9 @@ class DataExportCommand(Command):
         require_new_file(output, args.force)
         recorded = read_answers(args.sources, truncated=args.truncated)
         table = getattr(export, args.form)(recorded.groups, **options)
-        left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | table.left_out
+        left_out = {f"answers {reason}": n for reason, n in recorded.left_out.items()} | table.left_out
         counts = {"rows": len(table.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
-        listing = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
+        listing = "".join(f"\n  {n} {reason}" for reason, n in left_out.items() if n)
         if not table.rows:
             cut = " --truncated takes answers that were cut off." if recorded.left_out.get("cut off") else ""
             raise DataError(
@@ -281,8 +281,8 @@ class DataExportCommand(Command):
         if args.json:
             sys.stdout.write(json.dumps({**counts, "left_out": {w: n for w, n in left_out.items() if n}}) + "\n")
         else:
-            of = f"of {counts['answers']} answers to {counts['prompts']} prompts"
-            sys.stdout.write(f"{output}: {len(table.rows)} rows {of}{'; left out:' + listing if listing else ''}\n")
+            totals = f"of {counts['answers']} answers to {counts['prompts']} prompts"
+            sys.stdout.write(f"{output}: {len(table.rows)} rows {totals}{'; left out:' + listing if listing else ''}\n")
         return 0
 
 

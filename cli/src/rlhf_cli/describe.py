@@ -77,8 +77,8 @@ def _why_not_built(error: Exception) -> str:
         return f"its options ({str(error).splitlines()[0]})"
     errors = error.errors(include_url=False)
     missing = [".".join(map(str, entry["loc"])) for entry in errors if entry["type"] == "missing"]
-    why = ": ".join([*map(str, errors[0]["loc"]), errors[0]["msg"].removeprefix("Value error, ")])
-    return f"options that must be set: {', '.join(missing) or why}"
+    reason = ": ".join([*map(str, errors[0]["loc"]), errors[0]["msg"].removeprefix("Value error, ")])
+    return f"options that must be set: {', '.join(missing) or reason}"
 
 
 def _instance(resolved: Resolved, plugins: Plugins) -> Any:
@@ -122,8 +122,10 @@ def as_text(facts: dict[str, Any]) -> str:
     lines += [f"class   {facts['class']}", f"file    {facts['file']}", ""]
     lines.append("options" if facts["options"] else "options: none")
     for option in facts["options"]:
-        stated = "not set" if option["default"] is None else f"= {json.dumps(option['default'], ensure_ascii=False)}"
-        default = "required" if option["required"] else stated
+        default_text = (
+            "not set" if option["default"] is None else f"= {json.dumps(option['default'], ensure_ascii=False)}"
+        )
+        default = "required" if option["required"] else default_text
         lines.append(f"  {option['name']}: {option['type']}  {default}")
         lines += [f"      {option['doc']}"] if option["doc"] else []
     if facts["declares"]:

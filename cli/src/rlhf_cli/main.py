@@ -164,24 +164,24 @@ def split_dotted(words: Sequence[str], own_flags: Sequence[str] | None = None) -
 
     Raises ConfigError for a flag that is very similar to one of ``own_flags``.
     """
-    others: list[str] = []
+    other_words: list[str] = []
     dotted: list[str] = []
     rest = list(words)
-    own = [name.removeprefix("--") for name in own_flags or () if name.startswith("--")]
+    names = [name.removeprefix("--") for name in own_flags or () if name.startswith("--")]
     while rest:
         word = rest.pop(0)
         flag = word.partition("=")[0]
         if not word.startswith("--") or flag in (own_flags or ("--",)) or (own_flags is None and "." not in flag):
-            others.append(word)
+            other_words.append(word)
             continue
         name = flag.removeprefix("--").replace("_", "-")
-        matches = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
+        matches = [] if "." in flag else difflib.get_close_matches(name, names, n=1, cutoff=LIKE)
         if matches and not _of_another_framework(flag.removeprefix("--")):  # those are reported with all other problems
             raise ConfigError(f"no flag {flag}. Did you mean --{matches[0]}?")
         dotted.append(word)
         if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (own_flags or ())):
             dotted.append(rest.pop(0))
-    return others, dotted
+    return other_words, dotted
 
 
 def _of_another_framework(name: str) -> bool:

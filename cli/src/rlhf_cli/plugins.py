@@ -158,11 +158,15 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
 def _new(args: argparse.Namespace) -> int:
     folder = write_plugin(args.name, args.kind, args.output, args.like)
     tests = "" if importlib.util.find_spec("pytest") else " pytest"
-    then = [f"pip install -e {folder}{tests}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
-    _write("\n  ".join([f"wrote {folder}; next:", *then]))
+    commands = [
+        f"pip install -e {folder}{tests}",
+        f"pytest {folder}",
+        f"rlhf plugins show {args.name} --kind {args.kind}",
+    ]
+    _write("\n  ".join([f"wrote {folder}; next:", *commands]))
     installed = {f"{e.distribution} {e.version}" for e in Plugins.discover().list() if e.distribution == folder.name}
-    for here in installed:
-        sys.stderr.write(f"note: {here} is installed: installing the new one replaces it. Another name keeps both\n")
+    for name in installed:
+        sys.stderr.write(f"note: {name} is installed: installing the new one replaces it. Another name keeps both\n")
     return 0
 
 
@@ -185,10 +189,10 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
     """
     from rlhf_runtime.calls.isolation import environment, to_install
 
-    own = resolved.kind in SECTIONS
+    is_isolated = resolved.kind in SECTIONS
     if resolved.kind == "rollout":
-        own = "python" in resolved.cls.Config.model_fields
-    if not own:
+        is_isolated = "python" in resolved.cls.Config.model_fields
+    if not is_isolated:
         allowed = "env, reward, and rollouts that have the option python"
         raise ConfigError(f"{resolved} cannot run under a Python of its own; allowed kinds: {allowed}")
     if folder.exists():
@@ -253,14 +257,14 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if counts["FAILED"] or not rows else 0
 
 
-def _refuse_unknown_check(only: str, kinds: list[str]) -> None:
-    """Raises ConfigError if no check of these kinds has ``only`` in its name."""
+def _refuse_unknown_check(text: str, kinds: list[str]) -> None:
+    """Raises ConfigError if no check of these kinds has ``text`` in its name."""
     from rlhf_testing.conformance import check_names
 
     names = list(dict.fromkeys(name for kind in kinds for name in check_names(kind)))
-    if not any(only in name for name in names):
+    if not any(text in name for name in names):
         raise ConfigError(
-            f"-k {only}: no check of kind {' or '.join(kinds)} has this in its name.{did_you_mean(only, names)} "
+            f"-k {text}: no check of kind {' or '.join(kinds)} has this in its name.{did_you_mean(text, names)} "
             f"The checks are {', '.join(names)}"
         )
 

@@ -33,12 +33,12 @@ ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
 
 def cores(
     cgroup: Path = Path("/sys/fs/cgroup"),
-    own: Path = Path("/proc/self/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
     environment: Mapping[str, str] = os.environ,
 ) -> Finding:
     """Cores that this process may use, and whether torch would start more threads."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cpu_limit(cgroup, own)
+    limit = cpu_limit(cgroup, membership)
     usable = available if limit is None else min(available, limit)
     text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
     setting = environment.get("OMP_NUM_THREADS", "")
@@ -52,10 +52,10 @@ def cores(
     return Finding("cores", "ok", text)
 
 
-def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
     """Limit of processor time, in cores, by the control group (version 2, or 1) and its parents; None: no limit."""
     limits = []
-    for folder in _folders(cgroup, own):
+    for folder in _folders(cgroup, membership):
         words = _words(folder / "cpu.max")
         if len(words) == 2 and words[0] != "max":
             limits.append(int(words[0]) / int(words[1]))
@@ -68,7 +68,7 @@ def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
 
 def memory(
     cgroup: Path = Path("/sys/fs/cgroup"),
-    own: Path = Path("/proc/self/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
     meminfo: Path = Path("/proc/meminfo"),
 ) -> Finding:
     """Memory of the machine and of the control group."""
@@ -76,7 +76,7 @@ def memory(
     if "MemTotal" not in lines:
         return Finding("memory", "skipped", f"this system has no {meminfo}")
     total, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    words = [_words(folder / "memory.max") for folder in _folders(cgroup, own)]
+    words = [_words(folder / "memory.max") for folder in _folders(cgroup, membership)]
     words.append(_words(cgroup / "memory" / "memory.limit_in_bytes"))
     limits = [int(w[0]) for w in words if w and w[0] != "max" and int(w[0]) < total]
     limit = f", limited to {gib(min(limits))} by the cgroup" if limits else ""
@@ -110,10 +110,10 @@ def file_descriptors(minimum: int = FILES_MINIMUM) -> Finding:
     limits = ["unlimited" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard)]
     text = f"{limits[0]} open files (at most {limits[1]})"
     if soft != resource.RLIM_INFINITY and soft < minimum:
-        enough = hard == resource.RLIM_INFINITY or hard >= minimum
-        how = f"ulimit -n {limits[1] if enough else minimum}"
-        where = "" if enough else " as root, or raise it in /etc/security/limits.conf"
-        return Finding("open files", "warn", text, f"a cluster needs {minimum} and more: {how}{where}")
+        is_allowed = hard == resource.RLIM_INFINITY or hard >= minimum
+        command = f"ulimit -n {limits[1] if is_allowed else minimum}"
+        advice = "" if is_allowed else " as root, or raise it in /etc/security/limits.conf"
+        return Finding("open files", "warn", text, f"a cluster needs {minimum} and more: {command}{advice}")
     return Finding("open files", "ok", text)
 
 
@@ -153,9 +153,9 @@ def environment_variables(environment: Mapping[str, str] = os.environ) -> Findin
     return Finding("environment", "ok", listed(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
 
 
-def _folders(cgroup: Path, own: Path) -> list[Path]:
+def _folders(cgroup: Path, membership: Path) -> list[Path]:
     """The control group's folder and those above it, version 2."""
-    line = next((x for x in _text(own).splitlines() if x.startswith("0::")), "0::/")
+    line = next((x for x in _text(membership).splitlines() if x.startswith("0::")), "0::/")
     folder = cgroup / line.removeprefix("0::").strip().lstrip("/")
     return [folder, *[p for p in folder.parents if p == cgroup or cgroup in p.parents]]
 

@@ -89,8 +89,8 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
     selections = Selections.of(registry, config)
     config, used = selections.config, selections.algorithm.plugins()
     offline = selections.algorithm.build(None).data != "prompts"
-    for kind, where, choice in chosen_by(config):
+    for kind, path, choice in chosen_by(config):
         unused = offline and kind in ("rollout", "generator") and choice.use == RunFile.model_fields[kind].default.use
-        if kind not in ("algorithm", "curriculum") and not where.endswith(".trainer") and not unused:
-            used.append(selections[where].resolved)
+        if kind not in ("algorithm", "curriculum") and not path.endswith(".trainer") and not unused:
+            used.append(selections[path].resolved)
     report({"manifest": [plugin.manifest() for plugin in used], "launcher": config.launcher.options})

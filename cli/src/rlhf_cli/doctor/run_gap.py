@@ -48,9 +48,9 @@ def examine_run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--start and --timeout are for checks of the installation; leave them out for a run's folder."
         )
-    most = SAMPLES if args.samples is None else args.samples
-    if most < 1:
-        raise ConfigError(f"--samples {most}: the number of samples to compare, at least 1.")
+    max_samples = SAMPLES if args.samples is None else args.samples
+    if max_samples < 1:
+        raise ConfigError(f"--samples {max_samples}: the number of samples to compare, at least 1.")
     step = args.step
     if step is None:
         checkpoints = weights_kept(folder)
@@ -61,7 +61,7 @@ def examine_run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} has no config.toml, without which its model cannot be loaded.")
     config = load(str(folder / "config.toml"), overrides(args))
     look_for_models(config)
-    result = examine(config, Plugins.discover(), folder, file, number, most, note)
+    result = examine(config, Plugins.discover(), folder, file, number, max_samples, note)
     if args.json:
         sys.stdout.write(json.dumps({**asdict(result), "verdict": verdict(result)}, indent=2) + "\n")
     else:
@@ -75,15 +75,17 @@ def verdict(result: Mismatch) -> str:
     if result.gap <= result.floor and not result.causes:
         return f"{gap}: generator and trainer agree, up to rounding."
     if not result.causes:
-        why = "the engine may compute with other weights."
+        reason = "the engine may compute with other weights."
         if result.approximation:
-            why = f"{result.approximation} makes the engine compute more coarsely than the trainer, which is not tried."
+            reason = (
+                f"{result.approximation} makes the engine compute more coarsely than the trainer, which is not tried."
+            )
         if result.unkept:
-            why = (
+            reason = (
                 f"the weights of the versions {result.unkept}, which sampled tokens here, are not kept. Run with "
                 "--checkpoint.every 1 and a larger --checkpoint.keep to examine them."
             )
-        return f"{gap}, and no cause that could be examined explains it: {why}"
+        return f"{gap}, and no cause that could be examined explains it: {reason}"
     names = [f"{cause} ({result.ways[cause]})" if cause in result.ways else cause for cause in result.causes]
     rest = f"without {'it' if len(result.causes) == 1 else 'them'} {_nats(result.left)} would be left"
     if "arithmetic" in result.causes and result.rounding is not None and result.left > result.floor:

@@ -72,17 +72,19 @@ def python(installed: Installed, running: str = platform.python_version()) -> Fi
 def versions(installed: Installed) -> Finding:
     """The distributions of this project must have one version, because they are released together. Frameworks are
     listed."""
-    ours = installed.ours()
+    distributions = installed.ours()
     core = installed.version("rlhf-core")
-    others = [f"{n} is {installed.version(n)}" for n in ours if installed.version(n) != core]
-    if others:
-        stale = [n for n in ours if installed.version(n) != core]
+    different = [f"{n} is {installed.version(n)}" for n in distributions if installed.version(n) != core]
+    if different:
+        stale = [n for n in distributions if installed.version(n) != core]
         folders = [source_folder(n, installed.path) for n in stale]
         words = [f"{n}=={core}" if f is None else f"-e {f}" for n, f in zip(stale, folders, strict=True)]
         fix = f"pip install --upgrade {' '.join(words)}"
-        return Finding("versions", "fail", f"rlhf-core is {core}, but {listed(others)}", f"one version for all: {fix}")
+        return Finding(
+            "versions", "fail", f"rlhf-core is {core}, but {listed(different)}", f"one version for all: {fix}"
+        )
     frameworks = [f"{n} {installed.version(n)}" for n in FRAMEWORKS if n in installed]
-    return Finding("versions", "ok", f"{len(ours)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
+    return Finding("versions", "ok", f"{len(distributions)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
 
 
 def requirements(installed: Installed) -> Finding:

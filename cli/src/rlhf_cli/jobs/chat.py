@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_runtime.jobs.inference import Conversation
 
 COMMANDS = {"/reset": "forgets the conversation", "/template": "shows what the model was given last", "/quit": "ends"}
-BESIDE = 100
+WIDE = 100
 """Columns of a terminal from which on two answers are side by side."""
 
 
@@ -144,7 +144,7 @@ class Terminal:
             if not self._people:
                 for name, talk in self._talks.items():
                     _write(f"{self._head(name)}{_one_line(''.join(talk.answer(line)))}\n")
-            elif len(self._talks) > 1 and _columns() >= BESIDE:
+            elif len(self._talks) > 1 and _columns() >= WIDE:
                 _beside({name: talk.answer(line) for name, talk in self._talks.items()})
             else:
                 self._below(line)

@@ -172,13 +172,13 @@ def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
 
 
 def compare_tokenizers(
-    source: Path, own: PreTrainedTokenizerBase | None, folder: Path, note: Callable[[str], None]
+    source: Path, tokenizer: PreTrainedTokenizerBase | None, folder: Path, note: Callable[[str], None]
 ) -> str:
     """What texts the folder is ready for, in words. Raises ModelError where its tokenizer is not the source's."""
-    if own is None:
+    if tokenizer is None:
         note(f"{source} has no tokenizer, which runs need: copy one into the new folder.")
         return "without a tokenizer"
     copy = load_tokenizer(str(folder))
-    if copy(TEXT)["input_ids"] != own(TEXT)["input_ids"] or copy.chat_template != own.chat_template:
+    if copy(TEXT)["input_ids"] != tokenizer(TEXT)["input_ids"] or copy.chat_template != tokenizer.chat_template:
         raise ModelError(f"the written tokenizer encodes otherwise than that of {source}: it cannot be used.")
     return f"tokenizer of {len(copy):,} tokens {'with a' if copy.chat_template else 'without'} chat template"

@@ -41,8 +41,8 @@ class ExportCommand(Command):
         config = load(run_file_of(args.run), dotted(args.overrides))
         choice: Which = "best" if args.best else "average" if args.average else args.step
         steps = export(config, Plugins.discover(), args.run, choice, args.output, note)
-        several = f"the mean of steps {', '.join(map(str, steps))}"
-        sys.stdout.write(f"{args.output}: {f'step {steps[0]}' if len(steps) == 1 else several}\n")
+        mean = f"the mean of steps {', '.join(map(str, steps))}"
+        sys.stdout.write(f"{args.output}: {f'step {steps[0]}' if len(steps) == 1 else mean}\n")
         return 0
 
 

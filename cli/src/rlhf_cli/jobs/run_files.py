@@ -13,7 +13,7 @@ from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.runfile import RunFile
 
 _WHOLE = "Leave it out: answers are drawn from all tokens."
-INSTEAD = {
+ADVICE = {
     "temperature": "Set --eval.temperature.",
     "samples_per_prompt": "Set --eval.samples.",
     "top_p": _WHOLE,
@@ -47,9 +47,9 @@ def load_for_answers(
         rows = {"eval": (SourceSection(path=str(prompts)),), "prompt": None, "messages": None, "images": None}
         every = config.eval.model_copy(update={"max_rows": None})
         config = config.model_copy(update={"data": config.data.model_copy(update=rows), "eval": every})
-    for field, instead in INSTEAD.items():
+    for field, advice in ADVICE.items():
         if config.origins.get(f"sampling.{field}", "").startswith("flag"):
-            raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {instead}")
+            raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {advice}")
     if config.policy.model is None:
         raise ConfigError("no model is named. Set --model PATH (a folder or a hub name).")
     if not (config.data.eval or config.data.train):

@@ -87,14 +87,14 @@ def score_answers(
 
     Raises ConfigError, PluginError, DataError, ModelError or RewardError saying what to change.
     """
-    placed, data = prepare(config, plugins)
+    plugins_of_run, data = prepare(config, plugins)
     for text in data.notes:
         note(text)
     sources = data.sources["eval"]
-    answers = GivenAnswers(sources, columns, data.template, placed.config.data)
+    answers = GivenAnswers(sources, columns, data.template, plugins_of_run.config.data)
     rows = first_rows(sources, config.eval.max_rows)
     total = len(rows)
-    file = PartialFile(output, _about(placed, sources, answers.columns))
+    file = PartialFile(output, _about(plugins_of_run, sources, answers.columns))
     if force:
         file.discard()
     scores = ScoreTotals()
@@ -107,7 +107,7 @@ def score_answers(
         if scores.rows < total:
             main = MainThread()
             closing.callback(main.close)
-            scorer = start_scorer(placed, main, closing)
+            scorer = start_scorer(plugins_of_run, main, closing)
         count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
@@ -127,17 +127,17 @@ def score_answers(
     return scores
 
 
-async def score_groups(scorer: Scorer, groups: Sequence[Group], ended: Callable[[], None]) -> None:
+async def score_groups(scorer: Scorer, groups: Sequence[Group], on_end: Callable[[], None]) -> None:
     """Score all groups at once: a server or worker processes get all of them, and a model reads them together. The time
     in which a reward waits for a model does not count towards its deadline.
 
     Args:
-        ended: called after each group.
+        on_end: called after each group.
     """
 
     async def score(group: Group) -> None:
         await scorer.score(group)
-        ended()
+        on_end()
 
     await asyncio.gather(*map(score, groups))
 
@@ -151,40 +151,47 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
         )
 
 
-def _about(placed: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _about(
+    plugins_of_run: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     """The facts that must be equal for a second call to continue the file of the first."""
-    config = placed.config.model_dump(mode="json")
+    config = plugins_of_run.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
     return {
         "data": data | {"fingerprints": [s.fingerprint for s in sources]},
         "answers": {name: list(entries) for name, entries in columns.items()},
         "rewards": [{k: v for k, v in r.items() if k not in ("deadline", "retries")} for r in config["reward"]],
-        "models": {name: [spec.path, spec.dtype] for name, spec in placed.specs.items()},
+        "models": {name: [spec.path, spec.dtype] for name, spec in plugins_of_run.specs.items()},
         "tokenizer": config["policy"]["model"],
-        "plugins": [r.resolved.manifest() for r in placed.rewards],
+        "plugins": [r.resolved.manifest() for r in plugins_of_run.rewards],
         "seed": config["run"]["seed"],
     }
 
 
 def prepare(config: RunFile, plugins: Plugins) -> tuple[PlacedPlugins, TrainData]:
     """Check everything that needs no model, and read the rows. The roles are those of the rewards."""
-    placed = place_rewards(config, plugins)
-    policy = placed.config.policy
+    plugins_of_run = place_rewards(config, plugins)
+    policy = plugins_of_run.config.policy
     assert policy.model is not None  # place_rewards names one
     images = image_tokens(policy.model, policy.trust_remote_code)
     data = TrainData(
-        placed.config.data, placed.tokenizer, "prompts", config.run.seed, commits=placed.commits, images=images
+        plugins_of_run.config.data,
+        plugins_of_run.tokenizer,
+        "prompts",
+        config.run.seed,
+        commits=plugins_of_run.commits,
+        images=images,
     )
-    refuse(column_problems(placed.rewards, data.sources["eval"], "eval"))
+    refuse(column_problems(plugins_of_run.rewards, data.sources["eval"], "eval"))
     if data.has_images:
-        images_of = {name: placed.spec(name, images=True).images for name in placed.specs}
-        specs = {name: replace(spec, images=images_of[name]) for name, spec in placed.specs.items()}
-        placed = replace(placed, specs=specs)
-        check_parts(placed, placed.places, specs, is_local=True)
-    return placed, data
+        images_of = {name: plugins_of_run.spec(name, images=True).images for name in plugins_of_run.specs}
+        specs = {name: replace(spec, images=images_of[name]) for name, spec in plugins_of_run.specs.items()}
+        plugins_of_run = replace(plugins_of_run, specs=specs)
+        check_parts(plugins_of_run, plugins_of_run.places, specs, is_local=True)
+    return plugins_of_run, data
 
 
-def first_rows(sources: Sequence[Source], most: int | None) -> list[int]:
+def first_rows(sources: Sequence[Source], limit: int | None) -> list[int]:
     """The numbers, counted over all sources, of the first rows of each."""
     starts = accumulate((len(source) for source in sources), initial=0)
-    return [start + row for start, source in zip(starts, sources, strict=False) for row in range(len(source))[:most]]
+    return [start + row for start, source in zip(starts, sources, strict=False) for row in range(len(source))[:limit]]

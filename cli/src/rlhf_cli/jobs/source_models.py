@@ -244,9 +244,13 @@ class GgufModel(SourceModel):
         plain.load_state_dict(module.state_dict(), assign=True)
         plain.tie_weights()
         ends = [self._metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
-        own = config.eos_token_id
+        config_ends = config.eos_token_id
         ends = list(
-            dict.fromkeys(end for end in [*ends, *(own if isinstance(own, list) else [own])] if end is not None)
+            dict.fromkeys(
+                end
+                for end in [*ends, *(config_ends if isinstance(config_ends, list) else [config_ends])]
+                if end is not None
+            )
         )
         pad = self._metadata.get("tokenizer.ggml.padding_token_id", ends[0] if ends else None)
         begin = self._metadata.get("tokenizer.ggml.bos_token_id")

@@ -80,16 +80,16 @@ class Draft:
             self.set(f"observer.{number}.use", name, option)
         return observers
 
-    def take(self, conditions: Collection[str], without: Mapping[str, str]) -> None:
+    def take(self, conditions: Collection[str], reasons: Mapping[str, str]) -> None:
         """Set what needs no rule: the values as they are, or as the table translates them.
 
         Args:
             conditions: what the run has, of ``OptionRow.when``.
-            without: {condition: why an option has no effect without it}.
+            reasons: {condition: why an option has no effect without it}.
         """
         for row in self.source.rows.values():
             if row.when and row.when not in conditions:
-                self.unread[row.name] = without[row.when]
+                self.unread[row.name] = reasons[row.when]
             elif row.to and not row.rule and (value := self._translated(row)) not in (None, ""):
                 for path in row.to:
                     self.set(path, value, row.name)
@@ -181,19 +181,19 @@ class Draft:
     def _others(self, changes: Collection[str]) -> Iterator[str]:
         """Comments about the options that no value of the file comes from."""
         names_of_changes = {name for path in changes for name in self.causes[path]}
-        same = {name: path for path, names in self.causes.items() if path not in changes for name in names}
+        paths = {name: path for path, names in self.causes.items() if path not in changes for name in names}
         groups: dict[str, list[str]] = {"The default here too:": [], "No counterpart, or no effect in this run:": []}
-        equal, others = groups.values()
+        equal, different = groups.values()
         for name, source_option in self.source.given.items():
             row = self.source.rows[name]
             if name in names_of_changes:
                 continue
-            if name in same:
-                equal.append(f"{source_option.written}: {same[name]} = {toml(self.values[same[name]])}")
+            if name in paths:
+                equal.append(f"{source_option.written}: {paths[name]} = {toml(self.values[paths[name]])}")
             else:
                 rule = "" if row.rule.startswith("refused") else row.rule
                 reason = self.unread.get(name) or row.why or rule or "off by default here too"
-                others.append(f"{_shortened(source_option.written)}: {reason}")
+                different.append(f"{_shortened(source_option.written)}: {reason}")
         groups["Unknown:"] = [_shortened(text) for text, _ in self.source.unknown.values()]
         for title, lines in groups.items():
             if lines:
@@ -220,9 +220,9 @@ class Draft:
     def _defaults(self, chosen: Chosen, plugins: Plugins) -> dict[str, Any]:
         """Our defaults of what is set, as far as the plugins are installed."""
         options = run_file_options()
-        for kind, where, choice in chosen:
+        for kind, path, choice in chosen:
             try:
-                options += plugin_options(plugins, kind, where, choice, skip_broken=True)
+                options += plugin_options(plugins, kind, path, choice, skip_broken=True)
             except PluginError:
                 continue
         option_defaults = {option.path: option.default for option in options if not option.required}

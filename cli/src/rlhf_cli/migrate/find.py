@@ -58,9 +58,9 @@ def migrate(
         settings: values of variables and options, of ``--set``.
         allow_unknown: whether options that are unknown are listed in the file, instead of refused.
     """
-    own = Settings(settings)
-    fields, origin, processes = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, own)
-    options = {name: value for name, value in settings.items() if name not in own.read}
+    read_settings = Settings(settings)
+    fields, origin, processes = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, read_settings)
+    options = {name: value for name, value in settings.items() if name not in read_settings.read}
     fields.replace(options)
     for name in options:
         fields.unknown.pop(name, None)
@@ -70,18 +70,18 @@ def migrate(
 
 
 def _openrlhf(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
-    text, where = _text(source)
-    start = _start(text, where, settings, openrlhf)
-    return openrlhf.read(start.entry, start.options, where), f"{start.entry} ({where}, line {start.line})", 1
+    text, script = _text(source)
+    start = _start(text, script, settings, openrlhf)
+    return openrlhf.read(start.entry, start.options, script), f"{start.entry} ({script}, line {start.line})", 1
 
 
 def _verl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
-    text, where = _text(source)
-    start = _start(text, where, settings, verl)
-    fields = verl.read(start.options, where)
+    text, script = _text(source)
+    start = _start(text, script, settings, verl)
+    fields = verl.read(start.options, script)
     if not verl.OWN_ENTRY.fullmatch(start.word):
         fields.remarks.append(f"{start.word} is not verl's own: only its keys are read; look for more in its code")
-    return fields, f"{start.entry} ({where}, line {start.line})", 1
+    return fields, f"{start.entry} ({script}, line {start.line})", 1
 
 
 def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
@@ -92,14 +92,14 @@ def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, st
     if source.endswith((".py", ".ipynb")) and os.path.isfile(source):
         fields = trl_script.of_script(source, settings)
         return fields, f"{fields.entry} ({Path(source).name})", processes or 1
-    text, where = _text(source)
-    start = _start(text, where, settings, trl)
-    place, name = f"{where}, line {start.line}", Path(start.word).stem
+    text, script = _text(source)
+    start = _start(text, script, settings, trl)
+    place, name = f"{script}, line {start.line}", Path(start.word).stem
     is_file = start.word.endswith(".py") and os.path.isfile(start.word)
-    launcher = _launcher(start.before, where)
+    launcher = _launcher(start.before, script)
     if is_file and trl_script.is_script(start.word):
         problems = FrameworkOptions("", {}, {}, "")
-        flags = trl_source.flags_of(start.options, where, problems)
+        flags = trl_source.flags_of(start.options, script, problems)
         fields = trl_script.of_script(start.word, settings, {flag: texts for flag, (texts, *_) in flags.items()})
         fields.problems += problems.problems
         return fields, f"{name} ({place})", processes or _processes(launcher, place) or 1
@@ -108,29 +108,29 @@ def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, st
         raise ConfigError(
             f"{place}: {start.word} is not called like one of TRL's trainers, and has no configuration of one"
         )
-    fields, more = trl_source.of_command(trainer, start.options, where)
+    fields, config = trl_source.of_command(trainer, start.options, script)
     if start.word.endswith(".py") and not start.word.endswith(f"trl/scripts/{name}.py"):
         fields.remarks.append(f"{name}.py: only its flags are read; look for data, rewards and fields in its code")
-    return fields, f"{name} ({place})", processes or _processes(launcher | more, place) or 1
+    return fields, f"{name} ({place})", processes or _processes(launcher | config, place) or 1
 
 
-def _launcher(words: Sequence[Word], where: str) -> dict[str, str]:
+def _launcher(words: Sequence[Word], script: str) -> dict[str, str]:
     """The options of a launcher that say how many processes it starts."""
     options = dict[str, str]()
     for number, word in enumerate(words):
         name, equals, _ = word.text.lstrip("-").replace("-", "_").partition("=")
         if name in ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "config_file"):
-            following = known_text(words[number + 1], where) if words[number + 1 :] else ""
+            following = known_text(words[number + 1], script) if words[number + 1 :] else ""
             options[name] = word.text.partition("=")[2] if equals else following
     return options
 
 
-def _processes(launcher: Mapping[str, str], where: str) -> int | None:
+def _processes(launcher: Mapping[str, str], script: str) -> int | None:
     """The processes that a launcher starts, if it says so; torchrun counts those of one machine."""
     counts = {n: launcher[n] for n in ("num_processes", "nproc_per_node", "num_gpus", "nnodes") if n in launcher}
     for name, value in counts.items():
         if not value.isdecimal():
-            raise ConfigError(f"{where}: {name} takes a number, got {value!r}. Give it: --set processes=N")
+            raise ConfigError(f"{script}: {name} takes a number, got {value!r}. Give it: --set processes=N")
     numbers = {name: int(value) for name, value in counts.items()}
     nodes = numbers.pop("nnodes", 1)
     if numbers:
@@ -142,7 +142,7 @@ def _processes(launcher: Mapping[str, str], where: str) -> int | None:
         return trl_source.processes_of_config(config)
     except ConfigError as error:
         raise ConfigError(
-            f"{where}: it says how many processes are started, but {error}. Give --set processes=N"
+            f"{script}: it says how many processes are started, but {error}. Give --set processes=N"
         ) from None
 
 
@@ -156,22 +156,22 @@ def _text(source: str) -> tuple[str, str]:
         raise ConfigError(f"{source} cannot be read: {error}. Give a file, or a whole command in quotes") from None
 
 
-def _start(text: str, where: str, settings: Mapping[str, str], framework: ModuleType) -> Start:
-    starts = list(_starts(text, where, settings, framework.ENTRY, 0))
+def _start(text: str, script: str, settings: Mapping[str, str], framework: ModuleType) -> Start:
+    starts = list(_starts(text, script, settings, framework.ENTRY, 0))
     if framework is openrlhf:
         starts = [start for start in starts if start.entry in openrlhf.ENTRIES] or starts
     if framework is trl and not starts:
-        starts = [start for start in _starts(text, where, settings, SCRIPT, 0) if _makes_trainer(start.word)]
+        starts = [start for start in _starts(text, script, settings, SCRIPT, 0) if _makes_trainer(start.word)]
     if "line" in settings:
         starts = [start for start in starts if str(start.line) == settings["line"]]
     if len(starts) == 1:
         return starts[0]
     if not starts:
-        scripts = {start.word for start in _starts(text, where, settings, SCRIPT, 0) if not os.path.isfile(start.word)}
+        scripts = {start.word for start in _starts(text, script, settings, SCRIPT, 0) if not os.path.isfile(start.word)}
         absent = f"; {', '.join(sorted(scripts))} cannot be read from this folder" if scripts else ""
-        raise ConfigError(f"{where}: no command starts a training (a word like {framework.EXAMPLE}){absent}")
+        raise ConfigError(f"{script}: no command starts a training (a word like {framework.EXAMPLE}){absent}")
     lines = ", ".join(f"{start.entry} in line {start.line}" for start in starts)
-    raise ConfigError(f"{where} starts {len(starts)} trainings: {lines}. Choose one: --set line=N")
+    raise ConfigError(f"{script} starts {len(starts)} trainings: {lines}. Choose one: --set line=N")
 
 
 def _makes_trainer(script: str) -> bool:
@@ -180,10 +180,12 @@ def _makes_trainer(script: str) -> bool:
     return trl_script.is_script(script) or trl_script.trainer_of_parser(script) is not None
 
 
-def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Pattern[str], above: int) -> Iterator[Start]:
+def _starts(
+    text: str, script: str, settings: Mapping[str, str], entry: re.Pattern[str], first_line: int
+) -> Iterator[Start]:
     """All such commands; also one in a text that is passed to another shell (``bash -c "..."``)."""
-    for words in commands(text, where, settings):
-        words = [Word(word.text, word.line + above) for word in words]
+    for words in commands(text, script, settings):
+        words = [Word(word.text, word.line + first_line) for word in words]
         for number, word in enumerate(words):
             match = entry.fullmatch(word.text)
             if match and entry is trl.ENTRY and not match[0].endswith(".py") and "trl" not in match[0]:
@@ -193,5 +195,5 @@ def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Patter
                 yield Start(match[match.lastindex or 1], word.text, words[:number], options, word.line)
                 break
             if re.search(r"\s", word.text) and any(entry.fullmatch(w) for w in word.text.split()):
-                yield from _starts(word.text, where, settings, entry, word.line - 1)
+                yield from _starts(word.text, script, settings, entry, word.line - 1)
                 break

@@ -40,7 +40,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
 }
 """{entry point: groups of the table}."""
 ENTRIES = {"train_ppo_ray": "rl", **{f"train_{name}": name for name in GROUPS if name != "rl"}}
-OTHERS = {
+REFUSED_ENTRIES = {
     "train_ppo": "it was removed from OpenRLHF; its options are not those of train_ppo_ray",
     "train_prm": "its rows mark steps by a token; `rlhf explain algorithm --algo prm` and the page about data say how "
     "the algorithm prm reads steps",
@@ -48,7 +48,7 @@ OTHERS = {
     "lora_combiner": "it merges an adapter: a run exports merged models",
     "batch_inference": "rlhf generate and rlhf score do its work",
 }
-WITHOUT: Mapping[str, str] = {
+NEEDS: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
     "critic_muon": "only with critic.optim muon",
     "critic_min_lr": "only with a critic and the schedule cosine_with_min_lr",
@@ -93,20 +93,22 @@ CORRECTIONS = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 OF_LEVEL = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq_mask_tis"}
 
 
-def read(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
+def read(entry: str, words: Sequence[Word], script: str) -> FrameworkOptions:
     """The options of a command. Raises ConfigError, with the line, for one that is unknown or cannot be read."""
     if entry not in ENTRIES:
-        reason = OTHERS.get(entry, f"known are {', '.join(ENTRIES)}")
-        raise ConfigError(f"{where}, line {words[0].line if words else 1}: openrlhf.cli.{entry}: {reason}")
+        reason = REFUSED_ENTRIES.get(entry, f"known are {', '.join(ENTRIES)}")
+        raise ConfigError(f"{script}, line {words[0].line if words else 1}: openrlhf.cli.{entry}: {reason}")
     groups = table("openrlhf")
     source = FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry])
     for word, values in words_by_flag(words):
-        here = f"{where}, line {word.line}"
+        location = f"{script}, line {word.line}"
         with source.reading():
-            flag, texts = known_flag(word, values, where)
-            for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), here):
+            flag, texts = known_flag(word, values, script)
+            for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), location):
                 words_of_flag = ["..."] if row.secret and texts else texts
-                source.given[row.name] = OptionValue(value_of(row, texts, here), " ".join([flag, *words_of_flag]), here)
+                source.given[row.name] = OptionValue(
+                    value_of(row, texts, location), " ".join([flag, *words_of_flag]), location
+                )
     return source
 
 
@@ -114,7 +116,7 @@ def convert(source: FrameworkOptions) -> Draft:
     """The run file for these options. Raises ConfigError for a value that has no counterpart."""
     draft = Draft(source)
     online = source.entry == "rl"
-    draft.take(_conditions(source), WITHOUT)
+    draft.take(_conditions(source), NEEDS)
     _algorithm(draft) if online else draft.set("algorithm.use", SUPERVISED[source.entry])
     rows_of_data(draft, online)
     _trainer(draft, "", "actor." if online else "")
@@ -235,20 +237,20 @@ def _kl(draft: Draft) -> None:
 
 def _loss(draft: Draft) -> None:
     s = draft.source
-    both = s["actor.eps_clip_low_high"]
-    names = ("actor.eps_clip_low_high",) if both else ("actor.eps_clip",)
-    low, high = both or (s["actor.eps_clip"], s["actor.eps_clip"])
+    bounds = s["actor.eps_clip_low_high"]
+    names = ("actor.eps_clip_low_high",) if bounds else ("actor.eps_clip",)
+    low, high = bounds or (s["actor.eps_clip"], s["actor.eps_clip"])
     draft.set("algorithm.loss.clip_low", low, *names)
     draft.set("algorithm.loss.clip_high", high, *names)
-    if both:
+    if bounds:
         draft.unread["actor.eps_clip"] = "actor.eps_clip_low_high is set"
     if s["actor.policy_loss_type"] == "ppo":
         modes = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
         draft.choose("algorithm.loss.aggregation", "actor.loss_agg_mode", modes)
         _correction(draft)
     if s["train.enable_ema"]:
-        where = "policy.trainer" if s["algo.advantage.estimator"] == "gae" else "trainer"
-        draft.copy(f"{where}.ema_decay", "train.ema_beta", "train.enable_ema")
+        section = "policy.trainer" if s["algo.advantage.estimator"] == "gae" else "trainer"
+        draft.copy(f"{section}.ema_decay", "train.ema_beta", "train.enable_ema")
 
 
 def _correction(draft: Draft) -> None:
@@ -358,17 +360,17 @@ def _sampling(draft: Draft) -> None:
 # ------------------------------------------------------------------------------------ trainer and run
 
 
-def _trainer(draft: Draft, ours: str, theirs: str) -> None:
+def _trainer(draft: Draft, target: str, source: str) -> None:
     """Schedule, warm-up and clipping of a role."""
     s = draft.source
-    draft.choose(f"{ours}trainer.schedule", f"{theirs}lr_scheduler", SCHEDULES)
-    if s[f"{theirs}lr_scheduler"] == "constant":
-        draft.set(f"{ours}trainer.warmup_ratio", 0.0, f"{theirs}lr_warmup_ratio", note="constant has no warm-up")
+    draft.choose(f"{target}trainer.schedule", f"{source}lr_scheduler", SCHEDULES)
+    if s[f"{source}lr_scheduler"] == "constant":
+        draft.set(f"{target}trainer.warmup_ratio", 0.0, f"{source}lr_warmup_ratio", note="constant has no warm-up")
     else:
-        draft.copy(f"{ours}trainer.warmup_ratio", f"{theirs}lr_warmup_ratio")
-    clip = s[f"{theirs}max_norm"]
+        draft.copy(f"{target}trainer.warmup_ratio", f"{source}lr_warmup_ratio")
+    clip = s[f"{source}max_norm"]
     note = "" if clip > 0 else "no clipping"
-    draft.set(f"{ours}trainer.max_grad_norm", clip if clip > 0 else 1e9, f"{theirs}max_norm", note=note)
+    draft.set(f"{target}trainer.max_grad_norm", clip if clip > 0 else 1e9, f"{source}max_norm", note=note)
 
 
 def _run(draft: Draft, online: bool) -> None:
@@ -392,9 +394,9 @@ def _run(draft: Draft, online: bool) -> None:
         draft.copy("eval.every", "eval.steps")
     if "logger.wandb.key" in s.given:
         draft.set("observer.0.use", "wandb", "logger.wandb.key", note="the key belongs into WANDB_API_KEY")
-        for ours, theirs in {"project": "project", "entity": "org", "group": "group"}.items():
-            if s[f"logger.wandb.{theirs}"]:
-                draft.copy(f"observer.0.{ours}", f"logger.wandb.{theirs}")
+        for option, source in {"project": "project", "entity": "org", "group": "group"}.items():
+            if s[f"logger.wandb.{source}"]:
+                draft.copy(f"observer.0.{option}", f"logger.wandb.{source}")
     if s["logger.tensorboard_dir"]:
         number = 1 if "logger.wandb.key" in s.given else 0
         note = "its files are in the run's folder"

@@ -76,9 +76,9 @@ def rewards(draft: Draft) -> None:
             draft.set("rollout.use", "multi_turn", "train.agent_func_path")
             draft.set("env.use", f"file:{path}", "train.agent_func_path")
             draft.copy("env.prompt", "data.input_key")
-        where = "rollout" if _own_executor(path) else "env"
+        section = "rollout" if _own_executor(path) else "env"
         for name, column in label.items():
-            draft.set(f"{where}.{name}", column, "data.label_key")
+            draft.set(f"{section}.{name}", column, "data.label_key")
     elif url := s["reward.remote_url"]:
         if url.endswith(".py"):
             draft.set("reward.0.use", f"file:{url}", "reward.remote_url")

@@ -34,8 +34,8 @@ _OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-    ast.In: lambda item, whole: item in whole,
-    ast.NotIn: lambda item, whole: item not in whole,
+    ast.In: lambda item, container: item in container,
+    ast.NotIn: lambda item, container: item not in container,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function for function in (int, float, str, bool, abs, min, max, len, list, tuple, dict)
@@ -43,7 +43,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Path": lambda *parts: os.path.join(*map(str, parts)),
     "round": lambda number, *digits: round(number, *(max(count, -300) for count in digits)),
 }
-MOST = 100_000
+MAX_SIZE = 100_000
 """Largest size of a value that is repeated (characters and items), and most expressions of a script: a short text can
 ask for more than fits in memory."""
 _OF_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
@@ -152,16 +152,16 @@ class PythonValues:
         scope = self.functions.get(node)
         assignments = self.assignments.get((node.id, scope))
         if assignments is None:
-            assignments, inside = self.assignments.get((node.id, None), []), scope is None
+            assignments, is_reached = self.assignments.get((node.id, None), []), scope is None
         else:
-            inside = True
+            is_reached = True
         if len(assignments) > 1:
             blocks = [self.tree.body if scope is None else scope.body]
             mains = [part for part in blocks[0] if isinstance(part, ast.If) and "__name__" in ast.unparse(part.test)]
             blocks += [part.body for part in mains]
             in_a_row = all(any(part.statement in block for block in blocks) for part in assignments)
-            above = [part for part in assignments if part.line < node.lineno]
-            assignments = above[-1:] if in_a_row and inside else []
+            earlier = [part for part in assignments if part.line < node.lineno]
+            assignments = earlier[-1:] if in_a_row and is_reached else []
         value = assignments[0].value if assignments else None
         return None if value is None or node in ast.walk(value) else assignments[0]
 
@@ -175,7 +175,7 @@ class PythonValues:
 
     def value(self, node: ast.expr) -> Any:
         self._expressions += 1
-        if node in self._busy or self._expressions > MOST:
+        if node in self._busy or self._expressions > MAX_SIZE:
             raise NoValueError
         self._busy.add(node)
         try:
@@ -376,8 +376,8 @@ class PythonValues:
 def _result(sign: ast.operator, left: Any, right: Any) -> Any:
     """The value of an operation, if its size is within :data:`MOST`."""
     if isinstance(sign, ast.Mult):
-        for whole, times in ((left, right), (right, left)):
-            _require_size(_size(whole) * times if isinstance(times, int) else 0)
+        for text, times in ((left, right), (right, left)):
+            _require_size(_size(text) * times if isinstance(times, int) else 0)
     if isinstance(sign, ast.Mod) and isinstance(left, str) and re.search(r"%[^%a-zA-Z]*[\d*]", left):
         raise NoValueError  # a width
     return _OPERATIONS[type(sign)](left, right)
@@ -387,12 +387,12 @@ def _size(value: Any) -> int:
     """Characters and items of a text or list and all that is in it; more than :data:`MOST` where there are more."""
     size = len(value) if isinstance(value, str | list | tuple) else 0
     for item in value if isinstance(value, list | tuple) else ():
-        size += _size(item) if size <= MOST else 0
+        size += _size(item) if size <= MAX_SIZE else 0
     return size
 
 
 def _require_size(size: int) -> None:
-    if size > MOST:
+    if size > MAX_SIZE:
         raise NoValueError
 
 

@@ -47,8 +47,8 @@ def table(framework: str) -> Mapping[str, Sequence[OptionRow]]:
 
 
 def _row(name: str, fields: dict[str, Any]) -> OptionRow:
-    to = fields.pop("to", ())
-    fields["to"] = (to,) if isinstance(to, str) else tuple(to)
+    targets = fields.pop("to", ())
+    fields["to"] = (targets,) if isinstance(targets, str) else tuple(targets)
     fields["old"] = tuple(fields.get("old", ()))
     examples = [fields["default"]] if "default" in fields else list(fields.get("defaults", {}).values())
     fields.setdefault("type", TYPES[type(examples[0])] if examples else "text")
@@ -103,10 +103,10 @@ class FrameworkOptions:
         except ConfigError as error:
             self.problems.append(str(error))
 
-    def matching(self, name: str, text: str, where: str) -> list[OptionRow]:
+    def matching(self, name: str, text: str, location: str) -> list[OptionRow]:
         """The rows that an option's name means; none for an unknown one, which is kept."""
         try:
-            return matching(self.rows, name, where, self.groups)
+            return matching(self.rows, name, location, self.groups)
         except ConfigError as error:
             self.unknown[name] = name if SECRET.search(name) else text, str(error)
             return []
@@ -114,10 +114,10 @@ class FrameworkOptions:
     def replace(self, settings: Mapping[str, str]) -> None:
         """Give options the values of ``--set``. Raises ConfigError for a name that no option has."""
         for name, text in settings.items():
-            where = f"--set {name}={text}"
-            for row in matching(self.rows, name, where, self.groups):
+            flag = f"--set {name}={text}"
+            for row in matching(self.rows, name, flag, self.groups):
                 self.rows[row.name] = row
-                self.given[row.name] = OptionValue(typed(row, text, where), where, where)
+                self.given[row.name] = OptionValue(typed(row, text, flag), flag, flag)
 
     def check(self, allow_unknown: bool) -> None:
         """Raise ConfigError with all that could not be read, and with all options that are unknown."""
@@ -155,7 +155,7 @@ def rows_of(groups: Mapping[str, Iterable[OptionRow]], names: Sequence[str]) -> 
 
 
 def matching(
-    rows: Mapping[str, OptionRow], name: str, where: str, groups: Mapping[str, Iterable[OptionRow]]
+    rows: Mapping[str, OptionRow], name: str, location: str, groups: Mapping[str, Iterable[OptionRow]]
 ) -> list[OptionRow]:
     """The rows that an option's name means, an older name perhaps several. Raises ConfigError where there is none.
 
@@ -166,41 +166,41 @@ def matching(
         matches = [replace(row, name=name, old=()) for top, row in tops if name.startswith(top[:-1])]
     if not matches:
         names = [other for row in rows.values() for other in (row.name, *row.old)]
-        elsewhere = any(name in (row.name, *row.old) for group in groups.values() for row in group)
-        reason = "is an option of other entry points, not of this one" if elsewhere else "is unknown"
-        raise ConfigError(f"{where}: the option {name} {reason}.{did_you_mean(name, names)}")
+        is_of_others = any(name in (row.name, *row.old) for group in groups.values() for row in group)
+        reason = "is an option of other entry points, not of this one" if is_of_others else "is unknown"
+        raise ConfigError(f"{location}: the option {name} {reason}.{did_you_mean(name, names)}")
     return matches
 
 
-def value_of(row: OptionRow, texts: Sequence[str], where: str) -> Any:
+def value_of(row: OptionRow, texts: Sequence[str], location: str) -> Any:
     """The value of an option from its words. Raises ConfigError where they are not of its type."""
-    only = texts[0] if len(texts) == 1 else None
+    text = texts[0] if len(texts) == 1 else None
     try:
         match row.type:
             case "switch" if not texts:
                 return True
-            case "switch" if only is not None and only.lower() in ("true", "false", "1", "0", "yes", "no"):
-                return only.lower() in ("true", "1", "yes")
-            case "integer" if only is not None:
-                return int(only)
-            case "number" if only is not None:
-                return float(only)
+            case "switch" if text is not None and text.lower() in ("true", "false", "1", "0", "yes", "no"):
+                return text.lower() in ("true", "1", "yes")
+            case "integer" if text is not None:
+                return int(text)
+            case "number" if text is not None:
+                return float(text)
             case "numbers" if texts:
                 return [float(text) for text in texts]
-            case "text" if only is not None:
-                return only
+            case "text" if text is not None:
+                return text
             case "texts" if texts:
                 return list(texts)
             case "any":
                 return list(texts)
-            case "table" if only is not None and isinstance(fields := json.loads(only), dict):
+            case "table" if text is not None and isinstance(fields := json.loads(text), dict):
                 return fields
     except ValueError:
         pass
-    raise ConfigError(f"{where}: the option {row.name} takes {row.type}, got {' '.join(texts) or 'nothing'}")
+    raise ConfigError(f"{location}: the option {row.name} takes {row.type}, got {' '.join(texts) or 'nothing'}")
 
 
-def typed(row: OptionRow, value: Any, where: str) -> Any:
+def typed(row: OptionRow, value: Any, location: str) -> Any:
     """The value of an option from a value of YAML or Python; None stays None, which is no default."""
     match row.type:
         case _ if value is None or row.type == "any":
@@ -215,9 +215,9 @@ def typed(row: OptionRow, value: Any, where: str) -> Any:
             return value
         case "texts" | "numbers":
             values = value if isinstance(value, list | tuple) else [value]
-            return value_of(row, [str(item) for item in values], where) if values else []
+            return value_of(row, [str(item) for item in values], location) if values else []
         case "text" if isinstance(value, str | bool | int | float):
             return value if isinstance(value, str) else str(value)
     if isinstance(value, str):  # YAML reads 1e-6 as a text
-        return value_of(row, [value], where)
-    raise ConfigError(f"{where}: {row.name} takes {row.type}, got {value!r}")
+        return value_of(row, [value], location)
+    raise ConfigError(f"{location}: {row.name} takes {row.type}, got {value!r}")

@@ -60,16 +60,16 @@ class Word:
     line: int
 
 
-def commands(text: str, where: str, settings: Mapping[str, str]) -> Iterator[list[Word]]:
+def commands(text: str, script: str, settings: Mapping[str, str]) -> Iterator[list[Word]]:
     """The simple commands of a script.
 
     Args:
-        where: name of the script, for messages.
+        script: name of the script, for messages.
         settings: values of variables, instead of those that the script sets.
 
     Raises ConfigError, with the line, for a quote or a bracket that is not closed.
     """
-    return _Script(text, where, settings).commands()
+    return _Script(text, script, settings).commands()
 
 
 def words_by_flag(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
@@ -82,27 +82,27 @@ def words_by_flag(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
         yield word, values
 
 
-def known_flag(word: Word, values: Sequence[Word], where: str) -> tuple[str, list[str]]:
+def known_flag(word: Word, values: Sequence[Word], script: str) -> tuple[str, list[str]]:
     """A flag and the texts of its value. Raises ConfigError, as :func:`known_text`, and where the word is no flag."""
-    flag, equals, text = known_text(word, where).partition("=")
+    flag, equals, text = known_text(word, script).partition("=")
     if not flag.startswith("--"):
-        raise ConfigError(f"{where}, line {word.line}: {flag!r} is not an option and belongs to none")
-    return flag, [text] if equals else [known_text(value, where) for value in values]
+        raise ConfigError(f"{script}, line {word.line}: {flag!r} is not an option and belongs to none")
+    return flag, [text] if equals else [known_text(value, script) for value in values]
 
 
-def known_text(word: Word, where: str) -> str:
+def known_text(word: Word, script: str) -> str:
     """The text of a word. Raises ConfigError, with the line, if it holds an unknown variable."""
     if UNKNOWN not in word.text:
         return word.text
     if COMMAND in word.text:
         plain = word.text.replace(COMMAND, "$(...)")
         raise ConfigError(
-            f"{where}, line {word.line}: {plain!r} needs a command, and none is executed. Write its value"
+            f"{script}, line {word.line}: {plain!r} needs a command, and none is executed. Write its value"
         )
     name = word.text.split(UNKNOWN)[1]
     plain = word.text.replace(UNKNOWN + name + UNKNOWN, f"${name}")
     raise ConfigError(
-        f"{where}, line {word.line}: {plain!r} needs ${name}, which is not assigned a plain value: commands are not "
+        f"{script}, line {word.line}: {plain!r} needs ${name}, which is not assigned a plain value: commands are not "
         f"executed, and the environment is not read. Give it: --set {name}=VALUE"
     )
 
@@ -119,39 +119,39 @@ class _Script:
     def commands(self) -> Iterator[list[Word]]:
         words: list[Word] = []
         here_texts: list[tuple[str, str]] = []  # (variable, mark) of texts that begin at the next line
-        at = 0
-        while at < len(self.text):
-            if match := _SPACE.match(self.text, at) or _COMMENT.match(self.text, at):
-                at = match.end()
-            elif match := _HERE_TEXT.match(self.text, at):
+        position = 0
+        while position < len(self.text):
+            if match := _SPACE.match(self.text, position) or _COMMENT.match(self.text, position):
+                position = match.end()
+            elif match := _HERE_TEXT.match(self.text, position):
                 reads = bool(words) and words[0].text == "read"
                 here_texts.append((words[-1].text if reads else "", match[2]))
-                at = match.end()
-            elif match := _REDIRECTION.match(self.text, at):
-                at = match.end()
-                target = _WORD.match(self.text, at)
-                at = target.end() if target and not match[0].strip()[-1].isdigit() else at
-            elif match := _ARRAY.match(self.text, at):
+                position = match.end()
+            elif match := _REDIRECTION.match(self.text, position):
+                position = match.end()
+                target = _WORD.match(self.text, position)
+                position = target.end() if target and not match[0].strip()[-1].isdigit() else position
+            elif match := _ARRAY.match(self.text, position):
                 words = self._without_control(words)
-                at = self._array(match)
-            elif match := _END.match(self.text, at):
+                position = self._array(match)
+            elif match := _END.match(self.text, position):
                 if self._runs(words, match[0]):
                     yield words
-                words, at = [], match.end()
+                words, position = [], match.end()
                 if match[0] == "\n" and here_texts:
                     for name, mark in here_texts:
-                        at = self._here_text(name, mark, at)
+                        position = self._here_text(name, mark, position)
                     here_texts = []
-            elif match := _WORD.match(self.text, at):
-                words += [Word(text, self._line(at)) for text in self._expanded(match[0])]
-                at = match.end()
+            elif match := _WORD.match(self.text, position):
+                words += [Word(text, self._line(position)) for text in self._expanded(match[0])]
+                position = match.end()
             else:
-                raise ConfigError(f"{self.where}, line {self._line(at)}: a quote or a bracket is not closed")
+                raise ConfigError(f"{self.where}, line {self._line(position)}: a quote or a bracket is not closed")
         if self._runs(words, "\n"):
             yield words
 
-    def _line(self, at: int) -> int:
-        return self.text.count("\n", 0, at) + 1
+    def _line(self, position: int) -> int:
+        return self.text.count("\n", 0, position) + 1
 
     def _without_control(self, words: list[Word]) -> list[Word]:
         return words[self.branches.control([word.text for word in words]) :]
@@ -179,27 +179,29 @@ class _Script:
 
     def _array(self, begin: re.Match[str]) -> int:
         """Keep the words in the brackets; the place behind them."""
-        values, at = list(self.variables.get(begin[1], []) if begin[2] else []), begin.end()
-        while not self.text.startswith(")", at):
-            if match := _SPACE.match(self.text, at) or _COMMENT.match(self.text, at):
-                at = match.end()
-            elif self.text.startswith("\n", at):
-                at += 1
-            elif match := _WORD.match(self.text, at):
+        values, position = list(self.variables.get(begin[1], []) if begin[2] else []), begin.end()
+        while not self.text.startswith(")", position):
+            if match := _SPACE.match(self.text, position) or _COMMENT.match(self.text, position):
+                position = match.end()
+            elif self.text.startswith("\n", position):
+                position += 1
+            elif match := _WORD.match(self.text, position):
                 values += self._expanded(match[0])
-                at = match.end()
+                position = match.end()
             else:
                 raise ConfigError(f"{self.where}, line {self._line(begin.start())}: the array {begin[1]} has no end")
         self._set(begin[1], values, self.branches.runs())
-        return at + 1
+        return position + 1
 
-    def _here_text(self, name: str, mark: str, at: int) -> int:
+    def _here_text(self, name: str, mark: str, position: int) -> int:
         """Keep the lines up to the mark; the place behind it."""
-        end = re.compile(rf"^[ \t]*{mark}[ \t]*$", re.MULTILINE).search(self.text, at)
+        end = re.compile(rf"^[ \t]*{mark}[ \t]*$", re.MULTILINE).search(self.text, position)
         if end is None:
-            raise ConfigError(f"{self.where}, line {self._line(at)}: the text that should end at {mark} has no end")
+            raise ConfigError(
+                f"{self.where}, line {self._line(position)}: the text that should end at {mark} has no end"
+            )
         if name:
-            self.variables[name] = [self._in_quotes(self.text[at : end.start()])]
+            self.variables[name] = [self._in_quotes(self.text[position : end.start()])]
         return end.end()
 
     # ------------------------------------------------------------------------------------- variables
@@ -217,8 +219,8 @@ class _Script:
                 values = [text.encode().decode("unicode_escape") if piece[0].startswith("$") else text]
             elif piece["double"] is not None:
                 inner = piece["double"][1:-1]
-                whole = _BRACED.fullmatch(inner)
-                values = self._values(inner) if whole and whole[2] else [self._in_quotes(inner)]
+                braces = _BRACED.fullmatch(inner)
+                values = self._values(inner) if braces and braces[2] else [self._in_quotes(inner)]
             elif piece["command"] is not None:
                 values = [self._output(piece[0])]
             elif piece["variable"] is not None:
@@ -261,8 +263,8 @@ class _Script:
         name = braced[1] if braced else text.strip("${}")
         if name in self.settings:
             return [self.settings[name]]
-        if (counted := re.fullmatch(r"\$\{#(\w+)\[[@*]\]\}", text)) and counted[1] in self.variables:
-            return [str(len(self.variables[counted[1]]))]
+        if (array := re.fullmatch(r"\$\{#(\w+)\[[@*]\]\}", text)) and array[1] in self.variables:
+            return [str(len(self.variables[array[1]]))]
         if text.startswith(("${@", "${*")):
             name = "@"
         default = braced[3] if braced else None

@@ -173,7 +173,7 @@ def _test(words: Sequence[str]) -> bool | None:
         return words == ["true"]
     if not (opened or closed):
         return None
-    same = fnmatchcase if "[[" in words[:1] or "]]" in words[-1:] else eq
+    compare = fnmatchcase if "[[" in words[:1] or "]]" in words[-1:] else eq
     match words[opened : len(words) - closed]:
         case operands if any(UNKNOWN in word for word in operands):
             return None
@@ -184,9 +184,9 @@ def _test(words: Sequence[str]) -> bool | None:
         case ["-z", text]:
             return not text
         case [left, "=" | "==", right]:
-            return same(left, right)
+            return compare(left, right)
         case [left, "!=", right]:
-            return not same(left, right)
+            return not compare(left, right)
         case [left, sign, right] if sign in _NUMBERS and re.fullmatch(r"-?\d+ -?\d+", f"{left} {right}"):
             return bool(_NUMBERS[sign](int(left), int(right)))
     return None

@@ -40,7 +40,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
 }
 """{trainer: groups of the table}."""
 ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model", "kto": "kto"}
-WITHOUT: Mapping[str, str] = {
+NEEDS: Mapping[str, str] = {
     "lora": "only with use_peft",
     "vllm": "only with use_vllm",
     "eval": "only with eval_strategy",
@@ -90,7 +90,7 @@ def convert(source: FrameworkOptions, processes: int) -> Draft:
         "eval": source["eval_strategy"] != "no",
         "kl": online and bool(source["beta"]),
     }
-    draft.take({name for name, holds in conditions.items() if holds}, WITHOUT)
+    draft.take({name for name, holds in conditions.items() if holds}, NEEDS)
     draft.set("algorithm.use", ALGORITHMS[source.entry])
     updates = _batches(draft, processes) if online else 1
     if not online:
@@ -190,13 +190,13 @@ def _steps(draft: Draft, name: str, updates: int) -> int:
     return -(-int(value) // updates)
 
 
-def _snapshots(draft: Draft, where: str, updates: int) -> None:
+def _snapshots(draft: Draft, section: str, updates: int) -> None:
     s = draft.source
     if s["ref_model_sync_steps"] % updates:
         raise s.refused("ref_model_sync_steps", f"a step here has {updates} optimizer steps; give a multiple of it")
     names = ("ref_model_sync_steps", "sync_ref_model")
-    draft.set(f"{where}.snapshot_every", s["ref_model_sync_steps"] // updates, *names)
-    draft.copy(f"{where}.snapshot_share", "ref_model_mixup_alpha")
+    draft.set(f"{section}.snapshot_every", s["ref_model_sync_steps"] // updates, *names)
+    draft.copy(f"{section}.snapshot_share", "ref_model_mixup_alpha")
 
 
 # ------------------------------------------------------------------------------------ trainer and model
@@ -256,12 +256,12 @@ def _model(draft: Draft) -> None:
         raise s.refused(name, "known are float32 and bfloat16")
     draft.set("policy.storage", kinds[dtype], name)
     if s["model_name_or_path"] and s["model_revision"] != "main":
-        both = ("model_name_or_path", "model_revision")
-        draft.set("policy.model", f"{s['model_name_or_path']}@{s['model_revision']}", *both)
+        names = ("model_name_or_path", "model_revision")
+        draft.set("policy.model", f"{s['model_name_or_path']}@{s['model_revision']}", *names)
     if not s["use_peft"]:
         return
-    for ours, theirs in {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}.items():
-        draft.copy(f"trainer.lora.{ours}", theirs, *(["use_peft"] if ours == "rank" else []))
+    for option, source in {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}.items():
+        draft.copy(f"trainer.lora.{option}", source, *(["use_peft"] if option == "rank" else []))
     targets = s["lora_target_modules"]
     if targets is None:
         note = "PEFT's choice for most models"
@@ -284,8 +284,8 @@ def _data(draft: Draft) -> None:
         _mixture(draft)
         return
     if not s["dataset_name"]:
-        both = "data.train and data.eval" if s["eval_strategy"] != "no" else "data.train"
-        draft.remarks.append(f"name the data: {both}, and the columns where they are not recognised")
+        options = "data.train and data.eval" if s["eval_strategy"] != "no" else "data.train"
+        draft.remarks.append(f"name the data: {options}, and the columns where they are not recognised")
         return
     subset = {"subset": s["dataset_config"]} if s["dataset_config"] else {}
     for use, option in {"train": "dataset_train_split", "eval": "dataset_test_split"}.items():
@@ -336,8 +336,8 @@ def _loss(draft: Draft) -> None:
         raise s.refused("loss_type", "there is no counterpart; luspo is known at the level sequence, with beta 0")
     if level == "sequence":
         draft.set("algorithm.loss.use", "gspo", "importance_sampling_level")
-        how = "seq_mean_token_sum" if kind == "luspo" else "seq_mean_token_mean"
-        draft.set("algorithm.loss.aggregation", how, "loss_type")
+        aggregation = "seq_mean_token_sum" if kind == "luspo" else "seq_mean_token_mean"
+        draft.set("algorithm.loss.aggregation", aggregation, "loss_type")
     elif kind == "cispo":
         if high < 1:
             raise s.refused("epsilon_high", "with cispo it bounds the ratio itself, and must be at least 1")

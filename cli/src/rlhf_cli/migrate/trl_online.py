@@ -15,10 +15,10 @@ def sampling(draft: Draft) -> None:
     if s["repetition_penalty"] != 1 or s["generation_kwargs"]:
         name = "generation_kwargs" if s["generation_kwargs"] else "repetition_penalty"
         raise s.refused(name, "samples would come from another distribution than the one that is trained")
-    answer, whole = s["max_completion_length"], s["vllm_max_model_length"] if s["use_vllm"] else None
+    answer, context = s["max_completion_length"], s["vllm_max_model_length"] if s["use_vllm"] else None
     draft.set("sampling.max_new_tokens", answer, "max_completion_length")
-    if whole:
-        draft.set("data.max_tokens", whole, "vllm_max_model_length")
+    if context:
+        draft.set("data.max_tokens", context, "vllm_max_model_length")
     else:
         room = s["max_prompt_length"] or PROMPT_ROOM
         note = f"{room} more for prompts, which TRL does not limit" if not s["max_prompt_length"] else ""
@@ -39,7 +39,7 @@ def rewards(draft: Draft) -> None:
     weights = s["reward_weights"] or [1.0] * (len(uses) + len(names))
     if (uses or names) and len(weights) != len(uses) + len(names):
         raise s.refused("reward_weights", f"there are {len(uses) + len(names)} rewards")
-    weights, others = list(weights), list[str]()
+    weights, functions = list(weights), list[str]()
     for name in names:
         if name == "get_soft_overlong_punishment":
             raise s.refused("reward_funcs", f"{name}: algorithm.shaping punishes long answers; leave it out")
@@ -47,12 +47,12 @@ def rewards(draft: Draft) -> None:
         if module or function in OWN_REWARDS:
             uses.append((f"python:{module or 'trl.rewards'}:{function}", "reward_funcs"))
         else:
-            others.append(f"{function} (weight {weights.pop(len(uses))})")
-    if others:
+            functions.append(f"{function} (weight {weights.pop(len(uses))})")
+    if functions:
         draft.remarks.append(
-            f"the rewards {', '.join(others)} are functions of the script, not of TRL: name each, file:FILE.py:NAME"
+            f"the rewards {', '.join(functions)} are functions of the script, not of TRL: name each, file:FILE.py:NAME"
         )
-    if not uses and not others:
+    if not uses and not functions:
         draft.remarks.append("name the rewards: a function in a file is file:FILE.py:NAME")
     for number, ((use, cause), weight) in enumerate(zip(uses, weights, strict=False)):
         draft.set(f"reward.{number}.use", use, cause)

@@ -68,30 +68,30 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
 
     Args:
         flags: those of the command that starts the script, for what ``argparse`` or a dataclass reads."""
-    where = Path(path).name
-    values = PythonValues(_tree(path), settings, where, flags)
+    script = Path(path).name
+    values = PythonValues(_tree(path), settings, script, flags)
     trainers = [call for call in values.calls if name_of(call) in TRAINERS]
-    start, entry = _start(values, trainers, where)
+    start, entry = _start(values, trainers, script)
     source = fields_of(entry)
     if name_of(start) in (*CONFIGS, *ARGUMENTS):
         _take_call(source, values, start, {})
-    own = [call for call in trainers if any(values.node(k.value) is start for k in call.keywords)] or trainers
-    adapters = [values.node(k.value) for call in own for k in call.keywords if k.arg == "peft_config"]
+    chosen = [call for call in trainers if any(values.node(k.value) is start for k in call.keywords)] or trainers
+    adapters = [values.node(k.value) for call in chosen for k in call.keywords if k.arg == "peft_config"]
     for call in values.calls:
-        of_another = call not in adapters and (len(trainers) > len(own) or any(n in values.calls for n in adapters))
+        of_another = call not in adapters and (len(trainers) > len(chosen) or any(n in values.calls for n in adapters))
         if name_of(call) == "LoraConfig" and of_another:
-            source.remarks.append(f"{where}, line {call.lineno}: this LoraConfig is not of the trainer that is read")
+            source.remarks.append(f"{script}, line {call.lineno}: this LoraConfig is not of the trainer that is read")
         elif name_of(call) == "LoraConfig" or (
             name_of(call) == "get_peft_model" and {"r", "lora_alpha"} & {keyword.arg for keyword in call.keywords}
         ):
             _lora(source, values, call)
         elif name_of(call) == "from_pretrained" and _owner(call) in FAST_MODELS:
             with source.reading():
-                _take(source, _fast_model(values, call), f"{where}, line {call.lineno}")
-    for call in own:
+                _take(source, _fast_model(values, call), f"{script}, line {call.lineno}")
+    for call in chosen:
         _trainer(source, values, call)
         with source.reading():
-            _take(source, _rows_of(values, call), f"{where}, line {call.lineno}")
+            _take(source, _rows_of(values, call), f"{script}, line {call.lineno}")
     _stores(source, values, start)
     unread = [f"--{name} {' '.join(texts)}".strip() for name, texts in flags.items() if name not in values.read_flags]
     if unread:
@@ -122,14 +122,14 @@ def _tree(path: str) -> ast.Module:
         raise ConfigError(f"{Path(path).name}{line}: not Python: {error}") from None
 
 
-def _start(values: PythonValues, trainers: Sequence[ast.Call], where: str) -> tuple[ast.Call, str]:
+def _start(values: PythonValues, trainers: Sequence[ast.Call], script: str) -> tuple[ast.Call, str]:
     """The call that configures the trainer, and which trainer it is."""
     starts = [call for call in values.calls if name_of(call) in CONFIGS and name_of(call) not in values.classes]
-    alone = [call for call in trainers if not any(keyword.arg == "args" for keyword in call.keywords)]
+    without_args = [call for call in trainers if not any(keyword.arg == "args" for keyword in call.keywords)]
     old = [call for call in values.calls if name_of(call) in ARGUMENTS]
-    if not starts and len(trainers) == 1 and (old or alone):
-        return (alone or old)[0], TRAINERS[name_of(trainers[0])]
-    starts = starts or alone
+    if not starts and len(trainers) == 1 and (old or without_args):
+        return (without_args or old)[0], TRAINERS[name_of(trainers[0])]
+    starts = starts or without_args
     if "line" in values.settings:
         starts = [call for call in starts if str(call.lineno) == values.settings["line"]]
     if len(starts) == 1:
@@ -137,53 +137,53 @@ def _start(values: PythonValues, trainers: Sequence[ast.Call], where: str) -> tu
     lines = ", ".join(f"{name_of(call)} in line {call.lineno}" for call in starts) or "none with its arguments"
     advice = ". Choose one: --set line=N" if starts else ""
     if not starts:
-        advice = f'. If it reads flags, give the whole command: "python {where} --FLAG VALUE"'
+        advice = f'. If it reads flags, give the whole command: "python {script} --FLAG VALUE"'
     raise ConfigError(
-        f"{where}: one of {', '.join(CONFIGS)}, or of their trainers, is read, and it has {lines}{advice}"
+        f"{script}: one of {', '.join(CONFIGS)}, or of their trainers, is read, and it has {lines}{advice}"
     )
 
 
-def _take(source: FrameworkOptions, fields: Mapping[str, Any], where: str) -> None:
+def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) -> None:
     for name, value in fields.items():
-        give(source, name, value, f"{name}={value!r}", where)
+        give(source, name, value, f"{name}={value!r}", location)
 
 
 def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, names: Mapping[str, str]) -> None:
     """Keep the keyword arguments of a call."""
     for keyword in call.keywords:
-        here = f"{values.where}, line {keyword.value.lineno}"
+        location = f"{values.where}, line {keyword.value.lineno}"
         with source.reading():
             if keyword.arg is None:
                 try:
                     entries = dict(values.literal(keyword.value, "**"))
                 except (ConfigError, TypeError, ValueError):
                     text = f"{name_of(call)}(**{ast.unparse(keyword.value)})"
-                    source.unknown[text] = text, f"{here}: {text} is made by code, which is not executed"
+                    source.unknown[text] = text, f"{location}: {text} is made by code, which is not executed"
                     continue
                 for name, value in entries.items():
-                    give(source, names.get(name, name), value, f"{name}={value!r}", here)
+                    give(source, names.get(name, name), value, f"{name}={value!r}", location)
             else:
                 value = values.literal(keyword.value, keyword.arg)
-                give(source, names.get(keyword.arg, keyword.arg), value, f"{keyword.arg}={value!r}", here)
+                give(source, names.get(keyword.arg, keyword.arg), value, f"{keyword.arg}={value!r}", location)
 
 
 def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
-    kind, here = name_of(call), f"{values.where}, line {call.lineno}"
+    kind, location = name_of(call), f"{values.where}, line {call.lineno}"
     for name, value in {"use_peft": True, **LORA_DEFAULTS[kind]}.items():
-        source.given[name] = OptionValue(value, f"{kind}'s {name}", here)
+        source.given[name] = OptionValue(value, f"{kind}'s {name}", location)
     if kind == "get_peft_model":
         targets = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
-        source.given["lora_target_modules"] = OptionValue(targets, "unsloth's target_modules", here)
-    own = ast.Call(call.func, [], [])
+        source.given["lora_target_modules"] = OptionValue(targets, "unsloth's target_modules", location)
+    lora_call = ast.Call(call.func, [], [])
     for keyword in call.keywords:
         name = keyword.arg or ""
         if name in LORA_ONLY:
             with source.reading():
-                if (only := values.literal(keyword.value, name)) not in LORA_ONLY[name]:
-                    raise ConfigError(f"{here}: {name}={only!r} has no counterpart; leave it out")
+                if (value := values.literal(keyword.value, name)) not in LORA_ONLY[name]:
+                    raise ConfigError(f"{location}: {name}={value!r} has no counterpart; leave it out")
         elif kind == "LoraConfig" or name not in UNSLOTH:
-            own.keywords.append(keyword)
-    _take_call(source, values, own, LORA)
+            lora_call.keywords.append(keyword)
+    _take_call(source, values, lora_call, LORA)
 
 
 def _owner(call: ast.Call) -> str:
@@ -205,21 +205,21 @@ def _fast_model(values: PythonValues, call: ast.Call) -> dict[str, Any]:
 def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
     """The arguments of a trainer; before trainers had configurations of their own, also fields of these."""
     for keyword in call.keywords:
-        here, name = f"{values.where}, line {keyword.value.lineno}", keyword.arg or ""
+        location, name = f"{values.where}, line {keyword.value.lineno}", keyword.arg or ""
         with source.reading():
             if keyword.arg == "model":
                 fields = _model(values, keyword.value)
                 if not fields and "model_name_or_path" not in source.given and "model" not in values.settings:
                     source.remarks.append(f"name the model: policy.model; {ast.unparse(keyword.value)} is not read")
-                _take(source, fields, here)
+                _take(source, fields, location)
             elif keyword.arg == "reward_funcs":
-                _rewards(source, values, keyword.value, here)
+                _rewards(source, values, keyword.value, location)
             elif name in TO_DO and ast.unparse(keyword.value) not in ("None", "[]"):
                 text = f"{name}={ast.unparse(keyword.value)}"
-                source.remarks.append(f"{here}: {text} of the trainer is not read; {TO_DO[name]}")
+                source.remarks.append(f"{location}: {text} of the trainer is not read; {TO_DO[name]}")
             elif name not in (*OF_TRAINER, *TO_DO, ""):
                 value = values.literal(keyword.value, name)
-                give(source, name, value, f"{name}={value!r}", here)
+                give(source, name, value, f"{name}={value!r}", location)
 
 
 def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
@@ -246,18 +246,18 @@ def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
     return fields | ({"model_init_kwargs": options} if options else {})
 
 
-def _rewards(source: FrameworkOptions, values: PythonValues, argument: ast.expr, where: str) -> None:
+def _rewards(source: FrameworkOptions, values: PythonValues, argument: ast.expr, location: str) -> None:
     node = values.node(argument)
     nodes = node.elts if isinstance(node, ast.List) else [node] if node is not None else []
     names = [values.imports[n.id] for n in nodes if isinstance(n, ast.Name) and n.id in values.imports]
     if nodes and len(names) == len(nodes):
         names = [name.removeprefix("trl.rewards.") for name in names]
-        give(source, "reward_funcs", names, f"reward_funcs: {names!r}", where)
+        give(source, "reward_funcs", names, f"reward_funcs: {names!r}", location)
     elif nodes:
         texts = ", ".join(ast.unparse(n) for n in nodes)
         source.remarks.append(
-            f"the script's rewards are {texts} ({where}): move functions of the script to a file that trains nothing, "
-            "and name each of them as a reward, file:FILE.py:NAME"
+            f"the script's rewards are {texts} ({location}): move functions of the script to a file that trains "
+            "nothing, and name each of them as a reward, file:FILE.py:NAME"
         )
 
 
@@ -269,8 +269,8 @@ def _rows_of(values: PythonValues, trainer: ast.Call) -> dict[str, Any]:
         return train
     evaluation = _source_of_rows(values, nodes["eval_dataset"], "dataset_test_split")
     names = ("dataset_name", "dataset_config")
-    same = evaluation and all(evaluation.get(name) == train.get(name) for name in names)
-    return train | evaluation if same else {}
+    is_same = evaluation and all(evaluation.get(name) == train.get(name) for name in names)
+    return train | evaluation if is_same else {}
 
 
 def _source_of_rows(values: PythonValues, argument: ast.expr | None, split: str) -> dict[str, Any]:
@@ -300,8 +300,10 @@ def _stores(source: FrameworkOptions, values: PythonValues, start: ast.Call) -> 
         for target in node.targets:
             if isinstance(target, ast.Attribute) and values.node(target.value) is start:
                 with source.reading():
-                    here = f"{values.where}, line {node.lineno}"
+                    location = f"{values.where}, line {node.lineno}"
                     if node not in values.tree.body and node not in values.functions:
-                        raise ConfigError(f"{here}: {ast.unparse(node)} may not run. Give --set {target.attr}=VALUE")
+                        raise ConfigError(
+                            f"{location}: {ast.unparse(node)} may not run. Give --set {target.attr}=VALUE"
+                        )
                     value = values.literal(node.value, target.attr)
-                    give(source, target.attr, value, f"{target.attr} = {value!r}", here)
+                    give(source, target.attr, value, f"{target.attr} = {value!r}", location)

@@ -24,25 +24,25 @@ LAUNCHER = (
 """Options of ``accelerate launch`` that ``trl NAME`` passes on, and the variables that its file sets."""
 
 
-def flags_of(words: Sequence[Word], where: str, source: FrameworkOptions) -> dict[str, tuple[list[str], str, int]]:
+def flags_of(words: Sequence[Word], script: str, source: FrameworkOptions) -> dict[str, tuple[list[str], str, int]]:
     """{name of a flag: its texts, the flag as it was given, its line}. What cannot be read is a problem of `source`."""
     flags = dict[str, tuple[list[str], str, int]]()
     for word, values in words_by_flag(words):
         with source.reading():
-            flag, texts = known_flag(word, values, where)
+            flag, texts = known_flag(word, values, script)
             form = word.text if "=" in word.text else " ".join([flag, *texts])
             flags[flag.removeprefix("--").replace("-", "_")] = texts, form, word.line
     return flags
 
 
-def of_command(entry: str, words: Sequence[Word], where: str) -> tuple[FrameworkOptions, dict[str, str]]:
+def of_command(entry: str, words: Sequence[Word], script: str) -> tuple[FrameworkOptions, dict[str, str]]:
     """From ``trl grpo --flag value ...``: the fields, and the options of the launcher.
 
     ``--config FILE`` is read too; flags have precedence."""
     source = fields_of(entry)
     options, launcher, files = dict[str, OptionValue](), dict[str, str](), dict[str, str]()
-    for name, (values, form, line) in flags_of(words, where, source).items():
-        here = f"{where}, line {line}"
+    for name, (values, form, line) in flags_of(words, script, source).items():
+        location = f"{script}, line {line}"
         if name == "config" and len(values) == 1:
             files |= _take(source, _mapping(values[0]), values[0])
             continue
@@ -52,9 +52,9 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> tuple[Framework
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
             name, values = name.removeprefix("no_"), ["false"]
         with source.reading():
-            for row in source.matching(name, form, here):
+            for row in source.matching(name, form, location):
                 label = f"--{name} ..." if row.secret else form
-                options[row.name] = OptionValue(value_of(row, values, here), label, here)
+                options[row.name] = OptionValue(value_of(row, values, location), label, location)
     source.given |= options
     return source, files | launcher
 
@@ -99,19 +99,19 @@ def fields_of(entry: str) -> FrameworkOptions:
     return FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[entry]), entry)
 
 
-def give(source: FrameworkOptions, name: str, value: Any, text: str, where: str) -> None:
+def give(source: FrameworkOptions, name: str, value: Any, text: str, location: str) -> None:
     """Keep a value of YAML or Python."""
-    for row in source.matching(name, text, where):
+    for row in source.matching(name, text, location):
         label = f"{name}: ..." if row.secret else text
-        source.given[row.name] = OptionValue(typed(row, value, where), label, where)
+        source.given[row.name] = OptionValue(typed(row, value, location), label, location)
 
 
-def _take(source: FrameworkOptions, fields: Mapping[str, Any], where: str) -> dict[str, str]:
+def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) -> dict[str, str]:
     """Keep the fields of a file; those of the launcher."""
     for name, value in fields.items():
         if name not in LAUNCHER:
             with source.reading():
-                give(source, name, value, f"{name}: {value}", where)
+                give(source, name, value, f"{name}: {value}", location)
     return {name: str(value) for name, value in fields.items() if name in LAUNCHER}
 
 

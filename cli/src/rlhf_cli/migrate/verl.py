@@ -25,7 +25,7 @@ OWN_ENTRY = re.compile(
 OWN_CONFIGS = ("ppo_trainer", "dapo_trainer")
 """Configurations whose defaults are those of the table."""
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
-WITHOUT: Mapping[str, str] = {
+NEEDS: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
     "grpo": "only with the estimator grpo",
     "kl_loss": "only with use_kl_loss and a coefficient",
@@ -60,7 +60,7 @@ LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "g
 LOSSES |= {"clip_cov": "covariance", "kl_cov": "covariance"}
 
 
-def read(words: Sequence[Word], where: str) -> FrameworkOptions:
+def read(words: Sequence[Word], script: str) -> FrameworkOptions:
     """The overrides of a command, and the file of its ``--config-name``. What cannot be read is kept as a problem."""
     import yaml
 
@@ -69,30 +69,30 @@ def read(words: Sequence[Word], where: str) -> FrameworkOptions:
     rest, overrides, file = list(words), list[tuple[str, str, str]](), dict[str, str]()
     while rest:
         word = rest.pop(0)
-        here = f"{where}, line {word.line}"
+        location = f"{script}, line {word.line}"
         with source.reading():
-            key, equals, text = known_text(word, where).partition("=")
+            key, equals, text = known_text(word, script).partition("=")
             if key in ("--config-path", "--config-name"):
-                file[key] = text if equals or not rest else known_text(rest.pop(0), where)
+                file[key] = text if equals or not rest else known_text(rest.pop(0), script)
             elif not equals or key.startswith(("-", "~")):
-                raise ConfigError(f"{here}: {word.text!r} is no KEY=VALUE of main_ppo's own configuration")
+                raise ConfigError(f"{location}: {word.text!r} is no KEY=VALUE of main_ppo's own configuration")
             else:
-                overrides.append((key.lstrip("+"), text, here))
+                overrides.append((key.lstrip("+"), text, location))
     with source.reading():
         name = file.get("--config-name", "ppo_trainer").removesuffix(".yaml")
         if "megatron" in name:
-            raise ConfigError(f"{where}: --config-name {name}: the configurations for Megatron are not read")
+            raise ConfigError(f"{script}: --config-name {name}: the configurations for Megatron are not read")
         if name not in OWN_CONFIGS:
             overrides = [*_of_config(Path(file.get("--config-path", "."), f"{name}.yaml")), *overrides]
-    for key, text, here in overrides:
+    for key, text, location in overrides:
         with source.reading():
-            for row in source.matching(key, f"{key}={text}", here):
+            for row in source.matching(key, f"{key}={text}", location):
                 try:
                     value = yaml.safe_load(text)
                 except yaml.YAMLError as error:
-                    raise ConfigError(f"{here}: the value of {key} cannot be read: {error}") from None
+                    raise ConfigError(f"{location}: the value of {key} cannot be read: {error}") from None
                 source.rows[row.name] = row
-                source.given[row.name] = OptionValue(typed(row, value, here), f"{key}={text}", here)
+                source.given[row.name] = OptionValue(typed(row, value, location), f"{key}={text}", location)
     return source
 
 
@@ -115,12 +115,12 @@ def _of_config(file: Path) -> Iterator[tuple[str, str, str]]:
         yield key, yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip(), str(file)
 
 
-def _flat(fields: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _flat(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{name}.")
-        elif above or name not in ("defaults", "hydra"):
-            yield f"{above}{name}", value
+            yield from _flat(value, f"{prefix}{name}.")
+        elif prefix or name not in ("defaults", "hydra"):
+            yield f"{prefix}{name}", value
 
 
 def convert(source: FrameworkOptions) -> Draft:
@@ -143,7 +143,7 @@ def convert(source: FrameworkOptions) -> Draft:
         "eval": s["data.val_files"],
         "wandb": "wandb" in loggers,
     }
-    draft.take({name for name, holds in conditions.items() if holds}, WITHOUT)
+    draft.take({name for name, holds in conditions.items() if holds}, NEEDS)
     updates = _algorithm(draft, estimator)
     _trainer(draft, updates)
     _data(draft)
@@ -185,8 +185,8 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     if use == "covariance":
         draft.set("algorithm.loss.treatment", treatment, f"{ACTOR}.policy_loss.loss_mode")
     if use in ("ppo", "cispo", "covariance"):
-        how = draft.choose("algorithm.loss.aggregation", f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
-        if how == "seq_sum_constant":
+        aggregation = draft.choose("algorithm.loss.aggregation", f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
+        if aggregation == "seq_sum_constant":
             name = f"{ACTOR}.loss_scale_factor" if s[f"{ACTOR}.loss_scale_factor"] else "data.max_response_length"
             draft.copy("algorithm.loss.max_length", name)
     else:
@@ -258,10 +258,10 @@ def _trainer(draft: Draft, updates: int) -> None:
     if s["algorithm.adv_estimator"] == "gae":  # what [trainer] says would hold for both roles
         critic = ("critic.optim.lr_scheduler_type", "critic.optim.min_lr_ratio")
         schedules = {"policy.trainer": schedules["trainer"], "critic.trainer": critic}
-    for where, (name, ratio) in schedules.items():
-        schedule = draft.choose(f"{where}.schedule", name, {"constant": "constant", "cosine": "cosine_with_min"})
+    for section, (name, ratio) in schedules.items():
+        schedule = draft.choose(f"{section}.schedule", name, {"constant": "constant", "cosine": "cosine_with_min"})
         if schedule == "cosine_with_min":
-            draft.set(f"{where}.min_lr_ratio", s[ratio] or 0.0, ratio)
+            draft.set(f"{section}.min_lr_ratio", s[ratio] or 0.0, ratio)
     steps = s[f"{OPTIM}.lr_warmup_steps"]
     if steps is not None and steps > 0:
         note = f"verl counts steps of the run, of {updates} optimizer steps each"

@@ -84,12 +84,12 @@ def _short(explained: Explained) -> list[str]:
 
     option = explained.option
     default = default_text(option)
-    stated = "" if not default else f"  {default}" if option.required else f"  = {default}"
+    assignment = "" if not default else f"  {default}" if option.required else f"  = {default}"
     allowed = {"ignore": " May change at a resume.", "report": " May change at a resume.", "refuse": ""}[
         explained.resume
     ]
     live = " May change while the run trains." if explained.live else ""
-    return ["", f"{option.path}: {option.type}{stated}", *_wrapped(f"{option.doc}{allowed}{live}")]
+    return ["", f"{option.path}: {option.type}{assignment}", *_wrapped(f"{option.doc}{allowed}{live}")]
 
 
 def _one(explained: Explained) -> str:
@@ -97,10 +97,10 @@ def _one(explained: Explained) -> str:
 
     option = explained.option
     default = default_text(option) or "not set"
-    where = f", where [{option.table}] is written" if option.table else ""
+    note = f", where [{option.table}] is written" if option.table else ""
     facts = {
         "type": option.type,
-        "default": f"{default}{where}",
+        "default": f"{default}{note}",
         "allowed": ", ".join(option.allowed),
         "read by": option.plugin or "the run itself",
         "flag": f"--{option.path} VALUE",

@@ -60,8 +60,8 @@ def explained(name: str, run: RunFile, plugins: Plugins) -> Explanation:
     choices = [c for c in chosen_by(run) if c[2].use != UNNAMED]
     selected = [c for c in choices if c[0] == c[1].partition(".")[0] == place]
     options = [o for o in run_file_options() if o.path.partition(".")[0] == place]
-    for kind, where, choice in selected:
-        options += plugin_options(plugins, kind, where, choice)
+    for kind, path, choice in selected:
+        options += plugin_options(plugins, kind, path, choice)
     paths = [(o, _unnumbered(o.path, run)) for o in options]
     matches = [o for o, path in paths if f"{path}.".startswith(f"{full_name}.")]
     if not matches:

@@ -89,9 +89,9 @@ def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins
     if not run.data.train:
         additions["data.train"] = placeholder(WHAT["train"])
     for role in needs.roles:
-        where = role.name if role.name in RunFile.model_fields else f"roles.{role.name}"
-        if role.like is None and role.model is None and f"{where}.model" not in values:
-            additions[f"{where}.model"] = placeholder(WHAT["model"])
+        section = role.name if role.name in RunFile.model_fields else f"roles.{role.name}"
+        if role.like is None and role.model is None and f"{section}.model" not in values:
+            additions[f"{section}.model"] = placeholder(WHAT["model"])
     return additions
 
 
@@ -180,7 +180,7 @@ FIRST: Mapping[str, Sequence[str]] = {
     "checkpoint": ("every", "keep", "export_every"),
 }
 """{section: options that matter first, in this order}. A plugin that has none of them shows its first options."""
-MOST = 6
+MANY = 6
 """Options of such a plugin that are shown, besides those that are given or required."""
 FEW = 2
 """Options that are shown of a nested table of such a plugin."""
@@ -224,17 +224,17 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
         if place not in entries and place not in places:
             continue
         for entry in dict.fromkeys(entries.get(place, [""])):
-            where = f"{place}.{entry}" if entry else place
-            options = [*_own(place, where, algorithm), *_of_plugin(run, values, place, where, plugins)]
-            options = _shown(place, where, options, values, algorithm)
+            table = f"{place}.{entry}" if entry else place
+            options = [*_own(place, table, algorithm), *_of_plugin(run, values, place, table, plugins)]
+            options = _shown(place, table, options, values, algorithm)
             options = [
                 replace(o, doc=f"installed: {', '.join(plugin_names(plugins, o.kind))}") if o.kind else o
                 for o in options
             ]
-            yield from _split(section.heading.replace("NAME", entry), where, options, algorithm)
+            yield from _split(section.heading.replace("NAME", entry), table, options, algorithm)
 
 
-def _own(place: str, where: str, algorithm: Algorithm) -> list[Option]:
+def _own(place: str, table: str, algorithm: Algorithm) -> list[Option]:
     """Options of the run file itself in one table. A list of sources is one option."""
     head = f"{place}.0." if place in LISTS else f"{place}.NAME." if place in BY_NAME else f"{place}."
     options = []
@@ -242,50 +242,50 @@ def _own(place: str, where: str, algorithm: Algorithm) -> list[Option]:
         name = option.path.removeprefix(head)
         forms = READ_OF.get(name) if place == "data" else None
         if option.path.startswith(head) and ".0." not in name and (forms is None or algorithm.data in forms):
-            options.append(replace(option, path=f"{where}.{name}"))
+            options.append(replace(option, path=f"{table}.{name}"))
     if place == "data":
         docs = {section.path: section.doc for section in sections()}
         options += [Option(f"data.{use}", "text", None, False, docs[f"data.{use}"]) for use in ("train", "eval")]
     return options
 
 
-def _of_plugin(run: RunFile, values: Values, place: str, where: str, plugins: Plugins) -> list[Option]:
+def _of_plugin(run: RunFile, values: Values, place: str, table: str, plugins: Plugins) -> list[Option]:
     """Options of the plugin that a table selects; none where a placeholder stands for its name."""
     if place in SINGLE:
         choice = getattr(run, place)
     elif place in LISTS and run.reward + run.observer:
-        choice = dict(enumerate(getattr(run, place))).get(int(where.rpartition(".")[2]))
+        choice = dict(enumerate(getattr(run, place))).get(int(table.rpartition(".")[2]))
     else:
         return []
-    use = values.get(f"{where}.use")
+    use = values.get(f"{table}.use")
     if isinstance(choice, Choice) and place == "rollout" and isinstance(use, str):
         choice = choice.model_copy(update={"use": use})
-    return plugin_options(plugins, place, where, choice) if choice is not None else []
+    return plugin_options(plugins, place, table, choice) if choice is not None else []
 
 
-def _shown(place: str, where: str, options: Sequence[Option], values: Values, algorithm: Algorithm) -> list[Option]:
+def _shown(place: str, root: str, options: Sequence[Option], values: Values, algorithm: Algorithm) -> list[Option]:
     """Options that are set, required or matter first, those that matter first in front."""
-    ranks = {f"{where}.{name}": rank for rank, name in enumerate(FIRST.get(place, ("use",)))}
+    ranks = {f"{root}.{name}": rank for rank, name in enumerate(FIRST.get(place, ("use",)))}
     last = len(ranks)
     if not any(o.path in ranks for o in options if o.plugin):
         slots = algorithm.slots if place == "algorithm" else {}
-        ranks |= {f"{where}.{slot}.{name}": last for slot in slots for name in ("use", *slots[slot].defaults)}
+        ranks |= {f"{root}.{slot}.{name}": last for slot in slots for name in ("use", *slots[slot].defaults)}
         of_plugin = [o.path for o in options if o.plugin and o.type != "table" and o.path not in ranks]
         for table in dict.fromkeys(path.rpartition(".")[0] for path in of_plugin):
-            most = MOST if table in (where, *(f"{where}.{slot}" for slot in slots)) else FEW
-            ranks |= dict.fromkeys([path for path in of_plugin if path.rpartition(".")[0] == table][:most], last + 1)
+            limit = MANY if table in (root, *(f"{root}.{slot}" for slot in slots)) else FEW
+            ranks |= dict.fromkeys([path for path in of_plugin if path.rpartition(".")[0] == table][:limit], last + 1)
     paths = {option.path for option in options}
-    deeper = [path for path in values if path.startswith(f"{where}.") and path not in paths]  # within a free table
+    deeper = [path for path in values if path.startswith(f"{root}.") and path not in paths]  # within a free table
     matches = [o for o in options if o.path in values or o.path in ranks or (o.required and not o.table)]
     matches += [Option(path, "any value", None, False, "") for path in deeper]
     return sorted(matches, key=lambda option: ranks.get(option.path, last + 1))
 
 
-def _split(heading: str, where: str, options: Sequence[Option], algorithm: Algorithm) -> Iterator[OptionTable]:
+def _split(heading: str, table: str, options: Sequence[Option], algorithm: Algorithm) -> Iterator[OptionTable]:
     """A table for the section itself, and one for each slot of the algorithm, but for losses that train nothing."""
-    slots = {f"algorithm.{name}": slot for name, slot in algorithm.slots.items()} if where == "algorithm" else {}
-    own = [o for o in options if not o.path.startswith(tuple(f"{path}." for path in slots))]
-    yield OptionTable(heading, where, own)
+    slots = {f"algorithm.{name}": slot for name, slot in algorithm.slots.items()} if table == "algorithm" else {}
+    options_of_table = [o for o in options if not o.path.startswith(tuple(f"{path}." for path in slots))]
+    yield OptionTable(heading, table, options_of_table)
     updates = [u for step in (0, MAX_STEPS - 1) for u in algorithm.updates(step) if isinstance(u, Update)]
     idle = [p for p, s in slots.items() if s.kind == "loss" and p not in {f"algorithm.{u.loss}" for u in updates}]
     for path in slots:

@@ -84,7 +84,7 @@ class PlanCommand(Command):
             return 1 if plan.fits is False else 0
         change = None
         if plan.fits is False:
-            change = nearest(plan, plugins, lambda more: load(args.run_file, [*flags, *more.items()]))
+            change = nearest(plan, plugins, lambda changes: load(args.run_file, [*flags, *changes.items()]))
         if args.json:
             figures = as_json(plan, change, notes) | ({} if times is None else {"step_time": times.as_json()})
             sys.stdout.write(json.dumps(figures, indent=2) + "\n")
@@ -134,8 +134,8 @@ def target(
         device = "cuda" if memory is not None or gpu is not None else "cpu"
     if device == "cpu" and host_memory is not None:
         raise ConfigError("--host-memory applies to nodes with GPUs; on a CPU --device-memory is the host's")
-    own = gpu if device == "cuda" else cpu_memory()
-    size = own if memory is None else parse(memory, "--device-memory")
+    device_memory = gpu if device == "cuda" else cpu_memory()
+    size = device_memory if memory is None else parse(memory, "--device-memory")
     host = None if host_memory is None else parse(host_memory, "--host-memory")
     return Machine(device, size, host, devices_per_node)
 
@@ -195,20 +195,20 @@ def _placement(plan: Plan) -> Table:
     for column in ("role", "where", "model", "parameters", "trained", "micro-batch", "arithmetic"):
         table.add_column(column)
     for name, place in plan.layout.places.items():
-        where = describe(plan.layout, place, name)
+        placement = describe(plan.layout, place, name)
         if name in plan.layout.views:
-            table.add_row(name, where, "", "0", "no", "", "")
+            table.add_row(name, placement, "", "0", "no", "", "")
             continue
         if name == GENERATOR:
             assert plan.layout.engines is not None
             size = plan.layout.engines.size
-            table.add_row(name, where, size.path, f"{size.parameters:,}", "", "", "")
+            table.add_row(name, placement, size.path, f"{size.parameters:,}", "", "", "")
             continue
         role = plan.layout.role(name)
         trained = f"{role.memory.trained:,}" if role.trained else "no"
         tokens = f"{role.memory.micro_tokens} tokens" + (", checkpointed" if role.gradient_checkpointing else "")
         bf16 = "bf16" if role.memory.bf16 else "fp32"
-        table.add_row(name, where, role.size.path, f"{role.size.parameters:,}", trained, tokens, bf16)
+        table.add_row(name, placement, role.size.path, f"{role.size.parameters:,}", trained, tokens, bf16)
     return table
 
 
@@ -217,9 +217,9 @@ def _memory(plan: Plan, group: GroupPlan) -> Table:
 
     from rlhf_cli.plan.phases import PARTS
 
-    each = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
+    devices = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
     names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in group.group.holds.items())
-    table = Table(title=f"Memory of {each}{group.group.title} ({names})", title_justify="left")
+    table = Table(title=f"Memory of {devices}{group.group.title} ({names})", title_justify="left")
     table.add_column("role")
     table.add_column("part")
     phases = list(group.moments)

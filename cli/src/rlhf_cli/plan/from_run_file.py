@@ -54,8 +54,8 @@ def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None)
     roles = {name: _role(run, name, places[name], machine, lengths) for name in run.roles}
     views = _views(run, places, roles)
     for source in {view.of for view in views.values()}:
-        own = [name for name, view in views.items() if view.of == source]
-        roles[source] = _role(run, source, places[source], machine, lengths, own)
+        views_of_source = [name for name, view in views.items() if view.of == source]
+        roles[source] = _role(run, source, places[source], machine, lengths, views_of_source)
     models = tuple(role for name, role in roles.items() if name not in views)
     layout = Layout(models, _engines(run, places, machine, lengths), machine, views, lengths)
     if starts_beside_roles(layout):
@@ -132,7 +132,7 @@ def work_of(run: RunPlugins, name: str, annotated: set[str], batches: int, lengt
 
 def _borrowed(run: RunPlugins, name: str) -> int:
     """Bytes of the fp32 output heads that other roles lend. (In one process they share memory with the lenders.)"""
-    lenders = [each.role for each in run.algorithm.needs().lent if each.to == name]
+    lenders = [loan.role for loan in run.algorithm.needs().lent if loan.to == name]
     specs = [run.spec(lender) for lender in lenders]
     return sum(4 * read_size(spec.path, "lm", spec.trust_remote_code, spec.images).head for spec in specs)
 

@@ -160,14 +160,14 @@ def device_groups(places: Mapping[str, Place], machine: Machine, views: Collecti
         return [DeviceGroup(home, 0, 0, {name: place.ranks for name, place in holders.items()})]
     groups = []
     for home, host in places.items():
-        mine = {name: place for name, place in holders.items() if home in (name, place.share)}
-        if host.share is not None or not mine:
+        group_places = {name: place for name, place in holders.items() if home in (name, place.share)}
+        if host.share is not None or not group_places:
             continue
         slots: list[dict[str, int]] = [{} for _ in range(host.ranks * host.devices)]
-        for name, place in mine.items():
-            each = devices_each(places, name)
+        for name, place in group_places.items():
+            size = devices_each(places, name)
             for rank in range(place.ranks):
-                numbers = range(rank * each, rank * each + (each if name == GENERATOR else 1))
+                numbers = range(rank * size, rank * size + (size if name == GENERATOR else 1))
                 for number in numbers:
                     slots[number][name] = slots[number].get(name, 0) + 1
         groups += _alike(home, slots)

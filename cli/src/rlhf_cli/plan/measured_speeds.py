@@ -20,7 +20,7 @@ from rlhf_runtime.samples.rollout_settings import TRAINING
 
 from rlhf_cli.plan.speeds import GroupTimes, SampleTimes, Speeds, TurnTimes
 
-AGAIN = "Make one with `rlhf train RUN.TOML --run.steps 4 --run.timeline 4`"
+ADVICE = "Make one with `rlhf train RUN.TOML --run.steps 4 --run.timeline 4`"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def step_lines(folder: Path) -> list[dict[str, Any]]:
     if not lines:
         raise ConfigError(
             f"--speeds {folder}: metrics.jsonl has no times of a second step with an update, and the first is not "
-            f"counted. {AGAIN}."
+            f"counted. {ADVICE}."
         )
     return lines
 
@@ -78,28 +78,32 @@ def measured_speeds(folder: Path, waves: bool, batch: int, engines: int) -> Meas
     slices = _slices(folder / "timeline.json")
     turns = [s for s in slices["turn"] if "tokens" in s.arguments]
     starts = _wave_starts(turns, slices["sample"]) if waves else {id(t): t.begin for t in turns}
-    own: defaultdict[tuple[int, int], list[_Slice]] = defaultdict(list)
+    turns_of_sample: defaultdict[tuple[int, int], list[_Slice]] = defaultdict(list)
     for turn in turns:
-        own[turn.arguments["group"], turn.arguments["sample"]].append(turn)
+        turns_of_sample[turn.arguments["group"], turn.arguments["sample"]].append(turn)
     samples: defaultdict[int, list[SampleTimes]] = defaultdict(list)
-    counted: list[_Slice] = []
+    counted_turns: list[_Slice] = []
     for sample in sorted(slices["sample"], key=lambda s: s.arguments["sample"]):
-        about = sample.arguments
-        if about["purpose"] != TRAINING or "status" not in about or about.get("step", 0) < 2:
+        arguments = sample.arguments
+        if arguments["purpose"] != TRAINING or "status" not in arguments or arguments.get("step", 0) < 2:
             continue
-        inside = [t for t in own[about["group"], about["sample"]] if sample.begin <= t.begin and t.end <= sample.end]
-        samples[about["group"]].append(_sample_times(sample, inside))
-        counted += inside
+        sample_turns = [
+            t
+            for t in turns_of_sample[arguments["group"], arguments["sample"]]
+            if sample.begin <= t.begin and t.end <= sample.end
+        ]
+        samples[arguments["group"]].append(_sample_times(sample, sample_turns))
+        counted_turns += sample_turns
     rewards = {s.arguments["group"]: s.end - s.begin for s in slices["rewards"] if s.arguments["purpose"] == TRAINING}
-    if not counted:
-        raise ConfigError(f"--speeds {folder}: timeline.json has no sample of a second step. {AGAIN}.")
+    if not counted_turns:
+        raise ConfigError(f"--speeds {folder}: timeline.json has no sample of a second step. {ADVICE}.")
     groups = [GroupTimes(own_samples, rewards.get(number, 0.0)) for number, own_samples in samples.items()]
     prompts = sum(line["stream/prompts"] for line in lines)
     lost = sum(line["stream/filtered"] + line["stream/failed_groups"] for line in lines)
-    token, beside, request, answers = _sampling_speed(turns, counted, starts, slices["sync"], engines)
+    token, per_sample, request, answers = _sampling_speed(turns, counted_turns, starts, slices["sync"], engines)
     sync = mean_time(lines, "sync")
     pause = mean_time(lines, "sync_pause") or sync
-    speeds = Speeds(groups, token, 0.0, beside, request, sync, pause, other_time(lines), lost / prompts)
+    speeds = Speeds(groups, token, 0.0, per_sample, request, sync, pause, other_time(lines), lost / prompts)
     speeds = replace(speeds, learn_a_token=mean_time(lines, "learn") / (batch * speeds.tokens))
     return Measured(speeds, len(lines), answers)
 
@@ -110,9 +114,9 @@ def _slices(path: Path) -> defaultdict[str, list[_Slice]]:
         text = path.read_text(encoding="utf-8").removesuffix("\n]").removesuffix(",\n").removeprefix("[\n")
         events = [json.loads(line.removesuffix(",")) for line in text.splitlines()]
     except FileNotFoundError:
-        raise ConfigError(f"--speeds {path.parent}: the run has no timeline.json. {AGAIN}.") from None
+        raise ConfigError(f"--speeds {path.parent}: the run has no timeline.json. {ADVICE}.") from None
     except ValueError as error:
-        raise ConfigError(f"--speeds {path.parent}: timeline.json is damaged: {error}. {AGAIN}.") from None
+        raise ConfigError(f"--speeds {path.parent}: timeline.json is damaged: {error}. {ADVICE}.") from None
     slices: defaultdict[str, list[_Slice]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -127,8 +131,8 @@ def _sample_times(sample: _Slice, turns: Sequence[_Slice]) -> SampleTimes:
         return SampleTimes((), sample.end - sample.begin)
     nexts = [*(turn.begin for turn in turns[1:]), sample.end]
     times = tuple(TurnTimes(t.arguments["tokens"], after - t.end) for t, after in zip(turns, nexts, strict=True))
-    whole = max(turn.arguments["context"] + turn.arguments["tokens"] for turn in turns)
-    return SampleTimes(times, turns[0].begin - sample.begin, max(0, whole - sum(t.tokens for t in times)))
+    length = max(turn.arguments["context"] + turn.arguments["tokens"] for turn in turns)
+    return SampleTimes(times, turns[0].begin - sample.begin, max(0, length - sum(t.tokens for t in times)))
 
 
 def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int, float]:
@@ -141,8 +145,8 @@ def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int
     first_end = math.inf
     for turn in [*sorted(turns, key=lambda turn: turn.begin), None]:
         if wave and (turn is None or turn.begin >= first_end):
-            ended = bisect_left(sample_ends, first_end)
-            start = max(wave[-1].begin, sample_ends[ended - 1] if ended else 0.0)
+            count = bisect_left(sample_ends, first_end)
+            start = max(wave[-1].begin, sample_ends[count - 1] if count else 0.0)
             starts |= dict.fromkeys(map(id, wave), start)
             wave, first_end = [], math.inf
         if turn is not None:
@@ -153,7 +157,7 @@ def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int
 
 def _sampling_speed(
     turns: Sequence[_Slice],
-    counted: Sequence[_Slice],
+    counted_turns: Sequence[_Slice],
     starts: Mapping[int, float],
     syncs: Sequence[_Slice],
     engines: int,
@@ -164,30 +168,30 @@ def _sampling_speed(
     moments = np.sort([*starts.values(), *(turn.end for turn in turns)])
     begins, ends = np.sort(list(starts.values())), np.sort([turn.end for turn in turns])
     under_way = np.searchsorted(begins, moments, "right") - np.searchsorted(ends, moments, "right")
-    beside, durations = np.maximum(under_way[:-1] / engines, 1.0), np.diff(moments)
-    begin = np.array([starts[id(turn)] for turn in counted])
-    end = np.array([turn.end for turn in counted])
+    concurrency, durations = np.maximum(under_way[:-1] / engines, 1.0), np.diff(moments)
+    begin = np.array([starts[id(turn)] for turn in counted_turns])
+    end = np.array([turn.end for turn in counted_turns])
     seconds = end - begin
     for sync in syncs:  # nothing is sampled meanwhile
         seconds -= np.clip(np.minimum(end, sync.end) - np.maximum(begin, sync.begin), 0.0, None)
-    tokens = np.array([float(turn.arguments["tokens"]) for turn in counted])
+    tokens = np.array([float(turn.arguments["tokens"]) for turn in counted_turns])
 
     def integral(values: Any) -> Any:
         """Over the time of each turn."""
-        whole = np.concatenate([[0.0], np.cumsum(values * durations)])
-        return np.interp(end, moments, whole) - np.interp(begin, moments, whole)
+        integrals = np.concatenate([[0.0], np.cumsum(values * durations)])
+        return np.interp(end, moments, integrals) - np.interp(begin, moments, integrals)
 
     point = best = np.array([1.0, 0.0, 0.0])
     for step in range(8):  # n is the mean over a turn's tokens, and when these were sampled the result says
-        rates = 1 / np.maximum(point[0] + point[1] * beside, 1e-12)
-        mean = integral(beside * rates) / np.maximum(integral(rates), 1e-12)
-        terms, least = np.stack([tokens, tokens * mean, np.ones_like(tokens)], axis=1), math.inf
+        rates = 1 / np.maximum(point[0] + point[1] * concurrency, 1e-12)
+        mean = integral(concurrency * rates) / np.maximum(integral(rates), 1e-12)
+        terms, smallest = np.stack([tokens, tokens * mean, np.ones_like(tokens)], axis=1), math.inf
         for columns in ([0], [1], [0, 2], [1, 2], [0, 1], [0, 1, 2]):
             values = np.linalg.lstsq(terms[:, columns], seconds, rcond=None)[0]
             error = float(((terms[:, columns] @ values - seconds) ** 2).sum())
-            if (values >= 0).all() and error < 0.95 * least:
-                best, least = np.zeros(3), error
+            if (values >= 0).all() and error < 0.95 * smallest:
+                best, smallest = np.zeros(3), error
                 best[columns] = values
         point = (point + best) / 2 if step else best  # half of the way: a whole one alternates
-    token, more, request = map(float, best)
-    return token, more, request, (float(mean.min()), float(mean.max()))
+    token, per_sample, request = map(float, best)
+    return token, per_sample, request, (float(mean.min()), float(mean.max()))

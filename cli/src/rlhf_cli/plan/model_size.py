@@ -13,7 +13,7 @@ from rlhf_hub.published import model_folder
 EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hub name."
 KEYS = ("k_proj", "key_proj", "key", "k")
 """Names of the matrix of keys."""
-TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv", "W_pack")
+FUSED = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv", "W_pack")
 """Names of one matrix that makes queries, keys and values."""
 LARGE = 2048
 """Height and width of the image, in pixels. Most processors make larger images smaller."""
@@ -66,7 +66,7 @@ def _size(module: Any, config: Any, path: str, head: str, trust_remote_code: boo
     vocabulary, width = embedding.shape
     # fields that differ between layers are refused by the config of the whole
     configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(layers)
-    sizes = tuple(layer_size(layer, own) for layer, own in zip(layers, configs, strict=True))
+    sizes = tuple(layer_size(layer, layer_config) for layer, layer_config in zip(layers, configs, strict=True))
     outputs = _outputs(head, int(vocabulary))
     total = sum(p.numel() for p in module.parameters())
     if head != "lm":
@@ -170,7 +170,7 @@ def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:
         outputs = matrix.numel() // hidden
         if matrix.ndim == 2 and last in KEYS:
             return int(outputs)
-        if matrix.ndim == 2 and last in TOGETHER and outputs > query:
+        if matrix.ndim == 2 and last in FUSED and outputs > query:
             return int(outputs - query) // 2
     return None
 
@@ -215,8 +215,8 @@ def vision_size(module: Any, config: Any, path: str, trust_remote_code: bool) ->
     if width is None or not lists or not reads:
         return None
     name, layers = max(lists, key=lambda entry: len(entry[1]))
-    feed = [m for at, m in layers[0].named_modules() if isinstance(m, nn.Linear) and "att" not in at]
-    behind = [m for at, m in parts if isinstance(m, nn.Linear) and not at.startswith(f"{name}.")]
+    feed = [m for name, m in layers[0].named_modules() if isinstance(m, nn.Linear) and "att" not in name]
+    projector = [m for n, m in parts if isinstance(m, nn.Linear) and not n.startswith(f"{name}.")]
     pixels = reads[0].weight[0].numel()
     patches, tokens = _of_a_large_image(path, trust_remote_code, pixels)
     return VisionSize(
@@ -224,7 +224,7 @@ def vision_size(module: Any, config: Any, path: str, trust_remote_code: bool) ->
         hidden=width,
         ffn=feed[0].out_features if feed else 4 * width,
         gated=len(feed) > 2,
-        projector=sum(m.in_features + m.out_features for m in behind),
+        projector=sum(m.in_features + m.out_features for m in projector),
         pixels=pixels,
         patches=patches,
         tokens=tokens,

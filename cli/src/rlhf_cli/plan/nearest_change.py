@@ -53,10 +53,10 @@ def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) ->
 
     best = Nearest({}, plan)
     for flags in levers(plan, plugins, reload({})):
-        more = {**best.flags, **flags}
-        candidate = attempt(more)
+        changes = {**best.flags, **flags}
+        candidate = attempt(changes)
         if candidate is not None and candidate.missing < best.plan.missing:
-            best = Nearest(more, candidate)
+            best = Nearest(changes, candidate)
         if best.plan.fits:
             return _pruned(best, attempt)
     return best

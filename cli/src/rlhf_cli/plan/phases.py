@@ -95,12 +95,12 @@ def starts_beside_roles(layout: Layout) -> bool:
 def occupied(layout: Layout) -> int:
     """Bytes that roles and processes hold when engines start, on the fullest of the engines' devices."""
     groups = [g for g in device_groups(layout.places, layout.machine, layout.views) if GENERATOR in g.holds]
-    most = 0
+    largest = 0
     for group in groups:
         moment = _at(layout, group, "start", ())
         engine = moment.rows[GENERATOR]
-        most = max(most, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
-    return most
+        largest = max(largest, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
+    return largest
 
 
 def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
@@ -171,9 +171,9 @@ def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
 def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
     role = layout.role(name)
     memory = _held(layout, role, phase, busy)
-    more = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
-    parts = dict.fromkeys([*memory.device, *more])
-    return Held({part: memory.device.get(part, 0) + more.get(part, 0) for part in parts}, memory.host)
+    additions = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
+    parts = dict.fromkeys([*memory.device, *additions])
+    return Held({part: memory.device.get(part, 0) + additions.get(part, 0) for part in parts}, memory.host)
 
 
 def _sending(layout: Layout, role: RoleLayout) -> int:
@@ -223,6 +223,6 @@ def _shares_with_engines(layout: Layout, name: str) -> bool:
     if GENERATOR not in places:
         return False
     home = places[GENERATOR].share or GENERATOR
-    mine = places[name].share or name
-    others = [n for n, place in places.items() if n != GENERATOR and (place.share or n) == home]
-    return mine == home and bool(others)
+    device_owner = places[name].share or name
+    sharers = [n for n, place in places.items() if n != GENERATOR and (place.share or n) == home]
+    return device_owner == home and bool(sharers)

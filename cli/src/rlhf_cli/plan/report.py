@@ -84,10 +84,10 @@ def assumptions(plan: Plan, replan: Callable[[Lengths], Plan]) -> Iterable[str]:
         return
 
     def cost(shorter: Lengths) -> str:
-        less = _peak(plan) - _peak(replan(shorter))
-        if less <= 0:  # half as many tokens may fill fewer micro-batches, whose gradients exist at another moment
+        saving = _peak(plan) - _peak(replan(shorter))
+        if saving <= 0:  # half as many tokens may fill fewer micro-batches, whose gradients exist at another moment
             return "the peak is not lower if they are half as long"
-        return f"if they are half as long, the peak is {text(less)} lower"
+        return f"if they are half as long, the peak is {text(saving)} lower"
 
     rows = "" if lengths.measured else f": {cost(lengths.with_half_the_rows())}"
     yield f"counts with {lengths.source}{rows}"
@@ -116,14 +116,14 @@ def describe(layout: Layout, place: Place, name: str) -> str:
     if not layout.machine.processes:
         return "in this process" + (f", {layout.views[name].of}'s without adapters" if name in layout.views else "")
     if name in layout.views:
-        of, devices = layout.views[name].of, place.ranks * place.devices
-        idle = "" if place.share else f"; {devices} device{'s' * (devices > 1)} of its own idle: share those of {of}"
-        return f"{of}'s model without adapters{idle}"
+        owner, devices = layout.views[name].of, place.ranks * place.devices
+        idle = "" if place.share else f"; {devices} device{'s' * (devices > 1)} of its own idle: share those of {owner}"
+        return f"{owner}'s model without adapters{idle}"
     noun = "engine" if name == GENERATOR else "rank"
     count = f"{place.ranks} {noun}{'s' if place.ranks > 1 else ''}"
     if place.share is not None:
-        own = f" of {place.devices} devices" if name == GENERATOR and place.devices > 1 else ""
-        return f"{count}{own} on the devices of {place.share}"
+        engine_devices = f" of {place.devices} devices" if name == GENERATOR and place.devices > 1 else ""
+        return f"{count}{engine_devices} on the devices of {place.share}"
     return f"{count} of {place.devices} device{'s' if place.devices > 1 else ''}"
 
 

@@ -56,30 +56,30 @@ class Lengths:
     def with_half_the_rows(self) -> Lengths:
         """Half the prompt where answers are sampled, else half of everything."""
         if self.sampled:
-            less = self.prompt // 2
-            return replace(self, prompt=self.prompt - less, longest=self.longest - less, unit=self.unit - less)
+            saving = self.prompt // 2
+            return replace(self, prompt=self.prompt - saving, longest=self.longest - saving, unit=self.unit - saving)
         return replace(self, prompt=self.prompt // 2, longest=self.longest // 2, unit=self.unit // 2, step=None)
 
 
-def limits(run: RunPlugins, why: str) -> Lengths:
+def limits(run: RunPlugins, reason: str) -> Lengths:
     """The run file's own limits. A prompt that is not limited takes what ``max_new_tokens`` leaves, or half for pairs
     and for several turns.
 
     Args:
-        why: the rows are not read.
+        reason: the rows are not read.
     """
     config, pairs = run.config, run.algorithm.data == "pairs"
     data = config.data
     longest = data.max_tokens
     if _one_turn(run) and data.max_prompt_tokens is not None:
         longest = min(longest, data.max_prompt_tokens + config.sampling.max_new_tokens)
-    several = pairs or config.env is not None
-    prompt = longest // 2 if several else max(0, longest - config.sampling.max_new_tokens)
+    has_pairs = pairs or config.env is not None
+    prompt = longest // 2 if has_pairs else max(0, longest - config.sampling.max_new_tokens)
     prompt = min(data.max_prompt_tokens or prompt, longest - 1) if run.online or pairs else 0
     option = f"data.max_tokens = {data.max_tokens}"
     if data.max_prompt_tokens is not None:
         option += f", data.max_prompt_tokens = {data.max_prompt_tokens}"
-    source = f"rows as long as {option} allows, because {why}"
+    source = f"rows as long as {option} allows, because {reason}"
     return Lengths(prompt, longest, longest * (2 if pairs else 1), source, sampled=run.online)
 
 
@@ -110,11 +110,11 @@ def _measured(run: RunPlugins) -> Lengths:
     data = TrainData(config.data, tokenizer, form, config.run.seed, run.algorithm.needs().answered, run.commits)
     tools = _tokens_of_tools(data, run.rollout) if run.online and run.rollout is not None else 0
 
-    def sizes(count: int, order: Iterator[Row], most: int | None = None) -> list[tuple[int, int, int]]:
-        """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``most`` usable rows."""
+    def sizes(count: int, order: Iterator[Row], limit: int | None = None) -> list[tuple[int, int, int]]:
+        """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``limit`` usable rows."""
         lengths: list[tuple[int, int, int]] = []
         for _, row in zip(range(count), order, strict=False):
-            if len(lengths) == most:
+            if len(lengths) == limit:
                 break
             verdict = data.judge(row, row.source in data.answered)
             if verdict.kind:
@@ -136,19 +136,19 @@ def _measured(run: RunPlugins) -> Lengths:
     ]
     if not train:
         return limits(run, "no row is usable")
-    most, new = config.data.max_tokens, config.sampling.max_new_tokens
+    max_tokens, new = config.data.max_tokens, config.sampling.max_new_tokens
     scope = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
     if len(train) == limit:
         scope = f"the {limit} rows of the run's steps"
     held_out_prompt = max((p for _, p, _ in held_out), default=0)
-    held_out_longest = min(most, held_out_prompt + (config.eval.max_new_tokens or new)) if held_out else 0
+    held_out_longest = min(max_tokens, held_out_prompt + (config.eval.max_new_tokens or new)) if held_out else 0
     unit, prompt, _ = max(train)
     longest = max(tokens for _, _, tokens in train)
     if run.online:
         prompt = longest
-        longest = unit = min(most, prompt + new) if _one_turn(run) else most
+        longest = unit = min(max_tokens, prompt + new) if _one_turn(run) else max_tokens
     elif form == "labels":  # an algorithm may put a prompt before the answer of another row
-        longest = unit = min(most, max(p for _, p, _ in train) + max(tokens - p for _, p, tokens in train))
+        longest = unit = min(max_tokens, max(p for _, p, _ in train) + max(tokens - p for _, p, tokens in train))
     step = None
     if form not in ("prompts", "labels"):
         computed, size = [unit - prompt * (form == "pairs") for unit, prompt, _ in train], config.data.batch_size

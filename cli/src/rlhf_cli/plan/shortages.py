@@ -116,5 +116,5 @@ def _how(layout: Layout, name: str, part: str) -> str:
     if name == GENERATOR and layout.engines is not None:
         return layout.engines.memory.arithmetic.get(part, "")
     role = layout.role(name)
-    lent = f" + {text(role.borrowed)} of heads that others lend" if part == "weights" and role.borrowed else ""
-    return role.memory.arithmetic.get(part, "") + lent
+    heads = f" + {text(role.borrowed)} of heads that others lend" if part == "weights" and role.borrowed else ""
+    return role.memory.arithmetic.get(part, "") + heads

@@ -107,14 +107,14 @@ class Distribution:
     def parse(cls, text: str, option: str) -> Distribution:
         """``MEAN`` or ``MEAN,P95``. Raises ConfigError if ``text`` is neither, or no such distribution has both."""
         try:
-            mean, *more = (float(part) for part in text.split(","))
-            [p95] = more or [mean]
+            mean, *quantile = (float(part) for part in text.split(","))
+            [p95] = quantile or [mean]
         except ValueError:
             raise ConfigError(f"{option} is {text!r}; give MEAN or MEAN,P95, e.g. 300 or 300,800") from None
-        most = math.exp(_Z95**2 / 2) * mean
-        if not (0 < mean < math.inf and mean <= p95 <= most):
+        bound = math.exp(_Z95**2 / 2) * mean
+        if not (0 < mean < math.inf and mean <= p95 <= bound):
             raise ConfigError(
-                f"{option} is {text!r}: the mean must be above 0, and P95 from the mean to {most:g}, which is the "
+                f"{option} is {text!r}: the mean must be above 0, and P95 from the mean to {bound:g}, which is the "
                 "largest of a log-normal distribution with this mean"
             )
         return cls(mean, p95)

@@ -52,9 +52,14 @@ class StepTimes:
 
     def as_json(self) -> dict[str, Any]:
         layouts = [
-            {"name": each.name, "options": dict(each.options), **asdict(each.time), "devices_idle": each.devices_idle}
-            | {"per_second": each.batch / each.time.step}
-            for each in self.layouts
+            {
+                "name": layout.name,
+                "options": dict(layout.options),
+                **asdict(layout.time),
+                "devices_idle": layout.devices_idle,
+            }
+            | {"per_second": layout.batch / layout.time.step}
+            for layout in self.layouts
         ]
         return {
             "layouts": layouts,
@@ -67,29 +72,29 @@ class StepTimes:
         from rich.table import Table
 
         table = Table(title="Step time", title_justify="left")
-        shared = any(each.devices_idle is not None for each in self.layouts)
+        shared = any(layout.devices_idle is not None for layout in self.layouts)
         numbers = ["s/step", "samples/s", "waits [s]", "learns [s]", "syncs [s]", "trainer idle", "engines idle"]
         table.add_column("layout")
         table.add_column("options", overflow="fold")
         for column in [*numbers, *(["devices idle"] if shared else [])]:
             table.add_column(column, justify="right")
-        for each in self.layouts:
-            time = each.time
-            row = [f"{time.step:.2f}", f"{each.batch / time.step:.3g}"]
+        for layout in self.layouts:
+            time = layout.time
+            row = [f"{time.step:.2f}", f"{layout.batch / time.step:.3g}"]
             row += [f"{seconds:.2f}" for seconds in (time.generate, time.learn, time.sync)]
-            idle = (time.trainer_idle, time.engines_idle, each.devices_idle)
+            idle = (time.trainer_idle, time.engines_idle, layout.devices_idle)
             row += ["" if share is None else f"{share:.0%}" for share in idle]
-            flags = " ".join(f"--{path} {value}" for path, value in each.options.items())
-            table.add_row(each.name, flags or "as in this run file", *row[: len(table.columns) - 2])
+            flags = " ".join(f"--{path} {value}" for path, value in layout.options.items())
+            table.add_row(layout.name, flags or "as in this run file", *row[: len(table.columns) - 2])
         return table
 
     def lines(self) -> Iterator[str]:
         yield from self.notes
         reasons: dict[str, list[str]] = {}
-        for name, why in self.left_out.items():
-            reasons.setdefault(why, []).append(name)
-        for why, names in reasons.items():
-            yield f"not possible: {'; '.join(names)}. {why}"
+        for name, reason in self.left_out.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            yield f"not possible: {'; '.join(names)}. {reason}"
 
 
 def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, Place]) -> StepTimes | None:
@@ -112,14 +117,14 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
     one_place = engines.share is not None or "in_process" in run.parts["launcher"].resolved.cls.capabilities
     failures = training_failures(run.config, lambda note: None)
     settings = training_settings(run.config, failures, run.algorithm.needs())
-    for name, options, each in _layouts(run):
-        if problems := [*sampling.stream(each), *sections.curriculum(each)]:
+    for name, options, layout in _layouts(run):
+        if problems := [*sampling.stream(layout), *sections.curriculum(layout)]:
             left_out[name] = problems[0]
             continue
-        if each.config.sync.in_flight != "continue":
-            left_out[name] = f"sync.in_flight = {each.config.sync.in_flight!r} is not planned; 'continue' is."
+        if layout.config.sync.in_flight != "continue":
+            left_out[name] = f"sync.in_flight = {layout.config.sync.in_flight!r} is not planned; 'continue' is."
             continue
-        stream = each.config.stream
+        stream = layout.config.stream
         time = virtual_run(speeds, stream, settings, run.config.data.batch_size, engines.ranks, _limit(run))
         idle = max(0.0, time.trainer_idle + time.engines_idle - 1) if one_place and stream.mode == "waves" else None
         layouts.append(LayoutTime(name, options, time, batch, idle))
@@ -129,12 +134,14 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
 
 def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]]:
     """(name, options as flags, the run with them); the run file's own is the first, and has no flags."""
-    own = run.config.stream
-    more = [f"{option} {value}" for option, plain in PLAIN.items() if (value := getattr(own, option)) != plain]
-    yield ", ".join([own.mode, f"staleness {own.staleness}", *more]), {}, run
+    section = run.config.stream
+    differences = [
+        f"{option} {value}" for option, plain in PLAIN.items() if (value := getattr(section, option)) != plain
+    ]
+    yield ", ".join([section.mode, f"staleness {section.staleness}", *differences]), {}, run
     for mode, staleness in LAYOUTS:
-        stream = own.model_copy(update={"mode": mode, "staleness": staleness, **PLAIN})
-        if stream == own:
+        stream = section.model_copy(update={"mode": mode, "staleness": staleness, **PLAIN})
+        if stream == section:
             continue
         sync: dict[str, Any] = {} if mode == "continuous" else {"in_flight": "continue", "keys": "recompute"}
         update = {"stream": stream, "sync": run.config.sync.model_copy(update=sync)}
@@ -168,16 +175,16 @@ def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
     """The run in ``folder``. Raises ConfigError if one of the options has another value there."""
     record, config = RunRecord.read(folder), run.config.model_dump(mode="json")
     for path in options:
-        own: Any = config
+        value: Any = config
         for part in path.split("."):
-            own = own.get(part) if isinstance(own, Mapping) else None
+            value = value.get(part) if isinstance(value, Mapping) else None
         default = 1 if path.startswith("placement") else None
-        theirs = record.option(path, default)
-        if (own if own is not None else default) != theirs:
+        recorded = record.option(path, default)
+        if (value if value is not None else default) != recorded:
             flag = "--tokens-per-second" if options is SAMPLING else "--learn-seconds"
             raise ConfigError(
-                f"--speeds {folder}: its {path} is {theirs!r}, here it is {own!r}, so its speeds are not those of this "
-                f"run. Give a short run with the same value, or {flag}."
+                f"--speeds {folder}: its {path} is {recorded!r}, here it is {value!r}, so its speeds are not those of "
+                f"this run. Give a short run with the same value, or {flag}."
             )
     return record
 
@@ -230,9 +237,9 @@ def _notes(folder: Path | None, measured: Measured | None, speeds: Speeds, batch
         f"{speeds.sync:.3g} s a sync, {speeds.other:.3g} s a step between the phases"
     )
     if measured is not None:
-        fewest, most = measured.answers
+        fewest, largest = measured.answers
         yield (
-            f"measured in {folder}: {measured.steps} steps, with {fewest:.0f} to {most:.0f} answers at once on an "
+            f"measured in {folder}: {measured.steps} steps, with {fewest:.0f} to {largest:.0f} answers at once on an "
             "engine. How fast more at once are is extrapolated"
         )
 

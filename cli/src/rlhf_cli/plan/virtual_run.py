@@ -91,12 +91,12 @@ class VirtualEngines:
 
     def generate(self, requests: Sequence[int]) -> Iterator[tuple[int, None]]:
         """A wave: all answers begin at once. Each is handed over at its last token."""
-        seconds, before = self._speeds.request, 0
-        for ended, position in enumerate(sorted(range(len(requests)), key=requests.__getitem__)):
-            left = len(requests) - ended
-            part = (requests[position] - before) * self._seconds_of_a_token(left)
+        seconds, tokens_done = self._speeds.request, 0
+        for count, position in enumerate(sorted(range(len(requests)), key=requests.__getitem__)):
+            left = len(requests) - count
+            part = (requests[position] - tokens_done) * self._seconds_of_a_token(left)
             self._busy += part * min(1.0, left / self._count)
-            seconds, before = seconds + part, requests[position]
+            seconds, tokens_done = seconds + part, requests[position]
             self._main.after = seconds
             yield position, None
         self._busy += self._speeds.request * min(1.0, len(requests) / self._count)

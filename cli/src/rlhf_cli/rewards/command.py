@@ -66,14 +66,16 @@ class RewardsTryCommand(Command):
         from rlhf_runtime.report.recorded_samples import samples_file
 
         flags = overrides(args, {"data": "data.eval"})
-        own = [flag for flag in flags if run is not None and args.reward and flag[0].partition(".")[0] == "reward"]
+        reward_flags = [
+            flag for flag in flags if run is not None and args.reward and flag[0].partition(".")[0] == "reward"
+        ]
         path = args.run_file if run is None else str(run / "config.toml")
-        config = load(path, [flag for flag in flags if flag not in own], algorithm="score")
+        config = load(path, [flag for flag in flags if flag not in reward_flags], algorithm="score")
         if run is not None:
             data = config.data.model_copy(update={"eval": config.data.train})
             config = config.model_copy(update={"data": data, "env": None})
-        if own:  # in place of the run's rewards, whose options are not theirs
-            config = config.model_copy(update={"reward": load(None, own, algorithm="score").reward})
+        if reward_flags:  # in place of the run's rewards, whose options are not theirs
+            config = config.model_copy(update={"reward": load(None, reward_flags, algorithm="score").reward})
         if not config.data.eval:
             raise ConfigError("no data is named. Set --data FILE, or name the folder of a run.")
         if not config.reward:

@@ -26,7 +26,7 @@ from rlhf_cli.jobs.score_answers import first_rows, prepare, score_groups
 EMPTY, REPEATED, FORMAT, BURIED = "empty", "the prompt repeated", "format alone", "right answer buried in others"
 FRAME = "<think>\n</think>\n<answer>\n\\boxed{}\n</answer>\n####"
 """Every form that rewards here look for, without content."""
-OTHERS = 6
+BURYING = 6
 """Answers of other rows around the right one."""
 TRUTHS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "label")
 """Columns of the right answer, where no reward says which column it needs."""
@@ -65,12 +65,12 @@ def try_rewards(
     Raises ConfigError, PluginError, DataError, CheckpointError or ModelError saying what to change. A failed call of a
     reward is part of the trial.
     """
-    placed, data = prepare(config, plugins)
+    plugins_of_run, data = prepare(config, plugins)
     for text in data.notes:
         note(text)
     sources, left_out = data.sources["eval"], Counter[str]()
     if file is None:
-        answers = GivenAnswers(sources, columns, data.template, placed.config.data)
+        answers = GivenAnswers(sources, columns, data.template, plugins_of_run.config.data)
         groups = [answers.group(number, left_out) for number in first_rows(sources, config.eval.max_rows)]
     else:
         groups = read_groups(file, _finder(sources))
@@ -79,19 +79,19 @@ def try_rewards(
     groups = [group for group in groups if group.trajectories]
     if not groups:
         raise DataError(f"there is no answer to score{': ' + str(dict(left_out)) if left_out else ''}.")
-    truth = _truth_column(placed.rewards, groups)
+    truth = _truth_column(plugins_of_run.rewards, groups)
     probed = _probes(data, groups, probes, truth)
     calls: list[RewardCall] = []
     with ExitStack() as closing:
         main = MainThread()
         closing.callback(main.close)
-        scorer = start_scorer(placed, main, closing)
+        scorer = start_scorer(plugins_of_run, main, closing)
         scorer.calls = calls
         count = closing.enter_context(phase("scoring answers"))
-        everything = [*groups, *(group for group, _ in probed)]
-        ended = iter(range(1, len(everything) + 1))
-        main.run(score_groups(scorer, everything, lambda: count(next(ended), len(everything))))
-    rewards = {reward.name: reward for reward in placed.rewards}
+        all_groups = [*groups, *(group for group, _ in probed)]
+        numbers = iter(range(1, len(all_groups) + 1))
+        main.run(score_groups(scorer, all_groups, lambda: count(next(numbers), len(all_groups))))
+    rewards = {reward.name: reward for reward in plugins_of_run.rewards}
     return Trial(rewards, groups, calls, probed, left_out, truth)
 
 
@@ -113,10 +113,10 @@ def _probes(data: TrainData, groups: Sequence[Group], rows: int, column: str) ->
     probes: list[tuple[Group, list[str]]] = []
     for group, truth in zip(groups[:rows], truths, strict=False):
         texts = {EMPTY: "", REPEATED: _prompt(data, group), FORMAT: FRAME}
-        others = [other for other in different if other != truth][:OTHERS]
-        if truth and others:
-            middle = (len(others) + 1) // 2
-            texts[BURIED] = "\n".join([*others[:middle], truth, *others[middle:]])
+        wrong_answers = [other for other in different if other != truth][:BURYING]
+        if truth and wrong_answers:
+            middle = (len(wrong_answers) + 1) // 2
+            texts[BURIED] = "\n".join([*wrong_answers[:middle], truth, *wrong_answers[middle:]])
         probe, names = Group(group.row, len(groups) + len(probes), []), list[str]()
         for name, text in texts.items():
             try:

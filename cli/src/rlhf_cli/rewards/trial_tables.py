@@ -22,7 +22,7 @@ BINS = 8
 """Bars of a histogram. A reward with at most as many different values has one for each."""
 BAR = 32
 """Characters of the longest bar."""
-MOST = 5
+MAX_ROWS = 5
 """Rows of a table of examples."""
 SCALED = 1e-9
 """Values that differ by less, relative to their spread, are equal."""
@@ -42,7 +42,7 @@ def sections(trial: Trial) -> list[TrialTable]:
     """The findings, the most important ones first."""
     summary = _summary(trial)
     probes, cheats = _probes(trial)
-    notes = [*_constant_notes(trial), *cheats, *(f"left out: {n} {why}" for why, n in trial.left_out.items())]
+    notes = [*_constant_notes(trial), *cheats, *(f"left out: {n} {reason}" for reason, n in trial.left_out.items())]
     parts = [
         TrialTable("Rewards", ("reward", "answers", "mean", "std", "min", "max", "none", "failed", "constant groups"),
                 summary, notes),
@@ -71,10 +71,10 @@ def _summary(trial: Trial) -> list[tuple[str, ...]]:
         failed = sum(name not in trajectory.rewards for _, trajectory in _answers(trial))
         spread = statistics.pstdev(values) if values else None
         numbers = (statistics.fmean(values), spread, min(values), max(values)) if values else (None,) * 4
-        constant, several = _constant(trial, name)
+        constant, compared = _constant(trial, name)
         none = count - failed - len(values)
         rows.append(
-            (name, str(len(values)), *map(_number, numbers), str(none), str(failed), f"{constant} of {several}")
+            (name, str(len(values)), *map(_number, numbers), str(none), str(failed), f"{constant} of {compared}")
         )
     return rows
 
@@ -84,17 +84,17 @@ def _constant(trial: Trial, name: str) -> tuple[int, int]:
     groups = [
         [v for t in group.trajectories if (v := value_of(t.rewards.get(name))) is not None] for group in trial.groups
     ]
-    several = [values for values in groups if len(values) > 1]
-    return sum(min(values) == max(values) for values in several), len(several)
+    compared = [values for values in groups if len(values) > 1]
+    return sum(min(values) == max(values) for values in compared), len(compared)
 
 
 def _constant_notes(trial: Trial) -> list[str]:
     return [
-        f"{name}: {constant} of {several} groups have one value for all answers, from which nothing is learnt by "
+        f"{name}: {constant} of {compared} groups have one value for all answers, from which nothing is learnt by "
         "comparison within a group"
         for name in trial.rewards
-        for constant, several in [_constant(trial, name)]
-        if several and 2 * constant > several
+        for constant, compared in [_constant(trial, name)]
+        if compared and 2 * constant > compared
     ]
 
 
@@ -117,26 +117,26 @@ def _agreement(trial: Trial) -> Iterator[TrialTable]:
     pairs = []
     examples: list[tuple[float, tuple[str, ...]]] = []
     for first, second in combinations(trial.rewards, 2):
-        both = [
+        pairs_of_scores = [
             (a, b, group, trajectory)
             for group, trajectory in _answers(trial)
             if (a := value_of(trajectory.rewards.get(first))) is not None
             and (b := value_of(trajectory.rewards.get(second))) is not None
         ]
-        columns = [[a for a, *_ in both], [b for _, b, *_ in both]]
+        columns = [[a for a, *_ in pairs_of_scores], [b for _, b, *_ in pairs_of_scores]]
         spreads = [statistics.pstdev(column) if column else 0.0 for column in columns]
         if min(spreads) <= SCALED:
-            pairs.append((first, second, str(len(both)), "one of them is constant"))
+            pairs.append((first, second, str(len(pairs_of_scores)), "one of them is constant"))
             continue
         means = [statistics.fmean(column) for column in columns]
-        scaled = [((a - means[0]) / spreads[0], (b - means[1]) / spreads[1]) for a, b, *_ in both]
-        pairs.append((first, second, str(len(both)), f"{statistics.fmean(x * y for x, y in scaled):+.2f}"))
-        for (x, y), (a, b, group, trajectory) in zip(scaled, both, strict=True):
+        scaled = [((a - means[0]) / spreads[0], (b - means[1]) / spreads[1]) for a, b, *_ in pairs_of_scores]
+        pairs.append((first, second, str(len(pairs_of_scores)), f"{statistics.fmean(x * y for x, y in scaled):+.2f}"))
+        for (x, y), (a, b, group, trajectory) in zip(scaled, pairs_of_scores, strict=True):
             text = (f"{first} {_number(a)}, {second} {_number(b)}", *_place(group, trajectory))
             examples.append((abs(x - y), text))
     yield TrialTable("Agreement", ("reward", "reward", "answers", "correlation"), pairs)
     examples.sort(key=lambda example: -example[0])
-    rows = [text for distance, text in examples[:MOST] if distance > 1]
+    rows = [text for distance, text in examples[:MAX_ROWS] if distance > 1]
     notes = ["compared by their distance from each reward's mean, in its standard deviations"] if rows else []
     yield TrialTable("Answers of which rewards think most differently", ("values", "row", "answer"), rows, notes)
 
@@ -151,9 +151,9 @@ def _probes(trial: Trial) -> tuple[TrialTable, list[str]]:
     answers = {(group.row.source, group.row.index): group for group in trial.groups}
     gains: defaultdict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for probe, names in trial.probes:
-        own = answers[(probe.row.source, probe.row.index)]
+        group = answers[(probe.row.source, probe.row.index)]
         for reward in trial.rewards:
-            values = [v for t in own.trajectories if (v := value_of(t.rewards.get(reward))) is not None]
+            values = [v for t in group.trajectories if (v := value_of(t.rewards.get(reward))) is not None]
             for name, trajectory in zip(names, probe.trajectories, strict=True):
                 value = value_of(trajectory.rewards.get(reward))
                 if value is not None and values:
@@ -169,12 +169,14 @@ def _probes(trial: Trial) -> tuple[TrialTable, list[str]]:
         if pays:
             notes.append(f"{reward}: {name}: {_number(value)} on average, and the given answers get {_number(mean)}")
     columns = ("reward", "answer", "mean", "given answers", "as good as the best of its row", "")
-    about = [f"the right answer is the column {trial.truth!r}" if trial.truth else "the right answer is not known"]
-    return TrialTable("Answers that try to cheat", columns, rows, about if rows else ()), notes
+    notes_on_truth = [
+        f"the right answer is the column {trial.truth!r}" if trial.truth else "the right answer is not known"
+    ]
+    return TrialTable("Answers that try to cheat", columns, rows, notes_on_truth if rows else ()), notes
 
 
 def _slowest(trial: Trial) -> TrialTable:
-    calls = sorted(trial.calls, key=lambda call: -call.seconds)[:MOST]
+    calls = sorted(trial.calls, key=lambda call: -call.seconds)[:MAX_ROWS]
     rows = [(call.reward, f"{call.seconds:.3f}", *_samples(call)) for call in calls]
     return TrialTable("Slowest calls", ("reward", "seconds", "row", "answers", "first answer"), rows)
 
@@ -198,8 +200,8 @@ def _failures(trial: Trial) -> TrialTable:
     expired = sum(len(calls) for (_, late, _), calls in failures.items() if late)
     failed = sum(map(len, failures.values())) - expired
     notes = [f"{expired} calls took longer than their deadline, {failed} failed otherwise"] if rows else []
-    columns = ("reward", "", "calls", "first row", "first answer", WHOLE)
-    return TrialTable("Calls without a result", columns, rows[: 2 * MOST], notes)
+    columns = ("reward", "", "calls", "first row", "first answer", MESSAGE)
+    return TrialTable("Calls without a result", columns, rows[: 2 * MAX_ROWS], notes)
 
 
 def _number(value: float | None) -> str:
@@ -208,7 +210,7 @@ def _number(value: float | None) -> str:
 
 LONGEST = 60
 """Characters of a cell in a terminal. The page has whole texts."""
-WHOLE = "message"
+MESSAGE = "message"
 """The column whose cells are never cut: the cause of an error is often its last words."""
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
@@ -245,8 +247,8 @@ def as_page(title: str, parts: Sequence[TrialTable]) -> str:
 
 def _table(part: TrialTable) -> str:
     rows = [part.columns, *part.rows] if part.rows else []
-    longest = [sys.maxsize if column == WHOLE else LONGEST for column in part.columns]
-    cells = [[_cell(cell, most) for cell, most in zip(row, longest, strict=True)] for row in rows]
+    longest = [sys.maxsize if column == MESSAGE else LONGEST for column in part.columns]
+    cells = [[_cell(cell, limit) for cell, limit in zip(row, longest, strict=True)] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(set_cell_size(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([part.title, *(f"  - {note}" for note in part.notes), *(f"  {line}" for line in lines), ""])

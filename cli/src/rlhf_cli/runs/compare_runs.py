@@ -30,8 +30,8 @@ def print_comparison(
     """
     names = [str(record.path) for record in records]
     grid = table("", *names)
-    for label, of in (("algorithm", "algorithm"), ("model", "model")):
-        grid.add_row(label, *(str(getattr(record, of)) for record in records))
+    for label, field in (("algorithm", "algorithm"), ("model", "model")):
+        grid.add_row(label, *(str(getattr(record, field)) for record in records))
     grid.add_row("state", *(record.state[0] for record in records))
     grid.add_row("steps", *(f"{record.steps_done} of {record.total_steps or '?'}" for record in records))
     bests = [record.best for record in records]

@@ -39,14 +39,14 @@ class Curve:
 def draw(curves: Sequence[Curve], colour: bool, width: int = WIDTH, height: int = HEIGHT) -> Text:
     """At most two curves with their axes. With ``colour`` both are in one picture; otherwise in two pictures, one below
     the other, with the same axes. Empty if no curve has a finite value."""
-    several, curves = len(curves) > 1, [curve for curve in curves if curve.finite]
+    has_legend, curves = len(curves) > 1, [curve for curve in curves if curve.finite]
     points = [point for curve in curves for point in curve.finite]
     if not points:
         return Text()
     steps, values = [step for step, _ in points], [value for _, value in points]
     axes = (min(steps), max(steps), min(values), max(values))
     cells = [_cells(curve.finite, axes, width, height) for curve in curves]
-    if colour or not several:
+    if colour or not has_legend:
         return _picture(cells, axes, width, height, colour)
     pictures = [
         Text.assemble(f"{curve.name}\n", _picture([cell], axes, width, height, False))
@@ -79,12 +79,12 @@ def _cells(points: Sequence[tuple[int, float]], axes: Axes, width: int, height: 
     }
     ends = list(rows.items())
     for (left, start), (right, end) in pairwise([*ends[:1], *ends]):
-        before = round(start)
+        previous = round(start)
         for column in range(left, right + 1):
             row = round(start + (end - start) * (column - left) / (right - left or 1))
-            for dot in range(row, before) if row < before else range(min(before + 1, row), row + 1):
+            for dot in range(row, previous) if row < previous else range(min(previous + 1, row), row + 1):
                 cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
-            before = row
+            previous = row
     return cells
 
 

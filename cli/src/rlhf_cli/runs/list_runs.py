@@ -33,8 +33,8 @@ class RunsCommand(Command):
 
         folder: Path = args.folder
         if not folder.is_dir():
-            why = "is a file" if folder.exists() else "does not exist"
-            raise ConfigError(f"the folder {folder} {why}. Name the folder that holds runs: `rlhf runs FOLDER`.")
+            reason = "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(f"the folder {folder} {reason}. Name the folder that holds runs: `rlhf runs FOLDER`.")
         records = sorted(map(RunRecord.read, find_runs(folder)), key=lambda record: record.time, reverse=True)
         if not records and not args.json:
             raise ConfigError(
@@ -53,7 +53,7 @@ def summary(record: Any, folder: Path) -> dict[str, Any]:
     from rlhf_runtime.observe.progress import HEADLINE
     from rlhf_runtime.report.recorded_samples import as_number
 
-    state, why = record.state
+    state, reason = record.state
     last = None
     for label in ("reward", "loss"):
         number = next((value for n in HEADLINE[label] if (value := as_number(record.last.get(n))) is not None), None)
@@ -61,16 +61,16 @@ def summary(record: Any, folder: Path) -> dict[str, Any]:
             last = {"name": label, "value": number}
             break
     best = record.best
-    inside = record.path.relative_to(folder)
+    relative = record.path.relative_to(folder)
     return {
-        "run": str(inside) if inside.parts else record.path.name,
+        "run": str(relative) if relative.parts else record.path.name,
         "path": str(record.path),
         "algorithm": record.algorithm,
         "model": record.model,
         "step": record.steps_done,
         "steps": record.total_steps,
         "state": state,
-        "why": why,
+        "why": reason,
         "last": last,
         "best": None if best is None else {"metric": best.metric, "value": best.value, "step": best.step},
         "time": record.time.isoformat(timespec="seconds"),

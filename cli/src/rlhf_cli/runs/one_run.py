@@ -22,7 +22,7 @@ from rlhf_cli.runs.output import STATE_STYLES, has_colour, table
 
 DRAWN = ("reward", "loss", "pass@1", "eval loss")
 """What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
-NOTHING = object()
+ABSENT = object()
 TIME = "%Y-%m-%d %H:%M"
 
 
@@ -71,11 +71,9 @@ def _print_options(console: Console, record: RunRecord) -> None:
             soft_wrap=True,
         )
         return
-    values = {path: record.option(path, NOTHING) for path in paths}
+    values = {path: record.option(path, ABSENT) for path in paths}
     _print_heading(console, "Options that differ from their defaults")
-    texts = {
-        path: value_text(value) for path, value in values.items() if value is not NOTHING and path not in OF_A_CALL
-    }
+    texts = {path: value_text(value) for path, value in values.items() if value is not ABSENT and path not in OF_A_CALL}
     _print_pairs(console, texts)
 
 
@@ -84,8 +82,8 @@ def _print_plugins(console: Console, record: RunRecord) -> None:
         _print_heading(console, "Plugins")
         grid = table("", "", "")
         for plugin in record.plugins:
-            where = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version', '')}".strip()
-            grid.add_row(f"  {plugin.get('kind', '?')}", str(plugin.get("name", "?")), str(where))
+            source = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version', '')}".strip()
+            grid.add_row(f"  {plugin.get('kind', '?')}", str(plugin.get("name", "?")), str(source))
         grid.show_header = False
         console.print(grid)
 
@@ -157,9 +155,9 @@ def _print_files(console: Console, record: RunRecord) -> None:
 
 
 def _print_end(console: Console, record: RunRecord) -> None:
-    state, why = record.state
+    state, cause = record.state
     _print_heading(console, "How it goes" if state == "running" else "How it ended")
-    reason = f": {printable(why)}" if why else ""
+    reason = f": {printable(cause)}" if cause else ""
     console.print(_indented(Text.assemble((state, STATE_STYLES[state]), reason)), soft_wrap=True)
     if (advice := next_step(record)) is not None:
         console.print(f"  {advice[0]}:")
@@ -177,15 +175,15 @@ def next_step(record: RunRecord) -> tuple[str, str] | None:
         newest = CheckpointStore(record.path).newest()
     except CheckpointError as error:
         return "It cannot be resumed as it is", str(error)
-    where = "from step 0, as there is no checkpoint" if newest is None else f"after step {newest.step}"
+    start = "from step 0, as there is no checkpoint" if newest is None else f"after step {newest.step}"
     if any(plugin.get("distribution") == IN_PROCESS for plugin in record.plugins):
         return (
-            f"Continue {where}, in Python and with the same objects",
+            f"Continue {start}, in Python and with the same objects",
             f"rlhf.train(..., output={str(record.path)!r}, resume=True)",
         )
     moved = Path(str(record.option("run.output", ""))).resolve() != record.path.resolve()
     output = f" --output {shlex.quote(str(record.path))}" if moved else ""
-    return f"Continue {where}", f"rlhf train {shlex.quote(str(config))}{output} --resume"
+    return f"Continue {start}", f"rlhf train {shlex.quote(str(config))}{output} --resume"
 
 
 def _print_heading(console: Console, text: str) -> None:
@@ -217,5 +215,5 @@ def _steps(steps: Sequence[int]) -> str:
         return f"step {steps[0]}"
     if len(steps) <= 6:
         return f"steps {', '.join(map(str, steps))}"
-    whole = steps[-1] - steps[0] + 1 == len(steps)
-    return f"steps {steps[0]} to {steps[-1]}" if whole else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    is_range = steps[-1] - steps[0] + 1 == len(steps)
+    return f"steps {steps[0]} to {steps[-1]}" if is_range else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"

@@ -25,8 +25,8 @@ def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -
     """
     limit = None if full else LONG
     agent = f" as {sample.agent}" if sample.agent else ""
-    where = f"group {sample.group}, sample {sample.sample}{agent}, row {sample.row} of {sample.source!r}"
-    text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
+    identity = f"group {sample.group}, sample {sample.sample}{agent}, row {sample.row} of {sample.source!r}"
+    text = Text.assemble((f"{heading}{identity}\n", "bold cyan"), _facts(sample), "\n")
     if numbers := _numbers(sample, full):
         text.append(f"{INDENT}{numbers}\n")
     for name, finding in sample.findings.items():
@@ -41,8 +41,8 @@ def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -
             for name, value in (("reward", turn.reward), ("score", turn.score))
             if value is not None
         )
-        alone = len(sample.turns) == 1 and turn.who == "policy" and not marks
-        title = "completion" if alone else f"{turn.who}, {turn.tokens} tokens{marks}"
+        is_completion = len(sample.turns) == 1 and turn.who == "policy" and not marks
+        title = "completion" if is_completion else f"{turn.who}, {turn.tokens} tokens{marks}"
         body = _prompt_text(turn.messages) if turn.messages else turn.text
         _add(text, title, body, limit, "" if turn.who == "policy" else "dim")
     text.rstrip()

@@ -42,9 +42,9 @@ class ShowCommand(Command):
             return 0
         if args.other.resolve() == args.run_folder.resolve():
             raise ConfigError(f"{args.run_folder} and {args.other} are one run. Name two, or only one.")
-        other, others = RunRecord.read(args.other), History.read(args.other)
-        history.check([name for name in args.metric if name not in others.names], args.run_folder)
-        print_comparison(terminal(), (record, other), (history, others), args.metric)
+        other, other_history = RunRecord.read(args.other), History.read(args.other)
+        history.check([name for name in args.metric if name not in other_history.names], args.run_folder)
+        print_comparison(terminal(), (record, other), (history, other_history), args.metric)
         return 0
 
 

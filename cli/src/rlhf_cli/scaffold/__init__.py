@@ -40,7 +40,7 @@ SELECT = {
     "check": "nothing: `rlhf doctor` asks every check that is installed",
     "adapter": "nothing: it is asked about every `file:` reference whose file defines no component by itself",
 }
-ABOUT = {
+TEXTS = {
     "command": "Greet somebody.\n\n`rlhf --help` shows the line above and imports nothing; calling the command does.\n"
 }
 """Docstring of the package, for kinds that do not use the default one."""
@@ -106,19 +106,19 @@ def _names(
     camel = "".join(part.capitalize() for part in name.split("_"))
     classes = {k: _class(camel, k) for k in kinds}
     major, minor = (int(part) for part in __version__.split(".")[:2])
-    ours = [f"{library}>={major}.{minor},<{major}.{minor + 1}" for library in libraries]
+    requirements = [f"{library}>={major}.{minor},<{major}.{minor + 1}" for library in libraries]
     return {
         "NAME": name,
         "KIND": kind,
         "KIND_TITLE": kind.capitalize(),
-        "ABOUT": _fill(ABOUT.get(kind, ABOUT_PLUGIN), {"NAME": name, "KIND_TITLE": kind.capitalize()}),
+        "ABOUT": _fill(TEXTS.get(kind, ABOUT_PLUGIN), {"NAME": name, "KIND_TITLE": kind.capitalize()}),
         "DIST": distribution,
         "PACKAGE": package,
         "MODULE": kind,
         "CLASS": classes[kind],
         "LOSS_CLASS": classes.get("loss", ""),
         "ADVANTAGE_CLASS": classes.get("advantage", ""),
-        "DEPENDENCIES": ", ".join(f'"{r}"' for r in [*ours, *THIRD_PARTIES.get(kind, [])]),
+        "DEPENDENCIES": ", ".join(f'"{r}"' for r in [*requirements, *THIRD_PARTIES.get(kind, [])]),
         "ENTRY_POINTS": "".join(f'[project.entry-points."rlhf.{k}"]\n{name} = "{package}"\n\n' for k in classes),
         "HOOKS": "\n\n".join(_hook(k, cls, package, kind) for k, cls in classes.items()),
         "SELECT": _fill(SELECT.get(kind, SELECT_SECTION), {"NAME": name, "KIND": kind}),

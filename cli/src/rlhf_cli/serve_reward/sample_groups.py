@@ -105,8 +105,8 @@ class Unscored(Exception):
 
     def __init__(self, causes: dict[int, str]) -> None:
         n, cause = next(iter(causes.items()))
-        more = f" ({len(causes)} samples have no reward)" if len(causes) > 1 else ""
-        super().__init__(f"query[{n}]: {cause}{more}")
+        count = f" ({len(causes)} samples have no reward)" if len(causes) > 1 else ""
+        super().__init__(f"query[{n}]: {cause}{count}")
         self.causes = causes
 
 
@@ -207,12 +207,12 @@ def answer_of(samples: Sequence[Trajectory], sources: Sequence[str]) -> dict[str
     }
 
 
-def _logs(sample: Trajectory, several: bool) -> dict[str, float]:
+def _logs(sample: Trajectory, has_prefix: bool) -> dict[str, float]:
     log: dict[str, float] = {}
     for source, result in sample.rewards.items():
-        if several and result.value is not None:
+        if has_prefix and result.value is not None:
             log[source] = result.value
         for key, value in result.info.items():
             if type(value) in (int, float) and math.isfinite(value):
-                log[f"{source}/{key}" if several else key] = value
+                log[f"{source}/{key}" if has_prefix else key] = value
     return log

@@ -30,7 +30,7 @@ END = 5.0
 """Seconds that the server has to close its connections after a failure."""
 IDLE = 15.0
 """Seconds that a connection has to send the headers of a request."""
-MOST = 1024
+MAX_CONNECTIONS = 1024
 """Most connections, as far as the limit on open files allows."""
 
 
@@ -56,9 +56,9 @@ def serve(
     rewards = active_rewards(Selections.of(plugins, config, ("reward",)))
     access.hide()  # after the rewards have read their own variables, which may be the same
     _check(config, rewards)
-    placed = None
+    plugins_of_run = None
     if config.policy.model is not None or any(reward.instance.reads == "tokens" for reward in rewards):
-        placed = place_rewards(config, plugins)
+        plugins_of_run = place_rewards(config, plugins)
     stop = stop or StopRequest("answering the requests under way, then ending")
     metrics = Metrics()
     application = Application(access, limits, metrics)
@@ -69,14 +69,14 @@ def serve(
         url = _call(server.start(), main)
         closing.callback(_end, server, main)
         stop.callback = _at_once
-        if placed is None:
+        if plugins_of_run is None:
             scorer = Scorer(rewards, seed=config.run.seed)
             closing.callback(scorer.close)
             main.run(scorer.setup())
         else:
             passed = metrics.passes.observe
-            scorer = start_scorer(placed, main, closing, wait=limits.wait, largest=limits.batch, passed=passed)
-        tokenizer = None if placed is None else placed.tokenizer
+            scorer = start_scorer(plugins_of_run, main, closing, wait=limits.wait, largest=limits.batch, passed=passed)
+        tokenizer = None if plugins_of_run is None else plugins_of_run.tokenizer
         samples = SampleGroups(tokenizer, label, config.data.add_eos, config.data.max_tokens)
         stop.callback = lambda: main.from_main(server.stop.set)
         application.answer = _answer(scorer, samples)
@@ -125,7 +125,7 @@ def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
 def largest_number() -> int:
     """How many connections the server holds at once. Each is an open file; the rest is for the rewards."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST if files == resource.RLIM_INFINITY else max(16, min(MOST, files // 4))
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(16, min(MAX_CONNECTIONS, files // 4))
 
 
 class Connections:
@@ -148,7 +148,9 @@ class Connections:
     def opened(self, connection: Connection) -> None:
         self._open[connection] = None
         if len(self._open) > self._limit:
-            idle = next(each for each in self._open if each is connection or each not in self._answering)
+            idle = next(
+                candidate for candidate in self._open if candidate is connection or candidate not in self._answering
+            )
             del self._open[idle]
             idle.force_close()
 

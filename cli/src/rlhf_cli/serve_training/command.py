@@ -56,13 +56,13 @@ class ServeTrainingCommand(Command):
             flags = [*ADAPTERS, *flags]
         config = load(args.run_file, flags, algorithm="serve_training")
         access.hide()
-        placed = place_policy(config, Plugins.discover())
+        plugins_of_run = place_policy(config, Plugins.discover())
         name, folder = args.name or str(config.policy.model), Path(args.checkpoints)
         if args.export is not None:
-            export(placed, name, folder, args.export[0], Path(args.export[1]))
+            export(plugins_of_run, name, folder, args.export[0], Path(args.export[1]))
             say(f"the model of {args.export[0]} is in {args.export[1]}")
         else:
-            serve(placed, access, name, folder, announce=say)
+            serve(plugins_of_run, access, name, folder, announce=say)
         return 0
 
 

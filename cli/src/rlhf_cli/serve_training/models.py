@@ -200,9 +200,9 @@ class TrainedModels:
             raise BadRequest(
                 f"there is no checkpoint {path}. Of those without a name the last {UNNAMED} of a model are kept"
             ) from None
-        ours = self._own_facts()
-        if facts != ours:
-            raise BadRequest(f"{path} is of {facts}; this server trains {ours}")
+        own_facts = self._own_facts()
+        if facts != own_facts:
+            raise BadRequest(f"{path} is of {facts}; this server trains {own_facts}")
         return facts
 
     # ------------------------------------------------------------------------------------- sampling
@@ -219,7 +219,9 @@ class TrainedModels:
             self.facts(source)
             self._show(checkpoint_folder(self._folder, source))
         try:
-            prompts = [self._prompt_logprobs(each.ids) if each.prompt_logprobs else None for each in questions]
+            prompts = [
+                self._prompt_logprobs(question.ids) if question.prompt_logprobs else None for question in questions
+            ]
             return list(zip(self._draw(source, questions), prompts, strict=True))
         finally:
             if source == BASE:
@@ -231,11 +233,15 @@ class TrainedModels:
             self._policy.weights.push(self._policy.weights.version + 1)
             self._sent = weights
         requests, owners = [], []
-        for owner, each in enumerate(questions):
-            seed = derive_seed(self._policy.config.run.seed, "served", self._drawn) if each.seed is None else each.seed
+        for owner, question in enumerate(questions):
+            seed = (
+                derive_seed(self._policy.config.run.seed, "served", self._drawn)
+                if question.seed is None
+                else question.seed
+            )
             self._drawn += 1
-            for n in range(each.samples):
-                requests.append(GenerationRequest(each.ids, derive_seed(seed, "sample", n), each.sampling))
+            for n in range(question.samples):
+                requests.append(GenerationRequest(question.ids, derive_seed(seed, "sample", n), question.sampling))
                 owners.append(owner)
         samples: list[Drawn | None] = [None] * len(requests)
         for position, turn in self._policy.generator.generate(requests):

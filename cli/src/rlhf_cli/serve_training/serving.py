@@ -21,7 +21,7 @@ from rlhf_cli.serve_training.models import TrainedModels, checkpoint_folder
 
 
 def serve(
-    placed: PlacedPlugins,
+    plugins_of_run: PlacedPlugins,
     access: Access,
     name: str,
     folder: Path,
@@ -39,9 +39,9 @@ def serve(
     Raises ConfigError where the address cannot be used.
     """
     stop = stop or StopRequest("ending after the computation under way; what was not saved is lost")
-    with stop, trained_policy(placed, note=note) as policy:
+    with stop, trained_policy(plugins_of_run, note=note) as policy:
         models = TrainedModels(policy, name, folder)
-        longest = placed.config.data.max_tokens
+        longest = plugins_of_run.config.data.max_tokens
         path = policy.role.spec.path
         tokenizer = str(Path(path).absolute()) if Path(path).is_dir() else path
         served = Served(name, tokenizer, policy.role.facts.vocabulary, longest, policy.adapter_rank)
@@ -52,7 +52,7 @@ def serve(
             main.close()
 
 
-def export(placed: PlacedPlugins, name: str, folder: Path, checkpoint: str, target: Path) -> None:
+def export(plugins_of_run: PlacedPlugins, name: str, folder: Path, checkpoint: str, target: Path) -> None:
     """Write the model of a checkpoint in ``folder``. Raises ConfigError, before the policy is loaded, where there is
     none, or where ``target`` exists."""
     try:
@@ -60,7 +60,7 @@ def export(placed: PlacedPlugins, name: str, folder: Path, checkpoint: str, targ
             raise BadRequest(f"there is no checkpoint {checkpoint} in {folder} (--checkpoints)")
         if target.exists():
             raise BadRequest(f"{target} exists. Choose another folder, or delete it")
-        with trained_policy(placed, note=note) as policy:
+        with trained_policy(plugins_of_run, note=note) as policy:
             TrainedModels(policy, name, folder).export(checkpoint, target)
     except BadRequest as error:
         raise ConfigError(str(error)) from None
@@ -73,8 +73,8 @@ async def _serve(
     announce: Callable[[str], None],
     main: MainThread,
 ) -> None:
-    ended = asyncio.Event()
-    stop.callback = lambda: main.from_main(ended.set)
+    end = asyncio.Event()
+    stop.callback = lambda: main.from_main(end.set)
     runner = web.AppRunner(application.web, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -90,6 +90,6 @@ async def _serve(
         port = runner.addresses[0][1]
         announce(f"training at http://{host}:{port} (TINKER_BASE_URL)")
         if not stop.requested:
-            await ended.wait()
+            await end.wait()
     finally:
         await runner.cleanup()

@@ -48,55 +48,55 @@ def read_learning(body: bytes, vocabulary: int, longest: int) -> Learning:
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.text if value.HasField("text") else value.number
     loss = LossChoice.checked(message.loss_fn, options)
-    data = [_datum(number, each, loss, vocabulary, longest) for number, each in enumerate(message.data)]
+    data = [_datum(number, datum, loss, vocabulary, longest) for number, datum in enumerate(message.data)]
     if not data:
         raise BadRequest("the request has no data")
-    if len({each.inputs[TARGETS].shape[1:] for each in data}) > 1:
+    if len({datum.inputs[TARGETS].shape[1:] for datum in data}) > 1:
         raise BadRequest("some data have one target token a position, others several, or other numbers of them")
     return Learning(message.model_id, message.seq_id, data, loss, not message.forward_only)
 
 
 def _datum(number: int, message: Any, loss: LossChoice, vocabulary: int, longest: int) -> Datum:
-    where = f"datum {number}"
-    ids = _ids(message.model_input, where)
+    label = f"datum {number}"
+    ids = _ids(message.model_input, label)
     if not 1 <= len(ids) < longest:
-        raise BadRequest(f"{where} has {len(ids)} tokens; this server takes 1 to {longest - 1} (data.max_tokens)")
-    inputs = {name: _dense(value, f"{where}, {name}") for name, value in message.loss_fn_inputs.items()}
+        raise BadRequest(f"{label} has {len(ids)} tokens; this server takes 1 to {longest - 1} (data.max_tokens)")
+    inputs = {name: _dense(value, f"{label}, {name}") for name, value in message.loss_fn_inputs.items()}
     needed = {TARGETS, *READS[loss.name]}
     if missing := needed - inputs.keys():
-        raise BadRequest(f"{where} lacks {sorted(missing)}: loss {loss.name!r} reads {sorted(needed)}")
+        raise BadRequest(f"{label} lacks {sorted(missing)}: loss {loss.name!r} reads {sorted(needed)}")
     if unread := inputs.keys() - needed:
-        raise BadRequest(f"{where}: loss {loss.name!r} reads nothing of {sorted(unread)}. Leave it out")
+        raise BadRequest(f"{label}: loss {loss.name!r} reads nothing of {sorted(unread)}. Leave it out")
     targets = inputs[TARGETS]
     if targets.dtype != np.int64 or targets.ndim not in (1, 2) or len(targets) != len(ids):
-        raise BadRequest(f"{where}: target_tokens must be int64 with a row for each of {len(ids)} tokens, "
+        raise BadRequest(f"{label}: target_tokens must be int64 with a row for each of {len(ids)} tokens, "
                          f"got {targets.dtype} {targets.shape}")  # fmt: skip
-    check_ids(ids, vocabulary, where)
-    check_ids(targets, vocabulary, f"{where}, target_tokens")
+    check_ids(ids, vocabulary, label)
+    check_ids(targets, vocabulary, f"{label}, target_tokens")
     for name in READS[loss.name]:
         if inputs[name].shape != targets.shape or not np.isfinite(inputs[name]).all():
-            raise BadRequest(f"{where}: {name} must be finite and as many as target_tokens, {targets.shape}, "
+            raise BadRequest(f"{label}: {name} must be finite and as many as target_tokens, {targets.shape}, "
                              f"got {inputs[name].shape}")  # fmt: skip
     return Datum(ids, {n: v if n == TARGETS else v.astype(np.float32) for n, v in inputs.items()})
 
 
-def _ids(chunks: Any, where: str) -> Array:
+def _ids(chunks: Any, label: str) -> Array:
     if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in chunks):
-        raise BadRequest(f"{where}: this server takes tokens only, no images and no sound")
+        raise BadRequest(f"{label}: this server takes tokens only, no images and no sound")
     parts = [np.frombuffer(chunk.encoded_text.tokens, np.int32) for chunk in chunks]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
-def check_ids(ids: Array, vocabulary: int, where: str) -> None:
+def check_ids(ids: Array, vocabulary: int, label: str) -> None:
     """Raises BadRequest for a token that the model does not have."""
     if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
-        raise BadRequest(f"{where} has tokens from {ids.min()} to {ids.max()}; the model's are 0 to {vocabulary - 1}")
+        raise BadRequest(f"{label} has tokens from {ids.min()} to {ids.max()}; the model's are 0 to {vocabulary - 1}")
 
 
-def _dense(message: Any, where: str) -> Array:
+def _dense(message: Any, label: str) -> Array:
     """A tensor as an array; entries that a sparse one does not list are 0."""
     if message.dtype not in DTYPES:
-        raise BadRequest(f"{where}: number format {message.dtype} is neither float32 nor int64")
+        raise BadRequest(f"{label}: number format {message.dtype} is neither float32 nor int64")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
     try:
         if not message.HasField("sparse_csr"):
@@ -108,14 +108,14 @@ def _dense(message: Any, where: str) -> Array:
         array[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = np.frombuffer(csr.values, dtype)
         return array
     except (ValueError, IndexError) as error:
-        raise BadRequest(f"{where}: the bytes are no array of shape {shape}: {error}") from None
+        raise BadRequest(f"{label}: the bytes are no array of shape {shape}: {error}") from None
 
 
 def write_learned(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
     """The answer to :class:`Learning`: the log-probs of the targets of each datum, float32 [n] or [n, K]."""
-    sizes = np.cumsum([0, *(each.size * 4 for each in logprobs)], dtype=np.int64)
+    sizes = np.cumsum([0, *(logprobs_T.size * 4 for logprobs_T in logprobs)], dtype=np.int64)
     tensor = pb.BatchedTensor(
-        data=b"".join(np.ascontiguousarray(each, np.float32).tobytes() for each in logprobs),
+        data=b"".join(np.ascontiguousarray(logprobs_T, np.float32).tobytes() for logprobs_T in logprobs),
         offsets=sizes.tobytes(),
         dtype=pb.DTYPE_FLOAT32,
         trailing_shape=list(logprobs[0].shape[1:]),
