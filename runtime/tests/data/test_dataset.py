@@ -134,16 +134,16 @@ def test_missing_columns_are_named_with_those_present_for_all_sources(write, cha
     assert "has no column 'response'; columns present: prompt. Name the right one with --data.response." in message
 
 
-def test_missing_required_columns_are_refused(write, chars, chat):
-    only = write("a.jsonl", [{"text": "x"}])
-    TrainData(DataSection(train=(only,), response="text", loss_on="all"), chars, "demonstrations", 0).take(1)
-    TrainData(DataSection(train=(only,), input_template="{text}"), chars, "prompts", 0).take(1)
+def test_missing_required_columns_are_refused(load, chars, chat):
+    only = [{"text": "x"}]
+    load(chars, "demonstrations", only, response="text", loss_on="all").take(1)
+    load(chars, "prompts", only, input_template="{text}").take(1)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    data = TrainData(DataSection(train=(write("b.jsonl", [{"m": talk}]),), messages="m"), chat, "demonstrations", 0)
+    data = load(chat, "demonstrations", [{"m": talk}], messages="m")
     assert len(data.examples(data.take(1))) == 1
-    assert data.template.encode_prompt(data.row("b", 0)).text == "a"  # for evaluation by rollouts
+    assert data.template.encode_prompt(data.row("rows", 0)).text == "a"  # for evaluation by rollouts
     with pytest.raises(DataError, match="has no column 'prompt' or 'chosen' or 'rejected'"):
-        TrainData(DataSection(train=(only,)), chat, "pairs", 0)
+        load(chat, "pairs", only)
 
 
 def test_eval_rows_are_complete_in_order_and_their_own(write, chars):

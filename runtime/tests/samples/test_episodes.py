@@ -64,10 +64,13 @@ def in_process(cls: type[Env]) -> Resolved:
     return Resolved("env", cls.name, cls, "in process", "", cls.name)
 
 
-def play(resolved: Resolved, *actions: str, start: int = 1, **options) -> list[EnvStep]:
+def play(
+    resolved: Resolved, *actions: str, start: int = 1, sampling: Sampling | None = None, **options
+) -> list[EnvStep]:
     async def scenario():
         episodes = Episodes(resolved, None, section(**options))
         episode = episodes.open()
+        episode.sampling = sampling
         try:
             assert await episode.reset(row(start=start), seed=2) == f"start {start + 2}"
             return [await episode.step(a) for a in actions]
@@ -246,19 +249,10 @@ def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, t
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
 def test_an_env_sees_and_may_replace_the_sampling_parameters(plain, kind: str) -> None:
-    async def scenario():
-        episodes = Episodes(in_process(Counter) if kind == "async" else plain, None, section())
-        episode = episodes.open()
-        episode.sampling = Sampling(max_new_tokens=7, top_k=5)
-        try:
-            await episode.reset(row(start=0), 0)
-            return (await episode.step("hotter")).sampling
-        finally:
-            await episode.close()
-            episodes.close()
-
+    sampling = Sampling(max_new_tokens=7, top_k=5)
+    (step,) = play(in_process(Counter) if kind == "async" else plain, "hotter", sampling=sampling)
     changed = {"temperature": 2.0} if kind == "async" else {"max_new_tokens": 3, "stop": (";",)}
-    assert asyncio.run(scenario()) == replace(Sampling(max_new_tokens=7, top_k=5), **changed)
+    assert step.sampling == replace(sampling, **changed)
 
 
 def test_the_limit_is_the_option_or_the_default_for_plain_or_async(plain) -> None:
