@@ -12,6 +12,7 @@ import pytest
 from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.template import Template
 from rlhf_testing.tiny import tiny_tokenizer
 
 
@@ -44,6 +45,16 @@ def tokenizer_with(tmp_path_factory):
         return tokenizer
 
     return use
+
+
+@pytest.fixture(scope="session")
+def template_with(tokenizer_with):
+    """``template_with(text, **section)``: rows, among them conversations in ``messages``, with this chat template."""
+
+    def template(text, day=None, **section):
+        return Template(tokenizer_with(text), DataSection(**{"messages": "messages", **section}), day=day)
+
+    return template
 
 
 @pytest.fixture(scope="session")

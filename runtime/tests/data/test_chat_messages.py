@@ -22,11 +22,6 @@ CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 1}}\n</tool_call>'
 """With two spaces, which no template writes."""
 
 
-@pytest.fixture
-def template_with(tokenizer_with):
-    return lambda text, **kwargs: Template(tokenizer_with(text), DataSection(template_kwargs=kwargs))
-
-
 class Talk:
     """A conversation whose answers are given, as a rollout keeps it: messages, and the tokens so far."""
 
@@ -109,7 +104,7 @@ def test_reasoning_is_kept_among_tools_and_dropped_before_a_users_message(templa
 
 
 def test_a_template_that_opens_answers_otherwise_than_it_keeps_them_does_not_go_on(template_with):
-    talk = Talk(template_with(QWEN3, enable_thinking=False), ASK, tools=[ADD])
+    talk = Talk(template_with(QWEN3, template_kwargs={"enable_thinking": False}), ASK, tools=[ADD])
     assert talk.text.endswith("<think>\n\n</think>\n\n")
     talk.answer(CALL)
     assert talk.go_on(result("2")) is None
@@ -336,7 +331,7 @@ LLAMA = HERMES.replace("<tool_call>\\n", "").replace("\\n</tool_call>", "")
 )
 def test_a_call_as_the_template_writes_it_is_read(template_with, text, kwargs):
     assert OPENED != QWEN3
-    template_with(text, **kwargs).check_tools()
+    template_with(text, template_kwargs=kwargs).check_tools()
 
 
 def test_a_template_whose_calls_cannot_be_read_is_refused(template_with, tokenizer_with):

@@ -7,10 +7,8 @@ import json
 import pytest
 from rlhf.errors import DataError
 from rlhf.types import Row
-from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.conversions import turns
 from rlhf_runtime.data.messages import as_api_writes, as_template_reads
-from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
 
 from runtime.tests.data.template_cases import trained
@@ -28,11 +26,6 @@ UNGUARDED = (
 
 def call(arguments, **fields):
     return {"type": "function", "function": {"name": "add", "arguments": arguments}, **fields}
-
-
-@pytest.fixture(scope="module")
-def template_with(tokenizer_with):
-    return lambda text, **fields: Template(tokenizer_with(text), DataSection(**fields))
 
 
 def prompt_text(template, messages):
@@ -63,7 +56,7 @@ def test_other_roles_are_refused_with_the_message(template_with, name):
     for column in ({"prompt": messages}, {"messages": messages}):
         row = Row(column, "rows", 0)
         with pytest.raises(DataError, match=r"message 1: the role is .*; allowed: system, user, assistant, tool"):
-            (template if "prompt" in column else template_with(QWEN3, messages="messages")).encode_prompt(row)
+            (template if "prompt" in column else template_with(QWEN3)).encode_prompt(row)
     with pytest.raises(DataError, match="message 1: the role is"):
         template.encode_messages(messages)
 
@@ -170,7 +163,7 @@ def test_content_that_is_null_beside_calls_is_empty_in_training_rows_too(templat
         history = [USER, {"role": "assistant", "content": None, "tool_calls": [call({"a": 1})]}]
         tool = {"role": "tool", "content": "2"}
         row = Row({"messages": [*history, tool, BOT]}, "rows", 0)
-        [sequence] = template_with(UNGUARDED, messages="messages", loss_on=loss_on).encode_demonstration(row).sequences
+        [sequence] = template_with(UNGUARDED, loss_on=loss_on).encode_demonstration(row).sequences
         shown = template.tokenizer.decode(sequence.ids, skip_special_tokens=False)
         assert shown == 'user:1+1?<eos>assistant:[add {"a": 1}]<eos>tool:2<eos>assistant:2<eos>'
 
@@ -224,11 +217,11 @@ def test_an_answer_of_weight_0_is_not_trained_on(template_with, flag):
     talk = [USER, {**BOT, **flag}, USER, {**BOT, "content": "3", "weight": 1}]
     row = {"messages": talk}
     for loss_on in ("assistant", "completion"):
-        template = template_with(CHATML, messages="messages", loss_on=loss_on)
+        template = template_with(CHATML, loss_on=loss_on)
         [sequence] = template.encode_demonstration(Row(row, "rows", 0)).sequences
         assert trained(template.tokenizer, sequence) == "3<eos>"
     with pytest.raises(DataError, match=r"message 1 \(assistant\) has the weight 0, but data.loss_on = 'all' trains"):
-        template_with(CHATML, messages="messages", loss_on="all").encode_demonstration(Row(row, "rows", 0))
+        template_with(CHATML, loss_on="all").encode_demonstration(Row(row, "rows", 0))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +239,7 @@ def test_an_answer_of_weight_0_is_not_trained_on(template_with, flag):
 )
 def test_weights_that_cannot_be_kept_are_refused(template_with, weights, loss_on, says):
     talk = [USER, {**BOT, "weight": weights[0]}, USER, {**BOT, "weight": weights[1]}]
-    template = template_with(CHATML, messages="messages", loss_on=loss_on)
+    template = template_with(CHATML, loss_on=loss_on)
     with pytest.raises(DataError, match=says):
         template.encode_demonstration(Row({"messages": talk}, "rows", 0))
 

@@ -17,11 +17,6 @@ ASK = {"role": "user", "content": "1+2?"}
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
-@pytest.fixture(scope="module")
-def template_with(tokenizer_with):
-    return lambda text, **options: Template(tokenizer_with(text), DataSection(messages="messages", **options))
-
-
 def call(name="add", **arguments):
     return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
 

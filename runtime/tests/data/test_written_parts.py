@@ -6,9 +6,7 @@ from datetime import datetime
 
 import pytest
 from rlhf.errors import ConfigError, DataError
-from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, GENERATION, HERMES, LLAMA3, QWEN3
 
 from runtime.tests.data.template_cases import row, runs
@@ -20,13 +18,6 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"}
 ANSWER = {"role": "assistant", "content": "3"}
 TALK = [SYSTEM, ASK, CALLS, RESULT, ANSWER]
 WRITES = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<eos>\\n' }}"
-
-
-@pytest.fixture(scope="module")
-def template_with(tokenizer_with):
-    return lambda text, day=None, **options: Template(
-        tokenizer_with(text), DataSection(messages="messages", **options), day=day
-    )
 
 
 def encoded(template, messages):
