@@ -50,12 +50,18 @@ def resolve(config, plugins, machine, lengths=None):
     return layout_of(planned_run(config, plugins, machine.device), machine, lengths)
 
 
-def layout(published, plugins, *more, model="0.6B", machine=None):
-    return resolve(load(None, flags(published, *more, model=model)), plugins, machine or Machine("cuda", 80 * GIB))
+@pytest.fixture
+def layout(published, plugins):
+    """layout(*options): of a run with these options in addition, on GPUs of 80 GiB if ``machine`` is not given."""
+
+    def make(*more, model="0.6B", machine=None):
+        return resolve(load(None, flags(published, *more, model=model)), plugins, machine or Machine("cuda", 80 * GIB))
+
+    return make
 
 
-def test_a_folder_with_nothing_but_a_config_is_enough(published, plugins):
-    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
+def test_a_folder_with_nothing_but_a_config_is_enough(layout):
+    made = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
     assert [(r.name, r.trained, r.annotates) for r in made.roles] == [("policy", True, False), ("critic", True, True)]
     policy, critic = made.roles
     assert policy.size.parameters == 596_049_920
@@ -84,10 +90,8 @@ def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published,
     assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
 
 
-def test_options_change_the_layout(published, plugins):
-    made = layout(
-        published, plugins,
-        {"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
+def test_options_change_the_layout(layout):
+    made = layout({"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
          "trainer.ema_decay": "0.99", "trainer.logits_chunk": "1000000", "policy.trainer.lora.rank": "8",
          "generator.max_batch": "7"},
     )  # fmt: skip
@@ -238,11 +242,11 @@ def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
     ] == [True, True]
 
 
-def test_entropy_and_reference_cost_what_they_need(published, plugins):
-    made = layout(published, plugins, {"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
+def test_entropy_and_reference_cost_what_they_need(layout):
+    made = layout({"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
     reference, policy = made.role("reference"), made.role("policy")
     assert (reference.trained, reference.annotates) == (False, True)
-    plain = layout(published, plugins, {"algorithm.kl.coef": "0.1"}).role("policy")
+    plain = layout({"algorithm.kl.coef": "0.1"}).role("policy")
     logits = [role.memory.phases["train"].device["logits"] for role in (plain, policy)]
     assert logits[1] > logits[0], "six copies of the logits instead of four"
 
@@ -250,10 +254,10 @@ def test_entropy_and_reference_cost_what_they_need(published, plugins):
 LORA = {"algorithm.kl.coef": "0.1", "trainer.lora.rank": "8"}
 
 
-def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(published, plugins):
+def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(layout):
     on_cpu = Machine("cpu", 64 * GIB)
-    view = layout(published, plugins, LORA, machine=on_cpu)
-    model = layout(published, plugins, LORA, {"reference.micro_tokens": "1024"}, machine=on_cpu)
+    view = layout(LORA, machine=on_cpu)
+    model = layout(LORA, {"reference.micro_tokens": "1024"}, machine=on_cpu)
     assert [r.name for r in view.roles] == ["policy", "critic"]
     assert [r.name for r in model.roles] == ["policy", "reference", "critic"], "what is said of it is not ignored"
     assert view.views["reference"].of == "policy"
@@ -274,25 +278,24 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
         {"trainer.lora.rank": None},
     ],
 )
-def test_a_reference_that_the_run_loads_is_planned(published, plugins, more):
+def test_a_reference_that_the_run_loads_is_planned(layout, more):
     given = {**CLUSTER, **LORA, **more}
-    made = layout(published, plugins, {k: v for k, v in given.items() if v is not None})
+    made = layout({k: v for k, v in given.items() if v is not None})
     assert {r.name for r in made.roles} == {"policy", "critic", "reference"}
     assert not made.views
 
 
-def test_adapters_beside_no_layer_are_refused(published, plugins):
+def test_adapters_beside_no_layer_are_refused(layout):
     targets = {**LORA, "trainer.lora.targets": '["qkv"]'}
     with pytest.raises(ConfigError, match=r"no linear layer is called qkv; there are down_proj, gate_proj"):
-        layout(published, plugins, targets)
+        layout(targets)
     with pytest.raises(ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer"):
-        layout(published, plugins, LORA, model="gpt2")
+        layout(LORA, model="gpt2")
 
 
-def test_a_view_shares_devices_or_leaves_its_own_idle(published, plugins):
+def test_a_view_shares_devices_or_leaves_its_own_idle(layout):
     own, shared = (
-        layout(published, plugins, CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {})
-        for share in (False, True)
+        layout(CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {}) for share in (False, True)
     )
     assert (own.devices, shared.devices) == (5, 4)
     for made in (own, shared):
@@ -313,8 +316,8 @@ def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
         assert list(resolve(load(None, plain), plugins, Machine("cpu", 64 * GIB)).views) == views
 
 
-def test_ranks_of_a_cluster_divide_the_weights(published, plugins):
-    made = layout(published, plugins, CLUSTER, {"trainer.stage": "3"}, model="8B")
+def test_ranks_of_a_cluster_divide_the_weights(layout):
+    made = layout(CLUSTER, {"trainer.stage": "3"}, model="8B")
     assert made.machine.processes
     assert made.devices == 4
     policy = made.role("policy")
@@ -324,11 +327,11 @@ def test_ranks_of_a_cluster_divide_the_weights(published, plugins):
     assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
 
 
-def test_ranks_of_a_cluster_can_divide_layers(published, plugins):
+def test_ranks_of_a_cluster_can_divide_layers(layout):
     """Four ranks are two replicas: twice the micro-batch's share, a part of every layer, the optimizer over two."""
     changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
-    plain = layout(published, plugins, changes, model="8B").role("policy")
-    made = layout(published, plugins, {**changes, "trainer.tensor_parallel": "2"}, model="8B")
+    plain = layout(changes, model="8B").role("policy")
+    made = layout({**changes, "trainer.tensor_parallel": "2"}, model="8B")
     policy = made.role("policy")
     assert policy.memory.micro_tokens == 2 * plain.memory.micro_tokens
     resting, whole = (role.memory.phases["rest"].device for role in (policy, plain))
@@ -336,25 +339,25 @@ def test_ranks_of_a_cluster_can_divide_layers(published, plugins):
     assert resting["weights"] < 0.6 * whole["weights"]
     assert "of layers in 2 parts x 8 bytes / 2 ranks" in policy.memory.arithmetic["optimizer"]
     with pytest.raises(CapabilityError, match="tensor_parallel = 3 does not divide the 4 ranks of role 'policy'"):
-        layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
+        layout({**changes, "trainer.tensor_parallel": "3"}, model="8B")
 
 
-def test_ranks_of_a_cluster_can_divide_rows(published, plugins):
+def test_ranks_of_a_cluster_can_divide_rows(layout):
     """Four ranks are two groups: twice the micro-batch's share, half of its tokens on each rank, the same weights."""
     changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
-    plain = layout(published, plugins, changes, model="8B").role("policy").memory
-    made = layout(published, plugins, {**changes, "trainer.sequence_parallel": "2"}, model="8B").role("policy").memory
+    plain = layout(changes, model="8B").role("policy").memory
+    made = layout({**changes, "trainer.sequence_parallel": "2"}, model="8B").role("policy").memory
     assert made.micro_tokens == 2 * plain.micro_tokens
     assert made.phases["train"].device["activations"] == plain.phases["train"].device["activations"]
     assert made.phases["rest"].device["weights"] == plain.phases["rest"].device["weights"]
-    whole = layout(published, plugins, {**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
+    whole = layout({**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
     budget = {"policy.micro_tokens": "1", "trainer.sequence_parallel": "2"}
-    half = layout(published, plugins, {**changes, **budget}, model="8B").role("policy").memory
+    half = layout({**changes, **budget}, model="8B").role("policy").memory
     assert half.phases["train"].device["activations"] == pytest.approx(whole.phases["train"].device["activations"] / 2)
 
 
-def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, plugins):
-    made = layout(published, plugins, CLUSTER, {"reward": f"model:{published('0.6B')}"})
+def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(layout, published):
+    made = layout(CLUSTER, {"reward": f"model:{published('0.6B')}"})
     assert not made.role("reward_model").annotates
     busy = {phase: moment.busy for g in make_plan(made).groups for phase, moment in g.moments.items()
             if "reward_model" in moment.busy}  # fmt: skip
@@ -373,30 +376,30 @@ def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
     assert [role.memory.micro_tokens for role in sizes] == [2 * 96, 8 * 2 * 96]
 
 
-def test_an_engine_and_its_devices_must_agree(published, plugins):
+def test_an_engine_and_its_devices_must_agree(layout):
     with pytest.raises(ConfigError, match=r"'vllm' divides an engine over .* = 4 x 1 = 4 workers.* has devices = 2\."):
-        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "4"})
+        layout(CLUSTER, {"generator.tensor_parallel": "4"})
     with pytest.raises(ConfigError, match=r"devices = 2 GPUs and 1 workers .*: 1 would stand idle"):
-        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "1"})
+        layout(CLUSTER, {"generator.tensor_parallel": "1"})
     cores = {"generator.memory_share": "0.5", "generator.tensor_parallel": "1"}
-    on_cpus = layout(published, plugins, CLUSTER, cores, machine=Machine("cpu", 64 * GIB))
+    on_cpus = layout(CLUSTER, cores, machine=Machine("cpu", 64 * GIB))
     assert on_cpus.engines.place.workers == 1, "its second core is a thread"
-    assert layout(published, plugins, CLUSTER).engines.place.workers == 2
+    assert layout(CLUSTER).engines.place.workers == 2
     alone = {"generator.use": "vllm", "generator.tensor_parallel": "2"}
-    assert layout(published, plugins, alone).engines.place.workers is None, "the devices that this process sees"
+    assert layout(alone).engines.place.workers is None, "the devices that this process sees"
 
 
-def test_a_cache_without_an_option_gets_what_is_free_beside_the_roles(published, plugins):
+def test_a_cache_without_an_option_gets_what_is_free_beside_the_roles(layout):
     """vLLM would refuse to start where nine tenths of a device are not free."""
     shared = {key: value for key, value in CLUSTER.items() if key != "generator.memory_share"}
     alone = {key: value for key, value in shared.items() if key != "placement.generator.share"}
-    beside = layout(published, plugins, shared, model="8B")
+    beside = layout(shared, model="8B")
     group = make_plan(beside).groups[0]
     start = group.moments["start"]
     engine = start.rows[GENERATOR]["weights"] + start.rows[GENERATOR]["cache"]
     assert engine == pytest.approx(0.9 * (80 * GIB - (start.total - engine)), abs=2)
     assert start.total < 80 * GIB
-    own = layout(published, plugins, alone, model="8B").engines.memory.phases["generate"].device
+    own = layout(alone, model="8B").engines.memory.phases["generate"].device
     assert sum(own.values()) == pytest.approx(0.9 * 80 * GIB, abs=2), "of a device of its own, its nine tenths"
 
 
@@ -418,48 +421,52 @@ def test_planning_starts_and_loads_nothing(published):
 # ------------------------------------------------------------------------------- the nearest change
 
 
-def found(published, plugins, memory, *more, model="8B", machine=None):
-    given = flags(published, *more, model=model)
-    machine = machine or Machine("cuda", memory)
-    plan = make_plan(resolve(load(None, given), plugins, machine))
-    assert plan.fits is False
-    return nearest(plan, plugins, lambda extra: load(None, given + list(extra.items())))
+@pytest.fixture
+def found(published, plugins):
+    """found(machine, *options): the nearest change for a run that does not fit on the machine."""
+
+    def make(machine, *more, model="8B"):
+        options = flags(published, *more, model=model)
+        plan = make_plan(resolve(load(None, options), plugins, machine))
+        assert plan.fits is False
+        return nearest(plan, plugins, lambda extra: load(None, options + list(extra.items())))
+
+    return make
 
 
-def test_smaller_micro_batches_are_tried_first(published, plugins):
+def test_smaller_micro_batches_are_tried_first(layout, found):
     """Those of both roles are reduced: they compute in turns in one process, and either may need more memory."""
-    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
+    made = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
     big, small = (
-        make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
+        make_plan(layout({"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
         for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
     )
     assert made.role("policy").memory.micro_tokens == 2048
     between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
-    change = found(published, plugins, between, {"policy.dtype": "fp32"}, model="0.6B", machine=Machine("cpu", between))
+    change = found(Machine("cpu", between), {"policy.dtype": "fp32"}, model="0.6B")
     assert change.plan.fits
     assert dict(change.flags) == {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"}
     assert change.command == "--policy.micro_tokens 1024 --critic.micro_tokens 1024"
 
 
-def test_zero_3_is_found_where_zero_2_does_not_fit(published, plugins):
-    change = found(published, plugins, 80 * GIB, CLUSTER, machine=Machine("cuda", 80 * GIB))
+def test_zero_3_is_found_where_zero_2_does_not_fit(layout, found):
+    change = found(Machine("cuda", 80 * GIB), CLUSTER)
     assert change.plan.fits
     assert change.flags["trainer.stage"] == "3"
-    again = layout(published, plugins, CLUSTER, change.flags, model="8B", machine=Machine("cuda", 80 * GIB))
+    again = layout(CLUSTER, change.flags, model="8B")
     assert make_plan(again).fits, "the flags themselves make it fit"
     for key in change.flags:
         fewer = {k: v for k, v in change.flags.items() if k != key}
         try:
-            assert not make_plan(layout(published, plugins, CLUSTER, fewer, model="8B")).fits, f"{key} is not needed"
+            assert not make_plan(layout(CLUSTER, fewer, model="8B")).fits, f"{key} is not needed"
         except ConfigError:
             continue
 
 
-def test_more_ranks_are_the_last_resort(published, plugins):
+def test_more_ranks_are_the_last_resort(found):
     alone = {k: v for k, v in CLUSTER.items() if not k.startswith(("placement", "generator.tensor"))}
     alone |= {"placement.policy.ranks": "2", "placement.critic.ranks": "2", "trainer.stage": "3"}
-    machine = Machine("cuda", 24 * GIB)
-    change = found(published, plugins, 24 * GIB, alone, model="8B", machine=machine)
+    change = found(Machine("cuda", 24 * GIB), alone)
     assert change.plan.layout.devices > 5 or not change.plan.fits
     assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
 
