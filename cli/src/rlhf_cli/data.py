@@ -15,7 +15,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_files import require_new_file
+from rlhf_cli.command_output import require_new_file
 from rlhf_cli.main import run_command
 
 if TYPE_CHECKING:

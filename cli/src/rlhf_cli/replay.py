@@ -10,7 +10,8 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import dotted
 
-from rlhf_cli.command_files import note, run_file_of
+from rlhf_cli.command_input import run_file_of
+from rlhf_cli.command_output import note
 
 
 class ReplayCommand(Command):

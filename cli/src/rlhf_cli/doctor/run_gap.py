@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rlhf.errors import ConfigError
 from rlhf_runtime.config.command_line import overrides
 
-from rlhf_cli.command_files import note
+from rlhf_cli.command_output import note
 
 if TYPE_CHECKING:
     from rlhf_runtime.jobs.mismatch import Mismatch

@@ -11,7 +11,7 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
-from rlhf_cli.command_files import note
+from rlhf_cli.command_output import note
 
 
 class ConvertCommand(Command):

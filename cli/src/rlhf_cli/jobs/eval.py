@@ -11,7 +11,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_files import OF_A_RUN
+from rlhf_cli.command_input import OF_A_RUN
 
 
 class EvalCommand(Command):

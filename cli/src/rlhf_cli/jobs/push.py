@@ -10,7 +10,7 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
-from rlhf_cli.command_files import note
+from rlhf_cli.command_output import note
 
 
 class PushCommand(Command):

@@ -8,7 +8,7 @@ from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
-from rlhf_cli.command_files import add_written_run_file, require_new_file, write_run_file
+from rlhf_cli.command_output import add_written_run_file, require_new_file, write_run_file
 
 FRAMEWORKS = ("openrlhf", "trl", "verl")
 

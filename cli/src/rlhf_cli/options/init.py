@@ -9,7 +9,7 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_short_flags, overrides
 
-from rlhf_cli.command_files import add_written_run_file, require_new_file, write_run_file
+from rlhf_cli.command_output import add_written_run_file, require_new_file, write_run_file
 
 
 class InitCommand(Command):

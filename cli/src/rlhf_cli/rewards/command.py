@@ -12,7 +12,8 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import overrides
 
-from rlhf_cli.command_files import add_given_answers, note
+from rlhf_cli.command_input import add_given_answers
+from rlhf_cli.command_output import note
 from rlhf_cli.main import run_command
 
 

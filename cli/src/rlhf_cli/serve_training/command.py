@@ -11,7 +11,8 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_files import OF_A_RUN, say
+from rlhf_cli.command_input import OF_A_RUN
+from rlhf_cli.command_output import say
 
 ADAPTERS = (("trainer.lora.rank", "32"), ("trainer.lora.alpha", "32"))
 """Defaults, those of the protocol."""

@@ -13,7 +13,7 @@ from rlhf_runtime.jobs.training import trained_policy
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.setup.prepare import PlacedPlugins
 
-from rlhf_cli.command_files import note
+from rlhf_cli.command_output import note
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_training.application import Served, TrainingApplication
 from rlhf_cli.serve_training.losses import BadRequest

@@ -1,4 +1,4 @@
-"""What commands share: notes to the user, files that they write, and the run file of an earlier run."""
+"""What commands write: notes, lines for a reader of a pipe, and new files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.paths import path_argument
-from rlhf_runtime.config.command_line import add_run_file
-
-OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
-"""Short flags of the run file that a command without a run does not take."""
-
-
-def add_given_answers(parser: argparse.ArgumentParser, model: str) -> None:
-    """Flags of a command that scores answers in the data. ``model``: whose tokenizer is used without one."""
-    add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
-    text = f"whose tokenizer and chat template are used; if absent those of {model}"
-    parser.add_argument("--model", metavar="MODEL", help=text)
-    answers = "column with an answer or a list of them; may be given several times"
-    parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
 
 
 def note(text: str) -> None:
@@ -59,11 +46,3 @@ def write_run_file(file: Path | None, text: str) -> None:
     else:
         write_atomic(file, text)
         sys.stdout.write(f"wrote {file}; next: rlhf train {file} --dry-run\n")
-
-
-def run_file_of(run: Path) -> str:
-    """The run file of the run in a folder. Raises ConfigError where there is none."""
-    file = run / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{run} is not the folder of a run: it has no config.toml.")
-    return str(file)

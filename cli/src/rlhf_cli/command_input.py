@@ -1,0 +1,29 @@
+"""What commands read: the short flags of a run that they do not take, given answers, the run file of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlhf.errors import ConfigError
+from rlhf_runtime.config.command_line import add_run_file
+
+OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
+"""Short flags of the run file that a command without a run does not take."""
+
+
+def add_given_answers(parser: argparse.ArgumentParser, model: str) -> None:
+    """Flags of a command that scores answers in the data. ``model``: whose tokenizer is used without one."""
+    add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
+    text = f"whose tokenizer and chat template are used; if absent those of {model}"
+    parser.add_argument("--model", metavar="MODEL", help=text)
+    answers = "column with an answer or a list of them; may be given several times"
+    parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
+
+
+def run_file_of(run: Path) -> str:
+    """The run file of the run in a folder. Raises ConfigError where there is none."""
+    file = run / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"{run} is not the folder of a run: it has no config.toml.")
+    return str(file)
