@@ -1,5 +1,5 @@
-"""Variables and parameters are named by nouns of the field, never by participles or pronouns. A class's name means one
-class."""
+"""Variables and parameters are named by nouns of the field, never by participles, pronouns, adverbs or prepositions.
+A class's name means one class."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import pytest
 from tests.imports import python_files, tree
 from tests.members import MEMBERS, ROOT
 
-NAMES = {
-    *("asked", "built", "called", "drawn", "found", "given", "got", "held", "kept", "known", "made", "named", "near"),
-    *("one", "read", "said", "seen", "sent", "shown", "taken", "there", "this", "told", "tried", "usual", "wanted"),
-    *("what", "which", "who", "written"),
-}
+_WORDS = """
+about above again ahead alike alone among apart asked at away back before behind below beside beyond both built
+called changed counted drawn each elsewhere ended enough everything found further given got held here how inside
+instead its kept known later least lent less listed loaded made mine more most named near nothing now of off once
+one only others otherwise ours outside own past placed read said same seen sent several shown since some stated
+such taken theirs then there this to together told tried twice until usual wanted what when where which while who
+whole why within without written yes
+"""
+NAMES = {name for word in _WORDS.split() for name in (word, word.upper())}
 """Names that say nothing about a value. ``defaults``, ``columns``, ``matches``, ``message`` do."""
 
 SHARED = {"Config"}

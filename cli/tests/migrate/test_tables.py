@@ -33,4 +33,4 @@ def test_every_option_has_a_row(framework, groups, names):
 def test_every_row_says_what_becomes_of_its_option(framework):
     for row in (row for rows in table(framework).values() for row in rows):
         assert bool(row.to) != bool(row.why), row.name
-        assert not row.when or row.when in FRAMEWORKS[framework].WITHOUT, row.name
+        assert not row.when or row.when in FRAMEWORKS[framework].NEEDS, row.name

@@ -70,7 +70,9 @@ def test_with_a_stand_in_for_torchs_export_a_handle_has_what_another_process_nee
     assert base64.b64encode(b"\x00handle").decode() in handle
     _open_handle(handle, GPU)
     assert rebuilt.keys() == set(shared_memory.REBUILT)
-    assert {name: rebuilt[name] for name in shared_memory.SENT} == {name: exported[name] for name in shared_memory.SENT}
+    assert {name: rebuilt[name] for name in shared_memory.HANDLE_FIELDS} == {
+        name: exported[name] for name in shared_memory.HANDLE_FIELDS
+    }
     assert (rebuilt["storage_device"], rebuilt["tensor_size"], rebuilt["dtype"]) == (3, (512,), torch.uint8)
 
 

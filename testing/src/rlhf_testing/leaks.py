@@ -25,8 +25,8 @@ def held() -> Held:
     """The held objects by ``open files``, ``child processes`` and ``threads``. A kind that this system does not report
     is left out."""
     objects: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
-    for kind, read in (("open files", _files), ("child processes", _children)):
-        if (items := read()) is not None:
+    for kind, reader in (("open files", _files), ("child processes", _children)):
+        if (items := reader()) is not None:
             objects[kind] = items
     return objects
 

@@ -29,7 +29,7 @@ WIDTH = 120
 COLUMN = 36
 """Where comments begin."""
 SOURCE = "a file, a folder, or a name on the hub"
-WHAT = {"model": "a folder, or a name on the hub", "train": SOURCE, "eval": SOURCE}
+PLACEHOLDERS = {"model": "a folder, or a name on the hub", "train": SOURCE, "eval": SOURCE}
 """{name of an option: what belongs in place of its placeholder}; of others their type says it."""
 
 
@@ -87,11 +87,11 @@ def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins
         able = [n for n in plugin_names(plugins, "rollout") if plugins.resolve("rollout", n).cls.needs_env]
         additions |= {"rollout.use": able[0]} if able else {}
     if not run.data.train:
-        additions["data.train"] = placeholder(WHAT["train"])
+        additions["data.train"] = placeholder(PLACEHOLDERS["train"])
     for role in needs.roles:
         section = role.name if role.name in RunFile.model_fields else f"roles.{role.name}"
         if role.like is None and role.model is None and f"{section}.model" not in values:
-            additions[f"{section}.model"] = placeholder(WHAT["model"])
+            additions[f"{section}.model"] = placeholder(PLACEHOLDERS["model"])
     return additions
 
 
@@ -120,7 +120,7 @@ def _sources(sources: Sequence[SourceSection]) -> Any:
 def _line(option: Option, name: str, values: Values) -> str:
     """``name = value  # meaning``; with a ``#`` in front where the value is only the default. Where nothing is set by
     default, the type stands before the meaning."""
-    gap = placeholder(WHAT.get(option.name, option.type))
+    gap = placeholder(PLACEHOLDERS.get(option.name, option.type))
     if option.path in values:
         value = values[option.path]
         is_text = option.type == "text" or option.type.startswith('"')

@@ -10,7 +10,7 @@ from rlhf_runtime.report.run_record import RunRecord
 
 from rlhf_cli.runs.curves import STYLES, draw, number
 from rlhf_cli.runs.metric_history import History
-from rlhf_cli.runs.one_run import DRAWN
+from rlhf_cli.runs.one_run import CURVES
 from rlhf_cli.runs.output import has_colour, table
 
 NOT_COMPARED = ("run.name", "run.output", "run.resume")
@@ -87,7 +87,7 @@ def _print_metrics(
         grid.add_row(name, *(f"{number(f.first)} -> {number(f.last)}" if f else "" for f in extremes))
     console.print(grid)
     colour = has_colour(console)
-    for name in metrics or dict.fromkeys(name for history in histories for name in history.headline(DRAWN)):
+    for name in metrics or dict.fromkeys(name for history in histories for name in history.headline(CURVES)):
         curves = [history.curve(name, run) for history, run in zip(histories, names, strict=True)]
         if not any(curve.varies for curve in curves):
             continue

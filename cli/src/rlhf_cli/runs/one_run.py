@@ -20,7 +20,7 @@ from rlhf_cli.runs.curves import draw, number
 from rlhf_cli.runs.metric_history import History
 from rlhf_cli.runs.output import STATE_STYLES, has_colour, table
 
-DRAWN = ("reward", "loss", "pass@1", "eval loss")
+CURVES = ("reward", "loss", "pass@1", "eval loss")
 """What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
 ABSENT = object()
 TIME = "%Y-%m-%d %H:%M"
@@ -122,7 +122,7 @@ def _print_metrics(console: Console, history: History, metrics: Sequence[str]) -
         ]
         grid.add_row(f"  {name}", number(extremes.first), number(extremes.last), *ends[0], *ends[1])
     console.print(grid)
-    for curve in (history.curve(name) for name in metrics or history.headline(DRAWN)):
+    for curve in (history.curve(name) for name in metrics or history.headline(CURVES)):
         if not curve.varies:
             continue
         console.print()

@@ -31,7 +31,7 @@ from rlhf_cli.serve_training.wire import check_ids, read_learning, write_learned
 _LOG = logging.getLogger(__name__)
 WAIT = 20.0
 """Seconds that a request for a result waits for it. Clients ask again."""
-KEPT = 1000
+MAX_ANSWERS = 1000
 """Results that are kept after a client got them. Where its connection broke, it asks again."""
 LARGEST = 64 * 2**20
 """Bytes of a request. Clients send at most 5 MB of data at once."""
@@ -354,7 +354,7 @@ class TrainingApplication:
         if not task.done():
             return _json(TryAgainResponse(request_id=body.request_id, queue_state="active"))
         self._sent[body.request_id] = None
-        while len(self._sent) > KEPT:
+        while len(self._sent) > MAX_ANSWERS:
             self._results.pop(self._sent.popitem(last=False)[0])
         error = task.exception()
         if error is None:

@@ -50,10 +50,10 @@ class CsvForm:
     """Whether the first line is a header, not a row."""
 
 
-USUAL = CsvForm()
+DEFAULT_FORM = CsvForm()
 
 
-def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = USUAL) -> Source:
+def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = DEFAULT_FORM) -> Source:
     """Read and check the whole file once, so that a malformed row is found before the run starts.
 
     ``form`` is for csv only.
@@ -137,7 +137,9 @@ class CsvSource(Source):
     """Comma-separated values with a header line, or in another form. Every cell is text; numbers and missing values are
     not recognised."""
 
-    def __init__(self, section: SourceSection, path: Path, text: str, fingerprint: str, form: CsvForm = USUAL) -> None:
+    def __init__(
+        self, section: SourceSection, path: Path, text: str, fingerprint: str, form: CsvForm = DEFAULT_FORM
+    ) -> None:
         csv.field_size_limit(sys.maxsize)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=form.separator, strict=True)
         self._path, self._rows, self._lines = path, list[list[str]](), array("q")
@@ -162,7 +164,7 @@ class CsvSource(Source):
         if duplicates:
             location = "the dataset's card" if form.names else "the header"
             raise DataError(f"{path}: {location} names {', '.join(map(repr, duplicates))} twice")
-        super().__init__(section, header, fingerprint if form == USUAL else f"{fingerprint} {form}")
+        super().__init__(section, header, fingerprint if form == DEFAULT_FORM else f"{fingerprint} {form}")
 
     def rows(self) -> int:
         return len(self._rows)
@@ -272,7 +274,7 @@ def file_kind(path: Path) -> str | None:
     return name if name in FILE_KINDS and not (packed and name in ("parquet", "arrow")) else None
 
 
-def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = USUAL) -> Source:
+def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = DEFAULT_FORM) -> Source:
     """The rows of one file. ``form`` is used for csv files only."""
     if kind in ("parquet", "arrow"):
         return TableSource(section, read_table(path, kind))
@@ -381,7 +383,7 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
         if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(defaults, f.name)
     }
     of_csv = all(file_kind(Path(name)) == "csv" for name in names)
-    form = _csv_form(options) if of_csv else None if options else USUAL
+    form = _csv_form(options) if of_csv else None if options else DEFAULT_FORM
     if form is None:
         set_here = sorted(f"{name} = {value!r}" for name, value in options.items())
         raise DataError(

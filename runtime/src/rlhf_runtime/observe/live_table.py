@@ -25,7 +25,7 @@ NARROW = 76
 """Terminals with fewer columns show one metric a row."""
 LABEL, VALUE, CURVE = 18, 9, 24
 """Most columns of a metric's label, value and curve."""
-KEPT = 200
+CURVE_POINTS = 200
 """Values of a curve. Each of its characters is the mean of equally many."""
 NOTES = 2
 SAMPLE = 4
@@ -138,7 +138,7 @@ class LiveTable:
         """
         self.steps_done, self._last = steps_done, metrics
         for label, value in values.items():
-            self._curves.setdefault(label, deque(maxlen=KEPT)).append(value)
+            self._curves.setdefault(label, deque(maxlen=CURVE_POINTS)).append(value)
 
     def note(self, text: str) -> None:
         self._notes.append(text)

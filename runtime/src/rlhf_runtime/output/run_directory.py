@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 """Version of the layout of ``manifest.json``. A reader refuses other versions."""
-GIVEN = "given"
+GIVEN_FILES = "given"
 """The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
 _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
 _STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
@@ -115,7 +115,7 @@ class RunDirectory:
         """Write ``config.toml``, the resolved run file. A new run deletes the folder ``given`` of an earlier run (rows
         and models given in Python), except the files that the new run reads itself."""
         write_atomic(self.path / "config.toml", toml)
-        files = [] if self.resumed else sorted((self.path / GIVEN).glob("*"))
+        files = [] if self.resumed else sorted((self.path / GIVEN_FILES).glob("*"))
         for old in files:
             if _GIVEN_NAME.fullmatch(old.name) and old.name not in toml:
                 _remove(old)

@@ -22,7 +22,7 @@ from rlhf.errors import ConfigError, DataError, shown
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
 from rlhf_runtime.data.columnar_sources import content_hash
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
-from rlhf_runtime.output.run_directory import GIVEN
+from rlhf_runtime.output.run_directory import GIVEN_FILES
 
 DIGITS = 12
 """Number of hexadecimal digits of the content's SHA-256 in a file's name."""
@@ -38,7 +38,9 @@ class GivenFiles:
     def __init__(self, output: Path | str) -> None:
         self.output = Path(output).absolute()
         self._new: list[Path] = []
-        self._made_folders = [f for f in (self.output / GIVEN, self.output, *self.output.parents) if not f.exists()]
+        self._made_folders = [
+            f for f in (self.output / GIVEN_FILES, self.output, *self.output.parents) if not f.exists()
+        ]
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
         """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, anything else as
@@ -74,7 +76,7 @@ class GivenFiles:
     def _keep(self, name: str, suffix: str, write: Any) -> str:
         """Call ``write(path)``, which makes a file or folder and returns the SHA-256 of its content, and rename the
         result to its final name."""
-        folder = self.output / GIVEN
+        folder = self.output / GIVEN_FILES
         try:
             folder.mkdir(parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))

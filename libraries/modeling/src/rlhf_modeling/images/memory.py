@@ -13,7 +13,7 @@ from dataclasses import replace
 from rlhf.interfaces.memory import FP32, ModelSize, SamplingWork, TrainerWork, VisionSize
 
 from rlhf_modeling.activations import Arithmetic, widest_working
-from rlhf_modeling.images.pixels import KEPT
+from rlhf_modeling.images.pixels import CACHE_BYTES
 
 KEPT_WIDTHS = {4: 10, 2: 13}
 """{b: hidden widths that a layer keeps per patch}: in fp32 norms 4 to 6, queries, keys and values 3 to 5, the output of
@@ -41,7 +41,7 @@ def kept_pixels(tower: VisionSize | None, work: TrainerWork, ranks: int) -> int:
         return 0
     sequences = work.units * work.unit / work.longest / work.siblings / ranks
     tokens = sequences * min(work.images * tower.tokens, work.longest)
-    return min(KEPT, int(tokens * tower.patches / tower.tokens * tower.pixels * FP32))
+    return min(CACHE_BYTES, int(tokens * tower.patches / tower.tokens * tower.pixels * FP32))
 
 
 def patches(tower: VisionSize, a: Arithmetic) -> int:

@@ -14,7 +14,7 @@ from rlhf_hub.processors import open_image
 from torch import Tensor
 from torch.nn import functional as F
 
-KEPT = 2**30
+CACHE_BYTES = 2**30
 """Bytes of pixels that are kept. Old log-probs, a reference and the update read the same images one after another."""
 
 Pixels = dict[str, Tensor]
@@ -62,11 +62,11 @@ class PixelReader:
         return {name: values for name, values in outputs.items() if name in self.names}
 
     def _forget(self) -> None:
-        """Drop the images that were used longest ago, beyond :data:`KEPT`."""
+        """Drop the images that were used longest ago, beyond :data:`CACHE_BYTES`."""
         done = {data: future for data, future in self._found.items() if future.done() and not future.exception()}
         total = sum(_bytes(future.result()) for future in done.values())
         for data, future in done.items():
-            if total <= KEPT:
+            if total <= CACHE_BYTES:
                 return
             total -= _bytes(future.result())
             del self._found[data]

@@ -32,7 +32,7 @@ from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, 
 
 REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """The arguments of torch's function that maps a tensor of another process."""
-SENT = (
+HANDLE_FIELDS = (
     "storage_handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset",
     "event_handle", "event_sync_required",
 )  # fmt: skip
@@ -149,7 +149,7 @@ class SharedBuffer:
         if self._file >= 0:
             return json.dumps([os.getpid(), self._file, self.memory.numel()])
         _, arguments = reductions.reduce_tensor(self.memory)
-        parts = [part for name, part in zip(REBUILT, arguments, strict=True) if name in SENT]
+        parts = [part for name, part in zip(REBUILT, arguments, strict=True) if name in HANDLE_FIELDS]
         return json.dumps([{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts])
 
     def close(self) -> None:
@@ -183,7 +183,9 @@ def _map_host(process: int, number: int, nbytes: int) -> Tensor:
 
 def _map_device(parts: list[Any], device: torch.device) -> Tensor:
     torch.cuda.init()
-    handle = dict(zip(SENT, (base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts), strict=True))
+    handle = dict(
+        zip(HANDLE_FIELDS, (base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts), strict=True)
+    )
     nbytes: Any = handle["storage_size_bytes"]
     tensor = {
         "tensor_cls": Tensor,

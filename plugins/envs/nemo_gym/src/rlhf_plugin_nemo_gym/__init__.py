@@ -20,7 +20,7 @@ from rlhf.types import EnvStep, Row
 PARAMS = "responses_create_params"
 LONGEST = 10 * 2**20
 """Bytes of an answer; a longer one is refused."""
-TOLD = (400, 422)
+ERROR_STATUSES = (400, 422)
 """Status codes with which a tool refuses its arguments. The policy is told the answer."""
 
 
@@ -87,7 +87,7 @@ class NemoGym(Env):
             result = (
                 json.dumps({"error": call.problem})
                 if call.problem
-                else await self._post(call.name, call.arguments, TOLD)
+                else await self._post(call.name, call.arguments, ERROR_STATUSES)
             )
             self._output.append(output_item(call, result))
             results.append(result)

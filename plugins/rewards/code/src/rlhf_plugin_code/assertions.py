@@ -105,7 +105,7 @@ class Assertions:
             return run.err.rsplit("\n", 1)[-1] if run.end == "exit" and run.err else f"{run.end}, status {run.code}"
         result = json.loads(run.out)
         return TestResults(
-            [Verdict(word, printable(why)) for word, why in result["verdicts"]],
+            [Verdict(word, printable(detail)) for word, detail in result["verdicts"]],
             [(name, arguments) for name, arguments in result["calls"]],
         )
 

@@ -33,8 +33,8 @@ def _main():  # type: ignore[no-untyped-def]
 
     for name, limit in setup["limits"].items():
         resource_id = getattr(resource, name)
-        most = resource.getrlimit(resource_id)[1]
-        soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in limit)
+        hard_limit = resource.getrlimit(resource_id)[1]
+        soft, hard = (value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit) for value in limit)
         resource.setrlimit(resource_id, (soft, hard))
     if setup["filter"]:
         import _ctypes  # the package ctypes takes as long to import as the interpreter to start
@@ -148,12 +148,12 @@ def _main():  # type: ignore[no-untyped-def]
             else:
                 answer = "= " + text(found(name)(*arguments))
         except BaseException as error:
-            why = type(error).__name__
+            reason = type(error).__name__
             try:  # noqa: SIM105 - contextlib takes time to import
-                why += ": " + str(error)[:200]
+                reason += ": " + str(error)[:200]
             except BaseException:
                 pass
-            answer = "! " + quote(why)
+            answer = "! " + quote(reason)
         data = nonce + (" " + str(number) + " " + answer + "\n").encode()
         while data:
             data = data[write(answers, data) :]

@@ -70,8 +70,8 @@ def _evaluate():  # type: ignore[no-untyped-def]
 
         def __exit__(self, kind, error, trace):  # type: ignore[no-untyped-def]
             # what fails after a call without an answer may fail for want of its result
-            before = self.unanswered if error is None else 0
-            verdicts[self.number] = verdict(error, counts["unanswered"] > before)
+            count = self.unanswered if error is None else 0
+            verdicts[self.number] = verdict(error, counts["unanswered"] > count)
             return True
 
     def verdict(error, unanswered):  # type: ignore[no-untyped-def]
@@ -102,8 +102,8 @@ def _evaluate():  # type: ignore[no-untyped-def]
 
     exec(compile(setup["prelude"], "prelude.py", "exec"), namespace)
     namespace.update(_Unanswered=Unanswered, _Test=Test)
-    before, trees = ast.parse(setup["before"]), [ast.parse(text) for text in setup["tests"]]
-    nodes = [node for tree in (before, *trees) for node in ast.walk(tree)]
+    setup_tree, trees = ast.parse(setup["before"]), [ast.parse(text) for text in setup["tests"]]
+    nodes = [node for tree in (setup_tree, *trees) for node in ast.walk(tree)]
     names = [node for node in nodes if isinstance(node, ast.Name)]
     bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -130,14 +130,14 @@ def _evaluate():  # type: ignore[no-untyped-def]
             functions |= {argument.arg for argument in checks[0].args.args}
         body = checks[0].body if checks else trees[0].body
         size = 0
-        for at, statement in enumerate(body):
+        for index, statement in enumerate(body):
             if is_test(statement):
                 call = ast.Call(ast.Name("_Test", ast.Load()), [ast.Constant(size)], [])
-                body[at] = ast.With([ast.withitem(call, None)], [statement])
+                body[index] = ast.With([ast.withitem(call, None)], [statement])
                 size += 1
     rest = ("error", "the test was not reached")
     try:
-        run(before)
+        run(setup_tree)
         for number, tree in enumerate(trees):
             with Test(number) if setup["apart"] else contextlib.nullcontext():
                 run(tree)

@@ -36,8 +36,8 @@ END_SECONDS = 2.0
 class SandboxProgram:
     """One start of a program. ``cancel`` may be called from another thread at any time."""
 
-    def __init__(self, starter: Any, inside: str, limits: ProgramLimits) -> None:
-        self._starter, self._inside, self._limits = starter, inside, limits
+    def __init__(self, starter: Any, source: str, limits: ProgramLimits) -> None:
+        self._starter, self._inside, self._limits = starter, source, limits
         self._lock = threading.Lock()
         self._cancelled = False
         self._started: Started | None = None
@@ -157,8 +157,8 @@ def main() -> None:
         try:
             answer = program.run(data)
         except Exception as error:  # a defect of this process is a failed sample, not a lost answer
-            why = f"{type(error).__name__}: {error}"
-            answer = {"end": "failed", "code": 0, "seconds": 0.0, "out": "", "err": why}
+            reason = f"{type(error).__name__}: {error}"
+            answer = {"end": "failed", "code": 0, "seconds": 0.0, "out": "", "err": reason}
         running.pop(number, None)
         with writing:
             answers.write(json.dumps({"id": number, **answer}).encode() + b"\n")

@@ -70,34 +70,34 @@ def read_tests(row: Row, column: str) -> Tests | None:
     value = row[column]
     if value is None:
         return None
-    where = f"reward 'code': column {column!r}"
+    label = f"reward 'code': column {column!r}"
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             if _python(value, ast.Assert):
-                return _code(row, value, where)
-            why = f"neither JSON ({error}) nor assertions in Python"
-            raise RewardError(f"{where} holds text that is {why}. {LAYOUTS}") from None
+                return _code(row, value, label)
+            problem = f"neither JSON ({error}) nor assertions in Python"
+            raise RewardError(f"{label} holds text that is {problem}. {LAYOUTS}") from None
     if _is_list(value) and value and all(isinstance(text, str) for text in value):
-        return _assertions(row, value, where)
-    tests = _columns(value, where) if isinstance(value, Mapping) else _list(value, where)
+        return _assertions(row, value, label)
+    tests = _columns(value, label) if isinstance(value, Mapping) else _list(value, label)
     if not tests:
-        raise RewardError(f"{where} holds no test. Give at least one, or None where the reward does not apply.")
+        raise RewardError(f"{label} holds no test. Give at least one, or None where the reward does not apply.")
     return tests
 
 
-def _assertions(row: Row, texts: Sequence[str], where: str) -> AssertionTests:
+def _assertions(row: Row, texts: Sequence[str], label: str) -> AssertionTests:
     """The layout of MBPP and AceCode."""
     for n, text in enumerate(texts):
         if not _python(text, ast.Assert):
-            raise RewardError(f"{where}, test {n} is {shown(text)}: no assertion in Python. {LAYOUTS}")
-    before = [*(row.columns.get("test_imports") or ()), row.columns.get("test_setup_code") or ""]
-    setup = "\n".join(_text(text, "reward 'code': columns test_imports and test_setup_code") for text in before)
+            raise RewardError(f"{label}, test {n} is {shown(text)}: no assertion in Python. {LAYOUTS}")
+    parts = [*(row.columns.get("test_imports") or ()), row.columns.get("test_setup_code") or ""]
+    setup = "\n".join(_text(text, "reward 'code': columns test_imports and test_setup_code") for text in parts)
     return AssertionTests(tuple(texts), code=False, setup=setup)
 
 
-def _code(row: Row, text: str, where: str) -> AssertionTests:
+def _code(row: Row, text: str, label: str) -> AssertionTests:
     """The layout of HumanEval and LeetCodeDataset. Their column ``prompt`` begins a program; a question in it is left
     out."""
     entry, prompt = row.columns.get("entry_point") or "", row.columns.get("prompt")
@@ -105,7 +105,7 @@ def _code(row: Row, text: str, where: str) -> AssertionTests:
     if entry and match is None:
         raise RewardError(f"reward 'code': column 'entry_point' is {shown(entry)}. Give the name of a function.")
     if match is None and any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in ast.parse(text).body):
-        raise RewardError(f"{where} defines check(), and the row has no column 'entry_point' with the function's name.")
+        raise RewardError(f"{label} defines check(), and the row has no column 'entry_point' with the function's name.")
     statements = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     prelude = prompt if isinstance(prompt, str) and _python(prompt, *statements) else ""
     return AssertionTests((text,), code=True, prelude=prelude, entry_point=match[1] if match else "")
@@ -119,99 +119,101 @@ def _python(text: str, *kinds: type[ast.AST]) -> bool:
         return False
 
 
-def _list(value: Any, where: str) -> list[StdinTest] | list[CallTest]:
+def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
     if not _is_list(value):
-        raise RewardError(f"{where} holds {shown(value)}. {LAYOUTS}")
+        raise RewardError(f"{label} holds {shown(value)}. {LAYOUTS}")
     stdin: list[StdinTest] = []
     calls: list[CallTest] = []
     for n, case in enumerate(value):
-        at = f"{where}, test {n}"
+        test_label = f"{label}, test {n}"
         keys = set(case) if isinstance(case, Mapping) else None
         if keys == {"input", "output"}:
-            stdin.append(StdinTest(_text(case["input"], f"{at}, input"), _text(case["output"], f"{at}, output")))
+            stdin.append(
+                StdinTest(_text(case["input"], f"{test_label}, input"), _text(case["output"], f"{test_label}, output"))
+            )
         elif keys == {"function", "args", "expected"}:
-            calls.append(_call(case["function"], case["args"], case["expected"], at))
+            calls.append(_call(case["function"], case["args"], case["expected"], test_label))
         elif keys and {"input", "output"} < keys <= _OF_KINDS:
-            test = _of_kind(case, at)
+            test = _of_kind(case, test_label)
             stdin, calls = (stdin, [*calls, test]) if isinstance(test, CallTest) else ([*stdin, test], calls)
         else:
-            raise RewardError(f"{at} is {shown(case)}. {LAYOUTS}")
+            raise RewardError(f"{test_label} is {shown(case)}. {LAYOUTS}")
     if stdin and calls:
-        raise RewardError(f"{where} mixes tests by standard input and calls of functions. Give one kind in a row.")
+        raise RewardError(f"{label} mixes tests by standard input and calls of functions. Give one kind in a row.")
     return stdin or calls
 
 
-def _of_kind(case: Mapping[str, Any], where: str) -> StdinTest | CallTest:
+def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
     """A test that says whether it is a call, in ``type`` (PrimeIntellect's sets) or ``testtype`` (LiveCodeBench, where
     arguments and result are lines of JSON)."""
     metadata = case.get("metadata")
     name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
     if calls != bool(name):
-        raise RewardError(f"{where} is {shown(case)}: a call has its function's name (fn_name or metadata.func_name).")
+        raise RewardError(f"{label} is {shown(case)}: a call has its function's name (fn_name or metadata.func_name).")
     if not calls:
-        return StdinTest(_lines(case["input"], f"{where}, input"), _lines(case["output"], f"{where}, output"))
+        return StdinTest(_lines(case["input"], f"{label}, input"), _lines(case["output"], f"{label}, output"))
     if "testtype" not in case:
-        return _columns({"inputs": [case["input"]], "outputs": [case["output"]], "fn_name": name}, where)[0]
+        return _columns({"inputs": [case["input"]], "outputs": [case["output"]], "fn_name": name}, label)[0]
     try:
         lines = [json.loads(line) for line in (*case["input"].split("\n"), case["output"])]
     except (AttributeError, TypeError, ValueError, RecursionError):
-        raise RewardError(f"{where} is {shown(case)}: arguments and result must be lines of JSON.") from None
-    return _call(name, lines[:-1], lines[-1], where)
+        raise RewardError(f"{label} is {shown(case)}: arguments and result must be lines of JSON.") from None
+    return _call(name, lines[:-1], lines[-1], label)
 
 
-def _columns(value: Mapping[str, Any], where: str) -> list[StdinTest] | list[CallTest]:
+def _columns(value: Mapping[str, Any], label: str) -> list[StdinTest] | list[CallTest]:
     """The layout of APPS and TACO. An input or output of a script may be a list of lines. The expected value of a call
     may stand in a list of one, because there it often does."""
     if set(value) == {"input", "output"}:  # of CodeContests
         value = {"inputs": value["input"], "outputs": value["output"]}
     if not {"inputs", "outputs"} <= set(value) <= {"inputs", "outputs", "fn_name"}:
-        raise RewardError(f"{where} holds an object with the keys {sorted(value)}. {LAYOUTS}")
+        raise RewardError(f"{label} holds an object with the keys {sorted(value)}. {LAYOUTS}")
     inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
     if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
         sizes = [f"{len(v)} values" if _is_list(v) else shown(v) for v in (inputs, outputs)]
         raise RewardError(
-            f"{where} holds {sizes[0]} as inputs and {sizes[1]} as outputs. Give two lists of one length."
+            f"{label} holds {sizes[0]} as inputs and {sizes[1]} as outputs. Give two lists of one length."
         )
     pairs = list(enumerate(zip(inputs, outputs, strict=True)))
     if name is None:
         return [
-            StdinTest(_lines(stdin, f"{where}, inputs[{n}]"), _lines(expected, f"{where}, outputs[{n}]"))
+            StdinTest(_lines(stdin, f"{label}, inputs[{n}]"), _lines(expected, f"{label}, outputs[{n}]"))
             for n, (stdin, expected) in pairs
         ]
     tests = []
     for n, (arguments, expected) in pairs:
-        test = _call(name, arguments, expected, f"{where}, test {n}")
+        test = _call(name, arguments, expected, f"{label}, test {n}")
         inner = (*test.expected, *test.expected[0]) if _is_list(expected) and len(expected) == 1 else test.expected
         tests.append(CallTest(test.function, test.arguments, inner))
     return tests
 
 
-def _call(function: Any, arguments: Any, expected: Any, where: str) -> CallTest:
+def _call(function: Any, arguments: Any, expected: Any, label: str) -> CallTest:
     if not isinstance(function, str) or not function.isidentifier():
-        raise RewardError(f"{where}: the function is {shown(function)}. Give its name.")
+        raise RewardError(f"{label}: the function is {shown(function)}. Give its name.")
     if not _is_list(arguments):
-        raise RewardError(f"{where}: the arguments are {shown(arguments)}. Give a list.")
-    return CallTest(function, _json(arguments, f"{where}, args"), (_json(expected, f"{where}, expected"),))
+        raise RewardError(f"{label}: the arguments are {shown(arguments)}. Give a list.")
+    return CallTest(function, _json(arguments, f"{label}, args"), (_json(expected, f"{label}, expected"),))
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any, label: str) -> str:
     if not isinstance(value, str):
-        raise RewardError(f"{where} is {shown(value)}. Give text.")
+        raise RewardError(f"{label} is {shown(value)}. Give text.")
     return value
 
 
-def _lines(value: Any, where: str) -> str:
-    return "\n".join(_text(line, where) for line in value) if _is_list(value) else _text(value, where)
+def _lines(value: Any, label: str) -> str:
+    return "\n".join(_text(line, label) for line in value) if _is_list(value) else _text(value, label)
 
 
-def _json(value: Any, where: str) -> Any:
+def _json(value: Any, label: str) -> Any:
     """The value as JSON gives it back, so that types can be compared exactly."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RewardError(f"{where} is {shown(value)}, which is no JSON value: {error}") from None
+        raise RewardError(f"{label} is {shown(value)}, which is no JSON value: {error}") from None

@@ -94,8 +94,8 @@ class SandboxLauncher:
         out, err = answer["out"], answer["err"].strip()
         begun, mark, rest = out.partition("\n")
         if answer["end"] in ("failed", "cancelled") or not mark or begun != nonce:
-            why = err[-500:] or f"it ended with status {answer['code']} after {answer['seconds']:.1f} s"
-            raise RewardError(f"reward 'code': the sandbox {self.sandbox!r} did not start a program: {why}")
+            reason = err[-500:] or f"it ended with status {answer['code']} after {answer['seconds']:.1f} s"
+            raise RewardError(f"reward 'code': the sandbox {self.sandbox!r} did not start a program: {reason}")
         if self.sandbox == "bwrap" and answer["end"] == "exit" and answer["code"] < 0:
             raise RewardError(f"reward 'code': signal {-answer['code']} from outside ended the program 'bwrap'")
         return Finished(answer["end"], answer["code"], answer["seconds"], rest, err, nonce)

@@ -58,12 +58,12 @@ class Bwrap:
         ]  # fmt: skip
         self._python = list(python.command)
 
-    def start(self, inside: str) -> Started:
+    def start(self, source: str) -> Started:
         read_end, write_end = os.pipe()
         try:
             os.write(write_end, self._filter)  # smaller than a pipe's buffer
             os.close(write_end)
-            command = [*self._command, "--seccomp", str(read_end), *self._python, "-c", inside]
+            command = [*self._command, "--seccomp", str(read_end), *self._python, "-c", source]
             return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, pass_fds=(read_end,))
         finally:
             os.close(read_end)
@@ -81,7 +81,7 @@ class Sandlock:
     def __init__(self, python: Interpreter, limits: ProgramLimits, filter_: bytes) -> None:
         self._python = python
 
-    def start(self, inside: str) -> Started:
+    def start(self, source: str) -> Started:
         from sandlock import Sandbox
         from sandlock.sandbox import StdioMode
 
@@ -95,7 +95,7 @@ class Sandlock:
             cwd="/",
         )
         pipes = {"stdin": StdioMode.PIPED, "stdout": StdioMode.PIPED, "stderr": StdioMode.PIPED}
-        return sandbox.popen([*self._python.command, "-c", inside], **pipes)
+        return sandbox.popen([*self._python.command, "-c", source], **pipes)
 
 
 class LimitsOnly:
@@ -110,8 +110,8 @@ class LimitsOnly:
     def __init__(self, python: Interpreter, limits: ProgramLimits, filter_: bytes) -> None:
         self._python = python
 
-    def start(self, inside: str) -> Started:
-        return _WithFolder([*self._python.command, "-c", inside])
+    def start(self, source: str) -> Started:
+        return _WithFolder([*self._python.command, "-c", source])
 
 
 class _WithFolder(subprocess.Popen[bytes]):
@@ -144,6 +144,6 @@ def drop_capabilities() -> None:
     drop_from_bounding_set, version = 24, 0x20080522
     for capability in range(64):
         libc.prctl(drop_from_bounding_set, capability, 0, 0, 0)
-    header, nothing = (ctypes.c_uint32 * 2)(version, 0), (ctypes.c_uint32 * 6)()
-    if libc.capset(header, nothing):
+    header, empty_sets = (ctypes.c_uint32 * 2)(version, 0), (ctypes.c_uint32 * 6)()
+    if libc.capset(header, empty_sets):
         sys.exit(f"the launcher process cannot give up its capabilities: {os.strerror(ctypes.get_errno())}")

@@ -12,7 +12,7 @@ whoever reads nodes runs no code of whoever wrote them.
 
 KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)}
 TYPES = dict(KINDS, **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes)})
-MOST = 500_000
+MAX_NODES = 500_000
 """Nodes of one value. A list that contains itself has no end."""
 
 
@@ -20,18 +20,18 @@ def pack(value, classes):  # type: ignore[no-untyped-def]
     """The nodes of a value. Raises TypeError for objects of classes that are not in ``classes`` ({name: class})."""
     nodes, todo = [None], [(0, value)]
     while todo:
-        at, value = todo.pop()
+        index, value = todo.pop()
         if value is None or type(value) in (bool, complex, bytes):
-            nodes[at] = value
+            nodes[index] = value
         elif isinstance(value, int):
-            nodes[at] = int.__add__(value, 0)
+            nodes[index] = int.__add__(value, 0)
         elif isinstance(value, str):
-            nodes[at] = str.__add__(value, "")
+            nodes[index] = str.__add__(value, "")
         elif isinstance(value, float):
             number = float.__mul__(value, 1.0)
-            nodes[at] = number if number - number == 0 else ("float", repr(number), 0)
+            nodes[index] = number if number - number == 0 else ("float", repr(number), 0)
         elif isinstance(value, type) and TYPES.get(value.__name__) is value:
-            nodes[at] = ("type", value.__name__, 0)
+            nodes[index] = ("type", value.__name__, 0)
         else:
             kind = next((name for name, kind in KINDS.items() if isinstance(value, kind)), None)
             if kind is None:
@@ -44,9 +44,9 @@ def pack(value, classes):  # type: ignore[no-untyped-def]
             else:
                 items = list(KINDS[kind].__iter__(value))
             start = len(nodes)
-            if start + len(items) > MOST:
+            if start + len(items) > MAX_NODES:
                 raise TypeError("a value is too large, or contains itself")
-            nodes[at] = (kind, start, len(items))
+            nodes[index] = (kind, start, len(items))
             nodes += [None] * len(items)
             todo += zip(range(start, len(nodes)), items)  # noqa: B905 - an argument of newer interpreters
     return nodes
@@ -58,27 +58,27 @@ def unpack(nodes, classes):  # type: ignore[no-untyped-def]
     Raises some Exception for nodes that are no value.
     """
     values = list(nodes)
-    for at in reversed(range(len(nodes))):
-        if type(nodes[at]) is not tuple:
+    for index in reversed(range(len(nodes))):
+        if type(nodes[index]) is not tuple:
             continue
-        kind, start, count = nodes[at]
+        kind, start, count = nodes[index]
         if kind in ("float", "type"):
-            values[at] = float(start) if kind == "float" else TYPES[start]
+            values[index] = float(start) if kind == "float" else TYPES[start]
             continue
-        if start <= at:
+        if start <= index:
             raise ValueError("a node is its own item")
         items = values[start : start + count]
         pairs = zip(items[::2], items[1::2])  # noqa: B905
         if kind == "dict":
-            values[at] = dict(pairs)
+            values[index] = dict(pairs)
         elif kind in KINDS:
-            values[at] = KINDS[kind](items)
+            values[index] = KINDS[kind](items)
         else:
             if not isinstance(classes.get(kind), type):
                 classes[kind] = type(kind, (), {"__module__": classes["__name__"]})
             cls = classes[kind]
             if cls.__module__ != classes["__name__"]:  # not one of a library
                 raise TypeError(kind)
-            values[at] = cls.__new__(cls)
-            values[at].__dict__.update(pairs)
+            values[index] = cls.__new__(cls)
+            values[index].__dict__.update(pairs)
     return values[0]

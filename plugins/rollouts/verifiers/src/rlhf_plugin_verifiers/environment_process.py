@@ -20,7 +20,7 @@ from typing import Any
 FAILED_REWARDS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("FAILED_REWARDS")
 """Of the sample that is scored, the reward functions that raised. verifiers counts each as 0."""
 EMPTY_ANSWER = "EmptyModelResponseError"
-TAKEN = ("reward", "metrics", "error", "is_truncated", "stop_condition")
+RESERVED = ("reward", "metrics", "error", "is_truncated", "stop_condition")
 """Fields of a result. verifiers writes the value of a reward function over the field of its name."""
 
 
@@ -41,7 +41,7 @@ def load(name: str, args: dict[str, Any]) -> Any:
     if environment.requires_group_rollouts:
         raise Refused("a reward function compares the samples of a group; only those of single samples are supported")
     names = set(environment.rubric._get_reward_func_names())
-    if hidden := sorted(names & set(TAKEN)):
+    if hidden := sorted(names & set(RESERVED)):
         raise Refused(f"a reward function is named {hidden[0]!r}, which hides this field of the result; rename it")
     watch_environment(environment)
     return environment

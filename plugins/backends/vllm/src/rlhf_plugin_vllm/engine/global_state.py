@@ -25,7 +25,7 @@ LEVEL = "RLHF_VLLM_LOG"
 PRODUCTS = "TRITON_F32_DEFAULT"
 """Triton's environment variable: how a kernel that does not say it multiplies fp32 numbers. It is a part of the names
 under which Triton keeps compiled kernels."""
-KEPT = ("VLLM_", "TORCHINDUCTOR_", "TRITON_")
+KEPT_PREFIXES = ("VLLM_", "TORCHINDUCTOR_", "TRITON_")
 """Prefixes of variables that are not restored, because vLLM reads them later."""
 
 
@@ -54,7 +54,7 @@ def isolated(variables: Mapping[str, str]) -> Iterator[None]:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         for name in set(old_environment) | set(os.environ):
-            if name in variables or not name.startswith(KEPT):
+            if name in variables or not name.startswith(KEPT_PREFIXES):
                 if name in old_environment:
                     os.environ[name] = old_environment[name]
                 else:

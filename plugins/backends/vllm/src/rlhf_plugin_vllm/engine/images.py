@@ -13,7 +13,7 @@ from rlhf.types import Image
 from rlhf.types.arrays import IntArray
 from rlhf_hub.processors import open_image
 
-KEPT = 64
+MAX_IMAGES = 64
 """Number of images whose pixels are kept. The requests of a group come one after another with the same images."""
 
 
@@ -73,7 +73,7 @@ class ImagePrompts:
                 "multi_modal_uuids": {"image": [mark.hex()]},
             }
             [self._made[key]] = self._renderer.render_cmpl([prompt])
-            if len(self._made) > KEPT:
+            if len(self._made) > MAX_IMAGES:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
         return self._made[key]
