@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import SkipTest
 
 import pytest
 import torch
@@ -350,6 +352,12 @@ def suite(made):
 def test_broken_generator_fails_the_right_check(made, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(made), check)()
+
+
+def test_links_are_left_out_where_memory_cannot_be_shared(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SkipTest, match="needs Linux.*this is darwin"):
+        suite(PlainLinked).test_links()
 
 
 def test_a_generator_that_ignores_the_second_link_cannot_take_its_buckets(monkeypatch):
