@@ -356,7 +356,7 @@ def test_broken_generator_fails_the_right_check(made, check, message):
 
 def test_links_are_left_out_where_memory_cannot_be_shared(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SkipTest, match="needs Linux.*this is darwin"):
+    with pytest.raises(SkipTest, match=r"needs Linux.*this is darwin"):
         suite(PlainLinked).test_links()
 
 

@@ -164,9 +164,8 @@ def _objects(values: list[Any]) -> list[AnswerCall]:
             value = {**value, **value["function"]} if isinstance(value.get("function"), dict) else value
             name, its_id = value.get("name", value.get("tool_name")), value.get("id")
             arguments = value.get("arguments", value.get("parameters", {}))
-            arguments = (
-                decoded(arguments.strip()) if isinstance(arguments, str) else arguments
-            )  # as Granite 4 writes some
+            if isinstance(arguments, str):  # as Granite 4 writes some
+                arguments = decoded(arguments.strip())
             new = call_of(name, arguments, its_id if re.fullmatch("[A-Za-z0-9]{9}", str(its_id)) else "")
         else:
             new = _objects(value) if isinstance(value, list) else []

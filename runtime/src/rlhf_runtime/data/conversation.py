@@ -128,9 +128,8 @@ class ChatTemplate:
         forms = dict[tuple[Any, ...], int]()
         for m, message in enumerate(messages[start:], start):
             previous_role = messages[m - 1]["role"] if m else ""
-            has_later = tuple(
-                m < last.get(role, -1) for role in ("user", "system")
-            )  # some templates move a system message
+            # some templates move a system message
+            has_later = tuple(m < last.get(role, -1) for role in ("user", "system"))
             forms.setdefault((source, m in trained, previous_role, has_later, form_of(message)), m)
         return {form: m for form, m in forms.items() if form not in self._checked}
 
