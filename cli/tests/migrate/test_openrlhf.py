@@ -266,6 +266,7 @@ def test_rows_of_supervised_runs():
         ("--ds.param_dtype fp16", "fp16"),
         ("--data.prompt_dataset a@b", "a@b"),
         ("--actor.lr_scheduler polynomial", "polynomial"),
+        ("--actor.eps_clip_low_high 0.1", "two numbers, LOW and HIGH"),
         ("--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv", "gating tv"),
         ("--data.max_samples $N", r"\$N.*--set N=VALUE"),
         ("stray", "stray"),

@@ -225,6 +225,7 @@ def test_keys_of_the_newest_version_and_of_groups():
         (f"{A}.rollout.multi_turn.enable=True", "multi_turn"),
         ("reward.reward_manager.name=prime", "naive and dapo"),
         (f"{A}.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size"),
+        (f"{A}.rollout.tensor_model_parallel_size=0", "it must be at least 1"),
     ],
 )
 def test_what_means_nothing_here_is_refused(overrides, telling):

@@ -238,8 +238,10 @@ def _kl(draft: Draft) -> None:
 def _loss(draft: Draft) -> None:
     s = draft.source
     bounds = s["actor.eps_clip_low_high"]
+    if bounds and len(bounds) != 2:
+        raise s.refused("actor.eps_clip_low_high", "it takes two numbers, LOW and HIGH")
     names = ("actor.eps_clip_low_high",) if bounds else ("actor.eps_clip",)
-    low, high = bounds or (s["actor.eps_clip"], s["actor.eps_clip"])
+    low, high = bounds or 2 * [s["actor.eps_clip"]]
     draft.set("algorithm.loss.clip_low", low, *names)
     draft.set("algorithm.loss.clip_high", high, *names)
     if bounds:

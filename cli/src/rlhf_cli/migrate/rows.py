@@ -142,6 +142,13 @@ class FrameworkOptions:
             raise self.refused(name, f"there is no counterpart; known are {', '.join(values)}")
         return values[value]
 
+    def positive(self, name: str) -> int:
+        """A number of something. Raises ConfigError for one below 1."""
+        value: int = self[name]
+        if value < 1:
+            raise self.refused(name, "it must be at least 1")
+        return value
+
     def refused(self, name: str, reason: str) -> ConfigError:
         """The error for a value that cannot be taken over."""
         option = self.given.get(name)

@@ -125,8 +125,8 @@ def _processes(processes: int) -> str:
 def _batches(draft: Draft, processes: int) -> int:
     """Prompts a step, and optimizer steps a pass; the optimizer steps of a step in all."""
     s = draft.source
-    device, accumulated = s["per_device_train_batch_size"], s["gradient_accumulation_steps"]
-    group, passes = s["num_generations"], s["num_iterations"]
+    device, accumulated = s.positive("per_device_train_batch_size"), s.positive("gradient_accumulation_steps")
+    group, passes = s.positive("num_generations"), s.positive("num_iterations")
     if s["generation_batch_size"] and s["steps_per_generation"]:
         raise s.refused("generation_batch_size", "steps_per_generation is set too, which TRL refuses")
     if s["generation_batch_size"] and s["generation_batch_size"] % (device * processes):
@@ -477,7 +477,7 @@ def _placement(draft: Draft, processes: int, online: bool) -> None:
             draft.set("placement.reference.ranks", processes)
             draft.set("placement.reference.share", "policy")
     if online:
-        parallel = s["vllm_tensor_parallel_size"] if vllm else 1
+        parallel = s.positive("vllm_tensor_parallel_size") if vllm else 1
         if processes % parallel:
             raise s.refused("vllm_tensor_parallel_size", f"it does not divide the {processes} processes")
         draft.set("generator.use", "vllm", "use_vllm")

@@ -366,7 +366,7 @@ def _placement(draft: Draft, estimator: str) -> None:
     """All roles and the engines on the same devices, as in verl's main_ppo."""
     s = draft.source
     names = ("trainer.nnodes", "trainer.n_gpus_per_node")
-    ranks, parallel = s[names[0]] * s[names[1]], s[f"{ROLLOUT}.tensor_model_parallel_size"]
+    ranks, parallel = s[names[0]] * s[names[1]], s.positive(f"{ROLLOUT}.tensor_model_parallel_size")
     if ranks % parallel:
         raise s.refused(f"{ROLLOUT}.tensor_model_parallel_size", f"it does not divide the {ranks} GPUs")
     draft.set("launcher.use", "ray")
