@@ -175,7 +175,7 @@ class Prompts:
             self.check_tools()
         conversation, images = as_template_reads(messages)
         files = self.images.files(images)
-        return self._turn(self._conversations[0].encode(conversation, tools), files, as_people_read(conversation))
+        return self._turn(self._chat_messages.encode(conversation, tools), files, as_people_read(conversation))
 
     def encode_following(
         self, messages: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
@@ -184,36 +184,45 @@ class Prompts:
         new, images = as_template_reads(following)
         conversation, _ = as_template_reads([*messages, answer])
         files = self.images.files(images)
-        ids = self._conversations[0].encode_following(conversation, new, tools, closed)
+        ids = self._chat_messages.encode_following(conversation, new, tools, closed)
         return None if ids is None else self._turn(ids, files, as_people_read(new))
 
     def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
         """The assistant message of a sampled turn (:meth:`ParsedAnswers.parse`)."""
-        return self._conversations[1].parse(turn.ids, prompt, key, tools)
+        return self._parsed_answers.parse(turn.ids, prompt, key, tools)
 
     def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
         """Whether a call in a parsed answer could not be read (:meth:`ParsedAnswers.has_unread_call`)."""
-        return self._conversations[1].has_unread_call(answer)
+        return self._parsed_answers.has_unread_call(answer)
 
     @cached_property
-    def _conversations(self) -> tuple[ChatMessages, ParsedAnswers]:
+    def _chat_messages(self) -> ChatMessages:
+        ends = self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))
+        return ChatMessages(self._required_chat, self.tokens, ends)
+
+    @cached_property
+    def _parsed_answers(self) -> ParsedAnswers:
+        _ = self._required_chat
+        return ParsedAnswers(self.tokenizer)
+
+    @property
+    def _required_chat(self) -> ChatTemplate:
         if self.chat is None:
             raise DataError(
                 "the rollout encodes messages, which needs a chat template, but prompts are plain text. Use a "
                 "tokenizer with a chat template, or name a file with one as data.chat_template."
             )
-        ends = self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))
-        return ChatMessages(self.chat, self.tokens, ends), ParsedAnswers(self.tokenizer)
+        return self.chat
 
     def check_messages(self) -> None:
         """Raises DataError if messages cannot be encoded. Called before a run whose rollout needs them starts."""
-        _ = self._conversations
+        _ = self._chat_messages, self._parsed_answers
 
     def check_tools(self) -> None:
         """Raises DataError if the policy cannot be shown tools, or its calls cannot be read
         (:meth:`ParsedAnswers.check_tools`)."""
         if not self._tools_checked and self.chat is not None:
-            self._conversations[1].check_tools(self.chat, self.tokens)
+            self._parsed_answers.check_tools(self.chat, self.tokens)
             self._tools_checked = True
 
     @cached_property
