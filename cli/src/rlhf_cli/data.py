@@ -171,7 +171,7 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
         counts += f", {len(steps)} steps"
     text = Text().append(counts + "\n", "cyan")
     trained, size = False, len(sequence["texts"])
-    for number, index in enumerate(_shown(size)):
+    for number, index in enumerate(_positions_to_show(size)):
         if index is None:
             text.append(f" ... {size - LONG} tokens ... ", "yellow")
             continue
@@ -188,7 +188,7 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
     return text
 
 
-def _shown(size: int) -> Iterator[int | None]:
+def _positions_to_show(size: int) -> Iterator[int | None]:
     """Positions of the tokens to show; None for those left out in the middle."""
     if size <= LONG:
         yield from range(size)

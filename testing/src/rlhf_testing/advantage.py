@@ -283,7 +283,7 @@ class AdvantageContract(Contract):
                 right = isinstance(credit_M, Tensor) and credit_M.dtype == torch.float64
                 expect(
                     right and credit_M.shape == turns[0].shape and bool(credit_M.isfinite().all()),
-                    f"{label} turn_credit() must give finite float64 {tuple(turns[0].shape)}, got {_shown(credit_M)}",
+                    f"{label} turn_credit() must give finite float64 {tuple(turns[0].shape)}, got {_text(credit_M)}",
                 )
             reward_M, state_M, trajectory_M = fabricated_turns()
             credits_M = e.turn_credit(reward_M, state_M, trajectory_M)
@@ -360,7 +360,7 @@ def _baseline(estimator: Any, c: Credit) -> Tensor:
     r_N = baseline_of(estimator, c.r_N, c.group_N, **c.further)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
-        f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",
+        f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_text(r_N)}",
     )
     return r_N
 
@@ -369,14 +369,14 @@ def _pair(estimator: Any, c: Credit, result: Any) -> tuple[Tensor, Tensor]:
     """Returns the result of ``returns``. Fails where its form is wrong."""
     shape = tuple(c.R_NA.shape)
     rule = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
-    expect(isinstance(result, tuple) and len(result) == 2, f"{rule}, got {_shown(result)}")
+    expect(isinstance(result, tuple) and len(result) == 2, f"{rule}, got {_text(result)}")
     for values in result:
         right = isinstance(values, Tensor) and tuple(values.shape) == shape and values.is_floating_point()
-        expect(right, f"{rule} and a floating type, got {_shown(values)}")
+        expect(right, f"{rule} and a floating type, got {_text(values)}")
     return result
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     return (
         f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
     )

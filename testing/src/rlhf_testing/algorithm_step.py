@@ -73,8 +73,8 @@ def model_step(
         role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1)) for index, role in enumerate(needs.roles)
     }
     for loan in needs.lent:
-        [head] = _named(trainers, loan.role, "needs().lent names", "the roles are").lend_head()
-        _named(trainers, loan.to, "needs().lent names", "the roles are").borrow_head(loan.role, head)
+        [head] = _look_up(trainers, loan.role, "needs().lent names", "the roles are").lend_head()
+        _look_up(trainers, loan.to, "needs().lent names", "the roles are").borrow_head(loan.role, head)
     assembled, counts = assemble(algorithm, data)
     if assembled is None:
         raise Nonconformance("assemble() returned no batch for data with something to learn from")
@@ -91,25 +91,25 @@ def model_step(
     credited = algorithm.credit(batch)
     pair = isinstance(credited, tuple) and len(credited) == 2 and isinstance(credited[0], Batch)
     if not pair:  # to show a batch takes as long as the step
-        raise Nonconformance(f"credit() must return (batch, metrics), got {_shown(credited)}")
+        raise Nonconformance(f"credit() must return (batch, metrics), got {_text(credited)}")
     batch, metrics = credited
     updates = algorithm.updates(number, batch)
     is_list = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
-    expect(is_list, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
+    expect(is_list, f"updates() must return a list of Updates and Snapshots, got {_text(updates)}")
     columns = {*batch.tok, *batch.seq, *batch.unit}
     step = Step(batch, annotated, columns - columns_before, list(updates), {**counts, **metrics})
     for update in step.updates:
         if isinstance(update, Snapshot):
             continue
-        loss: Loss = _named(algorithm.parts, update.loss, "updates() names the loss slot", "the parts are")
-        trainer = _named(trainers, update.role, "updates() trains", "needs() declares")
+        loss: Loss = _look_up(algorithm.parts, update.loss, "updates() names the loss slot", "the parts are")
+        trainer = _look_up(trainers, update.role, "updates() trains", "needs() declares")
         learned, sums = learn(trainer, trainers, loss, update, poisoned(batch, over) if poison else batch, layout)
         step.runs[f"{update.role}/{update.loss}"] = learned
         step.metrics |= {f"{update.role}/{name}": value for name, value in sums.items()}
     if not end:
         return step
     finished = algorithm.finish(number, assembled, step.metrics)
-    expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_shown(finished)}")
+    expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_text(finished)}")
     step.finished = dict(finished)
     return step
 
@@ -120,7 +120,7 @@ def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[st
     pair = isinstance(result, tuple) and len(result) == 2
     fits = pair and (result[0] is None or isinstance(result[0], Batch)) and isinstance(result[1], Mapping)
     if not fits:
-        text = _shown(result)
+        text = _text(result)
         raise Nonconformance(
             f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {text}"
         )
@@ -130,7 +130,7 @@ def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[st
 def annotate(trainers: dict[str, Any], batch: Batch, annotations: Sequence[Annotation], method: str) -> Batch:
     """Writes each annotation's output of a role into its column. Fails for an undeclared role or an unknown view."""
     for a in annotations:
-        trainer = _named(trainers, a.role, f"{method} reads the role", "needs() declares")
+        trainer = _look_up(trainers, a.role, f"{method} reads the role", "needs() declares")
         expect(a.view in ("live", "ema", "base"), f"{method} asks for the view {a.view!r}; there are live, ema, base")
         head = resolve_head(a.output)
         needed = {"temperature", head.over, *head.columns}
@@ -188,11 +188,11 @@ def poisoned(batch: Batch, over: Mapping[str, str]) -> Batch:
     return replace(batch, tok=tok)
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}"
 
 
-def _named(table: dict[str, Any], name: str, claim: str, listing: str) -> Any:
+def _look_up(table: dict[str, Any], name: str, claim: str, listing: str) -> Any:
     if name not in table:
         raise Nonconformance(f"{claim} {name!r}, but {listing} {sorted(table)}")
     return table[name]

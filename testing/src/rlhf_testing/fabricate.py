@@ -46,10 +46,10 @@ class MadeUpColumns(Columns):
 
 def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
     """One data row; by default with a prompt and an answer."""
-    return Row(MadeUpColumns(columns or _usual(index)), "fabricated", index)
+    return Row(MadeUpColumns(columns or _default_row(index)), "fabricated", index)
 
 
-def _usual(index: int) -> dict[str, Any]:
+def _default_row(index: int) -> dict[str, Any]:
     return {"prompt": f"What is {index} + 2?", "answer": str(index + 2)}
 
 
@@ -82,7 +82,7 @@ def groups(
     rng = random.Random(seed)
     group_list = []
     for number in range(count):
-        data = row(_usual(number) | dict(columns or {}), number)
+        data = row(_default_row(number) | dict(columns or {}), number)
         shared = rng.uniform(-1, 1)
         trajectories = []
         for sample in range(samples):
@@ -168,7 +168,7 @@ def examples(
             values = MadeUpColumns({"margin": float(extra_columns["margin"])} if "margin" in extra_columns else {})
         if form == "steps":
             values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
-        example_list.append(Example(row(_usual(index) | extra_columns, index), sequences, values))
+        example_list.append(Example(row(_default_row(index) | extra_columns, index), sequences, values))
     return example_list
 
 

@@ -165,19 +165,19 @@ class SamplingChecks:
             stop = free.ids[4]
             ids = free.ids[: free.ids.index(stop) + 1]
             request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop_token_ids=(stop,)))
-            self._ended(s.turns([request], label)[0], ids, f"{label} stop_token_ids = ({stop},)")
+            self._expect_end(s.turns([request], label)[0], ids, f"{label} stop_token_ids = ({stop},)")
             request = GenerationRequest(PROMPT, 7, Sampling(12))
             ender = self.make(config, eos=(stop,))
-            self._ended(ender.turns([request], label)[0], ids, f"{label} end token {stop}")
+            self._expect_end(ender.turns([request], label)[0], ids, f"{label} end token {stop}")
             ignored = ender.turns([replace(request, sampling=Sampling(12, ignore_eos=True))], label)[0]
             expect(ignored.ids == free.ids, f"{label} ignore_eos: the end token {stop} ended the turn: {ignored.ids}")
             text = next((t for t in (s.decode([i]) for i in free.ids[2:]) if t.strip()), "")
             if text:
                 count = next(n for n in range(1, 13) if text in s.decode(free.ids[:n]))
                 request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop=(text,)))
-                self._ended(s.turns([request], label)[0], free.ids[:count], f"{label} stop = ({text!r},)")
+                self._expect_end(s.turns([request], label)[0], free.ids[:count], f"{label} stop = ({text!r},)")
 
-    def _ended(self, turn: Turn, ids: list[int], label: str) -> None:
+    def _expect_end(self, turn: Turn, ids: list[int], label: str) -> None:
         expect(turn.ids == ids, f"{label} must end the turn as {ids} (it belongs to the turn), got {turn.ids}")
         expect(turn.finish == "stop", f"{label} finishes as {turn.finish!r}, not 'stop'")
         expect(

@@ -23,7 +23,7 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
     """
     for config in contract.grid():
         excused = contract.without_effect
-        options = [p for p in set_options(config) if not {p, f"{p} = {_at(config, p)!r}"} & excused.keys()]
+        options = [p for p in set_options(config) if not {p, f"{p} = {_option(config, p)!r}"} & excused.keys()]
         effect_of_config = effect(config) if options else None
         for path in options:
             plain = without(config, [path])
@@ -48,7 +48,7 @@ def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
 
 def without(config: BaseModel, paths: list[str]) -> Any | None:
     """The config with these options at their defaults; None where the other options forbid it."""
-    values = {path: _at(config, path) for path in set_options(config) if path not in paths}
+    values = {path: _option(config, path) for path in set_options(config) if path not in paths}
     values |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
     nested: dict[str, Any] = {}
     for path, value in values.items():
@@ -63,7 +63,7 @@ def without(config: BaseModel, paths: list[str]) -> Any | None:
         return None
 
 
-def _at(config: BaseModel, path: str) -> Any:
+def _option(config: BaseModel, path: str) -> Any:
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name)

@@ -97,7 +97,7 @@ class RolloutContract(Contract):
                 "others are neither trained on nor recorded. A rollout that means it (best of n) says so: "
                 'conformance = {"discards": True} in its class, or discards = True in its suite',
             )
-            for n, call in zip(sampled, _kept(turns, sampled, context.calls), strict=True):
+            for n, call in zip(sampled, _matching_calls(turns, sampled, context.calls), strict=True):
                 turn = turns[n]
                 for name in ("ids", "logprobs", "versions", "finish", "temperature"):
                     value, want = getattr(turn, name), getattr(call.turn, name)
@@ -217,7 +217,7 @@ def _turns(result: Any) -> list[Turn]:
     return turns
 
 
-def _kept(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) -> list[Call]:
+def _matching_calls(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) -> list[Call]:
     """The call that produced each sampled turn: the first remaining call, in order, with the turn's tokens."""
     left, matches = list(calls), []
     for n in sampled:

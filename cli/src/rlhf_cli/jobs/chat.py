@@ -145,9 +145,9 @@ class Terminal:
                 for name, talk in self._talks.items():
                     _write(f"{self._head(name)}{_one_line(''.join(talk.answer(line)))}\n")
             elif len(self._talks) > 1 and _columns() >= WIDE:
-                _beside({name: talk.answer(line) for name, talk in self._talks.items()})
+                _write_columns({name: talk.answer(line) for name, talk in self._talks.items()})
             else:
-                self._below(line)
+                self._write_one_by_one(line)
         except RlhfError as error:
             if not self._people:
                 raise
@@ -155,7 +155,7 @@ class Terminal:
         except KeyboardInterrupt:  # ends the answer
             _write("\n")
 
-    def _below(self, line: str) -> None:
+    def _write_one_by_one(self, line: str) -> None:
         from rlhf_runtime.observe.sample_lines import printable
 
         for name, talk in self._talks.items():
@@ -170,7 +170,7 @@ class Terminal:
         return f"{name}:\n" if self._people else f"{name}\t"
 
 
-def _beside(answers: dict[str, Iterator[str]]) -> None:
+def _write_columns(answers: dict[str, Iterator[str]]) -> None:
     """Two answers in two columns, a piece of each in turn."""
     from rich.live import Live
     from rich.table import Table

@@ -94,7 +94,7 @@ def score_answers(
     answers = GivenAnswers(sources, columns, data.template, plugins_of_run.config.data)
     rows = first_rows(sources, config.eval.max_rows)
     total = len(rows)
-    file = PartialFile(output, _about(plugins_of_run, sources, answers.columns))
+    file = PartialFile(output, _facts(plugins_of_run, sources, answers.columns))
     if force:
         file.discard()
     scores = ScoreTotals()
@@ -151,7 +151,7 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
         )
 
 
-def _about(
+def _facts(
     plugins_of_run: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """The facts that must be equal for a second call to continue the file of the first."""

@@ -138,7 +138,7 @@ class Draft:
                 for line in _comment(f"To do: {remark}.")
             ),
             *self._tables(changes),
-            *self._others(changes),
+            *self._comments_on_rest(changes),
         ]
         return "\n".join(lines) + "\n"
 
@@ -178,7 +178,7 @@ class Draft:
 
     # ---------------------------------------------------------------------------------------- others
 
-    def _others(self, changes: Collection[str]) -> Iterator[str]:
+    def _comments_on_rest(self, changes: Collection[str]) -> Iterator[str]:
         """Comments about the options that no value of the file comes from."""
         names_of_changes = {name for path in changes for name in self.causes[path]}
         paths = {name: path for path, names in self.causes.items() if path not in changes for name in names}

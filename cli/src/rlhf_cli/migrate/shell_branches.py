@@ -57,7 +57,7 @@ class Branches:
                     top.earlier = _either(top.earlier, top.runs)
                 top.tests = []
             elif word == "then" and top and top.tests is not None:
-                top.runs, top.tests = _both(_opposite(top.earlier), _value(top.tests)), None
+                top.runs, top.tests = _and(_opposite(top.earlier), _value(top.tests)), None
             elif word == "else" and top and top.kind == "if":
                 top.earlier = _either(top.earlier, top.runs)
                 top.runs = _opposite(top.earlier)
@@ -79,7 +79,7 @@ class Branches:
         """Whether the command that begins now is executed."""
         runs = self._list_runs()
         for branch in self.branches:
-            runs = _both(runs, branch.runs)
+            runs = _and(runs, branch.runs)
         return runs
 
     def ended(self, words: list[str], end: str) -> bool | None:
@@ -96,7 +96,7 @@ class Branches:
             top.patterns += words
             if end == ")":
                 match = None if UNKNOWN in top.text else any(fnmatchcase(top.text, p) for p in top.patterns)
-                top.runs, top.patterns = _both(_opposite(top.earlier), match), None
+                top.runs, top.patterns = _and(_opposite(top.earlier), match), None
                 top.earlier = _either(top.earlier, match)
             return False
         runs = self.runs()
@@ -114,7 +114,7 @@ class Branches:
         return {"&&": self.and_runs, "||": self.or_runs}.get(self.end, True)
 
 
-def _both(left: bool | None, right: bool | None) -> bool | None:
+def _and(left: bool | None, right: bool | None) -> bool | None:
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
@@ -125,7 +125,7 @@ def _opposite(value: bool | None) -> bool | None:
 
 
 def _either(left: bool | None, right: bool | None) -> bool | None:
-    return _opposite(_both(_opposite(left), _opposite(right)))
+    return _opposite(_and(_opposite(left), _opposite(right)))
 
 
 def _value(tests: Sequence[tuple[list[str], str]]) -> bool | None:
@@ -149,7 +149,7 @@ def _value(tests: Sequence[tuple[list[str], str]]) -> bool | None:
 def _list(tokens: list[str | list[str]]) -> bool | None:
     value = _term(tokens)
     while tokens and tokens[0] in ("&&", "||"):
-        join = _both if tokens.pop(0) == "&&" else _either
+        join = _and if tokens.pop(0) == "&&" else _either
         value = join(value, _term(tokens))
     return value
 

@@ -43,7 +43,7 @@ def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
     Raises ConfigError or PluginError where a plugin is not there, or is given wrong options.
     """
     algorithm, _ = build_algorithm(plugins, run.algorithm, run.origins)
-    values = _given(run, algorithm)
+    values = _values_of_flags(run, algorithm)
     values |= _needed(run, algorithm, values, plugins)
     summary = inspect.cleandoc(type(algorithm).__doc__ or "").split("\n\n")[0]
     lines = [
@@ -60,7 +60,7 @@ def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
 # ---------------------------------------------------------------------------------------------- values
 
 
-def _given(run: RunFile, algorithm: Algorithm) -> Values:
+def _values_of_flags(run: RunFile, algorithm: Algorithm) -> Values:
     """The values that flags set, by dotted path."""
     values = {path: run.value(path) for path in run.origins.options}
     for slot in algorithm.slots:  # the short form of a part, `loss = "NAME"`
@@ -225,8 +225,8 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
             continue
         for entry in dict.fromkeys(entries.get(place, [""])):
             table = f"{place}.{entry}" if entry else place
-            options = [*_own(place, table, algorithm), *_of_plugin(run, values, place, table, plugins)]
-            options = _shown(place, table, options, values, algorithm)
+            options = [*_options_of_run_file(place, table, algorithm), *_of_plugin(run, values, place, table, plugins)]
+            options = _select(place, table, options, values, algorithm)
             options = [
                 replace(o, doc=f"installed: {', '.join(plugin_names(plugins, o.kind))}") if o.kind else o
                 for o in options
@@ -234,7 +234,7 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
             yield from _split(section.heading.replace("NAME", entry), table, options, algorithm)
 
 
-def _own(place: str, table: str, algorithm: Algorithm) -> list[Option]:
+def _options_of_run_file(place: str, table: str, algorithm: Algorithm) -> list[Option]:
     """Options of the run file itself in one table. A list of sources is one option."""
     head = f"{place}.0." if place in LISTS else f"{place}.NAME." if place in BY_NAME else f"{place}."
     options = []
@@ -263,7 +263,7 @@ def _of_plugin(run: RunFile, values: Values, place: str, table: str, plugins: Pl
     return plugin_options(plugins, place, table, choice) if choice is not None else []
 
 
-def _shown(place: str, root: str, options: Sequence[Option], values: Values, algorithm: Algorithm) -> list[Option]:
+def _select(place: str, root: str, options: Sequence[Option], values: Values, algorithm: Algorithm) -> list[Option]:
     """Options that are set, required or matter first, those that matter first in front."""
     ranks = {f"{root}.{name}": rank for rank, name in enumerate(FIRST.get(place, ("use",)))}
     last = len(ranks)

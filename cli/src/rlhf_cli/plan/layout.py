@@ -170,11 +170,11 @@ def device_groups(places: Mapping[str, Place], machine: Machine, views: Collecti
                 numbers = range(rank * size, rank * size + (size if name == GENERATOR else 1))
                 for number in numbers:
                     slots[number][name] = slots[number].get(name, 0) + 1
-        groups += _alike(home, slots)
+        groups += _equal_devices(home, slots)
     return groups
 
 
-def _alike(home: str, slots: Sequence[Mapping[str, int]]) -> list[DeviceGroup]:
+def _equal_devices(home: str, slots: Sequence[Mapping[str, int]]) -> list[DeviceGroup]:
     groups: list[DeviceGroup] = []
     for number, holds in enumerate(slots):
         if groups and groups[-1].holds == holds:

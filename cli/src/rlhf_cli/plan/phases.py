@@ -97,7 +97,7 @@ def occupied(layout: Layout) -> int:
     groups = [g for g in device_groups(layout.places, layout.machine, layout.views) if GENERATOR in g.holds]
     largest = 0
     for group in groups:
-        moment = _at(layout, group, "start", ())
+        moment = _memory_in(layout, group, "start", ())
         engine = moment.rows[GENERATOR]
         largest = max(largest, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
     return largest
@@ -109,7 +109,7 @@ def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
     workers = [name for name in group.holds if _works(layout, name, phase)]
     at_once = phase == "generate" and layout.machine.processes
     turns: list[tuple[str, ...]] = [tuple(workers)] if at_once else [(name,) for name in workers]
-    moments = [_at(layout, group, phase, busy) for busy in turns or [()]]
+    moments = [_memory_in(layout, group, phase, busy) for busy in turns or [()]]
     return max(moments, key=lambda m: (m.total, sum(sum_of(m.rows[name]) for name in m.busy)))
 
 
@@ -129,7 +129,7 @@ def _works(layout: Layout, name: str, phase: str) -> bool:
     }[phase]
 
 
-def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -> Moment:
+def _memory_in(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -> Moment:
     machine = layout.machine
     rows: dict[str, Parts] = {}
     host = 0
@@ -170,7 +170,7 @@ def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
 
 def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
     role = layout.role(name)
-    memory = _held(layout, role, phase, busy)
+    memory = _memory_of_role(layout, role, phase, busy)
     additions = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
     parts = dict.fromkeys([*memory.device, *additions])
     return Held({part: memory.device.get(part, 0) + additions.get(part, 0) for part in parts}, memory.host)
@@ -186,7 +186,7 @@ def _sending(layout: Layout, role: RoleLayout) -> int:
     return (engines.bucket if role.memory.copies else 0) + buffers
 
 
-def _held(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
+def _memory_of_role(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
     phases = role.memory.phases
     if phase in ("load", "start"):
         resting = {part: size for part, size in phases["rest"].device.items() if part in ("weights", "working")}

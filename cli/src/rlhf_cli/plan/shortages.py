@@ -105,12 +105,12 @@ def arithmetic(layout: Layout, moment: Moment) -> list[str]:
         for part, size in sorted(parts.items(), key=lambda p: -p[1]):
             if size < 2**20:
                 continue
-            formula = _how(layout, name, part)
+            formula = _arithmetic(layout, name, part)
             lines.append(f"{name} {part} {text(size)}" + (f" = {formula}" if formula else ""))
     return lines
 
 
-def _how(layout: Layout, name: str, part: str) -> str:
+def _arithmetic(layout: Layout, name: str, part: str) -> str:
     if part == PROCESS:
         return "before it holds a model"
     if name == GENERATOR and layout.engines is not None:

@@ -95,7 +95,7 @@ class Application:
         try:
             async with asyncio.timeout(self._limits.seconds):
                 question = Question.read(await request.read())
-                with self._counted(len(question)):
+                with self._admit(len(question)):
                     answer = await self.answer(question)
         except TimeoutError:
             raise _Refused(503, f"no result in {self._limits.seconds:g} s", **{"Retry-After": RETRY_AFTER}) from None
@@ -158,7 +158,7 @@ class Application:
             raise _Refused(401, cause, **{"WWW-Authenticate": "Bearer"})
 
     @contextmanager
-    def _counted(self, samples: int) -> Any:
+    def _admit(self, samples: int) -> Any:
         """Raises _Refused where these samples are too many."""
         limit = self._limits.samples
         if samples > limit:

@@ -33,11 +33,11 @@ class Pipe:
         """Read from now on, when there is something. Called after the process got its end."""
         os.close(self.write_end)
         self.write_end = -1
-        asyncio.get_running_loop().add_reader(self._read_end, self._some)
+        asyncio.get_running_loop().add_reader(self._read_end, self._read_part)
 
     def read(self) -> None:
         """Read what has been written until now, without waiting for more."""
-        while self._some():
+        while self._read_part():
             pass
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Pipe:
         asyncio.get_running_loop().remove_reader(self._read_end)
         os.close(self._read_end)
 
-    def _some(self) -> bool:
+    def _read_part(self) -> bool:
         try:
             data = os.read(self._read_end, 2**16)
         except (BlockingIOError, InterruptedError):

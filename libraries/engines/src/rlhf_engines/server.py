@@ -135,7 +135,7 @@ class EngineServer(ABC):
         return await self.attempted(lambda: self._draw(begin(), body))
 
     async def _draw(self, sample: OpenRequest, body: dict[str, Any]) -> Turn:
-        answers = self._stream(body) if sample.watches else self._whole(body)
+        answers = self._stream(body) if sample.watches else self._single_answer(body)
         async with aclosing(answers):  # closed early, the server drops the request
             async for answer in answers:
                 for tokens in self.new_tokens(answer, sample.count):
@@ -143,7 +143,7 @@ class EngineServer(ABC):
                         return completion[0]
         raise ModelError(f"the server {self.url} gave an answer without an end")
 
-    async def _whole(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def _single_answer(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         yield await self.ask(body)
 
     async def ask(self, body: dict[str, Any]) -> Any:

@@ -102,7 +102,7 @@ class ServerGenerator(TakesTensors, Generator):
     def _meet(self) -> None:
         file = self._folder.path / "hello"
         file.write_text(secrets.token_hex())
-        self._each(lambda server: server.meet(file))
+        self._ask_servers(lambda server: server.meet(file))
         file.unlink()
         for server in self._servers:
             if fault := self._unusable(server.facts):
@@ -135,7 +135,7 @@ class ServerGenerator(TakesTensors, Generator):
         self._ready("sample")
         for i, request in enumerate(requests):
             self._check(i, request)
-        return self._drawn(requests)
+        return self._draw_turns(requests)
 
     def _check(self, i: int, request: GenerationRequest) -> None:
         check_fits(i, request, self.vocabulary, self.longest, 0, self.lowest_temperature)
@@ -143,7 +143,7 @@ class ServerGenerator(TakesTensors, Generator):
     def _open(self, i: int, request: GenerationRequest) -> OpenRequest:
         return OpenRequest(i, request, self.spec.decode, self.version, self.engine)
 
-    def _drawn(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+    def _draw_turns(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         turns: queue.SimpleQueue[tuple[int, EngineServer, Turn] | None] = queue.SimpleQueue()
         task = asyncio.run_coroutine_threadsafe(self._draw(requests, turns), self._loop)
         task.add_done_callback(lambda _: turns.put(None))
@@ -181,7 +181,9 @@ class ServerGenerator(TakesTensors, Generator):
 
     def _confirm(self, servers: dict[str, EngineServer]) -> None:
         """Raises ModelError: a server does not hold the weights of the last load."""
-        for server, loads in self._each(lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()):
+        for server, loads in self._ask_servers(
+            lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()
+        ):
             if set(loads) != {self._load}:
                 self._not_ready = f"{server.url} lost the weights of version {self.version}"
                 raise ModelError(
@@ -196,13 +198,13 @@ class ServerGenerator(TakesTensors, Generator):
         for ids in sequences:
             if len(ids) >= min(server.facts["length"] for server in self._servers):
                 raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored, at most {self.longest - 1}")
-        return [values for _, values in self._each(lambda server: server.logprobs(sequences, self._load))]
+        return [values for _, values in self._ask_servers(lambda server: server.logprobs(sequences, self._load))]
 
     # ------------------------------------------------------------------------------------- weights
 
     def begin_load(self, version: int) -> None:
         self._not_ready = f"its weights of version {version} are not complete"
-        self._each(lambda server: server.pause(self.spec.sync_timeout))
+        self._ask_servers(lambda server: server.pause(self.spec.sync_timeout))
         holders = self._call("rlhf_start", None if self._sent is None else self._sent.begin(version))
         if self._sent is not None and not all(holds for _, workers in holders for holds in workers):
             self._sent.tensors.clear()
@@ -231,7 +233,7 @@ class ServerGenerator(TakesTensors, Generator):
                 if self._sent is not None:
                     received, nbytes = self._sent.proof(received), self._sent.nbytes
                 proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
-        self._each(lambda server: server.resume(self.spec.sync_timeout))
+        self._ask_servers(lambda server: server.resume(self.spec.sync_timeout))
         if self._sent is not None:
             self._sent.end(load)
         self.version, self._load, self._not_ready = version, load, ""
@@ -255,9 +257,9 @@ class ServerGenerator(TakesTensors, Generator):
     # --------------------------------------------------------------------------------------- calls
 
     def _call(self, method: str, *arguments: str | None) -> list[tuple[EngineServer, list[Any]]]:
-        return self._each(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
+        return self._ask_servers(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
 
-    def _each(self, call: Any, servers: Any = None) -> list[tuple[EngineServer, Any]]:
+    def _ask_servers(self, call: Any, servers: Any = None) -> list[tuple[EngineServer, Any]]:
         """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
         receivers = list(self._servers if servers is None else servers)
 

@@ -40,7 +40,7 @@ def fuse_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Give every decoder layer of ``model`` that this module knows a fused forward; returns those layers."""
     fused = []
     for layer in model.modules():
-        if type(layer).__name__ in LAYERS and _known(layer):
+        if type(layer).__name__ in LAYERS and _can_fuse(layer):
             layer.forward = _FusedLayer(layer)
             fused.append(layer)
     return fused
@@ -52,7 +52,7 @@ def restore_layers(layers: list[nn.Module]) -> None:
         del layer.forward
 
 
-def _known(layer: Any) -> bool:
+def _can_fuse(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     weighted = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
     layers = [getattr(m, "base_layer", m) for m in weighted if m.weight.ndim == 2]  # below their adapters
@@ -165,7 +165,7 @@ def _norm_backward(g: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Ten
     return g.mul_(weight).mul_(r).addcmul_(x, coefficient, value=-1.0), dweight
 
 
-def _own(x: Tensor) -> Tensor:
+def _fp32_copy(x: Tensor) -> Tensor:
     """An fp32 copy that may be overwritten."""
     return x.float() if x.dtype != torch.float32 else x.clone()
 
@@ -182,7 +182,7 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_NH, r, weight = ctx.saved_tensors
-        dx, dweight = _norm_backward(_own(grad), x_NH.float(), r, weight)
+        dx, dweight = _norm_backward(_fp32_copy(grad), x_NH.float(), r, weight)
         return dx.to(x_NH.dtype), dweight, None, None
 
 

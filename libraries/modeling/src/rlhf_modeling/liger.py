@@ -74,7 +74,7 @@ def use_liger(model: PreTrainedModel) -> list[nn.Module]:
 
     Raises CapabilityError, with nothing changed, for layers that are not known.
     """
-    kind, layers = _known(model)
+    kind, layers = _supported_layers(model)
     forwards: dict[nn.Module, Any] = {
         module: _norm(module, kind) for module in model.modules() if type(module).__name__.endswith("RMSNorm")
     }
@@ -86,7 +86,7 @@ def use_liger(model: PreTrainedModel) -> list[nn.Module]:
     return list(forwards)
 
 
-def _known(model: PreTrainedModel) -> tuple[Kind, list[Any]]:
+def _supported_layers(model: PreTrainedModel) -> tuple[Kind, list[Any]]:
     from transformers.activations import ACT2FN
 
     model_name, count = type(model).__name__, model.config.get_text_config().num_hidden_layers

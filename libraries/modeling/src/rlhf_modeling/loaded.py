@@ -191,7 +191,7 @@ class LoadedModel:
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
-                with replayed(self._placed(experts_NLK)):
+                with replayed(self._on_device(experts_NLK)):
                     return self._body(input_ids=ids_N.view(len(lens), -1)).flatten(0, 1), None
             shares = share and self.layout == "shared"
             shared = share_prefixes(ids_N, lens, experts_NLK=experts_NLK) if shares else None
@@ -202,7 +202,7 @@ class LoadedModel:
                 ids_M, position_M = shared.ids_M, shared.position_M
                 experts_MLK = None if experts_NLK is None else experts_NLK[shared.source_M]
             bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
-            with packed(lens, shared, self.attention), replayed(self._placed(experts_MLK)):
+            with packed(lens, shared, self.attention), replayed(self._on_device(experts_MLK)):
                 hidden_1MH = self._body(input_ids=ids_M[None], position_ids=position_M[None], **bounds)
         return hidden_1MH.squeeze(0), None if shared is None else shared.place_N
 
@@ -230,7 +230,7 @@ class LoadedModel:
                     experts_MLK = torch.cat([experts_MLK, unknown])
         self.part = part = RowPart(group, len(ids_M))
         experts_PLK = None if experts_MLK is None else part.of(experts_MLK)
-        with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(self._placed(experts_PLK)):
+        with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(self._on_device(experts_PLK)):
             hidden_1PH = self._body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None])
         return hidden_1PH.squeeze(0), None if shared is None else shared.place_N
 
@@ -262,11 +262,11 @@ class LoadedModel:
 
     def _body(self, **inputs: Any) -> Tensor:
         """The body's hidden states of the inputs, which are moved to its device."""
-        arguments = {name: self._placed(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        arguments = {name: self._on_device(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
         return hidden
 
-    def _placed(self, x: Tensor | None) -> Tensor | None:
+    def _on_device(self, x: Tensor | None) -> Tensor | None:
         return x if x is None or self.device is None else moved(x, self.device)
 
     # -------------------------------------------------------------------------------------------- logits

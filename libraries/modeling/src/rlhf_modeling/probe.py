@@ -154,7 +154,7 @@ def _image_truth(model: LoadedModel, rows: list[Tensor]) -> Tensor | None:
     try:
         return own_statement(model, *image_sequence(model, rows))
     except Exception as cause:  # any exception: the model's code is not ours
-        model.images, model.no_images = None, f"cannot be computed with images by transformers ({_said(cause)})"
+        model.images, model.no_images = None, f"cannot be computed with images by transformers ({_describe(cause)})"
         return None
 
 
@@ -165,7 +165,7 @@ def _check_images(model: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> No
         share = max(share_off(got_TH, want_TH) for got_TH in hidden)
         reason = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
     except Exception as cause:  # any exception: the model's code is not ours
-        reason = _said(cause)
+        reason = _describe(cause)
     if reason:
         model.images = None
         model.no_images = NOT_HERE.format(reason)
@@ -177,11 +177,11 @@ def _attempt(model: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor)
         use_packed_attention(model.module)
         share = share_off(compute(), want_NH)
     except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
-        return _said(cause)
+        return _describe(cause)
     return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
 
 
-def _said(cause: Exception) -> str:
+def _describe(cause: Exception) -> str:
     text = str(cause).split("\n")[0]
     return text if isinstance(cause, ModelError) else f"{type(cause).__name__}: {text}"
 
@@ -242,9 +242,9 @@ def find_logit_scale(model: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bo
     want_TV = model.module(input_ids=ids_T[None], use_cache=False).logits[0].float()
     for cap in dict.fromkeys((model.softcap, None)):
         model.softcap, model.logit_scale = cap, 1.0
-        if not _same(model.logits(hidden_TH), want_TV):
+        if not _is_close(model.logits(hidden_TH), want_TV):
             model.logit_scale = _nearest_of_config(model, hidden_TH, want_TV)
-        if _same(model.logits(hidden_TH), want_TV):
+        if _is_close(model.logits(hidden_TH), want_TV):
             return True
     return False
 
@@ -260,5 +260,5 @@ def _nearest_of_config(model: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -
     return min((scale for v in numbers for scale in (v, 1 / v)), key=lambda scale: abs(scale - fitted), default=1.0)
 
 
-def _same(got_TV: Tensor, want_TV: Tensor) -> bool:
+def _is_close(got_TV: Tensor, want_TV: Tensor) -> bool:
     return got_TV.shape == want_TV.shape and torch.allclose(got_TV.float(), want_TV, rtol=1e-4, atol=1e-4)

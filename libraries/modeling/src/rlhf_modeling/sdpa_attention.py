@@ -88,9 +88,9 @@ def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: Sequence
     parts = []
     for run, *rows in zip(
         layout.runs,
-        _taken(q_NHD, layout.queries).split(q_sizes),
-        _taken(k_NKD, layout.keys).split(k_sizes),
-        _taken(v_NKD, layout.keys).split(k_sizes),
+        _take(q_NHD, layout.queries).split(q_sizes),
+        _take(k_NKD, layout.keys).split(k_sizes),
+        _take(v_NKD, layout.keys).split(k_sizes),
         strict=True,
     ):
         q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in rows)
@@ -99,7 +99,7 @@ def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: Sequence
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _taken(x: Tensor, index: Tensor | None) -> Tensor:
+def _take(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else take_rows(x, index)
 
 

@@ -209,7 +209,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             determinism(self.config.deterministic),
             self._casts(len(micros), backward=False),
         ):
-            for micro in self._each(micros):
+            for micro in self._with_pixels(micros):
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)
                 results.append({h.name: head_ops.scatter(batch, h, values[h.name]).cpu() for h in resolved})
@@ -225,7 +225,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         self._set_training(True)
         try:
             with determinism(self.config.deterministic), self._casts(len(micros), backward=True):
-                for number, micro in enumerate(self._each(micros)):
+                for number, micro in enumerate(self._with_pixels(micros)):
                     last = number == len(micros) - 1
                     parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
         finally:
@@ -239,7 +239,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         resolved = [self._head(o, over) for o in loss.outputs()]
         parts = []
         with self._casts(len(micros), backward=False):
-            for micro in self._each(micros):
+            for micro in self._with_pixels(micros):
                 batch = micro.to(self.device)
                 watched = self.balance.watched() if self.balance is not None else nullcontext()
                 with determinism(self.config.deterministic), watched:
@@ -283,7 +283,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             self._backward(total, last)
         return sums
 
-    def _each(self, micros: Sequence[Batch]) -> Iterator[Batch]:
+    def _with_pixels(self, micros: Sequence[Batch]) -> Iterator[Batch]:
         """``micros``. While one is computed, a thread computes the pixels of the next one's images. The caller asks for
         the next one when it is computed."""
         for number, micro in enumerate(micros):

@@ -86,9 +86,9 @@ def check_fits(
             else:
                 lines.append(f"  {role:{width}}  {place.ranks} {unit} on the devices of {place.share}")
         lines.append(f"  {'asked':{width}}  {sum(b.devices for b in bundles)} {kind}s")
-        lines.append(f"  {'there':{width}}  {_held(nodes, kind)}")
+        lines.append(f"  {'there':{width}}  {_listing(nodes, kind)}")
         if kind == "GPU":
-            lines.append(f"  Each rank that owns devices also takes 1 CPU; there are: {_held(nodes, 'CPU')}")
+            lines.append(f"  Each rank that owns devices also takes 1 CPU; there are: {_listing(nodes, 'CPU')}")
         lines.append('Lower ranks or devices in [placement], share devices (share = "policy"), or use more nodes.')
         raise ConfigError("\n".join(lines))
 
@@ -139,7 +139,7 @@ def assign(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[str]
     return [nodes_of[index] for index in range(len(bundles))]
 
 
-def _held(nodes: Sequence[ClusterNode], kind: str) -> str:
+def _listing(nodes: Sequence[ClusterNode], kind: str) -> str:
     amounts = ", ".join(f"{node.address} has {node.resources.get(kind, 0):g}" for node in nodes)
     return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {amounts}"
 

@@ -101,7 +101,7 @@ class ChatTemplate:
             if not trained and messages[-1]["role"] == "assistant":  # the whole text is trained on
                 reasoning = [len(messages) - 1]
             numbers = messages_of_forms.values()
-            check_parts(lambda other: self._written(other, trained), messages, trained, numbers, reasoning)
+            check_parts(lambda other: self._rendered_texts(other, trained), messages, trained, numbers, reasoning)
             if trained and not self._template.has_generation:  # a template that marks its answers decides itself
                 self._require_context(messages, trained, {*numbers, trained[-1]})
             self._checked |= messages_of_forms.keys()
@@ -183,7 +183,7 @@ class ChatTemplate:
 
     def is_ended(self, text: str) -> bool:
         """Whether a text ends with an end token."""
-        ends = self._known if self._short is None else [*self._special, self.end]
+        ends = self._all_tokens if self._short is None else [*self._special, self.end]
         return text.endswith(tuple(ends))
 
     @property
@@ -203,7 +203,7 @@ class ChatTemplate:
         if self._short is None:
             return ""
         answer = self._short.text[: self._short.answers[0][1]]
-        return max((t for t in self._known if answer.endswith(t)), key=len, default="")
+        return max((t for t in self._all_tokens if answer.endswith(t)), key=len, default="")
 
     @property
     def end_note(self) -> str:
@@ -230,7 +230,7 @@ class ChatTemplate:
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _written(self, messages: Sequence[Message], trained: Sequence[int]) -> list[str]:
+    def _rendered_texts(self, messages: Sequence[Message], trained: Sequence[int]) -> list[str]:
         """For each message, the rendered text that must contain its parts."""
         if not trained:
             return [self.text(messages, answer=messages[-1]["role"] != "assistant")] * len(messages)
@@ -313,7 +313,7 @@ class ChatTemplate:
 
     def _token_at(self, text: str) -> str:
         """The special or added token with which a text begins; empty if it begins otherwise."""
-        return max((t for t in self._known if text.startswith(t)), key=len, default="")
+        return max((t for t in self._all_tokens if text.startswith(t)), key=len, default="")
 
     @property
     def _plain_end(self) -> str:
@@ -335,7 +335,7 @@ class ChatTemplate:
         return tuple(special_tokens(self._tokenizer))
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def _all_tokens(self) -> frozenset[str]:
         """All special and added tokens of the tokenizer."""
         return frozenset([*self._special, *self._tokenizer.get_added_vocab()])
 

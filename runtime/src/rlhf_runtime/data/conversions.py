@@ -33,13 +33,13 @@ def turns(values: Values, chat: bool) -> Values:
     """``{from, value}`` turns; a row that holds messages keeps them."""
     if is_messages(values.get("messages")):
         return values
-    return {**values, "messages": [_message(t) for t in _listed(values, "messages")]}
+    return {**values, "messages": [_message(t) for t in _required_list(values, "messages")]}
 
 
 def exchanges(values: Values, chat: bool) -> Values:
     """Questions with their answers (:data:`EXCHANGES`) as messages."""
     messages = list[dict[str, Any]]()
-    for pair in _listed(values, "messages"):
+    for pair in _required_list(values, "messages"):
         keys = exchange_keys(pair)
         if keys is None:
             raise DataError(f"must be a question with its answer, got {shown(pair)}")
@@ -67,7 +67,7 @@ def request(values: Values, chat: bool) -> Values:
 
 def answers_in_turns(values: Values, chat: bool) -> Values:
     """A conversation of ``{from, value}`` turns up to the answers, and one turn each for both answers."""
-    prompt = [_message(t) for t in _listed(values, "messages")]
+    prompt = [_message(t) for t in _required_list(values, "messages")]
     answers = {k: [_message(values[k])] for k in ("chosen", "rejected") if k in values}
     return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt} | answers
 
@@ -82,7 +82,7 @@ def preferred_outputs(values: Values, chat: bool) -> Values:
 
 def rejected_beside(values: Values, chat: bool) -> Values:
     """A conversation, whose last answer is chosen, and another answer, which is rejected (ms-swift)."""
-    *prompt, chosen = _listed(values, "messages")
+    *prompt, chosen = _required_list(values, "messages")
     return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt, "chosen": [chosen]}
 
 
@@ -181,7 +181,7 @@ def marked_steps(values: Values, chat: bool) -> Values:
 
 def rated_steps(values: Values, chat: bool) -> Values:
     """A list of ``{text, rating}`` with ratings of -1, 0, 1 as in PRM800K, or of ``{text, label}``."""
-    steps = [s if isinstance(s, Mapping) else {} for s in _listed(values, "steps")]
+    steps = [s if isinstance(s, Mapping) else {} for s in _required_list(values, "steps")]
     texts = [next((s[k] for k in _STEP_TEXTS if k in s), None) for s in steps]
     labels = [_rating(s["rating"]) if "rating" in s else s.get("label") for s in steps]
     return {**values, "steps": texts, "step_labels": labels}
@@ -400,7 +400,7 @@ def _calls(value: Any) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def _listed(values: Values, field: str) -> list[Any]:
+def _required_list(values: Values, field: str) -> list[Any]:
     value = values.get(field)
     if not isinstance(value, list) or not value:
         raise DataError(f"must be a list that is not empty, got {shown(value)}")

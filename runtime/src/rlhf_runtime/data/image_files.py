@@ -52,7 +52,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         image.load()
         upright = image.getexif().get(_ORIENTATION, 1) == 1
         if image.mode.startswith(_WIDE):
-            raise DataError(f"{_named(value)} has pixels of mode {image.mode!r}; give 8 bits per colour")
+            raise DataError(f"{_image_label(value)} has pixels of mode {image.mode!r}; give 8 bits per colour")
         if data and image.mode == "RGB" and image.format in FORMATS and upright and getattr(image, "n_frames", 1) == 1:
             return data
         file = io.BytesIO()
@@ -64,7 +64,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         if shape := getattr(value, "shape", None):
             raise DataError(f"an array of shape {shape} is no image: {error}") from None
         reason = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
-        raise DataError(f"{_named(value)} cannot be read as an image: {type(error).__name__}: {reason}") from None
+        raise DataError(f"{_image_label(value)} cannot be read as an image: {type(error).__name__}: {reason}") from None
     return file.getvalue()
 
 
@@ -136,6 +136,6 @@ def _content(value: Any, folder: Path | None) -> bytes:
         raise DataError(f"the image {str(file)!r} cannot be read: {error.strerror or error}") from None
 
 
-def _named(value: Any) -> str:
+def _image_label(value: Any) -> str:
     path = image_path(value) if isinstance(value, str | Mapping) else None
     return f"the image {path!r}" if path else "the image"

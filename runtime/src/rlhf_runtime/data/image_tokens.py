@@ -34,7 +34,7 @@ class ImageTokens:
         settings = settings_of(model, "images")
         self.placeholder: int = next((settings[k] for k in _KEYS if isinstance(settings.get(k), int)), -1)
         """The token of an image in tokenised text; -1: not known."""
-        self.of_size = lru_cache(4096)(self._written)
+        self.of_size = lru_cache(4096)(self._tokens_of)
         """The tokens of an image of this width and height."""
 
     def place(
@@ -52,7 +52,7 @@ class ImageTokens:
         positions = [i for i, token in enumerate(ids) if token == self.placeholder] if self.placeholder in ids else []
         if len(positions) != len(images):
             raise DataError(
-                f"{_counted(len(positions), 'placeholder')} of images in the text and {_counted(len(images), 'image')}"
+                f"{_plural(len(positions), 'placeholder')} of images in the text and {_plural(len(images), 'image')}"
                 f"; each image has one placeholder{self._spelt()}"
             )
         if not images:
@@ -96,7 +96,7 @@ class ImageTokens:
             )
         return processor
 
-    def _written(self, width: int, height: int) -> tuple[int, ...]:
+    def _tokens_of(self, width: int, height: int) -> tuple[int, ...]:
         """The tokens of an image of this size."""
         return _processed(self._processor, self._processor.image_token, width, height)
 
@@ -141,5 +141,5 @@ def _processed(processor: Any, text: str, width: int, height: int) -> tuple[int,
     return tuple(int(i) for i in encoding["input_ids"][0])
 
 
-def _counted(number: int, noun: str) -> str:
+def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

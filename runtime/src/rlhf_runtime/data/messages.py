@@ -63,7 +63,8 @@ def as_shown(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
 def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
     """Messages of :func:`read_messages` as the OpenAI chat API has them: arguments of tool calls are JSON as text."""
     return [
-        {**m, "tool_calls": [_written(c) for c in m["tool_calls"]]} if "tool_calls" in m else dict(m) for m in messages
+        {**m, "tool_calls": [_with_json_arguments(c) for c in m["tool_calls"]]} if "tool_calls" in m else dict(m)
+        for m in messages
     ]
 
 
@@ -157,7 +158,7 @@ def _call(label: str, call: Any) -> dict[str, Any]:
     }
 
 
-def _written(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": as_json(function["arguments"])}}
 

@@ -106,7 +106,7 @@ def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[
     entry: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
     example = verdict.example
     if data.form == "prompts" and verdict.kind != "bad_rows":
-        entry["sequences"] = [_prompt(data, row, decode), *([_given(data, row, decode)] if answered else [])]
+        entry["sequences"] = [_prompt(data, row, decode), *([_given_answer(data, row, decode)] if answered else [])]
     elif example is not None:
         entry |= {k: v for k, v in example.values.items() if k != "steps"}
         entry["sequences"] = list(_sequences(example, decode))
@@ -127,7 +127,7 @@ def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -
     return _sequence("prompt", TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images), decode)
 
 
-def _given(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _given_answer(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """The row's answer, as an algorithm with ``Needs.given`` gets it in place of samples."""
     prompt, answer = data.template.encode_answer(row)
     mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]

@@ -53,7 +53,7 @@ class RowImages:
 
     def of_row(self, cells: Cells) -> list[bytes]:
         """The files in the row's column of images, whose placeholders are in the text."""
-        return self._within(self._files(self._column(cells), cells))
+        return self._check_count(self._files(self._column(cells), cells))
 
     def of_messages(
         self, messages: Sequence[Mapping[str, Any]], cells: Cells
@@ -88,7 +88,7 @@ class RowImages:
             )
         else:  # :meth:`place` will say how a placeholder is spelt
             images = [*(image for image in images if image is not MARKED), *column]
-        return conversation, self._within(self._files(images, cells))
+        return conversation, self._check_count(self._files(images, cells))
 
     def files(self, images: Sequence[Any]) -> list[bytes]:
         """Files of images that an environment or a program gives: bytes or ``data:`` URLs."""
@@ -148,7 +148,7 @@ class RowImages:
         if isinstance(self._tokens, str):
             raise DataError(f"there are images, but {self._tokens}. Leave the images out, or use an image-text model")
 
-    def _within(self, files: list[bytes]) -> list[bytes]:
+    def _check_count(self, files: list[bytes]) -> list[bytes]:
         if len(files) > self.limit:
             raise DataError(f"the row has {len(files)} images, over data.max_images = {self.limit}")
         return files

@@ -173,7 +173,7 @@ class UsableRows(TrainingRows):
                 yield from (source.read(index).get(column) for index in indices)
 
     def where(self, position: int) -> str:
-        source, index = self._at(position)
+        source, index = self._source_and_index(position)
         return source.where(index)
 
     def shuffled(self, n: int, *counters: int) -> Sequence[int]:
@@ -181,7 +181,7 @@ class UsableRows(TrainingRows):
         return order
 
     def row(self, position: int) -> Row:
-        source, index = self._at(position)
+        source, index = self._source_and_index(position)
         return source[index]
 
     def position(self, row: Row) -> int:
@@ -189,7 +189,7 @@ class UsableRows(TrainingRows):
         row_source = next(source for source in self.sources if source.name == row.source)
         return row_source.first + bisect_left(self._indices[row.source], row.index)
 
-    def _at(self, position: int) -> tuple[Source, int]:
+    def _source_and_index(self, position: int) -> tuple[Source, int]:
         row_source = self.sources[bisect_left(self._firsts, position + 1) - 1]
         return self._sources[row_source.name], self._indices[row_source.name][position - row_source.first]
 

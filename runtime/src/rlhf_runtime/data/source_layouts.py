@@ -248,7 +248,7 @@ class _Case:
             fields = ["prompt", *fields]
         fields += [f for f in ("margin", "preference") if f in self.named]
         names = {f: self.named.get(f, DEFAULTS.get(f, f)) for f in fields}
-        lacking = {f: c for f, c in names.items() if c not in self.columns and not self._known(f)}
+        lacking = {f: c for f, c in names.items() if c not in self.columns and not self._is_read(f)}
         if lacking:
             hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
             conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
@@ -267,7 +267,7 @@ class _Case:
             "on data lists them."
         )
 
-    def _known(self, field: str) -> bool:
+    def _is_read(self, field: str) -> bool:
         """Whether a column with a common name is read as this field, so that it is not what is missing."""
         if field in self.named:
             return False

@@ -50,7 +50,7 @@ class Template(Prompts):
             text: an answer to use in place of the row's.
         """
         cells = self._cells(row)
-        sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, *self._asked(cells))
+        sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, *self._question(cells))
         first, last = self.answer_span(row, sequence)
         answer = sequence.ids[first:last]
         return [
@@ -162,7 +162,7 @@ class Template(Prompts):
 
     def _answered(self, cells: Cells, field: str) -> TokenSequence:
         """The row's prompt and the answer in a field."""
-        prompt, front = self._asked(cells)
+        prompt, front = self._question(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
             answer = self._reasoned(cells.messages(field), cells, field)
             question = [m for m in prompt if m["role"] != "system"]
@@ -189,7 +189,7 @@ class Template(Prompts):
             )
         return [*answer[:-1], {**answer[-1], self._reasoning: cells.text("reasoning")}]
 
-    def _asked(self, cells: Cells) -> tuple[list[Message], str]:
+    def _question(self, cells: Cells) -> tuple[list[Message], str]:
         """The row's prompt: as messages, or as plain text; the other is empty."""
         if self.chat is not None:
             return self._prompt_messages(cells), ""

@@ -177,7 +177,7 @@ class TimelineFile(Timeline):
                 return
             for (kind, track), slices in self._open.items():
                 while slices:
-                    self._lines.append(self._ended(kind, track, {}))
+                    self._lines.append(self._end_event(kind, track, {}))
             self._lines.append(self._line("i", "events", 0, {"name": "end of the timeline", "s": "t"}))
             lines, self._lines = self._lines, None
         self._closing.set()
@@ -204,18 +204,18 @@ class TimelineFile(Timeline):
     def _begin(self, kind: Kind, track: int, name: str, arguments: dict[str, Any]) -> None:
         with self._lock:
             if self._lines is not None:
-                begin = self._latest[kind, track] = max(self._now(), self._latest[kind, track] + 1)
+                begin = self._latest[kind, track] = max(self._time_us(), self._latest[kind, track] + 1)
                 self._open[kind, track].append((begin, name, arguments))
 
     def _end(self, kind: Kind, track: int, added: dict[str, Any]) -> None:
         with self._lock:
             if self._lines is not None:
-                self._lines.append(self._ended(kind, track, added))
+                self._lines.append(self._end_event(kind, track, added))
 
-    def _ended(self, kind: Kind, track: int, added: dict[str, Any]) -> str:
+    def _end_event(self, kind: Kind, track: int, added: dict[str, Any]) -> str:
         """The event of the innermost slice of the track, which ends now."""
         begin, name, arguments = self._open[kind, track].pop()
-        end = self._latest[kind, track] = max(self._now(), self._latest[kind, track])
+        end = self._latest[kind, track] = max(self._time_us(), self._latest[kind, track])
         values = {"args": arguments | added} if arguments or added else {}
         return self._line("X", kind, track, {"name": name, "dur": end - begin, **values}, begin)
 
@@ -224,11 +224,11 @@ class TimelineFile(Timeline):
             if self._lines is not None:
                 self._lines.append(self._line(phase, kind, track, fields))
 
-    def _now(self) -> int:
+    def _time_us(self) -> int:
         return (time.perf_counter_ns() + self._offset) // 1000
 
     def _line(self, phase: str, kind: Kind, track: int, fields: dict[str, Any], time: int | None = None) -> str:
-        microseconds = self._now() if time is None else time
+        microseconds = self._time_us() if time is None else time
         process = self._process(kind)
         thread = process * 1_000_000 + track  # of no other track, and not that of a process: viewers expect both
         event = {"ph": phase, "pid": process, "tid": thread, "ts": microseconds, "cat": kind, **fields}

@@ -42,7 +42,7 @@ class FolderLock:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         except OSError as cause:
-            refusal = _taken(folder, descriptor)
+            refusal = _busy_error(folder, descriptor)
             os.close(descriptor)
             if cause.errno not in (errno.EACCES, errno.EAGAIN):  # a full disk, a file system without locks
                 raise unusable(folder, "locked", cause) from cause
@@ -63,7 +63,7 @@ class FolderLock:
             raise unusable(folder, "written to", cause) from cause
         try:
             if _is_locked(descriptor):
-                raise _taken(folder, descriptor)
+                raise _busy_error(folder, descriptor)
         except OSError as cause:  # a file system without locks
             raise unusable(folder, "locked", cause) from cause
         finally:
@@ -105,7 +105,7 @@ def _is_locked(descriptor: int) -> bool:
     return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
 
 
-def _taken(folder: Path, descriptor: int) -> ConfigError:
+def _busy_error(folder: Path, descriptor: int) -> ConfigError:
     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
     return ConfigError(
         f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."

@@ -124,7 +124,7 @@ class RunDirectory:
         """Write ``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume appends
         its start to the list of starts."""
         start = {
-            "time": _now(),
+            "time": _timestamp(),
             "first_step": first_step,
             "seed": seed,
             "plugins": [dict(p) for p in plugins],
@@ -144,7 +144,12 @@ class RunDirectory:
         path = self.path / "manifest.json"
         manifest = read_json(path)
         texts = [redact(note) for note in notes]
-        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(reason), "notes": texts}
+        manifest["starts"][-1]["ended"] = {
+            "time": _timestamp(),
+            "status": status,
+            "why": redact(reason),
+            "notes": texts,
+        }
         write_json(path, manifest, nonfinite="mark")
 
     def starts(self) -> list[dict[str, Any]]:
@@ -275,7 +280,7 @@ class RunDirectory:
         self.close()
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

@@ -148,7 +148,7 @@ def select(samples: Sequence[RecordedSample], source: str | None, group: int | N
             choices = sorted({getattr(sample, name) for sample in samples})
             samples = [sample for sample in samples if getattr(sample, name) == choice]
             if not samples:
-                raise ConfigError(f"--{name} {choice}: no sample of it is there; the {name}s are {_listed(choices)}.")
+                raise ConfigError(f"--{name} {choice}: no sample of it is there; the {name}s are {_listing(choices)}.")
     return list(samples)
 
 
@@ -276,5 +276,5 @@ def _with_group_means(samples: Sequence[RecordedSample]) -> list[RecordedSample]
     return [replace(sample, group_mean=means.get((sample.group, sample.agent))) for sample in samples]
 
 
-def _listed(values: Sequence[Any]) -> str:
+def _listing(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values)) if len(values) <= 12 else f"{values[0]} to {values[-1]}"

@@ -207,7 +207,7 @@ class ContinuousStream(Stream):
             if self.settings.failures is not None and not self.settings.gives(pending.number, pending.row.source):
                 self.settings.failures.expect(samples, at_least=self.pending.batch_size * samples)
             group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
-            self._ended(pending, group)
+            self._finish_group(pending, group)
             self._changed.set()
             await self._start_groups(requests)
         except asyncio.CancelledError:
@@ -216,7 +216,7 @@ class ContinuousStream(Stream):
             self._failure = self._failure or error
         self._changed.set()
 
-    def _ended(self, pending: Pending, group: Group) -> None:
+    def _finish_group(self, pending: Pending, group: Group) -> None:
         """Called when all samples of ``group`` are scored."""
         filtered = self._counts["filtered"]
         accepted = self.acceptance.accept(group, self._counts)

@@ -65,7 +65,7 @@ class SampleContext(RolloutContext):
     def encode_observation(self, text: str, images: Sequence[bytes] = (), turn: Turn | None = None) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
         last = self._last if turn is None else turn
-        observation = self._template.encode_observation(text, self._ended(last), images)
+        observation = self._template.encode_observation(text, self._is_closed(last), images)
         return self._without_repeated_end(observation, last)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ class SampleContext(RolloutContext):
         turn: Turn | None = None,
     ) -> Turn | None:
         last = self._last if turn is None else turn
-        context = self._template.encode_following(messages, answer, following, tools, self._ended(last))
+        context = self._template.encode_following(messages, answer, following, tools, self._is_closed(last))
         return None if context is None else self._without_repeated_end(context, last)
 
     def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SampleContext(RolloutContext):
     def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
         return self._template.has_unread_call(answer)
 
-    def _ended(self, turn: Turn | None) -> bool:
+    def _is_closed(self, turn: Turn | None) -> bool:
         return turn is None or (bool(turn.ids) and turn.ids[-1] in self._template.end_token_ids)
 
     def _without_repeated_end(self, context: Turn, turn: Turn | None) -> Turn:

@@ -180,10 +180,10 @@ class RankFiles:
         if division == self._dims.get(piece.name):
             self._read(key, 0 if dim is None else topology.part, piece.start, target)
         else:
-            part = self.split.own(piece.name, self._whole(key)).reshape(-1)
+            part = self.split.own(piece.name, self._assemble(key)).reshape(-1)
             target.copy_(part[piece.start : piece.start + piece.numel])
 
-    def _whole(self, key: str) -> Tensor:
+    def _assemble(self, key: str) -> Tensor:
         """The whole parameter, from the parts that it was saved in."""
         name = key.partition("/")[2]
         dim, parts = self._dims.get(name, (0, 1))

@@ -54,7 +54,7 @@ class ShardedWeights(PackedTrainer):
             if view != ADAPTERS:
                 yield from self._stream(every_rank, merge=self.merges(view))
             for name in self.parameters if view in (ADAPTERS, PARTS) else ():
-                tensor = self._whole(name)
+                tensor = self._full_tensor(name)
                 if self.spec.rank == 0 or every_rank:
                     yield self.tensors.sent_name(name), tensor
 
@@ -101,12 +101,12 @@ class ShardedWeights(PackedTrainer):
         tensors = {}
         with self._guard("export"), self._view(view):
             for name in self.parameters:
-                tensor = self._whole(name)
+                tensor = self._full_tensor(name)
                 if self.spec.rank == 0:
                     tensors[name] = tensor.cpu().clone()
         return tensors
 
-    def _whole(self, name: str) -> Tensor:
+    def _full_tensor(self, name: str) -> Tensor:
         """A whole trained tensor. Every rank calls it."""
         return self.tensors.whole(name)
 

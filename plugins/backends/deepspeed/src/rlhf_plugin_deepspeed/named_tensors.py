@@ -58,15 +58,15 @@ class ZeroTensors(NamedTensors):
         """Under the module's names."""
         if gather is None:
             if first:
-                yield from self._seen(self._model(), merge)
+                yield from self._merged_or_base(self._model(), merge)
             return
         for names in self._buckets(elements):
             needed = [*names, *(a for n in names for a in self._adapters.get(n.removesuffix(BASE), ()))]
             with gather([self.parameters[n] for n in needed if n in self.parameters]):
-                copies = [(n, t.clone()) for n, t in self._seen(names, merge)] if first else []
+                copies = [(n, t.clone()) for n, t in self._merged_or_base(names, merge)] if first else []
             yield from copies
 
-    def _seen(self, names: list[str], merge: bool) -> Iterator[tuple[str, Tensor]]:
+    def _merged_or_base(self, names: list[str], merge: bool) -> Iterator[tuple[str, Tensor]]:
         tensors = {name: self.objects[name] for name in names}
         return (merged if merge and self._adapters else base_tensors)(self.module, tensors)
 

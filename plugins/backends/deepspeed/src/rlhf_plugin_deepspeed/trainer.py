@@ -212,9 +212,9 @@ class DeepSpeedTrainer(ShardedTrainer):
         first, has_parts = self.spec.rank == 0 or every_rank, self.topology.replica == 0 or every_rank
         return self.tensors.stream_gathered(gather, first, has_parts, self.config.bucket, merge)
 
-    def _whole(self, name: str) -> Tensor:
+    def _full_tensor(self, name: str) -> Tensor:
         if self.zero is None or self.config.stage < 3:
-            return super()._whole(name)
+            return super()._full_tensor(name)
         with self.zero.gathered([self.parameters[name]]):
             return self.parameters[name].detach().clone()
 

@@ -24,7 +24,7 @@ class ZeroPartition(Partition):
         self.stage, self.optimizer, self.trained = stage, optimizer, trained
         self.replicated = stage == 0 or (stage < 3 and not trained)
         if self.replicated:
-            make = _whole
+            make = _whole_parameters
         elif stage == 3:
             make = _partitioned if trained else _frozen
         else:
@@ -58,7 +58,7 @@ def _offloads(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "offload_optimizer", False))
 
 
-def _whole(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
+def _whole_parameters(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
     for parameter, name in names.items():
         yield Flat(parameter, [Piece(name, 0, 0, parameter.numel())], [name])
 

@@ -248,7 +248,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             "updates": self.updates,
             "skipped": self.skipped,
             "precision": self.precision.name,
-            **self._kept(),
+            **self._fixed_facts(),
             "coverage": self._coverage,
             "lora": lora.model_dump(mode="json") if lora is not None else None,
             "torch": torch.__version__,
@@ -258,7 +258,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
 
     def load(self, path: Path) -> None:
         facts = {"storage": "fp32", **state.read_facts(path)}  # older checkpoints do not name it
-        run_facts = self._kept()
+        run_facts = self._fixed_facts()
         if saved := {key: facts.get(key) for key in run_facts if facts.get(key) != run_facts[key]}:
             raise ConfigError(
                 f"the checkpoint {str(path)!r} was saved with {_words(saved)}; this run has "
@@ -282,7 +282,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
 
     # ------------------------------------------------------------------------------------ internals
 
-    def _kept(self) -> dict[str, Any]:
+    def _fixed_facts(self) -> dict[str, Any]:
         """Facts that must be the same in the checkpoint and in the run that resumes from it."""
         trained = self.spec.role.trained
         return {

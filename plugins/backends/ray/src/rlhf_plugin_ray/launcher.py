@@ -82,7 +82,7 @@ class RayLauncher(WorkerLauncher):
                 num_gpus=0,
                 max_restarts=0,
                 scheduling_strategy=self._reservation.at(allocation.bundle),
-                **self._named(name),
+                **self._actor_name(name),
             )
             members.append(Actor(name, actor.remote(name, os.getcwd(), env, gpus)))
         self._running += members
@@ -96,7 +96,7 @@ class RayLauncher(WorkerLauncher):
         if self._cluster is not None:
             self._cluster.control.check()
 
-    def _named(self, name: str) -> dict[str, str]:
+    def _actor_name(self, name: str) -> dict[str, str]:
         """With ``launcher.namespace`` workers have names in it: ``policy-0``, ``engine-0``, and ``engine-0.1`` for its
         first replacement."""
         if self.config.namespace is None:

@@ -84,7 +84,7 @@ class GymnasiumEnv(Env):
         first = int(self._space.start)
         numbers = [str(first + n) for n in range(int(self._space.n))]
         names = list(c.actions) or numbers
-        self._named = {n: int(n) for n in numbers} | {n.casefold(): first + i for i, n in enumerate(names)}
+        self._numbers_by_name = {n: int(n) for n in numbers} | {n.casefold(): first + i for i, n in enumerate(names)}
         self._allowed = f"Actions: {', '.join(names)}"
         return f"{self._allowed}\n{self._text(observation)}"
 
@@ -94,7 +94,7 @@ class GymnasiumEnv(Env):
         if self.config.answer == "tag":
             closed = "".join(action.rpartition("</answer>")[:2])  # tags without an end would take quadratic time
             answer = next(reversed(TAG.findall(closed)), None)
-        number = self._named.get(answer.strip().casefold()) if answer is not None else None
+        number = self._numbers_by_name.get(answer.strip().casefold()) if answer is not None else None
         if number is None:
             form = " between <answer> and </answer>" if self.config.answer == "tag" else ""
             message = f"That is not an action. Write one of them{form}, and nothing else. {self._allowed}"
@@ -188,11 +188,11 @@ def as_text(space: gymnasium.Space[Any], value: Any) -> str:
 def plain(rendered: str) -> str:
     """A terminal's text without its codes. A coloured character becomes ``[red:S]``, because the colour has a meaning:
     where the player is."""
-    text = COLOURED.sub(lambda match: _named(match[1], match[2]), rendered)
+    text = COLOURED.sub(lambda match: _coloured_text(match[1], match[2]), rendered)
     return OTHER_CODES.sub("", text).strip("\n")
 
 
-def _named(codes: str, text: str) -> str:
+def _coloured_text(codes: str, text: str) -> str:
     for code in map(int, filter(None, codes.split(";"))):
         if code // 10 in (3, 4, 9, 10) and code % 10 < 8:
             return f"[{COLOURS[code % 10]}:{text}]"

@@ -54,7 +54,7 @@ def _entry(row: Row) -> GymEntry:
             f"seed = {shown(seed)}; allowed: text, a table and a whole number. Write rows with `python -m "
             "rlhf_plugin_reasoning_gym TASK`"
         )
-    entry = _made(task, json.dumps(config, sort_keys=True), seed)
+    entry = _gym_entry(task, json.dumps(config, sort_keys=True), seed)
     if isinstance(prompt, str) and entry.question not in prompt:
         raise RewardError(
             f"row {row.index} of source {row.source!r}: task {task!r} with its config and seed {seed} asks "
@@ -65,5 +65,5 @@ def _entry(row: Row) -> GymEntry:
 
 
 @lru_cache(maxsize=256)
-def _made(task: str, config: str, seed: int) -> GymEntry:
+def _gym_entry(task: str, config: str, seed: int) -> GymEntry:
     return GymEntry(task, json.loads(config), seed)

@@ -159,12 +159,12 @@ def _check(id: str, kwargs_text: str, players: int) -> None:
     except Exception as error:
         raise ValueError(_cause(id, players, error)) from error
     if players == 1 and not isinstance(game.state, SinglePlayerState):
-        raise ValueError(_several(id))
+        raise ValueError(_refusal(id))
 
 
 def _cause(id: str, players: int, error: Exception) -> str:
     if isinstance(error, AssertionError) and "player" in str(error).lower():  # TextArena's only check of the number
-        return _several(id) if players == 1 else f"{id!r} cannot be played by two ({error}). Remove 'opponent'"
+        return _refusal(id) if players == 1 else f"{id!r} cannot be played by two ({error}). Remove 'opponent'"
     if isinstance(error, LookupError) and "NLTK" in str(error):
         return f"{id!r} needs word lists of NLTK: python -m nltk.downloader words averaged_perceptron_tagger_eng"
     if isinstance(error, SyntaxError):
@@ -172,7 +172,7 @@ def _cause(id: str, players: int, error: Exception) -> str:
     return f"{id!r} cannot start: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _several(id: str) -> str:
+def _refusal(id: str) -> str:
     return (
         f"{id!r} is a game for several players. Games for two need opponent = 'file:opponent.py', or 'self' for "
         "self-play; games for more cannot be played"

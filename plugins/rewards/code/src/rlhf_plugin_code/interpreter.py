@@ -41,7 +41,7 @@ def interpreter(python: str | None) -> Interpreter:
 
     Raises ConfigError for a path that does not run Python.
     """
-    program, prefix, base = _asked(python) if python else _here()
+    program, prefix, base = _query(python) if python else _current()
     paths = [*LIBRARIES, program]
     if python:
         paths += [python, f"{prefix}/pyvenv.cfg", f"{prefix}/lib", f"{prefix}/lib64"]
@@ -52,11 +52,11 @@ def interpreter(python: str | None) -> Interpreter:
     )
 
 
-def _here() -> tuple[str, str, str]:
+def _current() -> tuple[str, str, str]:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable)), sys.base_prefix, sys.base_prefix
 
 
-def _asked(python: str) -> tuple[str, str, str]:
+def _query(python: str) -> tuple[str, str, str]:
     if not os.path.isabs(python):
         raise ConfigError(f"reward 'code': interpreter = {shown(python)} is no absolute path of an interpreter")
     try:

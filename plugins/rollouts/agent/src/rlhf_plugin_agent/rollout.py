@@ -54,7 +54,7 @@ class Agent(Rollout):
                 async with self._starting:
                     await program.start()
                 async with program:
-                    reward, failure = await self._ended(program, session)
+                    reward, failure = await self._result(program, session)
                 turns = await session.close()
             except BaseException:
                 await session.cancel()
@@ -74,7 +74,7 @@ class Agent(Rollout):
         last.reward = reward
         return turns
 
-    async def _ended(self, program: AgentProgram, session: Session) -> tuple[float | None, ProgramFailed | None]:
+    async def _result(self, program: AgentProgram, session: Session) -> tuple[float | None, ProgramFailed | None]:
         """The reward, or the failure. Raises the error of the run that ended the sample before."""
         try:
             return await session.during(program.reward()), None

@@ -50,8 +50,8 @@ class ImagePrompts:
             run_ids = list(ids[image.at : image.at + image.tokens])
             if piece["prompt_token_ids"] != run_ids:
                 raise ModelError(
-                    f"vLLM makes {_shown(piece['prompt_token_ids'])} of image {number} of a request, and the run has "
-                    f"{_shown(run_ids)} from position {image.at} on. The processor's files in the model's folder are "
+                    f"vLLM makes {_excerpt(piece['prompt_token_ids'])} of image {number} of a request, and the run has "
+                    f"{_excerpt(run_ids)} from position {image.at} on. The processor's files in the model's folder are "
                     "not those that the run read, or vLLM expands images of this model otherwise: sample with "
                     "--generator.use transformers."
                 )
@@ -79,6 +79,6 @@ class ImagePrompts:
         return self._made[key]
 
 
-def _shown(ids: Sequence[int]) -> str:
+def _excerpt(ids: Sequence[int]) -> str:
     text = ", ".join(map(str, ids[:6]))
     return f"{len(ids)} tokens ({text}{', ...' if len(ids) > 6 else ''})"

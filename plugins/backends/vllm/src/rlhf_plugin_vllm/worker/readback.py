@@ -40,7 +40,11 @@ def differing(model: nn.Module, bucket: Bucket) -> list[str]:
             differences.append(name)
         if isinstance(layer, VocabParallelEmbedding):
             for other, head in modules.items():
-                if head is not layer and _shares_weight(layer, head) and not _same(_multiplied(head, tensor), tensor):
+                if (
+                    head is not layer
+                    and _shares_weight(layer, head)
+                    and not _is_equal(_multiplied(head, tensor), tensor)
+                ):
                     differences.append(f"{name} (as the tied {other}, packed)")
     return differences
 
@@ -51,16 +55,16 @@ def _differs(layer: Any, attribute: str, part: int | None, tensor: Tensor) -> bo
         return False
     start = 0 if part is None else sum(getattr(layer, "output_sizes", ())[:part])
     if is_quantised(layer) and attribute == "weight":
-        return not _same(_multiplied(layer, tensor, start), quantised(tensor.to(layer.orig_dtype)), 2**-7)
+        return not _is_equal(_multiplied(layer, tensor, start), quantised(tensor.to(layer.orig_dtype)), 2**-7)
     if isinstance(layer, LinearBase) and attribute == "weight" and tensor.dim() == 2:
-        return not _same(_multiplied(layer, tensor, start), tensor)
+        return not _is_equal(_multiplied(layer, tensor, start), tensor)
     if part is not None:
         weight = weight[start : start + len(tensor)]
     if isinstance(layer, VocabParallelEmbedding):
         weight = weight[: len(tensor)]
-        if hasattr(layer, "cpu_linear") and not _same(_multiplied(layer, tensor), tensor):
+        if hasattr(layer, "cpu_linear") and not _is_equal(_multiplied(layer, tensor), tensor):
             return True
-    return weight.shape == tensor.shape and not _same(weight, tensor)
+    return weight.shape == tensor.shape and not _is_equal(weight, tensor)
 
 
 def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
@@ -75,7 +79,7 @@ def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
     return torch.cat(parts).T
 
 
-def _same(value: Tensor, reference: Tensor, share: float = 0) -> bool:
+def _is_equal(value: Tensor, reference: Tensor, share: float = 0) -> bool:
     """Whether two tensors are equal in the model's precision, up to ``share`` of each value. fp32 products on a GPU
     may use TF32, so they get a tolerance."""
     reference = reference.to(device=value.device, dtype=value.dtype)
