@@ -104,20 +104,20 @@ class _Passing(io.TextIOBase):
     """A stream that passes text on, without secrets."""
 
     def __init__(self, hearing: Hearing, target: TextIO) -> None:
-        self._hearing, self._to = hearing, target
+        self._hearing, self._target = hearing, target
 
     def write(self, text: str) -> int:
-        self._to.write(self._hearing.hide(text))
+        self._target.write(self._hearing.hide(text))
         return len(text)
 
     def flush(self) -> None:
-        self._to.flush()
+        self._target.flush()
 
     def fileno(self) -> int:
-        return self._to.fileno()
+        return self._target.fileno()
 
     def isatty(self) -> bool:
-        return self._to.isatty()
+        return self._target.isatty()
 
 
 def suite(kind: str) -> type[PluginContract]:

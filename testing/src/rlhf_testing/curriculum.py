@@ -92,24 +92,24 @@ class Play:
         """The metrics that the curriculum reported after each batch."""
         self._ready: deque[list[FinishedGroup]] = deque()
         self._number = 0
-        self._taken = 0
+        self._steps_taken = 0
 
     def run(self, end: int) -> Play:
         """Simulate the steps before ``until``."""
-        for step in range(self._taken, end):
+        for step in range(self._steps_taken, end):
             while len(self.chosen) < min(step + 1 + self._staleness, STEPS):
                 self._generate(len(self.chosen))
             groups = self._ready.popleft()
             if self._score is not None:
                 self.curriculum.finished(groups)
-            self._taken += 1
+            self._steps_taken += 1
         return self
 
     def resumed(self, fresh: Any) -> Play:
         """The same run, continued with another instance."""
         other = Play(fresh, self._staleness, self._score)
         other.chosen, other.metrics = copy.deepcopy((self.chosen, self.metrics))
-        other._ready, other._number, other._taken = deque(self._ready), self._number, self._taken
+        other._ready, other._number, other._steps_taken = deque(self._ready), self._number, self._steps_taken
         return other
 
     def _generate(self, step: int) -> None:

@@ -81,7 +81,7 @@ class VirtualEngines:
 
     def __init__(self, count: int, speeds: Speeds, main: VirtualMain) -> None:
         self.version, self._count, self._speeds, self._main = 0, count, speeds, main
-        self._requests, self._busy, self._since = 0, 0.0, 0.0
+        self._requests, self._busy, self._busy_start = 0, 0.0, 0.0
         self._tokens = 0.0
         """Tokens that an answer would have that is sampled since the beginning."""
         self._answers: list[tuple[float, int, asyncio.Future[None]]] = []
@@ -138,7 +138,7 @@ class VirtualEngines:
         self._set_timer()
 
     def _pass_time(self) -> None:
-        seconds, self._since = self._main.loop.now - self._since, self._main.loop.now
+        seconds, self._busy_start = self._main.loop.now - self._busy_start, self._main.loop.now
         self._busy += seconds * min(1.0, self._requests / self._count)
         if self._answers and not self._paused:
             self._tokens += seconds / self._seconds_of_a_token(len(self._answers))

@@ -60,7 +60,7 @@ class TrainingApplication:
     def __init__(self, served: Served, access: Access, main: MainThread, models: TrainedModels) -> None:
         self._served, self._access, self._main, self._models = served, access, main, models
         self._results: dict[str, asyncio.Task[Any]] = {}
-        self._sent: OrderedDict[str, None] = OrderedDict()
+        self._fetched_ids: OrderedDict[str, None] = OrderedDict()
         """The results that a client got, the oldest first."""
         self._samplers: dict[str, str] = {}
         """{sampling session: checkpoint or BASE}."""
@@ -353,9 +353,9 @@ class TrainingApplication:
         await asyncio.wait({task}, timeout=WAIT)
         if not task.done():
             return _json(TryAgainResponse(request_id=body.request_id, queue_state="active"))
-        self._sent[body.request_id] = None
-        while len(self._sent) > MAX_ANSWERS:
-            self._results.pop(self._sent.popitem(last=False)[0])
+        self._fetched_ids[body.request_id] = None
+        while len(self._fetched_ids) > MAX_ANSWERS:
+            self._results.pop(self._fetched_ids.popitem(last=False)[0])
         error = task.exception()
         if error is None:
             result = task.result()

@@ -78,13 +78,13 @@ class TrainedModels:
         self._role = policy.role
         self._models: dict[str, Model] = {}
         self._pending: dict[str, list[tuple[Batch, LossChoice]]] = {}
-        self._held: Model | None = None
+        self._live_model: Model | None = None
         self._equal: set[Path] = set()
         """Folders with the weights that the trainer holds."""
-        self._weights, self._sent, self._drawn = 0, "", 0
+        self._weights, self._sampler_weights, self._draw_count = 0, "", 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._own = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may have the same folder
-        self._new = Path(self._own.name) / "new-model"
+        self._own_folder = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may have the same folder
+        self._new = Path(self._own_folder.name) / "new-model"
         self._write(self._new)
 
     # ------------------------------------------------------------------------------------- training
@@ -176,7 +176,7 @@ class TrainedModels:
             raise BadRequest(f"trainer {trainer.name!r} loads weights with the optimizer's state only")
         model = self._hold(name)
         self._read(checkpoint_folder(self._folder, path))
-        self._held, model.changed = model, True
+        self._live_model, model.changed = model, True
         self._pending[name] = []
         if not optimizer:
             self._role.every("restart_optimizer")
@@ -229,17 +229,17 @@ class TrainedModels:
 
     def _draw(self, source: str, questions: Sequence[SampleQuestion]) -> list[list[Drawn]]:
         weights = BASE if source == BASE else str(self._weights)
-        if weights != self._sent:
+        if weights != self._sampler_weights:
             self._policy.weights.push(self._policy.weights.version + 1)
-            self._sent = weights
+            self._sampler_weights = weights
         requests, owners = [], []
         for owner, question in enumerate(questions):
             seed = (
-                derive_seed(self._policy.config.run.seed, "served", self._drawn)
+                derive_seed(self._policy.config.run.seed, "served", self._draw_count)
                 if question.seed is None
                 else question.seed
             )
-            self._drawn += 1
+            self._draw_count += 1
             for n in range(question.samples):
                 requests.append(GenerationRequest(question.ids, derive_seed(seed, "sample", n), question.sampling))
                 owners.append(owner)
@@ -267,19 +267,19 @@ class TrainedModels:
         if name not in self._models:
             raise BadRequest(f"there is no model {name!r}. Create it first")
         model = self._models[name]
-        if self._held is not model:
+        if self._live_model is not model:
             self._put_aside()
             self._read(model.state)
-            self._held, model.changed = model, False
+            self._live_model, model.changed = model, False
         return model
 
     def _put_aside(self) -> None:
-        model = self._held
+        model = self._live_model
         if model is not None and model.changed:
             state = model.folder / "state"
             self._write(state)
             model.state, model.changed = state, False
-        self._held = None
+        self._live_model = None
 
     def _show(self, folder: Path) -> None:
         """Let the trainer hold the weights of a checkpoint."""

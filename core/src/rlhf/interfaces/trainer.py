@@ -188,13 +188,13 @@ class SendsWeights(Ability):
         """
         from rlhf.weights.bucket import buckets
 
-        self._sent: dict[str, str] = {}
-        return buckets(self.weights(view, every_rank), limit, self._sent)
+        self._sent_fingerprints: dict[str, str] = {}
+        return buckets(self.weights(view, every_rank), limit, self._sent_fingerprints)
 
     def sent(self) -> dict[str, str]:
         """{tensor name: fingerprint} of all tensors that the last :meth:`buckets` yielded, on rank 0, after it ended.
         The receivers' fingerprints must equal these."""
-        return self._sent
+        return self._sent_fingerprints
 
 
 class TakesWeights(Ability):

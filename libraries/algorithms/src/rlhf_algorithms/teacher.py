@@ -50,9 +50,9 @@ class Teacher:
         self._roles = tuple(dict.fromkeys(by_source.values())) or (TEACHER,)
         self._role_of = {source: self._roles.index(role) for source, role in by_source.items()}
         self._annotated = "policy" if config.weights == "live" else None
-        self._alone = not by_source and config.context is None and config.weights != "live"
+        self._is_single = not by_source and config.context is None and config.weights != "live"
         """Whether one role reads every token of the policy's, as the policy does."""
-        reads = self.is_used and not self.is_served and not self._alone
+        reads = self.is_used and not self.is_served and not self._is_single
         self.masks = tuple(f"{TAUGHT}.{name}" for name in self._roles) if reads else ()
         """Token columns that :meth:`prepared` adds: what each role reads."""
         if self.is_used:
@@ -108,7 +108,7 @@ class Teacher:
     def annotations(self) -> list[Annotation]:
         if not self.is_used or self.is_served:
             return []
-        if self._alone:
+        if self._is_single:
             return [Annotation(TEACHER, self._output, self._column)]
         head = resolve_head(self._output)
         return [
@@ -136,7 +136,7 @@ class Teacher:
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
         """The batch of ``groups`` with the columns and sequences that :meth:`annotations` reads. ``teacher/left_out``:
         the share of samples without a teacher's credit."""
-        if not self.is_used or (self._alone and not self.is_served):
+        if not self.is_used or (self._is_single and not self.is_served):
             return batch, {}
         trajectories = [t for group in groups for t in group.trajectories]
         by_index = {(group_number(t.index[0], t.agent), t.index[1]): t for t in trajectories}

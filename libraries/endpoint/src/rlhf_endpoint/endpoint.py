@@ -38,7 +38,7 @@ class Endpoint:
         self._config = config
         self._sessions: dict[str, Session] = {}
         """{key: its session}, of the samples under way."""
-        self._ended: deque[str] = deque(maxlen=ENDED_LIMIT)
+        self._ended_keys: deque[str] = deque(maxlen=ENDED_LIMIT)
         """Keys of the latest samples that have ended."""
         self._users = 0
         self._started: asyncio.Future[tuple[web.AppRunner, int]] | None = None
@@ -57,10 +57,10 @@ class Endpoint:
         finally:
             self._users -= 1
             if self._sessions.pop(key, None) is not None:
-                self._ended.append(key)
+                self._ended_keys.append(key)
             if not self._users and self._started is not None:
                 started, self._started = self._started, None
-                self._ended.clear()
+                self._ended_keys.clear()
                 runner, _ = await started
                 await runner.cleanup()
 
@@ -120,7 +120,7 @@ class Endpoint:
         path = request.match_info.get("key")
         scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
         key = credentials.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", path)
-        if key in self._ended and path in (None, key):
+        if key in self._ended_keys and path in (None, key):
             raise ApiError(410, "the sample of this API key has ended", code="sample_ended")
         if not key or key not in self._sessions or path not in (None, key):
             raise ApiError(401, "the API key is not that of a sample", code="invalid_api_key")

@@ -39,7 +39,7 @@ class Session:
         self._calls = Counter({"calls_unknown": 0})
         self._tree, self._number = Tree(), 0
         self._lock = asyncio.Lock()
-        self._known: dict[str, asyncio.Task[Any]] = {}
+        self._answer_tasks: dict[str, asyncio.Task[Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def once(self, key: str | None, retry: bool, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
@@ -51,10 +51,10 @@ class Session:
             retry: whether the client says that it repeats the request.
         """
         name = f"key {key}" if key else f"body {hashlib.sha256(body).hexdigest()}"
-        task = self._known.get(name) if key or retry else None
+        task = self._answer_tasks.get(name) if key or retry else None
         if task is None or (task.done() and task.exception() is not None):
             task = asyncio.ensure_future(work())
-            self._known[name] = task
+            self._answer_tasks[name] = task
             self._tasks.add(task)
             task.add_done_callback(self._finished)
         return await asyncio.shield(task)

@@ -91,7 +91,7 @@ class ServerGenerator(TakesTensors, Generator):
         self._servers = [self._server(url) for url in config.urls]
         self._loading: int | None = None
         self._load, self._buckets = "", 0
-        self._sent: SentWeights | None = None
+        self._sent_weights: SentWeights | None = None
         self._not_ready = "it has no weights yet"
         try:
             self._meet()
@@ -110,7 +110,7 @@ class ServerGenerator(TakesTensors, Generator):
         self.longest = min(self.spec.max_tokens, *(server.facts["length"] for server in self._servers))
         self.vocabulary = min(server.facts["vocabulary"] for server in self._servers)
         if self.config.sync == "differences":
-            self._sent = SentWeights({server.facts["dtype"] for server in self._servers})
+            self._sent_weights = SentWeights({server.facts["dtype"] for server in self._servers})
 
     @abstractmethod
     def _server(self, url: str) -> EngineServer: ...
@@ -205,15 +205,17 @@ class ServerGenerator(TakesTensors, Generator):
     def begin_load(self, version: int) -> None:
         self._not_ready = f"its weights of version {version} are not complete"
         self._ask_servers(lambda server: server.pause(self.spec.sync_timeout))
-        holders = self._call("rlhf_start", None if self._sent is None else self._sent.begin(version))
-        if self._sent is not None and not all(holds for _, workers in holders for holds in workers):
-            self._sent.tensors.clear()
+        holders = self._call("rlhf_start", None if self._sent_weights is None else self._sent_weights.begin(version))
+        if self._sent_weights is not None and not all(holds for _, workers in holders for holds in workers):
+            self._sent_weights.tensors.clear()
         self._loading, self._buckets = version, 0
 
     def take(self, bucket: Bucket) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
-        self._with_file(bucket, "rlhf_take_file", self._sent.write if self._sent is not None else write_bucket)
+        self._with_file(
+            bucket, "rlhf_take_file", self._sent_weights.write if self._sent_weights is not None else write_bucket
+        )
 
     def end_load(self) -> list[Proof]:
         if self._loading is None:
@@ -230,12 +232,12 @@ class ServerGenerator(TakesTensors, Generator):
                         "arrive. Nothing is sampled until a load is complete."
                     )
                 received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
-                if self._sent is not None:
-                    received, nbytes = self._sent.proof(received), self._sent.nbytes
+                if self._sent_weights is not None:
+                    received, nbytes = self._sent_weights.proof(received), self._sent_weights.nbytes
                 proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
         self._ask_servers(lambda server: server.resume(self.spec.sync_timeout))
-        if self._sent is not None:
-            self._sent.end(load)
+        if self._sent_weights is not None:
+            self._sent_weights.end(load)
         self.version, self._load, self._not_ready = version, load, ""
         return proofs
 

@@ -28,15 +28,15 @@ class Published:
     """
 
     def __init__(self, module: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
-        self._module, self._own = module, dict(shapes)
-        self._alone: dict[str, list[str]] = {}
+        self._module, self._own_shapes = module, dict(shapes)
+        self._single: dict[str, list[str]] = {}
         """{own name: published names} of tensors that are converted one at a time."""
-        self._together: list[str] = []
+        self._joint: list[str] = []
         """Own names of tensors that have to be converted together."""
-        published_shapes = self._published_shapes(self._own)
-        if published_shapes != self._own:
+        published_shapes = self._published_shapes(self._own_shapes)
+        if published_shapes != self._own_shapes:
             self._plan(published_shapes)
-        names = [n for name in self._own if name not in self._together for n in self._alone.get(name, [name])]
+        names = [n for name in self._own_shapes if name not in self._joint for n in self._single.get(name, [name])]
         names += [n for n in published_shapes if n not in set(names)]
         self.shapes = {name: published_shapes[name] for name in names}
         """{published name: shape}, in the order of :meth:`stream`."""
@@ -44,18 +44,19 @@ class Published:
     def layer(self, name: str) -> str | None:
         """The published name of a layer of the module; None where its weight is not one tensor of the same shape."""
         weight_name = f"{name}.weight"
-        names = self._alone.get(weight_name, [weight_name])
-        if weight_name in self._together or len(names) != 1 or self.shapes.get(names[0]) != self._own.get(weight_name):
+        names = self._single.get(weight_name, [weight_name])
+        shape = self._own_shapes.get(weight_name)
+        if weight_name in self._joint or len(names) != 1 or self.shapes.get(names[0]) != shape:
             return None
         return names[0].removesuffix(".weight")
 
     def _plan(self, published_shapes: Mapping[str, torch.Size]) -> None:
-        for name, shape in self._own.items():
+        for name, shape in self._own_shapes.items():
             shapes = self._published_shapes({name: shape})
             if any(published_shapes.get(n) != s for n, s in shapes.items()):
-                self._together.append(name)
+                self._joint.append(name)
             elif shapes != {name: shape}:
-                self._alone[name] = list(shapes)
+                self._single[name] = list(shapes)
 
     def _published_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -73,9 +74,9 @@ class Published:
         are views or copies, made one after the other."""
         group: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            if name in self._together:
+            if name in self._joint:
                 group[name] = tensor
-            elif name in self._alone:
+            elif name in self._single:
                 yield from self._convert({name: tensor}).items()
             else:
                 yield name, tensor
@@ -91,23 +92,23 @@ class Published:
         meta = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         # raises where they differ
         copy_into(meta, {name: tensor.to("meta") for name, tensor in weights.items()}, source)
-        tensors = {name: weights[name] for name in self._own if name not in self._alone and name not in self._together}
-        for group in [*([name] for name in self._alone), *([self._together] if self._together else [])]:
+        tensors = {n: weights[n] for n in self._own_shapes if n not in self._single and n not in self._joint}
+        for group in [*([name] for name in self._single), *([self._joint] if self._joint else [])]:
             tensors |= self._gathered(group, weights)
-        return {name: tensors[name] for name in self._own}
+        return {name: tensors[name] for name in self._own_shapes}
 
     def _gathered(self, group: list[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts element numbers instead of values, which shows where each element belongs. Conversions move elements
         and do not change them."""
         numbers, count = {}, 0
         for name in group:
-            size = math.prod(self._own[name])
-            numbers[name] = torch.arange(count, count + size).view(self._own[name])
+            size = math.prod(self._own_shapes[name])
+            numbers[name] = torch.arange(count, count + size).view(self._own_shapes[name])
             count += size
         places = self._convert(numbers)
         like = weights[next(iter(places))]
         flat = torch.empty(count, dtype=like.dtype, device=like.device)
         for name, place in places.items():
             flat[place.reshape(-1).to(like.device)] = weights[name].reshape(-1)
-        parts = flat.split([math.prod(self._own[name]) for name in group])
-        return {name: part.view(self._own[name]) for name, part in zip(group, parts, strict=True)}
+        parts = flat.split([math.prod(self._own_shapes[name]) for name in group])
+        return {name: part.view(self._own_shapes[name]) for name, part in zip(group, parts, strict=True)}

@@ -33,7 +33,7 @@ class ExpertBalance:
 
     def __init__(self, module: nn.Module, coef: float) -> None:
         self.coef = coef
-        self._seen: list[tuple[Tensor, Tensor]] | None = None
+        self._router_outputs: list[tuple[Tensor, Tensor]] | None = None
         self._last: list[tuple[Tensor, Tensor]] = []
         classes = tuple(router_classes(module))
         routers = [m for m in module.modules() if isinstance(m, classes)]
@@ -46,17 +46,17 @@ class ExpertBalance:
             router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, inputs: Any, output: Any) -> None:
-        if self._seen is not None:  # None while gradient checkpointing computes a layer again
+        if self._router_outputs is not None:  # None while gradient checkpointing computes a layer again
             logits, _, chosen = output
-            self._seen.append((logits, chosen))
+            self._router_outputs.append((logits, chosen))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self._seen = []
+        self._router_outputs = []
         try:
             yield
         finally:
-            self._last, self._seen = self._seen, None
+            self._last, self._router_outputs = self._router_outputs, None
 
     def loss(self, batch: Batch, part: RowPart | None = None) -> Tensor:
         """fp32 []: the micro-batch's part of the optimizer batch's loss, without the coefficient.

@@ -58,7 +58,7 @@ class WorkerLauncher(Launcher):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._placed: ReservedDevices | None = None
+        self._reserved_devices: ReservedDevices | None = None
         self._reports = Path.cwd()
         """Folder for reports about stalls."""
         self._link: Kind | None = None
@@ -89,7 +89,7 @@ class WorkerLauncher(Launcher):
 
     def _begin_placing(self, reports: Path | None) -> None:
         """Refuse a second :meth:`place`, and choose the folder of reports."""
-        if self._placed is not None:
+        if self._reserved_devices is not None:
             raise CapabilityError(f"launcher {self.name!r} has placed a run already; make another launcher")
         self._reports = Path(self.config.reports) if self.config.reports is not None else reports or Path.cwd()
 
@@ -160,17 +160,17 @@ class WorkerLauncher(Launcher):
             last_first.callback(member.kill)
         for group in self._launched:
             last_first.callback(group.close if isinstance(group, EngineGroup) else group.shutdown)
-        self._launched, self._running, self._placed = [], [], None
+        self._launched, self._running, self._reserved_devices = [], [], None
 
     # --------------------------------------------------------------------------------------- parts
 
     def _reserved(self, *roles: str) -> ReservedDevices:
         """The reserved devices; CapabilityError if one of ``roles`` was not placed."""
         for role in roles:
-            if self._placed is None or role not in self._placed.allocations:
+            if self._reserved_devices is None or role not in self._reserved_devices.allocations:
                 raise CapabilityError(f"{role!r} was not placed: call place() with it first")
-        assert self._placed is not None
-        return self._placed
+        assert self._reserved_devices is not None
+        return self._reserved_devices
 
     def _build(self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]]) -> None:
         payload = self._reserved().calls.send(pack(arguments))

@@ -93,10 +93,10 @@ def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
     places = {"policy": Place(2), "critic": Place(2, share="policy"), GENERATOR: Place(1, 2)}
     launcher = ProcessesLauncher()
     launcher.place(places)
-    assert launcher._placed.cuda
+    assert launcher._reserved_devices.cuda
     seen = {
         role: [gpus_of(a, launcher._bundles, ["4", "5", "6", "7"]) for a in allocations]
-        for role, allocations in launcher._placed.allocations.items()
+        for role, allocations in launcher._reserved_devices.allocations.items()
     }
     assert seen == {"policy": [["4"], ["5"]], "critic": [["4"], ["5"]], GENERATOR: [["6", "7"]]}
     with pytest.raises(ConfigError, match=r"policy +5 ranks x 1 GPUs = 5"):

@@ -75,6 +75,6 @@ def test_an_engine_is_not_replaced_where_nothing_sends_it_weights():
             return self.numbers.pop() if self.numbers else []
 
     group = EngineGroup(OddGenerator, GeneratorSpec((0,), str), Replaced(), None, None)
-    group._loaded = True
+    group._has_weights = True
     with pytest.raises(WorkerError, match=r"launch_generator\(\) was given no `refresh`, which would send it the"):
         group._replace_dead()

@@ -169,11 +169,11 @@ def test_differences_give_a_bf16_server_the_weights_of_a_whole_sync(source, engi
             assert [sync(version) for version in (0, 1, 2)] == [{}] * 3
         with serving(port, tmp_path / "log", "bfloat16"):
             assert [sync(version) for version in (3, 4)] == [{}] * 2
-            copy, written = [(n, t.clone()) for n, t in source.weights()], generator._sent.write
-            generator._sent.write = lambda bucket, path: (written(bucket, path), _corrupt(path))
+            copy, written = [(n, t.clone()) for n, t in source.weights()], generator._sent_weights.write
+            generator._sent_weights.write = lambda bucket, path: (written(bucket, path), _corrupt(path))
             assert len(sync(5)) > 0
             source.load_weights(iter(copy))
-            generator._sent.write = written
+            generator._sent_weights.write = written
             assert sync(5) == {}
             whole = VllmServerGenerator(EngineServersConfig(urls=(url,)), spec)
             source.load_weights(iter(copy))

@@ -28,24 +28,24 @@ class Clock:
     deadline, because the model may be busy with other work. Used from the event loop only."""
 
     def __init__(self) -> None:
-        self._waits, self._since, self._sum = 0, 0.0, 0.0
+        self._waits, self._start, self._sum = 0, 0.0, 0.0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Counts the time inside this context as waiting. Waits may overlap: overlapping time is counted once."""
         if self._waits == 0:
-            self._since = asyncio.get_running_loop().time()
+            self._start = asyncio.get_running_loop().time()
         self._waits += 1
         try:
             yield
         finally:
             self._waits -= 1
             if self._waits == 0:
-                self._sum += asyncio.get_running_loop().time() - self._since
+                self._sum += asyncio.get_running_loop().time() - self._start
 
     def waited(self) -> float:
         """Seconds of waiting so far."""
-        return self._sum + (asyncio.get_running_loop().time() - self._since if self._waits else 0.0)
+        return self._sum + (asyncio.get_running_loop().time() - self._start if self._waits else 0.0)
 
 
 _CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)

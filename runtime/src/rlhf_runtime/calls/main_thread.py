@@ -208,7 +208,7 @@ class Threads(ThreadPoolExecutor):
         super().__init__(limit)
         self._limit, self._busy = limit, 0
         self._guard = threading.Lock()
-        self._later: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run ``fn`` now, or as soon as fewer calls than the limit are running."""
@@ -218,7 +218,7 @@ class Threads(ThreadPoolExecutor):
             starts = self._busy < self._limit
             self._busy += starts
             if not starts:
-                self._later.append(call)
+                self._queue.append(call)
         if starts:
             threading.Thread(target=self._work, args=call, name="rlhf-waiting", daemon=True).start()
         return future
@@ -226,7 +226,7 @@ class Threads(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Cancel the calls that have not begun. Does not wait for the others."""
         with self._guard:
-            pending, self._later = self._later, deque()
+            pending, self._queue = self._queue, deque()
         for future, _ in pending:
             future.cancel()
 
@@ -238,7 +238,7 @@ class Threads(ThreadPoolExecutor):
                 except BaseException as error:
                     future.set_exception(error)
             with self._guard:
-                if not self._later:
+                if not self._queue:
                     self._busy -= 1
                     return
-                future, function = self._later.popleft()
+                future, function = self._queue.popleft()

@@ -109,13 +109,13 @@ class ParsedAnswers:
         self._tokenizer, self._decode = tokenizer, decoder_of(tokenizer)
         templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
         source = templates if isinstance(templates, str) else "".join(templates.values())
-        self._own = getattr(tokenizer, "response_template", None) is not None
+        self._has_response_template = getattr(tokenizer, "response_template", None) is not None
         self._thoughts = next((tags for tags in _THOUGHTS if tags[1] in source), None)
         self._forms = [form for form in FORMS if form.mark in source]
         self._ids_name = "<|tool_call_argument_begin|>" in source
         """Whether the template writes the id of a call in place of its name (Kimi K2)."""
         self._in_channels = all(tag in source for tag in ("<|channel|>", "<|message|>", "<|call|>"))
-        if self._own:
+        if self._has_response_template:
             try:
                 tokenizer.get_response_parser(prefix="")
             except Exception as error:  # of the template, which somebody wrote for this tokenizer
@@ -132,7 +132,7 @@ class ParsedAnswers:
             prompt: tokens before the answer, at least from the text that opens it. It may begin with ``<think>``.
             key: the ids of tool calls are made from it. Equal keys give equal ids.
         """
-        if self._own:
+        if self._has_response_template:
             content, reasoning, calls = self._by_template(ids, prompt, tools)
         elif self._in_channels:
             content, reasoning, calls = read_channels(self._text(ids))

@@ -85,7 +85,7 @@ class TrainData:
         """Number of training rows left out so far because they cannot be trained on."""
         self.eval_dropped = self.eval_bad_rows = 0
         self._held_out: list[Row] | None = None
-        self._why = RowVerdict()
+        self._verdict = RowVerdict()
         self._examples: dict[tuple[str, int], Example] = {}
 
     @property
@@ -146,11 +146,11 @@ class TrainData:
                 rows.append(row)
                 misses = 0
                 continue
-            self.dropped += self._why.kind == "too_long"
-            self.bad_rows += self._why.kind == "bad_rows"
+            self.dropped += self._verdict.kind == "too_long"
+            self.bad_rows += self._verdict.kind == "bad_rows"
             misses += 1
             if misses >= 2 * self.rows_per_epoch:
-                raise self._nothing_left(misses, self._why)
+                raise self._nothing_left(misses, self._verdict)
         return rows
 
     def examples(self, rows: Sequence[Row]) -> list[Example]:
@@ -182,7 +182,7 @@ class TrainData:
         if self._eval and not usable:
             raise DataError(
                 f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
-                f"{self.eval_bad_rows} bad. The last one: {self._why.text}"
+                f"{self.eval_bad_rows} bad. The last one: {self._verdict.text}"
             )
         return usable
 
@@ -259,7 +259,7 @@ class TrainData:
         self.dropped += counts["too_long"]
         self.bad_rows += counts["bad_rows"]
         if not any(usable.values()):
-            raise DataError(f"no row of data.train is left to train on. The last one: {self._why.text}")
+            raise DataError(f"no row of data.train is left to train on. The last one: {self._verdict.text}")
         return usable
 
     def _fitting(self, sources: Sequence[Source], counts: Counter[str]) -> Iterator[Row]:
@@ -268,11 +268,11 @@ class TrainData:
             if self._fits(row, sources):
                 yield row
             else:
-                counts[self._why.kind] += 1
+                counts[self._verdict.kind] += 1
 
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
-        """Whether a row can be used. Sets :attr:`_why`."""
-        self._why = verdict = self.judge(row, sources is self._train and row.source in self.answered)
+        """Whether a row can be used. Sets :attr:`_verdict`."""
+        self._verdict = verdict = self.judge(row, sources is self._train and row.source in self.answered)
         if verdict.example is not None and not verdict.kind:
             self._examples[row.source, row.index] = verdict.example  # for `examples`: rows are tokenised once
         self._require_wanted(row, sources, verdict)

@@ -38,7 +38,7 @@ class RowOrder:
         self._cumulative = np.cumsum(probabilities) if probabilities else None
         # A pool is a set of rows with one permutation: each source alone, or all sources concatenated.
         self._pools = [[s] for s in self.sources] if probabilities else [self.sources]
-        self._drawn = [0] * len(self._pools)
+        self._positions = [0] * len(self._pools)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     @property
@@ -48,7 +48,7 @@ class RowOrder:
     @property
     def drawn(self) -> int:
         """Rows taken so far."""
-        return sum(self._drawn)
+        return sum(self._positions)
 
     @property
     def epoch(self) -> float:
@@ -61,7 +61,7 @@ class RowOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the position in the order, and everything that the order depends on."""
-        return {"drawn": list(self._drawn), **self._identity()}
+        return {"drawn": list(self._positions), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of :meth:`state_dict`.
@@ -95,7 +95,7 @@ class RowOrder:
                 f"the checkpoint's order of rows counts the rows drawn of {len(counts)} sources, this run draws from "
                 f"{len(self._pools)}. Restore state.json from a copy, or start a new run."
             )
-        self._drawn = counts
+        self._positions = counts
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -107,9 +107,9 @@ class RowOrder:
 
     def _next(self) -> Row:
         pool = self._pick() if self._cumulative is not None else 0
-        epoch, position = divmod(self._drawn[pool], self._size(pool))
+        epoch, position = divmod(self._positions[pool], self._size(pool))
         index = int(self._order(pool, epoch)[position]) if self.shuffle else position
-        self._drawn[pool] += 1
+        self._positions[pool] += 1
         for source in self._pools[pool]:
             if index < len(source):
                 return source[index]
@@ -200,7 +200,7 @@ class ChosenOrder(RowOrder):
 
     def __init__(self, order: RowOrder, curriculum: Curriculum, rows: UsableRows, total_steps: int) -> None:
         super().__init__(order.sources, order.seed, order.shuffle)
-        self._pools, self._drawn, self._cumulative = [self.sources], [0], None
+        self._pools, self._positions, self._cumulative = [self.sources], [0], None
         self.rows, self.curriculum = rows, curriculum
         self._name = f"curriculum {curriculum.name!r}"
         self._step = -1
@@ -236,7 +236,7 @@ class ChosenOrder(RowOrder):
                     n, step, f"chose row {position} ({location}) twice for one batch, though it sets repeats = False"
                 )
             self._batch.add(position)
-        self._drawn[0] += n
+        self._positions[0] += n
         return [self.rows.row(position) for position in positions]
 
     def finished_group(self, group: Group, step: int, fate: Fate) -> FinishedGroup:

@@ -58,7 +58,7 @@ class LiveTable:
         self._last: Mapping[str, float] = {}
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._urgent: deque[str] = deque()
-        self._ended = threading.Event()
+        self._end = threading.Event()
         self._live: Live | None = None
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
@@ -88,7 +88,7 @@ class LiveTable:
         live, self._live = self._live, None
         if live is None:
             return
-        self._ended.set()
+        self._end.set()
         for handler, stream in self._handlers:
             handler.setStream(stream)
         self.phase = None
@@ -107,7 +107,7 @@ class LiveTable:
         self._urgent.append(text)
 
     def _draw(self) -> None:
-        while not self._ended.wait(REFRESH):
+        while not self._end.wait(REFRESH):
             with suppress(ValueError, OSError):  # the terminal is closed; the run goes on
                 self.refresh()
 

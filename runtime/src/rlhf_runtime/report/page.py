@@ -140,7 +140,7 @@ class ShownSamples:
     def __init__(self, runs: int) -> None:
         self.prompts: dict[str, int] = {}
         """{text of a prompt: its number}."""
-        self._most, self._tokens = SAMPLES // runs, TOKENS // runs
+        self._max_samples, self._tokens = SAMPLES // runs, TOKENS // runs
 
     def of(self, record: RunRecord, number: int) -> dict[str, Any]:
         """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
@@ -149,7 +149,7 @@ class ShownSamples:
         steps = recorded_steps(record.path)
         groups = recorded_groups(record, spread(steps, STEPS))
         rows: defaultdict[int, set[int]] = defaultdict(set)
-        for group in chosen(groups, self._most):
+        for group in chosen(groups, self._max_samples):
             rows[group.step].update(group.rows)
         files = [
             (step, "training", record.path / f"rollouts/step-{step:06d}.arrow", rows[step]) for step in sorted(rows)

@@ -103,7 +103,7 @@ class ContinuousStream(Stream):
         """Groups that were rejected since the last batch."""
         self._finished = 0
         self._requests: SingleRequests | None = None
-        self._changed = asyncio.Event()
+        self._change = asyncio.Event()
         self._failure: BaseException | None = None
 
     # ------------------------------------------------------------------------------ on the main thread
@@ -208,13 +208,13 @@ class ContinuousStream(Stream):
                 self.settings.failures.expect(samples, at_least=self.pending.batch_size * samples)
             group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
             self._finish_group(pending, group)
-            self._changed.set()
+            self._change.set()
             await self._start_groups(requests)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # of a sample, or of the row or the curriculum of the next group
             self._failure = self._failure or error
-        self._changed.set()
+        self._change.set()
 
     def _finish_group(self, pending: Pending, group: Group) -> None:
         """Called when all samples of ``group`` are scored."""
@@ -232,7 +232,7 @@ class ContinuousStream(Stream):
     async def _take(self, step: int) -> ReadyBatch:
         batch: list[Pending] | None = None
         while batch is None:
-            self._changed.clear()
+            self._change.clear()
             if self._failure is not None:
                 raise self._failure
             batch = self._fresh(step, self.pending.choose(step))
@@ -241,7 +241,7 @@ class ContinuousStream(Stream):
             if batch is None:
                 size = self.pending.batch_size
                 self.count(min(len(self.pending) - self.pending.running, size), size)
-                await self._wait(self._changed)
+                await self._wait(self._change)
         for pending in batch:
             self.pending.remove(pending)
         groups = [pending.group for pending in batch if pending.group is not None]

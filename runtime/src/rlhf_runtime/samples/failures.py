@@ -44,7 +44,7 @@ class Failures:
         effect: str = "is left out",
         metric: str = "reward/mean_with_failed",
     ) -> None:
-        self._allowed, self._note, self._label, self._then, self._metric = allowed, note, label, effect, metric
+        self._allowed, self._note, self._label, self._effect, self._metric = allowed, note, label, effect, metric
         self.sample_count = 0
         """Samples drawn so far by this process."""
         self.failed = 0
@@ -88,7 +88,7 @@ class Failures:
             cause = OTHER_CAUSES
         elif cause not in self.causes:
             rules = (
-                f"\nA failed {self._label} {self._then}. The run stops if a share of more than {self._allowed:.4g} "
+                f"\nA failed {self._label} {self._effect}. The run stops if a share of more than {self._allowed:.4g} "
                 "fails (stream.max_failed). Later failures of the same cause are only counted."
             )
             self._note(f"{self._label} {describe(trajectory)}{'' if self.first else rules}")

@@ -77,7 +77,7 @@ class PendingGroups:
         """The groups whose samples are not all scored, by number, in the order of their start."""
         self._in_front = 0
         """Scored groups that were started before the oldest that is running."""
-        self._behind: list[int] = []
+        self._later_numbers: list[int] = []
         """Heap of the numbers of the other scored groups. Some of these groups may have been removed."""
 
     def __len__(self) -> int:
@@ -92,14 +92,14 @@ class PendingGroups:
         if pending.group is None:
             self._running[pending.number] = pending
         else:
-            heappush(self._behind, pending.number)
+            heappush(self._later_numbers, pending.number)
         self._settle()
 
     def scored(self, pending: Pending, group: Group, finished: int) -> None:
         """Called when all samples of ``pending`` are scored and ``group`` is to be trained on."""
         pending.group, pending.finished = group, finished
         if self._running.pop(pending.number, None) is not None:
-            heappush(self._behind, pending.number)
+            heappush(self._later_numbers, pending.number)
         self._settle()
 
     def remove(self, pending: Pending) -> None:
@@ -119,8 +119,8 @@ class PendingGroups:
         return next(iter(self._running), math.inf)
 
     def _settle(self) -> None:
-        while self._behind and self._behind[0] < self._oldest_running:
-            self._in_front += heappop(self._behind) in self._groups
+        while self._later_numbers and self._later_numbers[0] < self._oldest_running:
+            self._in_front += heappop(self._later_numbers) in self._groups
 
     def room(self, step: int, version: int) -> int:
         """How many groups may be started now.

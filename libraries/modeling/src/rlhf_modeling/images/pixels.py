@@ -34,22 +34,22 @@ class PixelReader:
 
     def __init__(self, processor: Any, names: frozenset[str]) -> None:
         self.processor, self.names = processor, names - OF_TEXT
-        self._found: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
+        self._futures: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "rlhf-pixels")
 
     def start(self, images: Iterable[Image]) -> None:
         """Compute the pixels of ``images`` in the background."""
         for image in images:
-            if image.data not in self._found:
-                self._found[image.data] = self._thread.submit(self._read, image.data)
+            if image.data not in self._futures:
+                self._futures[image.data] = self._thread.submit(self._read, image.data)
 
     def of(self, images: Sequence[Image]) -> list[Pixels]:
         """The pixels of each image, on the CPU. Raises TrainingError where a file is no image."""
         self.start(images)
         pixels = []
         for image in images:
-            self._found.move_to_end(image.data)
-            pixels.append(self._found[image.data].result())
+            self._futures.move_to_end(image.data)
+            pixels.append(self._futures[image.data].result())
         self._forget()
         return pixels
 
@@ -63,13 +63,13 @@ class PixelReader:
 
     def _forget(self) -> None:
         """Drop the images that were used longest ago, beyond :data:`CACHE_BYTES`."""
-        done = {data: future for data, future in self._found.items() if future.done() and not future.exception()}
+        done = {data: future for data, future in self._futures.items() if future.done() and not future.exception()}
         total = sum(_bytes(future.result()) for future in done.values())
         for data, future in done.items():
             if total <= CACHE_BYTES:
                 return
             total -= _bytes(future.result())
-            del self._found[data]
+            del self._futures[data]
 
 
 def joined(pixels: Sequence[Pixels], device: torch.device) -> Pixels:

@@ -194,13 +194,13 @@ class Coverage:
         for index in range(len(partition.flats)):
             for piece, gradient in partition.piece_gradients(index):
                 self._reached[self._row[piece.name]] |= bool(gradient.any())
-        self._before = self._fingerprints()
+        self._old_fingerprints = self._fingerprints()
 
     def after(self) -> dict[str, list[str]]:
         """``without_gradient`` and ``unchanged``; every rank calls it and gets the same."""
         change_flags = [False] * len(self.names)
         for name, mark in self._fingerprints().items():
-            change_flags[self._row[name]] = mark != self._before[name]
+            change_flags[self._row[name]] = mark != self._old_fingerprints[name]
         flags = torch.tensor([self._reached, change_flags], dtype=torch.int32, device=self.device)
         reached, moved = largest(flags).tolist()
         return {

@@ -48,7 +48,7 @@ class EngineGroup(Sleeps, EnginePool):
         self.name, self.capabilities = generator.name, generator.capabilities  # type: ignore[misc]
         self.spec, self.pool = spec, pool
         self.link, self._send_again = link, refresh
-        self._loaded = self._asleep = False
+        self._has_weights = self._asleep = False
         self._sleeps = issubclass(generator, Sleeps)
         self._reloads = 0
         self._proofs: list[Proof] = []
@@ -175,7 +175,7 @@ class EngineGroup(Sleeps, EnginePool):
         while self.link is not None and not self.link.fit:
             self.link.build(self.pool)
             self._replace_dead(refresh=False)
-        self._loaded = True
+        self._has_weights = True
         if self._single is not None and self.spec.in_flight == "restart":
             self._single.begin_again()
         self.pool.post("begin_load", version)  # while the policy makes the first bucket
@@ -242,7 +242,7 @@ class EngineGroup(Sleeps, EnginePool):
                 self._single.replaced(replaced)
             if self._asleep:
                 self.pool.ask("sleep", engines=replaced)
-            if refresh and self._loaded and not self.pool.dead:
+            if refresh and self._has_weights and not self.pool.dead:
                 self._refresh()
 
     @property

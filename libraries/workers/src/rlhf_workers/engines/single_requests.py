@@ -57,7 +57,7 @@ class EngineRequests:
         self._pool = pool
         self._watchdog = pool.watch([], "advance()")
         self._names = count()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         """Guards everything below."""
         self._open: dict[int, _Open] = {}
         self._waiting: deque[int] = deque()
@@ -77,7 +77,7 @@ class EngineRequests:
         self._holds = 0
         self._drain = self._closed = False
         self._failure: Exception | None = None
-        self._counted, self._idle, self._total = time.monotonic(), 0.0, 0.0
+        self._counted_until, self._idle, self._total = time.monotonic(), 0.0, 0.0
         self._thread = threading.Thread(target=self._serve, name="rlhf-engines", daemon=True)
         self._thread.start()
 
@@ -86,18 +86,18 @@ class EngineRequests:
     def submit(self, request: GenerationRequest, settle: Settle) -> int:
         """Returns a name for :meth:`cancel`."""
         marks = prefix_marks(request.ids)
-        with self._changed:
+        with self._condition:
             if self._failure is not None or self._closed:
                 raise self._failure or WorkerError("the engines were shut down")
             name = next(self._names)
             self._open[name] = _Open(request, settle, marks)
             self._waiting.append(name)
-            self._changed.notify_all()
+            self._condition.notify_all()
         return name
 
     def cancel(self, name: int) -> None:
         """Drop a request. Nothing happens if it is answered already."""
-        with self._changed:
+        with self._condition:
             pending = self._open.pop(name, None)
             if pending is not None and pending.engine is not None:
                 self._shares[pending.engine].discard(name)
@@ -110,22 +110,24 @@ class EngineRequests:
         Args:
             drain: wait until the engines have answered what they began.
         """
-        with self._changed:
+        with self._condition:
             self._holds, self._drain = self._holds + 1, drain
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failure or not (self._calls or (drain and any(self._shares.values()))))
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._failure or not (self._calls or (drain and any(self._shares.values())))
+            )
             if self._failure is not None:
                 raise self._failure
 
     def release(self) -> None:
         """End one :meth:`hold`."""
-        with self._changed:
+        with self._condition:
             self._holds -= 1
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def idle(self) -> tuple[float, float]:
         """(engine seconds without a request, engine seconds) since the last call."""
-        with self._changed:
+        with self._condition:
             self._count_idle()
             seconds = self._idle, self._total
             self._idle = self._total = 0.0
@@ -133,32 +135,32 @@ class EngineRequests:
 
     def unfinished_tokens(self) -> int:
         """Tokens so far of the requests that are not answered, as the engines' latest calls reported them."""
-        with self._changed:
+        with self._condition:
             return sum(self._tokens.values())
 
     def restarted(self) -> dict[str, int]:
         """{why: tokens that were sampled and thrown away} since the last call."""
-        with self._changed:
+        with self._condition:
             tokens, self._restarted = dict(self._restarted), Counter()
         return tokens
 
     def begin_again(self) -> None:
         """During a :meth:`hold`: the engines sample all their requests again from the first token."""
-        with self._changed:
+        with self._condition:
             self._restarted["weights"] += sum(self._tokens.values())
             self._tokens = {}
 
     def replaced(self, engines: Collection[int]) -> None:
         """During a :meth:`hold`: these engines were replaced by others, which know no request."""
-        with self._changed:
+        with self._condition:
             for engine in engines:
                 self._give_back(engine)
 
     def close(self) -> None:
         """End the thread. Requests that are not answered never are."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._thread.join()
 
     # ----------------------------------------------------------------------------- on the own thread
@@ -170,16 +172,16 @@ class EngineRequests:
                     if ref in self._calls:  # not of an engine that died
                         self._take(ref)
         except Exception as error:
-            with self._changed:
+            with self._condition:
                 self._failure = error
                 failed, self._open, self._calls = list(self._open.values()), {}, {}
-                self._changed.notify_all()
+                self._condition.notify_all()
             for pending in failed:
                 pending.settle(error)
 
     def _begin_calls(self) -> bool:
         """Wait until there is a call to wait for. Returns False after :meth:`close`."""
-        with self._changed:
+        with self._condition:
             while not self._closed:
                 self._count_idle()
                 if not self._holds:
@@ -188,8 +190,8 @@ class EngineRequests:
                     self._call()
                 if self._calls:
                     return True
-                self._changed.notify_all()  # to hold()
-                self._changed.wait()
+                self._condition.notify_all()  # to hold()
+                self._condition.wait()
             return False
 
     def _alive(self) -> list[int]:
@@ -224,7 +226,7 @@ class EngineRequests:
         engine = self._calls[ref]
         answer = self._pool.answer(engine, "advance", ref)
         finished: list[tuple[Settle, Turn]] = []
-        with self._changed:
+        with self._condition:
             self._count_idle()
             del self._calls[ref]
             if answer is None:
@@ -253,7 +255,7 @@ class EngineRequests:
 
     def _count_idle(self) -> None:
         time_s = time.monotonic()
-        seconds, self._counted = time_s - self._counted, time_s
+        seconds, self._counted_until = time_s - self._counted_until, time_s
         engines = len(self._pool.members)
         self._total += seconds * engines
         self._idle += seconds * (engines - sum(bool(share) for share in self._shares.values()))

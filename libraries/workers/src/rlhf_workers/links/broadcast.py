@@ -33,12 +33,12 @@ class BroadcastSender(Sender):
         self.link, self.coordination = link, Coordination.connect(link.address, link.timeout)
         self.device = torch.device("cuda", torch.cuda.current_device()) if link.cuda else torch.device("cpu")
         self.group = _group(link, self.coordination, 0, self.device)
-        self._sent = 0
+        self._sent_count = 0
         self._error = ""
 
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for bucket in buckets:
-            number, self._sent = self._sent, self._sent + 1
+            number, self._sent_count = self._sent_count, self._sent_count + 1
             layout = BucketLayout.of(bucket)
             if self._error:
                 yield BucketHeader(number, layout, self._error)
@@ -79,19 +79,19 @@ class IdleSender(Sender):
     def __init__(self, link: Link) -> None:
         # rank 0 waits for the engines, and then for the bytes
         self.coordination = Coordination.connect(link.address, 2 * link.timeout)
-        self._taken = 0
-        self._alone = False
+        self._taken_count = 0
+        self._source_failed = False
         """Rank 0 is not waited for any more: its sync failed."""
 
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for _ in buckets:
-            self._taken += 1
-            if self._alone:
+            self._taken_count += 1
+            if self._source_failed:
                 continue
             try:
-                self.coordination.wait_for_count(_SENT, self._taken, "waiting for rank 0 to send a bucket")
+                self.coordination.wait_for_count(_SENT, self._taken_count, "waiting for rank 0 to send a bucket")
             except (SyncError, RuntimeError):  # rank 0 says why; it still gathers with the other ranks
-                self._alone = True
+                self._source_failed = True
         return iter(())
 
 

@@ -53,18 +53,18 @@ class SharedMemorySender(Sender):
         self._buffers: list[SharedBuffer | None] = [None] * _BUFFERS
         self._keys: dict[int, str] = {}
         """{bucket number: key of its published handle}, of buckets that a receiver may still read."""
-        self._sent = 0
+        self._sent_count = 0
         self._error = ""
 
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
-        first = self._sent
+        first = self._sent_count
         for bucket in buckets:
-            number, self._sent = self._sent, self._sent + 1
+            number, self._sent_count = self._sent_count, self._sent_count + 1
             layout = BucketLayout.of(bucket)
             if self.serves and not self._error:
                 self._publish(bucket, layout, number, first)
             yield BucketHeader(number, layout, self._error)
-        for number in range(max(first, self._sent - _BUFFERS), self._sent):
+        for number in range(max(first, self._sent_count - _BUFFERS), self._sent_count):
             self._wait(number)
         self.close()  # other work needs the memory between two syncs
 

@@ -114,13 +114,13 @@ class ProcessReward(Reward):
         if context.tokens is None:
             raise RewardError(f"reward {self.name!r} needs the policy's tokenizer, which this run does not give")
         self._context, self._ends = context, StepEnds(context.tokens.decode, self._separator)
-        self._read = step_logits()
+        self._step_head = step_logits()
         self._check_labels()
         if self._head == CLASSES:
             return
         labels = self.config.label_tokens
         label_tokens = None if labels is None else tuple(context.tokens.single(t, "label_tokens") for t in labels)
-        self._read = step_logits(*(label_tokens or label_ids(self._settings) or ()))
+        self._step_head = step_logits(*(label_tokens or label_ids(self._settings) or ()))
 
     async def score(self, group: Group) -> list[RewardResult]:
         if self._context is None or self._context.read_role is None:
@@ -130,7 +130,7 @@ class ProcessReward(Reward):
         images = [c.images for c in flat]
         logits = await self._context.read_role(
             self.config.role,
-            self._read,
+            self._step_head,
             [c.ids for c in flat],
             [c.positions for c in flat],
             *([images] if any(images) else []),

@@ -86,16 +86,16 @@ class Entrance:
 
     def __init__(self, group: Any, matrices: int) -> None:
         self.group, self.matrices = group, matrices
-        self._given: Tensor | None = None
+        self._input: Tensor | None = None
         self._entered: Tensor | None = None
         self._left = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._entered is None or self._given is not x:
-            self._given, self._entered, self._left = x, _Enter.apply(x, self.group), self.matrices
+        if self._entered is None or self._input is not x:
+            self._input, self._entered, self._left = x, _Enter.apply(x, self.group), self.matrices
         entered, self._left = self._entered, self._left - 1
         if not self._left:
-            self._given = self._entered = None
+            self._input = self._entered = None
         assert entered is not None
         return entered
 

@@ -57,7 +57,7 @@ class ProcessCalls(Calls):
 
     def __init__(self) -> None:
         self.host = LOOPBACK
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
     @property
     def connected(self) -> bool:
@@ -67,13 +67,13 @@ class ProcessCalls(Calls):
         self, waitables: Sequence[Any], count: int = 1, timeout: float | None = None
     ) -> tuple[list[Any], list[Any]]:
         end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._condition:
             while True:
                 ready = [waitable for waitable in waitables if waitable.ready][:count]
                 seconds = None if end is None else end - time.monotonic()
                 if len(ready) >= count or (seconds is not None and seconds <= 0):
                     return ready, [waitable for waitable in waitables if waitable not in ready]
-                self._changed.wait(seconds)
+                self._condition.wait(seconds)
 
     def get(self, ref: CallReference) -> Any:
         self.wait([ref])
@@ -93,18 +93,18 @@ class ProcessCalls(Calls):
 
     def settle(self, ref: CallReference, content: SharedValue | CallFailed) -> None:
         """The answer of a call has come."""
-        with self._changed:
+        with self._condition:
             ref.content = content
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def append(self, stream: ReferenceStream, item: SharedValue | CallFailed) -> None:
         """An item of a stream has come."""
-        with self._changed:
+        with self._condition:
             stream.items.append(CallReference(item))
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def end(self, stream: ReferenceStream) -> None:
         """No further item comes."""
-        with self._changed:
+        with self._condition:
             stream.ended = True
-            self._changed.notify_all()
+            self._condition.notify_all()

@@ -133,7 +133,9 @@ class ProcessesLauncher(WorkerLauncher):
             nodes = assign(bundles, machine)
             self._bundles = [b.devices for b in bundles]
             self._logs = self._reports / LOGS if self.config.reports is not None or reports is not None else None
-            self._placed = ReservedDevices(self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU")
+            self._reserved_devices = ReservedDevices(
+                self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU"
+            )
             files, manifest = divide_plugins(plugins)
             self._plugins = cloudpickle.dumps(files), manifest
 

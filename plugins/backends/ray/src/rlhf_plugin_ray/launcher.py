@@ -53,7 +53,7 @@ class RayLauncher(WorkerLauncher):
             nodes = self._cluster.nodes()
             check_fits(places, nodes, self.config.strategy)
             reserved = self._reservation = Reservation(places, device_kind(nodes), self.config)
-            self._placed = ReservedDevices(RayCalls(), reserved.allocations, reserved.nodes, reserved.cuda)
+            self._reserved_devices = ReservedDevices(RayCalls(), reserved.allocations, reserved.nodes, reserved.cuda)
             files, manifest = divide_plugins(plugins)
             self._plugins = cloudpickle.dumps(files), manifest
 

@@ -37,7 +37,7 @@ class ServedModel:
         self._load: ModelLoad | None = None
         self._name = ""
         """Names the load whose weights the worker has; empty: it has those that it was started with."""
-        self._held: dict[str, Tensor] | None = None
+        self._last_tensors: dict[str, Tensor] | None = None
         """The tensors of the last load, in host memory, where differences from them may follow."""
 
     @property
@@ -86,7 +86,7 @@ class ServedModel:
             raise SyncError("SGLang keeps keys and values of the old weights: requests are under way")
         holds = bool(base) and base == self._name
         if not holds:
-            self._held = None if base is None else {}
+            self._last_tensors = None if base is None else {}
         self._name = ""
         self.runner.weight_updater.begin_weight_update()
         self._load = ModelLoad(self.runner.model)
@@ -95,7 +95,7 @@ class ServedModel:
     def take_file(self, path: str) -> None:
         if self._load is None:
             raise SyncError("weights arrived before begin_load()")
-        self._load.take(read_bucket(Path(path), self._held))
+        self._load.take(read_bucket(Path(path), self._last_tensors))
 
     def finish(self, name: str) -> dict[str, Any]:
         """``name`` is this load's from now on."""

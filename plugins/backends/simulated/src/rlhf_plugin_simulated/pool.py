@@ -126,10 +126,10 @@ class Engines:
         self._requests, self._clock, self._lock = [0] * count, clock, threading.Lock()
         self._by_requests = [(0, engine) for engine in range(count)]
         """(requests, engine), sorted: of a thousand engines not each is looked at for a request."""
-        self._without = count
+        self._idle_engines = count
         """Engines without a request."""
         self._idle = self._all = 0.0
-        self._counted = clock()
+        self._counted_until = clock()
         """Time up to which the seconds are counted."""
 
     def begin(self) -> int:
@@ -159,10 +159,10 @@ class Engines:
         self._requests[engine] = new_count = old_count + by
         del self._by_requests[bisect_left(self._by_requests, (old_count, engine))]
         insort(self._by_requests, (new_count, engine))
-        self._without += (new_count == 0) - (old_count == 0)
+        self._idle_engines += (new_count == 0) - (old_count == 0)
 
     def _count(self) -> None:
         time_s = self._clock()
-        seconds, self._counted = time_s - self._counted, time_s
-        self._idle += seconds * self._without
+        seconds, self._counted_until = time_s - self._counted_until, time_s
+        self._idle += seconds * self._idle_engines
         self._all += seconds * len(self._requests)

@@ -176,7 +176,7 @@ class VllmGenerator(WeightLoading):
     def _finished(self) -> list[tuple[int, Turn]]:
         """Run one step of the engine. Returns the turns that ended in it."""
         turns = []
-        outputs, self._ahead = self._ahead, []
+        outputs, self._early_outputs = self._early_outputs, []
         for output in outputs or self._step():
             sample = self._live.get(output.request_id)
             ending = sample.take(output) if sample is not None else None
@@ -220,7 +220,7 @@ class VllmGenerator(WeightLoading):
             while len(logprobs) < len(names):
                 for output in self._step():
                     if output.request_id in self._live:  # an unfinished sample that got a token in the same step
-                        self._ahead.append(output)
+                        self._early_outputs.append(output)
                     else:
                         logprobs[output.request_id] = list(output.prompt_logprobs.logprobs)
         finally:

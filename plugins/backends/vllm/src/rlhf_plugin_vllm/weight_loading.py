@@ -45,7 +45,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         """Unfinished samples by the engine's request names."""
         self._generating = False
         """Whether an iterator of :meth:`generate` has begun and not ended."""
-        self._ahead: list[Any] = []
+        self._early_outputs: list[Any] = []
         """Outputs for unfinished samples that the engine returned while canaries were scored."""
         self._drafts = 0, 0
         """``Proof.drafts`` of the next load."""
@@ -136,7 +136,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         """What new weights do to unfinished samples: ``GeneratorSpec.in_flight``."""
         waiting = self._unfinished()
         if self.spec.in_flight == "restart":
-            self._ahead = [output for output in self._ahead if output.request_id not in waiting]
+            self._early_outputs = [output for output in self._early_outputs if output.request_id not in waiting]
             self._restart(waiting)
             return
         for name, count in zip(waiting, self.engine.drawn(waiting), strict=True):
@@ -144,7 +144,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
 
     def _unfinished(self) -> list[str]:
         """Samples that vLLM has not ended."""
-        finished_ids = {output.request_id for output in self._ahead if output.finished}
+        finished_ids = {output.request_id for output in self._early_outputs if output.finished}
         return [name for name in self._live if name not in finished_ids]
 
     @abstractmethod

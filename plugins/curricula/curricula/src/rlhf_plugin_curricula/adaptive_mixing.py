@@ -58,7 +58,7 @@ class AdaptiveMixing(Curriculum):
         self._prior = {source.name: source.probability or 1.0 for source in rows.sources}
         self._values = dict.fromkeys(names, 0.0)
         """Q by source."""
-        self._drawn = dict.fromkeys(names, 0)
+        self._row_counts = dict.fromkeys(names, 0)
         """Rows of each source so far."""
         self._orders: dict[str, tuple[int, Sequence[int]]] = {}
         """By source: the number of its pass under way, and the order of its rows in that pass."""
@@ -92,17 +92,17 @@ class AdaptiveMixing(Curriculum):
         return shares | {f"value/{name}": value for name, value in self._values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": dict(self._values), "drawn": dict(self._drawn)}
+        return {"values": dict(self._values), "drawn": dict(self._row_counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for key in ("values", "drawn"):
             if list(state[key]) != list(self._values):
                 raise ValueError(f"{key} is of the sources {list(state[key])}, this run has {list(self._values)}")
-        self._values, self._drawn = dict(state["values"]), dict(state["drawn"])
+        self._values, self._row_counts = dict(state["values"]), dict(state["drawn"])
 
     def _pick(self) -> RowSource:
         """The source of the next row."""
-        point = derive_seed(self._seed, "rows/source", sum(self._drawn.values())) / 2**63
+        point = derive_seed(self._seed, "rows/source", sum(self._row_counts.values())) / 2**63
         for source in self._rows.sources:
             point -= self._used[source.name]
             if point < 0:
@@ -111,11 +111,11 @@ class AdaptiveMixing(Curriculum):
 
     def _next(self, source: RowSource) -> int:
         """The next row of a source."""
-        number, place = divmod(self._drawn[source.name], source.rows)
+        number, place = divmod(self._row_counts[source.name], source.rows)
         if self._orders.get(source.name, (-1,))[0] != number:
             arm = self._rows.sources.index(source)
             self._orders[source.name] = (number, self._rows.shuffled(source.rows, arm, number))
-        self._drawn[source.name] += 1
+        self._row_counts[source.name] += 1
         return source.first + self._orders[source.name][1][place]
 
     def _source_of(self, row: int) -> str:

@@ -37,7 +37,7 @@ class SandboxProgram:
     """One start of a program. ``cancel`` may be called from another thread at any time."""
 
     def __init__(self, starter: Any, source: str, limits: ProgramLimits) -> None:
-        self._starter, self._inside, self._limits = starter, source, limits
+        self._starter, self._source, self._limits = starter, source, limits
         self._lock = threading.Lock()
         self._cancelled = False
         self._started: Started | None = None
@@ -51,7 +51,7 @@ class SandboxProgram:
     def run(self, data: bytes) -> dict[str, Any]:
         begin = time.monotonic()
         try:
-            started = self._starter.start(self._inside)
+            started = self._starter.start(self._source)
         except Exception as error:
             return {"end": "failed", "code": 0, "seconds": 0.0, "out": "", "err": f"{type(error).__name__}: {error}"}
         with self._lock:

@@ -133,7 +133,7 @@ class Order:
 
     def __init__(self, urls: Sequence[str], rest: float) -> None:
         self._urls, self._rest = list(urls), rest
-        self._until = dict.fromkeys(self._urls, 0.0)
+        self._retry_times = dict.fromkeys(self._urls, 0.0)
         """{URL: time until which it is left out}."""
         self._turn = count()
 
@@ -143,15 +143,15 @@ class Order:
         n = next(self._turn) % len(self._urls)
         turned = [*self._urls[n:], *self._urls[:n]]
         time_s = time.monotonic()
-        yield from sorted(turned, key=lambda url: max(0.0, self._until[url] - time_s))
+        yield from sorted(turned, key=lambda url: max(0.0, self._retry_times[url] - time_s))
 
     def failed(self, url: str) -> bool:
         """Leave a server out. Returns whether it was not left out already."""
         time_s = time.monotonic()
-        fresh = self._until[url] <= time_s
-        self._until[url] = time_s + self._rest
+        fresh = self._retry_times[url] <= time_s
+        self._retry_times[url] = time_s + self._rest
         return fresh
 
     def answered(self, url: str) -> None:
         """Ask the server again in its turn."""
-        self._until[url] = 0.0
+        self._retry_times[url] = 0.0

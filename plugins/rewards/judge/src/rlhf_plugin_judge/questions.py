@@ -60,7 +60,7 @@ class Questions:
 
     def __init__(self, config: JudgeConfig, form: Form) -> None:
         self._config, self._schema = config, json.dumps(form.schema)
-        self._what = "two answers to a prompt" if config.mode == "pairwise" else "an answer to a prompt"
+        self._subject = "two answers to a prompt" if config.mode == "pairwise" else "an answer to a prompt"
         text = PAIRWISE if config.mode == "pairwise" else RUBRIC
         if config.template is not None:
             try:
@@ -97,5 +97,5 @@ class Questions:
             user = self._template.render(values)
         except Exception as error:  # also what an expression of the template raises
             raise RewardError(f"reward 'judge': the template cannot be filled in: {error}") from None
-        system = SYSTEM.format(what=self._what, fence=fence, schema=self._schema)
+        system = SYSTEM.format(what=self._subject, fence=fence, schema=self._schema)
         return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -196,7 +196,7 @@ class Cache:
     """
 
     def __init__(self, folder: str | None) -> None:
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._verdicts: OrderedDict[str, Any] = OrderedDict()
         self._folder = None if folder is None else Path(folder).expanduser()
         if self._folder is not None:
             try:
@@ -206,8 +206,8 @@ class Cache:
 
     def get(self, key: str) -> Any:
         """A judgement; None if it is not there, or its file is damaged."""
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._verdicts:
+            return self._verdicts[key]
         if self._folder is None:
             return None
         try:
@@ -216,9 +216,9 @@ class Cache:
             return None
 
     def put(self, key: str, verdict: dict[str, Any]) -> None:
-        self._kept[key] = verdict
-        while len(self._kept) > IN_MEMORY:
-            self._kept.popitem(last=False)
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > IN_MEMORY:
+            self._verdicts.popitem(last=False)
         if self._folder is None:
             return
         with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:

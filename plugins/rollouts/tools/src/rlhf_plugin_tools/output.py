@@ -22,11 +22,11 @@ class Output:
     def __init__(self, label: str | None = None) -> None:
         self._label, self._lines, self._rest = label, deque[str](maxlen=KEPT_LINES), b""
         self._loop = asyncio.get_running_loop()
-        self._read, write = os.pipe()
-        os.set_blocking(self._read, False)
+        self._read_end, write = os.pipe()
+        os.set_blocking(self._read_end, False)
         self.stream: TextIO = os.fdopen(write, "w")
         """The end for the process."""
-        self._loop.add_reader(self._read, self._receive)
+        self._loop.add_reader(self._read_end, self._receive)
 
     def started(self) -> None:
         """The process has its own copy of :attr:`stream`."""
@@ -39,20 +39,20 @@ class Output:
         return f". Its last output:\n  {lines}" if lines else ""
 
     def close(self) -> None:
-        if self._read >= 0:
-            self._loop.remove_reader(self._read)
-            os.close(self._read)
+        if self._read_end >= 0:
+            self._loop.remove_reader(self._read_end)
+            os.close(self._read_end)
             self.stream.close()
-            self._read = -1
+            self._read_end = -1
 
     def _receive(self) -> None:
-        while self._read >= 0:
+        while self._read_end >= 0:
             try:
-                part = os.read(self._read, 1 << 16)
+                part = os.read(self._read_end, 1 << 16)
             except BlockingIOError:
                 return
             if not part:
-                self._loop.remove_reader(self._read)
+                self._loop.remove_reader(self._read_end)
                 return
             *lines, self._rest = (self._rest + part).split(b"\n")
             self._rest = self._rest[-8192:]

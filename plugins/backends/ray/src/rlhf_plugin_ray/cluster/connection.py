@@ -139,12 +139,12 @@ class LoopbackOnly:
     """
 
     def __enter__(self) -> None:
-        self._before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+        self._old_settings = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
         ray_constants.ENABLE_RAY_CLUSTER = False
         os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
 
     def __exit__(self, *_: object) -> None:
-        ray_constants.ENABLE_RAY_CLUSTER, variable = self._before
+        ray_constants.ENABLE_RAY_CLUSTER, variable = self._old_settings
         if variable is None:
             del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
         else:

@@ -30,7 +30,7 @@ class ImagePrompts:
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
-        self._made: OrderedDict[tuple[bytes, bytes], Any] = OrderedDict()
+        self._inputs: OrderedDict[tuple[bytes, bytes], Any] = OrderedDict()
 
     def prompt(self, ids: IntArray, images: Sequence[Image], weights: str, salt: str | None) -> Any:
         """vLLM's ``MultiModalInput``.
@@ -66,17 +66,17 @@ class ImagePrompts:
         """vLLM's input of the image and its short form."""
         mark = sha256(image.data).digest()
         key = (mark, image.short.tobytes())
-        if key not in self._made:
+        if key not in self._inputs:
             prompt = {
                 "prompt_token_ids": list(image.short),
                 "multi_modal_data": {"image": [open_image(image.data)]},
                 "multi_modal_uuids": {"image": [mark.hex()]},
             }
-            [self._made[key]] = self._renderer.render_cmpl([prompt])
-            if len(self._made) > MAX_IMAGES:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return self._made[key]
+            [self._inputs[key]] = self._renderer.render_cmpl([prompt])
+            if len(self._inputs) > MAX_IMAGES:
+                self._inputs.popitem(last=False)
+        self._inputs.move_to_end(key)
+        return self._inputs[key]
 
 
 def _excerpt(ids: Sequence[int]) -> str:
