@@ -87,7 +87,7 @@ class Worker(ABC):
         self._reserved_port: socket.socket | None = None
         self._connected: ConnectedTrainer | None = None
         self._progress = 0
-        self._method, self._call_start, self._thread = "", 0.0, 0
+        self._call, self._start, self._thread = "", 0.0, 0
         if os.path.isdir(folder):  # so that relative paths mean the same as on the driver
             os.chdir(folder)
             if folder not in sys.path:
@@ -232,12 +232,12 @@ class Worker(ABC):
     @contextmanager
     def _at_work(self, method: str) -> Iterator[None]:
         self._progress += 1
-        self._method, self._call_start, self._thread = method, time.monotonic(), threading.get_ident()
+        self._call, self._start, self._thread = method, time.monotonic(), threading.get_ident()
         try:
             yield
         finally:
             self._progress += 1
-            self._method = ""
+            self._call = ""
 
     # -------------------------------------------------------------- in the second thread, at any time
 
@@ -254,11 +254,7 @@ class Worker(ABC):
             if ident != threading.get_ident():
                 name = "work" if ident == self._thread else names.get(ident, f"thread {ident}")
                 stacks[name] = "".join(traceback.format_stack(frame)).rstrip()
-        doing = (
-            f"in {self._method}() for {time.monotonic() - self._call_start:.0f} s"
-            if self._method
-            else "between two calls"
-        )
+        doing = f"in {self._call}() for {time.monotonic() - self._start:.0f} s" if self._call else "between two calls"
         return {"": f"{doing}; {time.process_time():.2f} s of processor time so far", **stacks}
 
 
