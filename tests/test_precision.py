@@ -79,7 +79,7 @@ def test_with_a_monkeypatched_capability_bf16_is_refused_before_a_model_is_loade
 
 
 def test_with_a_monkeypatched_capability_a_bf16_engine_is_refused_before_it_starts(v100, monkeypatch):
-    monkeypatch.setattr(generator, "platform", lambda: Platform("cuda", "vllm 0.32.0", 1))
+    monkeypatch.setattr(generator, "current_platform", lambda: Platform("cuda", "vllm 0.32.0", 1))
     spec = GeneratorSpec((1,), str, str(model_path()), "auto", max_tokens=64)
     VllmGenerator.check(VllmGenerator.Config(), spec, [Sampling(8)], "cuda")
     with pytest.raises(CapabilityError, match=r"dtype = 'bf16': Tesla V100"):
