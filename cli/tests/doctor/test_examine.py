@@ -75,12 +75,12 @@ def test_a_check_that_cannot_be_imported_is_a_failed_line(module, monkeypatch, s
     site.distribution("rlhf-plugin-broken", entry_points="[rlhf.check]\nbroken = throwaway_broken\n")
     here = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
     monkeypatch.setattr(module.module, "Plugins", here)
-    found = {finding.name: finding for finding in examine(Request())}
-    assert found["broken"].status == "fail"
-    assert found["broken"].found.startswith(
+    findings = {finding.name: finding for finding in examine(Request())}
+    assert findings["broken"].status == "fail"
+    assert findings["broken"].found.startswith(
         "check 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_broken': ImportError: no such library"
     )
-    assert found["broken"].remedy == "repair or uninstall rlhf-plugin-broken; the other checks are not affected"
+    assert findings["broken"].remedy == "repair or uninstall rlhf-plugin-broken; the other checks are not affected"
 
 
 def test_a_check_is_given_the_launcher_of_the_run_and_the_places_that_it_shares(module, monkeypatch, tmp_path):

@@ -61,15 +61,18 @@ def layout(published, plugins):
 
 
 def test_a_folder_with_nothing_but_a_config_is_enough(layout):
-    made = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
-    assert [(r.name, r.trained, r.annotates) for r in made.roles] == [("policy", True, False), ("critic", True, True)]
-    policy, critic = made.roles
+    outcome = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
+    assert [(r.name, r.trained, r.annotates) for r in outcome.roles] == [
+        ("policy", True, False),
+        ("critic", True, True),
+    ]
+    policy, critic = outcome.roles
     assert policy.size.parameters == 596_049_920
     assert critic.size.parameters == policy.size.parameters + 1024
     assert (policy.memory.micro_tokens, policy.longest) == (2048, 1024)
-    assert not made.machine.processes
-    assert made.devices == 1
-    assert make_plan(made).fits
+    assert not outcome.machine.processes
+    assert outcome.devices == 1
+    assert make_plan(outcome).fits
 
 
 def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published, plugins):
@@ -86,16 +89,16 @@ def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published,
         or teacher.memory.phases["forward"].device["logits"] < 2**27
     )
     ray = load(None, list({**changes, "launcher.use": "ray"}.items()))
-    made = resolve(ray, plugins, Machine("cpu", 64 * GIB))
-    assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
+    outcome = resolve(ray, plugins, Machine("cpu", 64 * GIB))
+    assert [r.borrowed for r in outcome.roles] == [128_256 * 4096 * 4, 0]
 
 
 def test_options_change_the_layout(layout):
-    made = layout({"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
+    outcome = layout({"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
          "trainer.ema_decay": "0.99", "trainer.logits_chunk": "1000000", "policy.trainer.lora.rank": "8",
          "generator.max_batch": "7"},
     )  # fmt: skip
-    policy, critic = made.roles
+    policy, critic = outcome.roles
     assert policy.gradient_checkpointing
     assert not critic.gradient_checkpointing
     assert policy.memory.micro_tokens == 1024, "a sequence may be longer than the budget"
@@ -104,16 +107,16 @@ def test_options_change_the_layout(layout):
     assert policy.memory.trained == policy.size.adapter_parameters(8)
     assert critic.memory.trained == critic.size.parameters
     assert critic.memory.phases["rest"].device["optimizer"] == 12 * critic.size.parameters, "with the average"
-    assert made.engines.memory.arithmetic["cache"].startswith("7 samples x 1024 tokens")
+    assert outcome.engines.memory.arithmetic["cache"].startswith("7 samples x 1024 tokens")
 
 
 def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
     group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
     short = {**group, "data.max_prompt_tokens": "256"}
-    made, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
-    work, less = (work_of(parts, "policy", set(), 1, limits(parts, "")) for parts in (made, bounded))
+    outcome, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
+    work, less = (work_of(parts, "policy", set(), 1, limits(parts, "")) for parts in (outcome, bounded))
     assert (work.longest, work.prompt, work.siblings, work.outputs) == (1024, 512, 8, ("logprobs",))
-    assert work.units == 8 * made.config.data.batch_size
+    assert work.units == 8 * outcome.config.data.batch_size
     assert (less.longest, less.prompt) == (768, 256)
     rows = [(k, v) for k, v in flags(published, {"algorithm.use": "dpo"}) if k != "reward"]
     parts = run_plugins(load(None, rows), plugins)
@@ -173,10 +176,10 @@ def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
     assert (found.prompt, found.answer, found.longest, found.unit) == (6, 30, 36, 36)
     assert (found.held_out, found.held_out_prompt, found.held_out_longest) == (1, 4, 94)
     assert found.source == "prompts of 6 tokens, the longest of 2 rows"
-    made = resolve(parts.config, plugins, Machine("cpu", 64 * GIB))
-    assert made.lengths == found
-    assert made.role("policy").memory.micro_tokens == 8 * 6 + 32 * 30, "each of 8 prompts once, 32 answers"
-    assert made.engines.memory.arithmetic["cache"].startswith("32 samples x 94 tokens")
+    outcome = resolve(parts.config, plugins, Machine("cpu", 64 * GIB))
+    assert outcome.lengths == found
+    assert outcome.role("policy").memory.micro_tokens == 8 * 6 + 32 * 30, "each of 8 prompts once, 32 answers"
+    assert outcome.engines.memory.arithmetic["cache"].startswith("32 samples x 94 tokens")
     of_two = {f"data.eval.{n}.path": str(tmp_path / f"{name}.jsonl") for n, name in enumerate(("train", "held_out"))}
     del online["data.eval"]
     found, _ = measured(tmp_path, plugins, "grpo", *rows, **online, **of_two, **{"eval.max_rows": "1"})
@@ -243,8 +246,8 @@ def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
 
 
 def test_entropy_and_reference_cost_what_they_need(layout):
-    made = layout({"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
-    reference, policy = made.role("reference"), made.role("policy")
+    outcome = layout({"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
+    reference, policy = outcome.role("reference"), outcome.role("policy")
     assert (reference.trained, reference.annotates) == (False, True)
     plain = layout({"algorithm.kl.coef": "0.1"}).role("policy")
     logits = [role.memory.phases["train"].device["logits"] for role in (plain, policy)]
@@ -263,7 +266,7 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
     assert view.views["reference"].of == "policy"
     assert view.role("policy").annotates
     assert model.role("reference").annotates
-    less, more = (make_plan(made).groups[0].moments for made in (view, model))
+    less, more = (make_plan(outcome).groups[0].moments for outcome in (view, model))
     assert "forward" in less
     assert "reference" not in less["forward"].rows
     assert more["train"].total - less["train"].total == 4 * view.role("policy").size.parameters
@@ -280,9 +283,9 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
 )
 def test_a_reference_that_the_run_loads_is_planned(layout, more):
     given = {**CLUSTER, **LORA, **more}
-    made = layout({k: v for k, v in given.items() if v is not None})
-    assert {r.name for r in made.roles} == {"policy", "critic", "reference"}
-    assert not made.views
+    outcome = layout({k: v for k, v in given.items() if v is not None})
+    assert {r.name for r in outcome.roles} == {"policy", "critic", "reference"}
+    assert not outcome.views
 
 
 def test_adapters_beside_no_layer_are_refused(layout):
@@ -298,10 +301,10 @@ def test_a_view_shares_devices_or_leaves_its_own_idle(layout):
         layout(CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {}) for share in (False, True)
     )
     assert (own.devices, shared.devices) == (5, 4)
-    for made in (own, shared):
-        [group] = make_plan(made).groups
+    for outcome in (own, shared):
+        [group] = make_plan(outcome).groups
         assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
-    said = [describe(made, made.places["reference"], "reference") for made in (own, shared)]
+    said = [describe(outcome, outcome.places["reference"], "reference") for outcome in (own, shared)]
     assert said[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
     assert said[1] == "policy's model without adapters"
     [line] = [p for p in as_json(make_plan(shared), None)["placement"] if p["name"] == "reference"]
@@ -317,13 +320,13 @@ def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
 
 
 def test_ranks_of_a_cluster_divide_the_weights(layout):
-    made = layout(CLUSTER, {"trainer.stage": "3"}, model="8B")
-    assert made.machine.processes
-    assert made.devices == 4
-    policy = made.role("policy")
+    outcome = layout(CLUSTER, {"trainer.stage": "3"}, model="8B")
+    assert outcome.machine.processes
+    assert outcome.devices == 4
+    policy = outcome.role("policy")
     assert policy.memory.phases["rest"].device["weights"] == policy.size.parameters, "4 bytes over 4 ranks"
-    assert made.engines.devices == 2
-    [group] = make_plan(made).groups
+    assert outcome.engines.devices == 2
+    [group] = make_plan(outcome).groups
     assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
 
 
@@ -331,8 +334,8 @@ def test_ranks_of_a_cluster_can_divide_layers(layout):
     """Four ranks are two replicas: twice the micro-batch's share, a part of every layer, the optimizer over two."""
     changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
     plain = layout(changes, model="8B").role("policy")
-    made = layout({**changes, "trainer.tensor_parallel": "2"}, model="8B")
-    policy = made.role("policy")
+    outcome = layout({**changes, "trainer.tensor_parallel": "2"}, model="8B")
+    policy = outcome.role("policy")
     assert policy.memory.micro_tokens == 2 * plain.memory.micro_tokens
     resting, whole = (role.memory.phases["rest"].device for role in (policy, plain))
     assert whole["weights"] == 4 * plain.size.parameters
@@ -346,10 +349,10 @@ def test_ranks_of_a_cluster_can_divide_rows(layout):
     """Four ranks are two groups: twice the micro-batch's share, half of its tokens on each rank, the same weights."""
     changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
     plain = layout(changes, model="8B").role("policy").memory
-    made = layout({**changes, "trainer.sequence_parallel": "2"}, model="8B").role("policy").memory
-    assert made.micro_tokens == 2 * plain.micro_tokens
-    assert made.phases["train"].device["activations"] == plain.phases["train"].device["activations"]
-    assert made.phases["rest"].device["weights"] == plain.phases["rest"].device["weights"]
+    outcome = layout({**changes, "trainer.sequence_parallel": "2"}, model="8B").role("policy").memory
+    assert outcome.micro_tokens == 2 * plain.micro_tokens
+    assert outcome.phases["train"].device["activations"] == plain.phases["train"].device["activations"]
+    assert outcome.phases["rest"].device["weights"] == plain.phases["rest"].device["weights"]
     whole = layout({**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
     budget = {"policy.micro_tokens": "1", "trainer.sequence_parallel": "2"}
     half = layout({**changes, **budget}, model="8B").role("policy").memory
@@ -357,9 +360,9 @@ def test_ranks_of_a_cluster_can_divide_rows(layout):
 
 
 def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(layout, published):
-    made = layout(CLUSTER, {"reward": f"model:{published('0.6B')}"})
-    assert not made.role("reward_model").annotates
-    busy = {phase: moment.busy for g in make_plan(made).groups for phase, moment in g.moments.items()
+    outcome = layout(CLUSTER, {"reward": f"model:{published('0.6B')}"})
+    assert not outcome.role("reward_model").annotates
+    busy = {phase: moment.busy for g in make_plan(outcome).groups for phase, moment in g.moments.items()
             if "reward_model" in moment.busy}  # fmt: skip
     assert set(busy) == {"load", "generate"}
 
@@ -436,12 +439,12 @@ def found(published, plugins):
 
 def test_smaller_micro_batches_are_tried_first(layout, found):
     """Those of both roles are reduced: they compute in turns in one process, and either may need more memory."""
-    made = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
+    outcome = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
     big, small = (
         make_plan(layout({"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
         for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
     )
-    assert made.role("policy").memory.micro_tokens == 2048
+    assert outcome.role("policy").memory.micro_tokens == 2048
     between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
     change = found(Machine("cpu", between), {"policy.dtype": "fp32"}, model="0.6B")
     assert change.plan.fits
