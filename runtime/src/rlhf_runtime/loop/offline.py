@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlhf_runtime.loop.learn import learn
 from rlhf_runtime.loop.run import Run
 from rlhf_runtime.models.assemble import assemble
 
@@ -15,10 +14,7 @@ def offline(run: Run) -> None:
         if batch is None:
             metrics |= run.nothing_to_learn(step)
         else:
-            with run.learning(step):
-                metrics |= learn(
-                    batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed, run.progress.count
-                )
+            metrics |= run.learn(step, batch)  # annotate, credit, update: learn.py
         run.complete(step, batch, metrics)  # adapt; an error after this line loses no step
         if run.sampler is not None:  # the policy answers held-out rows
             with run.timed("sync"):

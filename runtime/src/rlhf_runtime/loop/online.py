@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlhf_runtime.loop.learn import learn
 from rlhf_runtime.loop.run import OnlineRun
 from rlhf_runtime.models.assemble import assemble
 
@@ -21,18 +20,7 @@ def online(run: OnlineRun) -> None:
         if batch is None:
             metrics |= run.nothing_to_learn(step, ready)
         else:
-            with run.learning(step):
-                metrics |= learn(
-                    batch,
-                    run.algorithm,
-                    run.roles,
-                    run.seed,
-                    step,
-                    run.keep_skipped,
-                    run.timed,
-                    run.progress.count,
-                    run.reports.credited,
-                )
+            metrics |= run.learn(step, batch)  # annotate, credit, update: learn.py
         run.complete(step, batch, metrics, ready)  # adapt, keep the samples; an error after this line loses no step
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator, if samples will be drawn with it

@@ -14,6 +14,7 @@ from typing import Literal
 from rlhf.errors import RlhfError, TrainingError
 from rlhf.interfaces import Algorithm, RunInfo
 from rlhf.ops.batch import Batch
+from rlhf.types import Annotation
 from rlhf.types.examples import Example
 
 from rlhf_runtime.checkpoint import CheckpointStore
@@ -22,7 +23,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.loop.control import Control
 from rlhf_runtime.loop.evaluate import Evaluation
-from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.loop.learn import Metrics, learn
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.loop.schedule import UpdateSchedule
@@ -136,13 +137,26 @@ class Run:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
         return self.reports.timed(phase)
 
-    @contextmanager
-    def learning(self, step: int) -> Iterator[None]:
-        """Context of the phase that changes weights."""
+    def learn(self, step: int, batch: Batch) -> Metrics:
+        """The phase that changes weights: :func:`rlhf_runtime.loop.learn.learn`."""
         self.take_devices_back()
         with self.timed("learn"):
-            yield
+            metrics = learn(
+                batch,
+                self.algorithm,
+                self.roles,
+                self.seed,
+                step,
+                self.keep_skipped,
+                self.timed,
+                self.progress.count,
+                self.credited,
+            )
         self._catch_up(step)
+        return metrics
+
+    def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
+        """Called within :meth:`learn` with the batch that has advantages."""
 
     def take_devices_back(self) -> None:
         """Give the roles the devices that they share with the generator. Called before they learn or save."""
@@ -349,6 +363,9 @@ class OnlineRun(Run):
         """Context of the phase that draws and scores samples."""
         with self.timed("generate"), self.sampler.phases.together():
             yield
+
+    def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
+        self.reports.credited(batch, annotations)
 
     def trains_on(self, version: int) -> bool:
         return self.stream.samples_with(version)
