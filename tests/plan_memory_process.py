@@ -38,11 +38,11 @@ def image_batch(seed: int, path: str) -> Batch:
     """Sequences of :data:`LENGTH` tokens, each with an image of its own."""
     from rlhf.ops.packing import SequenceData, UnitData, pack
     from rlhf_hub.processors import load_processor, open_image
-    from rlhf_testing.image_models import drawn
+    from rlhf_testing.image_models import drawing
 
     processor, units = load_processor(path), []
     for number in range(TOKENS // LENGTH):
-        file = drawn(256, 256, f"rgb({seed},{number},0)")
+        file = drawing(256, 256, f"rgb({seed},{number},0)")
         made = processor(images=[open_image(file)], text=[processor.image_token], add_special_tokens=False)
         own = [int(i) for i in made["input_ids"][0]]
         ids = [*own, *(3 + i % 50 for i in range(LENGTH - len(own)))]

@@ -4,7 +4,7 @@ import pytest
 from rlhf_runtime.output.metrics import MEASURED
 from rlhf_runtime.python.training import train
 from rlhf_runtime.report.recorded_samples import read_samples
-from rlhf_testing.image_models import drawn, tiny_image_model
+from rlhf_testing.image_models import drawing, tiny_image_model
 
 ENV = """
 import io
@@ -33,7 +33,7 @@ def test_a_run_with_images_goes_on_exactly_after_a_resume(family, tmp_path):
     (tmp_path / "env.py").write_text(ENV)
     rows = []
     for colour in ("red", "green", "white", "blue"):
-        (tmp_path / f"{colour}.png").write_bytes(drawn(40, 24, colour))
+        (tmp_path / f"{colour}.png").write_bytes(drawing(40, 24, colour))
         rows.append({"prompt": "colour?", "images": str(tmp_path / f"{colour}.png")})
     options = {
         "policy.dtype": "fp32",

@@ -14,7 +14,7 @@ from rlhf.types import Image, RoleSpec
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.model import load_model
 from rlhf_runtime.output.metrics import read_metrics
-from rlhf_testing.image_models import drawn, tiny_image_model
+from rlhf_testing.image_models import drawing, tiny_image_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -54,7 +54,7 @@ def drawn_rows(folder: Path) -> Path:
     """Half of the rows have an image, one has two. Writes ``rows.jsonl`` and, for pairs, ``pairs.jsonl``."""
     rows = []
     for number, colour in enumerate(COLOURS * 2):
-        (folder / f"{colour}.png").write_bytes(drawn(32, 32 + 16 * (number % 2), colour))
+        (folder / f"{colour}.png").write_bytes(drawing(32, 32 + 16 * (number % 2), colour))
         shown: list[str] = [[], [f"{colour}.png"]][number % 2]
         rows.append({"prompt": f"c{number}", "images": shown, "response": colour, "answer": colour})
     rows[0]["images"] = ["red.png", "blue.png"]

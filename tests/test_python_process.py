@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 import torch
 from rlhf.plugins import Plugins
-from rlhf_testing.leaks import held
+from rlhf_testing.leaks import open_resources
 
 from tests.members import ROOT
 from tests.runs import PROMPTS, Workshop
@@ -35,7 +35,7 @@ def state_of_the_process() -> dict:
     """The state of the process that a run must not change."""
     return {
         "threads": {thread.name for thread in threading.enumerate()},
-        "children": held()["child processes"],
+        "children": open_resources()["child processes"],
         "handlers": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
         "environment": dict(os.environ),
         "temporary": set(os.listdir(tempfile.gettempdir())),

@@ -4,7 +4,7 @@ import io
 
 import pytest
 from PIL import Image
-from rlhf_testing.image_models import FAMILIES, drawn, tiny_image_model
+from rlhf_testing.image_models import FAMILIES, drawing, tiny_image_model
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 
@@ -16,5 +16,5 @@ def test_a_tiny_image_model_has_a_tokenizer_a_template_and_an_image_processor(fa
     parts = [{"type": "image"}, {"type": "text", "text": "hi"}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-    image = Image.open(io.BytesIO(drawn(40, 24, "blue")))
+    image = Image.open(io.BytesIO(drawing(40, 24, "blue")))
     assert len(AutoImageProcessor.from_pretrained(path)([image], return_tensors="pt")["pixel_values"])

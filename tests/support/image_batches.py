@@ -12,7 +12,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import Image
 from rlhf_hub.processors import load_processor, open_image
-from rlhf_testing.image_models import FAMILIES, drawn
+from rlhf_testing.image_models import FAMILIES, drawing
 from torch import Tensor
 
 from tests.support.losses import NllLoss
@@ -25,7 +25,12 @@ WHOLE = [unit for of_rank in SHARES for micro in of_rank for unit in micro]
 Part = str | bytes
 """Text, or an image file."""
 
-RED, BLUE, GREEN, SMALL = drawn(), drawn(64, 48, "blue"), drawn(32, 64, "green"), drawn(32, 32, "blue")
+RED, BLUE, GREEN, SMALL = (
+    drawing(),
+    drawing(64, 48, "blue"),
+    drawing(32, 64, "green"),
+    drawing(32, 32, "blue"),
+)
 SEQUENCES: tuple[tuple[Part, ...], ...] = (
     ("hello ", RED, " what?"),
     ("just text",),

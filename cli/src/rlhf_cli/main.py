@@ -23,8 +23,8 @@ from rlhf.errors import (
     PluginError,
     PluginNotFound,
     RlhfError,
+    brief,
     did_you_mean,
-    shown,
 )
 from rlhf.plugins import Entry, Plugins
 from rlhf.plugins.registration import first_cause
@@ -151,7 +151,7 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
             raise end.__context__ from None
         raise PluginError(f"{prog} was ended by {first_cause(end)}. A plugin must raise an error instead") from end
     if not isinstance(code, int):
-        raise PluginError(f"the command {prog!r} must return its exit code, an integer, got {shown(code)}")
+        raise PluginError(f"the command {prog!r} must return its exit code, an integer, got {brief(code)}")
     return code
 
 

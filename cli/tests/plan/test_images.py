@@ -20,7 +20,7 @@ from rlhf_modeling.images import memory
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.model import load_model
 from rlhf_modeling.storage import Storage
-from rlhf_testing.image_models import drawn, tiny_image_model
+from rlhf_testing.image_models import drawing, tiny_image_model
 
 from tests.support.image_batches import sequence
 from tests.support.saved_tensors import saved_bytes
@@ -36,7 +36,7 @@ HEADS = {family: "num_heads" if depth == "depth" else "num_attention_heads" for 
 def kept(path: str, family: str, bf16: bool) -> int:
     """Bytes of all distinct storages that :data:`IMAGES` sequences with an image keep, without weights."""
     loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, "fp32", images=True), torch.device("cpu"))
-    ids, images = sequence(path, family, ("ab", drawn(64, 64), "cd"))
+    ids, images = sequence(path, family, ("ab", drawing(64, 64), "cd"))
     ids_N, position_N = torch.tensor(ids * IMAGES), torch.arange(len(ids)).repeat(IMAGES)
     forward = partial(loaded.hidden, ids_N, position_N, [len(ids)] * IMAGES, [images] * IMAGES)
     return saved_bytes(loaded.module, forward, bf16=bf16)

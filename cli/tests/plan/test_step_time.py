@@ -9,7 +9,7 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf_cli.main import main
 from rlhf_cli.plan.measured_speeds import measured_speeds
-from rlhf_cli.plan.speeds import Distribution, GroupTimes, SampleTimes, Speeds, TurnTimes, changed
+from rlhf_cli.plan.speeds import Distribution, GroupTimes, SampleTimes, Speeds, TurnTimes, with_distributions
 from rlhf_cli.plan.virtual_run import virtual_run
 from rlhf_runtime.config.sections import StreamSection
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
@@ -152,10 +152,10 @@ def test_lengths_and_delays_of_flags_replace_the_measured_ones():
     draws = sorted(distribution.draw(source) for source in [random.Random(0)] for _ in range(20_000))
     assert sum(draws) / len(draws) == pytest.approx(300, rel=0.03)
     assert draws[19_000] == pytest.approx(800, rel=0.03)
-    speeds = changed(TWO_TURNS, Distribution(70, 70), None, Distribution(2, 2), longest=60)
+    speeds = with_distributions(TWO_TURNS, Distribution(70, 70), None, Distribution(2, 2), longest=60)
     assert {turn for group in speeds.groups for s in group.samples for turn in s.turns} == {TurnTimes(60, 1.0)}
     assert {group.reward for group in speeds.groups} == {2.0}
-    assert changed(TWO_TURNS, None, Distribution(3, 3), None, longest=60).groups[0].samples[0].turns[
+    assert with_distributions(TWO_TURNS, None, Distribution(3, 3), None, longest=60).groups[0].samples[0].turns[
         0
     ].after == pytest.approx(3)
 

@@ -3,7 +3,7 @@ from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_cli.runs.sample_text import sample_text
 from rlhf_runtime.checkpoint.saved_groups import write_groups
 from rlhf_runtime.report.recorded_samples import RecordedSample, read_samples
-from rlhf_testing.image_models import drawn
+from rlhf_testing.image_models import drawing
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_a_reward_says_beside_its_value_is_shown(tmp_path):
 
 def test_turns_of_a_chat_are_shown_message_by_message(tmp_path):
     opening = (("system", "Be brief."), ("user", "1+1=\n\nAnswer with a digit."))
-    image = Image(drawn(8, 6), 0, 1, [9])
+    image = Image(drawing(8, 6), 0, 1, [9])
     turns = [
         Turn([1], False, text="system\nBe brief.\nuser\n1+1=\n\nAnswer with a digit.\nassistant\n", messages=opening),
         Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, -0.5, "3", score=0.25),
@@ -68,7 +68,7 @@ def test_turns_of_a_chat_are_shown_message_by_message(tmp_path):
 
 
 def test_images_are_shown_as_their_size(tmp_path):
-    first, second = Image(drawn(40, 24), 1, 4, [9]), Image(drawn(8, 6), 0, 1, [9])
+    first, second = Image(drawing(40, 24), 1, 4, [9]), Image(drawing(8, 6), 0, 1, [9])
     sampled = Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="red")
     turns = [Turn([1, 9, 9, 9, 9, 2], False, text="what?", images=(first,)), sampled]
     turns += [Turn([9, 3], False, text="and now?", images=(second,)), sampled]

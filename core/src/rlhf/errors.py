@@ -126,7 +126,7 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """Type and shortened value, for messages."""
     try:
         text = repr(value)

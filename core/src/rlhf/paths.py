@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 
-_BELOW = "checkpoints/.saving-step-000000/roles/reference/optimizer.safetensors"
+_LONGEST_PATH = "checkpoints/.saving-step-000000/roles/reference/optimizer.safetensors"
 """About the length of the longest path that a run makes below its folder. A path must leave room for it."""
 _NAME_BYTES = 255
 """Longest name of a file or folder, in bytes, on all file systems of Linux."""
@@ -23,7 +23,7 @@ def check_path(text: str) -> str:
     character, names an unknown user (``~name``), or is in a folder that may not be read.
     """
     try:
-        path = Path(text).expanduser().absolute() / _BELOW
+        path = Path(text).expanduser().absolute() / _LONGEST_PATH
         if any(
             len(os.fsencode(name)) > _NAME_BYTES for name in path.parts
         ):  # also below a folder that does not exist yet

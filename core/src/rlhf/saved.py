@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rlhf.errors import CheckpointError, shown
+from rlhf.errors import CheckpointError, brief
 
 Counter = Annotated[int, Field(ge=0, lt=2**63)]
 """Steps, rows, updates so far."""
@@ -57,6 +57,6 @@ def _line(error: Any) -> str:
     if error["type"] == "missing":
         return f"{path}: missing."
     if error["type"] == "extra_forbidden":
-        return f"{path}: unknown, got {shown(error['input'])}."
+        return f"{path}: unknown, got {brief(error['input'])}."
     message = str(error["msg"]).removeprefix("Input ").removeprefix("Value error, ").partition(" or instance of ")[0]
-    return f"{path}: {message}, got {shown(error['input'])}."
+    return f"{path}: {message}, got {brief(error['input'])}."

@@ -12,12 +12,12 @@ from rlhf_runtime.calls.main_thread import MainThread, Threads
 
 NEVER_RETURNS = """
 import asyncio, threading
-from rlhf_runtime.calls.deadlines import DeadlineExpired, within
+from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
 from rlhf_runtime.calls.main_thread import MainThread
 
 async def late():
     try:
-        await within(asyncio.to_thread(threading.Event().wait), 0.2)
+        await with_deadline(asyncio.to_thread(threading.Event().wait), 0.2)
     except DeadlineExpired:
         return "given up"
 

@@ -10,7 +10,7 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_files import image_file
 from rlhf_runtime.data.recorded_answers import RecordedAnswer, read_answers
 from rlhf_runtime.data.template import Template
-from rlhf_testing.image_models import drawn
+from rlhf_testing.image_models import drawing
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -58,7 +58,7 @@ def test_prompts_may_be_messages(tmp_path):
 
 
 def test_answers_to_images_are_rows_with_these_images(tmp_path):
-    image = Image(drawn(8, 6), 0, 1, [9])
+    image = Image(drawing(8, 6), 0, 1, [9])
     made = sample((0, 0))
     made.turns[0].images = (image,)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]

@@ -14,9 +14,9 @@ from rlhf_runtime.data import source_layouts
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.tokenizer import load_tokenizer
-from rlhf_testing.image_models import FAMILIES, drawn, tiny_image_model
+from rlhf_testing.image_models import FAMILIES, drawing, tiny_image_model
 
-RED, BLUE = drawn(40, 24, "red"), drawn(24, 40, "blue", "JPEG")
+RED, BLUE = drawing(40, 24, "red"), drawing(24, 40, "blue", "JPEG")
 PLACE = {"type": "image"}
 USER = [{"role": "user", "content": [PLACE, {"type": "text", "text": "ab"}, PLACE]}]
 ANSWER = {"role": "assistant", "content": "yes"}
@@ -241,7 +241,7 @@ REFUSED = {
     "text": (url(b"hello"), "cannot be read as an image: UnidentifiedImageError: cannot identify image file. Correct"),
     "far": ("https://host/a.png", "is not downloaded: save the image beside the data"),
     "number": (3, "an image must be a path, a data: URL, bytes, .* got int 3"),
-    "thin": (url(drawn(2000, 4)), "the model's processor refuses an image of 2000x4 pixels: ValueError"),
+    "thin": (url(drawing(2000, 4)), "the model's processor refuses an image of 2000x4 pixels: ValueError"),
     "many": (["red.png"] * 3, "the row has 3 images, over data.max_images = 2"),
 }
 

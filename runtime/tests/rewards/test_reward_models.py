@@ -12,10 +12,10 @@ from rlhf.errors import RewardError
 from rlhf.interfaces import ModelSpec, WorkerGroup
 from rlhf.ops.heads import LOGPROBS, VALUES
 from rlhf.types import Head, Image, RoleSpec
-from rlhf_runtime.calls.deadlines import DeadlineExpired, within
+from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
+from rlhf_runtime.rewards.reward_models import batch_calls, read_role, score_with_role
 from rlhf_testing.plain import EmbeddingTrainer
 
 IDS = [[3, 4, 5, 6], [7], [3, 4, 8, 9, 10]]
@@ -74,7 +74,7 @@ def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadl
         wave = asyncio.ensure_future(main.call(lambda: time.sleep(1.3)))
         await asyncio.sleep(0)
         try:
-            return await within(reward(idles), 1.0)
+            return await with_deadline(reward(idles), 1.0)
         finally:
             await wave
 
@@ -138,7 +138,7 @@ def test_heads_that_need_columns_are_refused(main) -> None:
 
 
 class Counted:
-    """What reaches the model: the sequences of each pass. ``options``: of :func:`together`."""
+    """What reaches the model: the sequences of each pass. ``options``: of :func:`batch_calls`."""
 
     def __init__(self, model: Model, main: MainThread, **options) -> None:
         self.passes: list[int] = []
@@ -149,7 +149,7 @@ class Counted:
             return begin(batch, heads, view)
 
         model.role.begin_forward = counted  # type: ignore[method-assign]
-        self.score, self.read = together(
+        self.score, self.read = batch_calls(
             score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main), **options
         )
 
@@ -194,7 +194,7 @@ def test_calls_made_at_once_keep_their_images(main) -> None:
 
     async def scenario():
         roles = {"judge": model.role}
-        score, read = together(score_with_role(roles, main), read_role(roles, main))
+        score, read = batch_calls(score_with_role(roles, main), read_role(roles, main))
         await asyncio.gather(
             score("judge", IDS[:1]), score("judge", [IDS[1], IDS[2]], [(), (image,)]), score("judge", IDS[:2])
         )
@@ -228,8 +228,8 @@ def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_to
     model.role.begin_forward = lambda *asked: time.sleep(1.2) or begin(*asked)  # type: ignore[method-assign]
 
     async def scenario() -> list[list[float]]:
-        score, _ = together(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
-        return await asyncio.gather(*(within(score("judge", [ids]), 1.0) for ids in IDS))
+        score, _ = batch_calls(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
+        return await asyncio.gather(*(with_deadline(score("judge", [ids]), 1.0) for ids in IDS))
 
     found = main.run(scenario())
     assert found == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]

@@ -178,7 +178,7 @@ class SampleChecks(AlgorithmSubject):
             columns = credited_columns(unequal)
             if columns:
                 expect(
-                    bool(apart(columns, credited_columns(self.step(config, data=equal)))),
+                    bool(column_differences(columns, credited_columns(self.step(config, data=equal)))),
                     f"{label} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
                     f"the credit of equal ones ({', '.join(columns)}): nothing is learnt from them. Declare a larger "
                     "group_min",
@@ -199,7 +199,7 @@ class SampleChecks(AlgorithmSubject):
             label, data = self.label(config), self.data(self.build(config))
             short = self.step(config, data=data)
             longer = self.step(config, data=with_longer_contexts(data), annotated_as=short.annotated)
-            delta = apart(credited_columns(short), credited_columns(longer))
+            delta = column_differences(credited_columns(short), credited_columns(longer))
             expect(
                 not delta,
                 f"{label} longer prompts and observations change the credit (by {delta}): take statistics over the "
@@ -269,7 +269,7 @@ def credited_columns(step: Step) -> dict[str, Tensor]:
     return columns
 
 
-def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
+def column_differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
     """{column: largest difference, relative to max(largest value, 1)}; infinity where the shapes differ. Only columns
     with a difference above 1e-5."""
     differences = {}

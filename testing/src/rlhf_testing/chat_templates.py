@@ -23,7 +23,7 @@ _RESULTS = (
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<eos>\\n' }}{% endif %}"
 )
-_SAID = (
+_MESSAGE_BLOCK = (
     "{% elif m.role == 'user' or m.role == 'system' and not loop.first %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<eos>\\n' }}{% endif %}{% endfor %}"
 )
@@ -31,7 +31,7 @@ _HEAD = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif 
 
 HERMES = (
     f"{_TOOLS}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{{{{ '<|im_start|>assistant\\n' + m.content }}}}"
-    f"{_CALLS}{{{{ '<eos>\\n' }}}}{{% elif m.role == 'tool' %}}{_RESULTS}{_SAID}{_HEAD}"
+    f"{_CALLS}{{{{ '<eos>\\n' }}}}{{% elif m.role == 'tool' %}}{_RESULTS}{_MESSAGE_BLOCK}{_HEAD}"
 )
 """Tools in the system message, calls as JSON in ``<tool_call>``. Consecutive results share one user block."""
 
@@ -41,7 +41,7 @@ QWEN3 = (
     "{{ '<|im_start|>assistant\\n' }}"
     "{% if loop.index0 > ns.last and (m.reasoning_content or loop.last) %}"
     "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{ m.content }}"
-    f"{_CALLS}{{{{ '<eos>\\n' }}}}{{% elif m.role == 'tool' %}}{_RESULTS}{_SAID}{_HEAD}"
+    f"{_CALLS}{{{{ '<eos>\\n' }}}}{{% elif m.role == 'tool' %}}{_RESULTS}{_MESSAGE_BLOCK}{_HEAD}"
     "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 )

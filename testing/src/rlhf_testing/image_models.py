@@ -89,7 +89,7 @@ def tiny_image_model(
     return path
 
 
-def drawn(width: int = 32, height: int = 32, colour: str = "red", form: str = "PNG") -> bytes:
+def drawing(width: int = 32, height: int = 32, colour: str = "red", form: str = "PNG") -> bytes:
     """The file of an image of one colour with a black diagonal."""
     from PIL import Image, ImageDraw
 

@@ -21,7 +21,7 @@ USES = 3
 """Largest number of measured uses. A leak must grow in each of them, so the first in which none grows is the last."""
 
 
-def held() -> Held:
+def open_resources() -> Held:
     """The held objects by ``open files``, ``child processes`` and ``threads``. A kind that this system does not report
     is left out."""
     objects: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
@@ -44,11 +44,11 @@ def leaks(uses: Sequence[Callable[[], object]]) -> list[list[str]]:
 
 
 def _leaks(use: Callable[[], object], results: list[object]) -> list[str]:
-    last = held()
+    last = open_resources()
     left: dict[str, list[list[str]]] = {}
     for _ in range(USES):
         results.append(use())
-        current = held()
+        current = open_resources()
         for kind in current:
             opened = [words for key, words in current[kind].items() if key not in last.get(kind, {})]
             fewer = [key for key in last.get(kind, {}) if key not in current[kind]]

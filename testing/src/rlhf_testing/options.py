@@ -26,12 +26,12 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
         options = [p for p in set_options(config) if not {p, f"{p} = {_option(config, p)!r}"} & excused.keys()]
         effect_of_config = effect(config) if options else None
         for path in options:
-            plain = without(config, [path])
+            plain = config_without(config, [path])
             if plain is None:
                 section = path.partition(".")[0]
-                plain = without(config, [p for p in set_options(config) if p.partition(".")[0] == section])
+                plain = config_without(config, [p for p in set_options(config) if p.partition(".")[0] == section])
             expect(
-                plain is None or not alike(effect_of_config, _effect_or_none(effect, plain)),
+                plain is None or not equal_effects(effect_of_config, _effect_or_none(effect, plain)),
                 f"{contract.label(config)} {path} changes nothing: credit, gradients and what is trained are those of "
                 f"its default. Read it, or refuse it in Config where it cannot matter. If it acts elsewhere, or on "
                 f"other data than the suite's, say so: without_effect = {{{path!r}: 'why'}}",
@@ -46,7 +46,7 @@ def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
         return None
 
 
-def without(config: BaseModel, paths: list[str]) -> Any | None:
+def config_without(config: BaseModel, paths: list[str]) -> Any | None:
     """The config with these options at their defaults; None where the other options forbid it."""
     values = {path: _option(config, path) for path in set_options(config) if path not in paths}
     values |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
@@ -70,13 +70,13 @@ def _option(config: BaseModel, path: str) -> Any:
     return value
 
 
-def alike(a: Any, b: Any) -> bool:
+def equal_effects(a: Any, b: Any) -> bool:
     """Whether two effects are the same, tensors bit for bit."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         same_kind = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
         return same_kind and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal_effects(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(equal_effects(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)

@@ -36,7 +36,7 @@ from rlhf_testing.models import model_path
 from rlhf_testing.optimizer_batch import columns, learned, optimizer_batch, slim_batch
 from rlhf_testing.plain import PlainTrainer
 from rlhf_testing.suite_losses import MARGIN, ContextLoss, LentLoss, ScoreLoss, TokenLoss, ValueLoss
-from rlhf_testing.trainer_state import TrainerStateChecks, held
+from rlhf_testing.trainer_state import TrainerStateChecks, weights_of
 
 OUTPUT = 1e-5
 """Allowed absolute difference of log-probs, entropies and values of size 1, for fp32 matrix products in another
@@ -245,10 +245,10 @@ class TrainerContract(TrainerStateChecks, Contract):
         for config in self.grid():
             label, loss = self.label(config), TokenLoss()
             batch, trainer = optimizer_batch(loss), self.make(config)
-            weights = held(trainer)
+            weights = weights_of(trainer)
             slim = slim_batch(batch, loss)
             sums = finish_sums(trainer.evaluate([slim], loss, {}, {}))
-            for name, weight in held(trainer).items():
+            for name, weight in weights_of(trainer).items():
                 expect(same_bits(weights[name], weight), f"{label} evaluate() changed the weight {name!r}")
             _, want, _ = learned(trainer, batch, loss, [[list(range(batch.units))]])
             for name, value in want.items():

@@ -36,7 +36,7 @@ class TrainerStateChecks:
         for config in self.grid():
             label = self.label(config)
             trainer, twin = self.make(config), self.make(config)
-            weights = held(trainer)
+            weights = weights_of(trainer)
             results = [step(t, n) for n in range(2) for t in (trainer, twin)]
             expect(
                 results[0] == results[1] and results[2] == results[3],
@@ -46,8 +46,8 @@ class TrainerStateChecks:
                 not results[0].skipped and 0 < results[0].grad_norm < float("inf"),
                 f"{label} the first step gives {results[0]}",
             )
-            same_weights(held(trainer), held(twin), f"{label} two equal trainers, after two equal steps:")
-            moved = [n for n, v in held(trainer).items() if not same_bits(v, weights[n])]
+            same_weights(weights_of(trainer), weights_of(twin), f"{label} two equal trainers, after two equal steps:")
+            moved = [n for n, v in weights_of(trainer).items() if not same_bits(v, weights[n])]
             expect(
                 bool(moved),
                 f"{label} two steps changed no weight (learning rate {results[0].lr}, then {results[2].lr})",
@@ -73,11 +73,11 @@ class TrainerStateChecks:
                 fresh = self.make(config, seed=3)
                 step(fresh, 7)  # a state different from the saved one, which load() must overwrite completely
                 fresh.load(path)
-            same_weights(held(trainer), held(fresh), f"{label} after save() and load():")
+            same_weights(weights_of(trainer), weights_of(fresh), f"{label} after save() and load():")
             for number in (2, 3):
                 a, b = step(trainer, number), step(fresh, number)
                 expect(a == b, f"{label} step {number} reports {a}, after save() and load() {b}")
-                same_weights(held(trainer), held(fresh), f"{label} step {number} after save() and load():")
+                same_weights(weights_of(trainer), weights_of(fresh), f"{label} step {number} after save() and load():")
 
     def test_skipped_step(self) -> None:
         """A gradient that is not finite skips the step. The trainer reports why, and weights and optimizer do not
@@ -88,15 +88,15 @@ class TrainerStateChecks:
                 trainer, twin = self.make(config), self.make(config)
                 for t in (trainer, twin):
                     step(t, 0)
-                weights = held(trainer)
+                weights = weights_of(trainer)
                 result = step(trainer, 1, loss)
                 expect(bool(result.skipped), f"{label} apply() must skip the step and say why, got {result}")
-                same_weights(weights, held(trainer), f"{label} a skipped step")
+                same_weights(weights, weights_of(trainer), f"{label} a skipped step")
                 clean = [bool(torch.isfinite(g).all()) for g in trainer.gradients().values()]
                 expect(all(clean), f"{label} gradients that are not finite survive the skipped step")
                 after = step(trainer, 2)
                 expect(not after.skipped, f"{label} the step after a skipped one is skipped too: {after}")
-                finite = all(bool(torch.isfinite(v).all()) for v in held(trainer).values())
+                finite = all(bool(torch.isfinite(v).all()) for v in weights_of(trainer).values())
                 expect(finite, f"{label} weights are not finite after the step that follows a skipped one")
 
     def test_skip_updates(self) -> None:
@@ -109,7 +109,7 @@ class TrainerStateChecks:
                 step(twin, 1, InfiniteLoss())  # skipped, and counted
             a, b = step(trainer, 2), step(twin, 2)
             expect(a.lr == b.lr, f"{label} after skip_updates(2) lr is {a.lr}; after two skipped steps it is {b.lr}")
-            same_weights(held(trainer), held(twin), f"{label} after skip_updates(2) and a step:")
+            same_weights(weights_of(trainer), weights_of(twin), f"{label} after skip_updates(2) and a step:")
 
     def test_change(self) -> None:
         """A ``change`` of the learning rate applies from the next step on, to the weights and to the rate that
@@ -125,9 +125,9 @@ class TrainerStateChecks:
                     subject.change(new)
             a, b, c = step(trainer, 1), step(twin, 1), step(other, 1)
             expect(b == c, f"{label} after change() to the same options a step reports {b}, without it {c}")
-            same_weights(held(twin), held(other), f"{label} after change() to the same options:")
+            same_weights(weights_of(twin), weights_of(other), f"{label} after change() to the same options:")
             expect(a.lr == c.lr / 2, f"{label} after change() to half of lr, apply() reports {a.lr}, not {c.lr / 2}")
-            moved = any(not same_bits(v, held(other)[n]) for n, v in held(trainer).items())
+            moved = any(not same_bits(v, weights_of(other)[n]) for n, v in weights_of(trainer).items())
             expect(moved or not c.lr, f"{label} after change() to half of lr a step moves the weights as far as before")
 
     def test_offload(self) -> None:
@@ -141,11 +141,11 @@ class TrainerStateChecks:
             trainer.offload()
             outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, twin)]
             expect(same_bits(*outputs), f"{label} after offload() log-probs differ")
-            same_weights(held(trainer), held(twin), f"{label} after offload():")
+            same_weights(weights_of(trainer), weights_of(twin), f"{label} after offload():")
             trainer.reload()
             a, b = step(trainer, 1), step(twin, 1)
             expect(a == b, f"{label} after offload() and reload() a step reports {a}, without them {b}")
-            same_weights(held(trainer), held(twin), f"{label} after offload(), reload() and a step:")
+            same_weights(weights_of(trainer), weights_of(twin), f"{label} after offload(), reload() and a step:")
 
     def test_zero_grad(self) -> None:
         """``zero_grad`` discards gradients: the step after it equals a step that never had them."""
@@ -155,7 +155,7 @@ class TrainerStateChecks:
             trainer.zero_grad()
             a, b = step(trainer, 0), step(twin, 0)
             expect(a == b, f"{label} after zero_grad() a step reports {a}, without the discarded gradients {b}")
-            same_weights(held(trainer), held(twin), f"{label} after zero_grad():")
+            same_weights(weights_of(trainer), weights_of(twin), f"{label} after zero_grad():")
 
     def test_weights(self) -> None:
         """``weights`` (``SendsWeights``) names Hugging Face parameters, each once, in a fixed order, and
@@ -176,8 +176,8 @@ class TrainerStateChecks:
                 continue
             step(trainer, 0)
             other = self.make(config, trained=False)
-            other.load_weights(iter(held(trainer).items()))
-            same_weights(held(trainer), held(other), f"{label} after load_weights():")
+            other.load_weights(iter(weights_of(trainer).items()))
+            same_weights(weights_of(trainer), weights_of(other), f"{label} after load_weights():")
             outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, other)]
             expect(same_bits(*outputs), f"{label} equal weights give other log-probs: something was not loaded")
 
@@ -228,10 +228,10 @@ class TrainerStateChecks:
             batch = [batch_of(1)]
             for view in (v for v in trainer.facts().views if v != "live"):
                 label = f"{self.label(config)} use_view({view!r}):"
-                weights = held(trainer, view)
+                weights = weights_of(trainer, view)
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
                 trainer.use_view(view)
-                same_weights(weights, held(trainer), f"{label} weights() of this view:")
+                same_weights(weights, weights_of(trainer), f"{label} weights() of this view:")
                 for view_name in ("live", view):
                     logprobs = trainer.forward(batch, ("logprobs",), view_name)[0]["logprobs"]
                     expect(
@@ -239,10 +239,10 @@ class TrainerStateChecks:
                         f"{label} log-probs of the view {view_name!r} are not those of {view!r}",
                     )
                 trainer.use_view("live")
-                same_weights(held(trainer), held(twin), f"{label} after use_view('live'):")
+                same_weights(weights_of(trainer), weights_of(twin), f"{label} after use_view('live'):")
             a, b = step(trainer, 1), step(twin, 1)
             expect(a == b, f"{self.label(config)} a step after use_view('live') reports {a}, without it {b}")
-            same_weights(held(trainer), held(twin), f"{self.label(config)} a step after use_view('live'):")
+            same_weights(weights_of(trainer), weights_of(twin), f"{self.label(config)} a step after use_view('live'):")
 
 
 def batch_of(seed: int) -> Any:
@@ -263,7 +263,7 @@ def step(trainer: Any, number: int, loss: Any = None) -> Any:
     return trainer.apply()
 
 
-def held(trainer: Any, view: str = "live") -> dict[str, Tensor]:
+def weights_of(trainer: Any, view: str = "live") -> dict[str, Tensor]:
     """A copy of the weights: those that the trainer sends, or those of its export."""
     if isinstance(trainer, SendsWeights):
         return {name: values.detach().cpu().clone() for name, values in trainer.weights(view)}

@@ -12,7 +12,7 @@ from rlhf.plugins import Plugins
 
 from rlhf_cli.doctor import probes
 from rlhf_cli.doctor.child import ask
-from rlhf_cli.doctor.findings import counted, gib, listed
+from rlhf_cli.doctor.findings import gib, quantity, short_list
 from rlhf_cli.doctor.versions import VISION
 
 _TRAP = "torchvision::nms"
@@ -39,7 +39,7 @@ def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
             broken.append(f"{name}: {answer.error}")
     if broken:
         advice = f"it does not fit this torch and breaks transformers and vLLM; text models do without: {_UNINSTALL}"
-        return Finding("vision packages", "fail", listed(broken), advice)
+        return Finding("vision packages", "fail", short_list(broken), advice)
     return Finding("vision packages", "ok", f"{', '.join(packages)} can be imported")
 
 
@@ -68,14 +68,14 @@ def torch_device(timeout: float) -> list[Finding]:
         names = [
             f"{d['name']} ({d['capability']}, {gib(d['free'])} of {gib(d['total'])} free)" for d in facts["devices"]
         ]
-        checks = [Finding("torch", "ok", f"{text}{listed(names)}; driver: {listed(gpus) or 'not asked'}")]
+        checks = [Finding("torch", "ok", f"{text}{short_list(names)}; driver: {short_list(gpus) or 'not asked'}")]
     else:
         flags = ", ".join(facts["bf16_flags"])
         gain = f"bf16 ({flags}) measured {facts['bf16_gain']:.1f} x as fast as fp32" if flags else "no bf16 arithmetic"
         text += f"CPU {facts['cpu']}: {gain}; {facts['threads']} threads"
         if gpus:
             fix = f"install a build of torch for CUDA; this one ({facts['version']}) leaves the GPUs unused"
-            checks = [Finding("torch", "warn", f"{text}; the driver lists {listed(gpus)}", fix)]
+            checks = [Finding("torch", "warn", f"{text}; the driver lists {short_list(gpus)}", fix)]
         else:
             checks = [Finding("torch", "ok", text)]
     return [*checks, _nccl(facts)]
@@ -127,5 +127,5 @@ def plugins(timeout: float) -> Finding:
     return Finding(
         "plugins",
         "ok",
-        f"{counted(len(status), 'plugin')} of {counted(len(owners), 'distribution')}, all can be imported",
+        f"{quantity(len(status), 'plugin')} of {quantity(len(owners), 'distribution')}, all can be imported",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf.interfaces import Finding
 
-from rlhf_cli.doctor.findings import GIB, gib, listed
+from rlhf_cli.doctor.findings import GIB, gib, short_list
 
 SHM_MINIMUM = 2 * GIB
 """Bytes. Ray keeps its objects there, among them the weights on their way to the engines."""
@@ -150,7 +150,7 @@ def disk(path: Path, name: str = "disk", need: int = 0, content: str = "") -> Fi
 def environment_variables(environment: Mapping[str, str] = os.environ) -> Finding:
     """Names, never values, of the variables that change what the libraries do."""
     names = sorted(name for name in environment if name.startswith(ENVIRONMENT))
-    return Finding("environment", "ok", listed(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
+    return Finding("environment", "ok", short_list(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
 
 
 def _folders(cgroup: Path, membership: Path) -> list[Path]:

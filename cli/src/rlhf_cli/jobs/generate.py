@@ -66,11 +66,11 @@ class GenerateCommand(Command):
             for trajectory in group.trajectories:
                 if trajectory.status == "failed":
                     raise ConfigError(f"row {group.row.index}: {trajectory.error}")
-                sys.stdout.write(f"{shown(prompt_of(trajectory), trajectory)}\n")
+                sys.stdout.write(f"{conversation_text(prompt_of(trajectory), trajectory)}\n")
         return 0
 
 
-def shown(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
+def conversation_text(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
     """Prompt and answer: of a chat each message after its role, as `rlhf samples` shows them. The tokens of a chat as
     text would run together, because they are shown without special tokens."""
     from rlhf_runtime.data.messages import text_of

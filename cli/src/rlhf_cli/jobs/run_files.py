@@ -12,13 +12,13 @@ from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.runfile import RunFile
 
-_WHOLE = "Leave it out: answers are drawn from all tokens."
+_ALL_TOKENS = "Leave it out: answers are drawn from all tokens."
 ADVICE = {
     "temperature": "Set --eval.temperature.",
     "samples_per_prompt": "Set --eval.samples.",
-    "top_p": _WHOLE,
-    "top_k": _WHOLE,
-    "min_p": _WHOLE,
+    "top_p": _ALL_TOKENS,
+    "top_k": _ALL_TOKENS,
+    "min_p": _ALL_TOKENS,
     "ignore_eos": "Leave it out: an answer ends where the model ends it.",
 }
 """{field of [sampling] that these commands do not read: what to do}. Refused as flags; a run file may have them."""

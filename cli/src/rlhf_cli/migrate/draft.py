@@ -247,7 +247,7 @@ def _equal(value: Any, default: Any) -> bool:
     return default is not None and isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
 
 
-def named(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_unique_names(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sources of rows with names where their files are called the same (``gsm8k/train``, ``math/train``)."""
     stems = [Path(source["path"]).stem for source in sources]
     folders = [Path(source["path"]).parent.name for source in sources]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
-from rlhf_cli.migrate.draft import Draft, named
+from rlhf_cli.migrate.draft import Draft, with_unique_names
 from rlhf_cli.migrate.rows import FrameworkOptions
 
 NO_LIMIT = 100_000_000
@@ -63,7 +63,7 @@ def _sources(s: FrameworkOptions, name: str, split: str) -> list[dict[str, Any]]
     paths = [path.strip() for path in s[name].split(",")]
     if folders := [path for path in paths if "@" in path]:
         raise s.refused(name, f"{folders[0]!r} means a folder of a data set; name the files in it instead")
-    return named([{"path": path} | ({"split": s[split]} if s[split] != "train" else {}) for path in paths])
+    return with_unique_names([{"path": path} | ({"split": s[split]} if s[split] != "train" else {}) for path in paths])
 
 
 def rewards(draft: Draft) -> None:

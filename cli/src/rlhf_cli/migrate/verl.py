@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
-from rlhf_cli.migrate.draft import Draft, named
+from rlhf_cli.migrate.draft import Draft, with_unique_names
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, typed
 from rlhf_cli.migrate.shell import Word, known_text
 
@@ -288,11 +288,11 @@ def _data(draft: Draft) -> None:
     rows = {"max_rows": limit} if limit > 0 else {}
     if s["data.train_files"]:
         names = ["data.train_files", *(["data.train_max_samples"] if rows else [])]
-        draft.set("data.train", named([{"path": path, **rows} for path in s["data.train_files"]]), *names)
+        draft.set("data.train", with_unique_names([{"path": path, **rows} for path in s["data.train_files"]]), *names)
     else:
         draft.remarks.append("name the data: data.train")
     if s["data.val_files"]:
-        draft.set("data.eval", named([{"path": path} for path in s["data.val_files"]]), "data.val_files")
+        draft.set("data.eval", with_unique_names([{"path": path} for path in s["data.val_files"]]), "data.val_files")
         if s["data.val_max_samples"] > 0:
             draft.copy("eval.max_rows", "data.val_max_samples")
         kwargs = (f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample")

@@ -61,7 +61,7 @@ class ExplainCommand(Command):
                 )
             )
         elif explanation.single:
-            _write(_one(explanation.options[0]))
+            _write(_description(explanation.options[0]))
         else:
             _write(
                 "\n".join([*explanation.head, *(line for e in explanation.options for line in _short(e))]).lstrip("\n")
@@ -92,7 +92,7 @@ def _short(explained: Explained) -> list[str]:
     return ["", f"{option.path}: {option.type}{assignment}", *_wrapped(f"{option.doc}{allowed}{live}")]
 
 
-def _one(explained: Explained) -> str:
+def _description(explained: Explained) -> str:
     from rlhf_runtime.config.options import default_text
 
     option = explained.option

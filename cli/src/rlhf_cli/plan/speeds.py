@@ -127,7 +127,7 @@ class Distribution:
 _Z95 = NormalDist().inv_cdf(0.95)
 
 
-def changed(
+def with_distributions(
     speeds: Speeds, answer: Distribution | None, env: Distribution | None, reward: Distribution | None, longest: int
 ) -> Speeds:
     """``speeds`` with drawn lengths of answers, seconds of environments after a turn, and seconds of rewards of a

@@ -17,7 +17,16 @@ from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.sampling import training_failures, training_settings
 
 from rlhf_cli.plan.measured_speeds import Measured, mean_time, measured_speeds, other_time, step_lines
-from rlhf_cli.plan.speeds import FLAGS, NEEDED, Distribution, GroupTimes, SampleTimes, Speeds, TurnTimes, changed
+from rlhf_cli.plan.speeds import (
+    FLAGS,
+    NEEDED,
+    Distribution,
+    GroupTimes,
+    SampleTimes,
+    Speeds,
+    TurnTimes,
+    with_distributions,
+)
 from rlhf_cli.plan.virtual_run import StepTime, virtual_run
 
 if TYPE_CHECKING:
@@ -206,7 +215,7 @@ def _with_flags(measured: Measured | None, values: Mapping[str, str], run: RunPl
         Distribution.parse(values[name], f"--{name}") if name in values else None
         for name in ("answer-tokens", "env-seconds", "reward-seconds")
     )
-    speeds = changed(speeds, answer, env, reward, run.config.sampling.max_new_tokens)
+    speeds = with_distributions(speeds, answer, env, reward, run.config.sampling.max_new_tokens)
     if "tokens-per-second" in values:
         speeds = replace(speeds, token=1 / numbers["tokens-per-second"], beside=0.0, request=0.0)
     if "learn-seconds" in values:

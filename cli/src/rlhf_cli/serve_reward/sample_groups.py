@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.errors import DataError, did_you_mean, shown
+from rlhf.errors import DataError, brief, did_you_mean
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_runtime.data.text_tokens import TextTokens
 
@@ -39,14 +39,14 @@ class Question:
         except (ValueError, RecursionError) as error:
             raise BadQuestion(f"the body is not JSON: {error}") from None
         if not isinstance(body_json, dict):
-            raise BadQuestion(f"the body is {shown(body_json)}; expected an object with the keys {', '.join(KEYS)}")
+            raise BadQuestion(f"the body is {brief(body_json)}; expected an object with the keys {', '.join(KEYS)}")
         for key in body_json:
             if key not in KEYS:
                 raise BadQuestion(f"unknown key {key!r}; allowed: {', '.join(KEYS)}.{did_you_mean(key, KEYS)}")
         queries, prompts = (_texts(body_json, key) for key in ("query", "prompts"))
         labels = body_json.get("labels")
         if "labels" in body_json and not isinstance(labels, list):
-            raise BadQuestion(f"labels is {shown(labels)}; expected a list with one label per query, or no such key")
+            raise BadQuestion(f"labels is {brief(labels)}; expected a list with one label per query, or no such key")
         for key, values in (("prompts", prompts), ("labels", labels)):
             if values is not None and len(values) != len(queries):
                 raise BadQuestion(f"{len(queries)} texts in query, but {len(values)} values in {key}; expected as many")
@@ -54,7 +54,7 @@ class Question:
             if not query.startswith(prompt):
                 raise BadQuestion(
                     f"query[{n}] does not begin with prompts[{n}], so where the answer begins is unknown: query[{n}] "
-                    f"is {shown(query)}, prompts[{n}] is {shown(prompt)}"
+                    f"is {brief(query)}, prompts[{n}] is {brief(prompt)}"
                 )
         return cls(prompts, [q[len(p) :] for q, p in zip(queries, prompts, strict=True)], labels)
 
@@ -71,10 +71,10 @@ def _texts(body_json: dict[str, Any], key: str) -> list[str]:
         )  # fmt: skip
     values = body_json[key]
     if not isinstance(values, list) or not values:
-        raise BadQuestion(f"{key} is {shown(values)}; expected a list of at least one text")
+        raise BadQuestion(f"{key} is {brief(values)}; expected a list of at least one text")
     for n, value in enumerate(values):
         if not isinstance(value, str):
-            raise BadQuestion(f"{key}[{n}] is {shown(value)}; expected text")
+            raise BadQuestion(f"{key}[{n}] is {brief(value)}; expected text")
         try:
             value.encode()
         except UnicodeEncodeError:

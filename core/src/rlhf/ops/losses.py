@@ -88,20 +88,20 @@ class LossInput:
         keep_B = keep_U[self._batch.unit_B]
         selection = self._batch.keep(keep_B)
 
-        def own(columns_of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def columns_with_prefix(columns_of: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): v for name, v in columns_of.items() if name.startswith(prefix)}
 
         batch = replace(
             selection,
-            tok={**own(selection.tok), self._over: selection.tok[self._over]},
-            seq=own(selection.seq),
-            unit=own(selection.unit),
+            tok={**columns_with_prefix(selection.tok), self._over: selection.tok[self._over]},
+            seq=columns_with_prefix(selection.seq),
+            unit=columns_with_prefix(selection.unit),
         )
         keep_A = keep_U[self.unit_A]
         coef = {name.removeprefix(prefix): v for name, v in self.coef.items() if name.startswith(prefix)}
         live = {name.removeprefix(prefix): o for name, o in self._live.items() if name.startswith(prefix)}
         outputs = {name: values_A[keep_A] for name, values_A in self._outputs.items() if "/" not in name}
-        outputs |= own(self._outputs)
+        outputs |= columns_with_prefix(self._outputs)
         return LossInput(batch, outputs, columns, self._over, coef, live, loss)
 
     @property

@@ -28,7 +28,7 @@ FORMS = (
     "sample, or `def f(completions, **columns)`, which returns a list with a number for each completion"
 )
 Form = Literal["sample", "samples", "solution"]
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def form_of(names: Sequence[str]) -> Form | None:
@@ -46,8 +46,8 @@ def form_of_function(function: Callable[..., Any]) -> Form | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    form = form_of([p.name for p in parameters if p.kind in _NAMED])
-    other_kinds = {p.kind for p in parameters} - {*_NAMED}
+    form = form_of([p.name for p in parameters if p.kind in _KEYWORD_KINDS])
+    other_kinds = {p.kind for p in parameters} - {*_KEYWORD_KINDS}
     return form if other_kinds <= (set() if form == "sample" else {inspect.Parameter.VAR_KEYWORD}) else None
 
 

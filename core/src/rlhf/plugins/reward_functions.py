@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from rlhf.errors import ConfigError, RewardError, shown
+from rlhf.errors import ConfigError, RewardError, brief
 from rlhf.interfaces import ComponentConfig, Reward
 from rlhf.plugins.functions import Form, is_async
 from rlhf.types import Group, RewardResult, Row, Trajectory
@@ -75,7 +75,7 @@ def reward_value(value: Any, label: str, location: str = "") -> float | None:
     except OverflowError:  # an integer that is too large for a float
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{label} returned {shown(value)}{location}; expected a finite number or None")
+        raise RewardError(f"{label} returned {brief(value)}{location}; expected a finite number or None")
     return number
 
 
@@ -202,7 +202,7 @@ class RewardOfSamples(ColumnFunction):
         numbers = _as_list(values, len(group.trajectories))
         if numbers is None:
             raise RewardError(
-                f"{self.label} returned {shown(values)}; expected a list with {len(group.trajectories)} numbers"
+                f"{self.label} returned {brief(values)}; expected a list with {len(group.trajectories)} numbers"
             )
         rewards = [
             reward_value(_plain(v), self.label, f" for sample {t.index}")
@@ -258,7 +258,7 @@ class _Log:
         items = _as_list(values, self._samples)
         if items is None:
             raise RewardError(
-                f"{self._label}: log_extra({column!r}, {shown(values)}): expected a list with {self._samples} values, "
+                f"{self._label}: log_extra({column!r}, {brief(values)}): expected a list with {self._samples} values, "
                 "one for each sample"
             )
         self._extra[str(column)] = [_plain(item) for item in items]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from rlhf.errors import ConfigError, TrainingError, shown
+from rlhf.errors import ConfigError, TrainingError, brief
 from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS, UNKNOWN
 from rlhf.ops.heads import resolve_head
@@ -269,7 +269,7 @@ class Teacher:
         if text is None or text == "":
             return None
         if not isinstance(text, str):
-            raise TrainingError(f"{name}: algorithm.teacher.context = {config.context!r} is no text, got {shown(text)}")
+            raise TrainingError(f"{name}: algorithm.teacher.context = {config.context!r} is no text, got {brief(text)}")
         prompt_ids = [i for turn in sample.turns[: _first(sample)] for i in turn.ids]
         if any(turn.images for turn in sample.turns) or prompt_ids != list(self.opening(row, "")):
             raise TrainingError(

@@ -265,10 +265,10 @@ class ServerGenerator(TakesTensors, Generator):
         """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
         receivers = list(self._servers if servers is None else servers)
 
-        async def together() -> list[Any]:
+        async def answers() -> list[Any]:
             return await asyncio.gather(*(call(server) for server in receivers))
 
-        return list(zip(receivers, self._run(together()), strict=True))
+        return list(zip(receivers, self._run(answers()), strict=True))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

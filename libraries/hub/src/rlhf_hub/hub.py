@@ -75,7 +75,7 @@ class Commits:
         return dict(sorted(self._commits.items()))
 
 
-def known(kind: Kind, repo: HubName) -> bool:
+def is_cached(kind: Kind, repo: HubName) -> bool:
     """Whether the client's cache holds files of the revision, so that the hub had it once."""
     return _cached(kind, repo, repo.revision) is not None
 

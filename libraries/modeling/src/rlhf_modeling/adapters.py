@@ -183,7 +183,7 @@ def merged_name(name: str) -> str:
 
 def base_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of the model without its adapters."""
-    return ((merged_name(n), whole(module, n, t).detach()) for n, t in tensors.items() if not is_adapter(n))
+    return ((merged_name(n), dequantised(module, n, t).detach()) for n, t in tensors.items() if not is_adapter(n))
 
 
 @torch.no_grad()
@@ -194,7 +194,7 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str,
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
-        owner, tensor = name.removesuffix(".base_layer.weight"), whole(module, name, tensor)
+        owner, tensor = name.removesuffix(".base_layer.weight"), dequantised(module, name, tensor)
         if owner != name:
             layer = layers[owner]
             a_RI, b_OR = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
@@ -202,7 +202,7 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str,
         yield merged_name(name), tensor.detach()
 
 
-def whole(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def dequantised(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """The tensor itself, or the values that a quantised layer stands for: its weight has no values in a state dict."""
     if not tensor.is_meta:
         return tensor

@@ -12,7 +12,7 @@ from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.shared_prefixes import share_prefixes
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
-from rlhf_testing.image_models import drawn, tiny_image_model
+from rlhf_testing.image_models import drawing, tiny_image_model
 
 from tests.support.image_batches import BLUE, RED, SEQUENCES, SMALL, PlainImageModel, image_batch, sequence
 from tests.support.losses import NllLoss
@@ -76,7 +76,11 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(folder, family)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_of_one_pixel_and_thin_ones_are_computed_as_by_transformers(folder, family):
     """Three pixels of height are as many as colours."""
-    rows = (("a", drawn(1, 1), "b"), ("c", drawn(30, 3), "d", drawn(1, 20)), ("e", drawn(900, 16), "f", drawn(16, 900)))
+    rows = (
+        ("a", drawing(1, 1), "b"),
+        ("c", drawing(30, 3), "d", drawing(1, 20)),
+        ("e", drawing(900, 16), "f", drawing(16, 900)),
+    )
     path = folder(family)
     batch, plain = image_batch(path, family, rows), PlainImageModel(path, family)
     found = trainer_of(path).forward([batch], ("logprobs",))[0]["logprobs"]

@@ -12,11 +12,11 @@ from rlhf.weights.bucket import buckets
 from rlhf_hub.processors import load_processor, open_image
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
-from rlhf_testing.image_models import FAMILIES, drawn, tiny_image_model
+from rlhf_testing.image_models import FAMILIES, drawing, tiny_image_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-RED, BLUE, WIDE = drawn(), drawn(colour="blue"), drawn(48, 24, "green")
+RED, BLUE, WIDE = drawing(), drawing(colour="blue"), drawing(48, 24, "green")
 TOLERANCE = 2e-5
 """Of log-probs: fp32 sums in another order. Qwen3-VL differs most, by about 5e-6."""
 
@@ -101,7 +101,7 @@ PROMPTS = (
     ("ab", BLUE, "cd"),  # equal tokens, another image
     (RED, "x", RED, "y"),  # the same image twice
     (WIDE, "and ", BLUE),
-    (drawn(1, 1), "small and thin", drawn(900, 16)),
+    (drawing(1, 1), "small and thin", drawing(900, 16)),
     ("only text",),
 )
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from groups import score
-from rlhf_plugin_code.grading import call_verdicts, same, stdin_verdict
+from rlhf_plugin_code.grading import call_verdicts, matches, stdin_verdict
 from rlhf_plugin_code.reward import last_block
 from rlhf_plugin_code.row_tests import CallTest, StdinTest
 from rlhf_plugin_code.sandbox_launcher import Finished
@@ -61,13 +61,13 @@ def test_a_text_that_repeats_itself_is_searched_in_linear_time() -> None:
     ],
 )  # fmt: skip
 def test_types_and_values_are_equal(value, expected, equal: bool) -> None:
-    assert same(value, expected, 0.0) is equal
+    assert matches(value, expected, 0.0) is equal
 
 
 def test_floats_within_a_tolerance() -> None:
-    assert same([0.1 + 0.2], [0.3], 1e-9)
-    assert not same(0.31, 0.3, 1e-9)
-    assert not same(1, 1.0, 1e-9)
+    assert matches([0.1 + 0.2], [0.3], 1e-9)
+    assert not matches(0.31, 0.3, 1e-9)
+    assert not matches(1, 1.0, 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.template import Template
-from rlhf_testing.image_models import drawn, tiny_image_model
+from rlhf_testing.image_models import drawing, tiny_image_model
 
-RED, BLUE = drawn(40, 24, "red"), drawn(24, 40, "blue")
+RED, BLUE = drawing(40, 24, "red"), drawing(24, 40, "blue")
 
 SHOWN = """
 def shown(image):

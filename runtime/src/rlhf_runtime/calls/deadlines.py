@@ -67,7 +67,7 @@ class ProcessEnd(Exception):
     is the cause of this one. A task that raises it itself would stop the event loop, and with it the run."""
 
 
-async def within(awaitable: Awaitable[T], seconds: float) -> T:
+async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
     """Returns the result of ``awaitable``. Raises :class:`DeadlineExpired` after ``seconds``, not counting the time in
     :func:`waiting`.
 

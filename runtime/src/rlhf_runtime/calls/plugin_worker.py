@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.children import Child
-from rlhf.errors import RlhfError, shown
+from rlhf.errors import RlhfError, brief
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Row
 
 from rlhf_runtime.calls import isolation
-from rlhf_runtime.calls.deadlines import DeadlineExpired, within
+from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
 from rlhf_runtime.calls.plugin_process import HEADER
 
 START_DEADLINE = 120.0
@@ -120,7 +120,7 @@ class PluginWorker:
         where it exceeds the deadline or breaks, or where this call is cancelled."""
         doing = "starting" if method in ("path", "unmet", "build") else f"{method}()"
         try:
-            answer = await within(self._exchange(request(method, arguments)), deadline)
+            answer = await with_deadline(self._exchange(request(method, arguments)), deadline)
         except DeadlineExpired:
             self.kill()
             raise self.error(
@@ -164,7 +164,7 @@ class PluginWorker:
         except (ValueError, RecursionError):  # not JSON, or a number or nesting that Python refuses to parse
             answer = None
         if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"reply", "raised", "invalid"}:
-            raise WorkerDied(f"sent an invalid answer ({shown(body)}) and was killed")
+            raise WorkerDied(f"sent an invalid answer ({brief(body)}) and was killed")
         return answer
 
     async def _exactly(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:

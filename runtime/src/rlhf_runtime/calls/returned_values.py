@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlhf.errors import CheckpointError, shown
+from rlhf.errors import CheckpointError, brief
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.env import Env
 from rlhf.types import EnvStep, ExpertLayers, RewardResult, Sampling, Trajectory, Turn
@@ -25,9 +25,9 @@ def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[s
     """The agents that the policy plays. Raises InvalidResult where :meth:`Env.agents` returned something else."""
     names = environment.agents(environment.Config() if config is None else config)
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidResult(f"returned {shown(names)}; allowed: a tuple of names, empty for one agent")
+        raise InvalidResult(f"returned {brief(names)}; allowed: a tuple of names, empty for one agent")
     if len({*names}) < len(names):
-        raise InvalidResult(f"returned {shown(names)}; allowed: names that differ")
+        raise InvalidResult(f"returned {brief(names)}; allowed: names that differ")
     return tuple(names)
 
 
@@ -35,7 +35,7 @@ def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[R
     """One checked result per trajectory, or a text that says what is wrong with the result. Raises InvalidResult where
     the list itself is wrong: a shorter or longer list is never broadcast or cut."""
     if not isinstance(results, list | tuple):
-        raise InvalidResult(f"returned {shown(results)}; allowed: a list with one RewardResult per trajectory")
+        raise InvalidResult(f"returned {brief(results)}; allowed: a list with one RewardResult per trajectory")
     if len(results) != len(trajectories):
         raise InvalidResult(
             f"returned {len(results)} results for {len(trajectories)} trajectories; allowed: exactly one each, in order"
@@ -50,24 +50,24 @@ def check_step(step: object, agents: Sequence[str] = ()) -> EnvStep:
         agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
     """
     if not isinstance(step, EnvStep):
-        raise InvalidResult(f"returned {shown(step)}; allowed: an EnvStep")
+        raise InvalidResult(f"returned {brief(step)}; allowed: an EnvStep")
     if not isinstance(step.observation, str):
-        raise InvalidResult(f"returned EnvStep(observation={shown(step.observation)}); allowed: text")
+        raise InvalidResult(f"returned EnvStep(observation={brief(step.observation)}); allowed: text")
     reward = _number("EnvStep(reward=", step.reward)
     if not isinstance(step.done, bool):
-        raise InvalidResult(f"returned EnvStep(done={shown(step.done)}); allowed: True or False")
+        raise InvalidResult(f"returned EnvStep(done={brief(step.done)}); allowed: True or False")
     if step.sampling is not None and not isinstance(step.sampling, Sampling):
-        raise InvalidResult(f"returned EnvStep(sampling={shown(step.sampling)}); allowed: a Sampling or None")
+        raise InvalidResult(f"returned EnvStep(sampling={brief(step.sampling)}); allowed: a Sampling or None")
     _check_info("EnvStep", step.info)
     images = step.images
     if not isinstance(images, list | tuple) or not all(isinstance(i, bytes) for i in images):
-        raise InvalidResult(f"returned EnvStep(images={shown(images)}); allowed: contents of image files, bytes")
+        raise InvalidResult(f"returned EnvStep(images={brief(images)}); allowed: contents of image files, bytes")
     score = None if step.score is None else _number("EnvStep(score=", step.score)
     if not isinstance(step.rewards, Mapping):
-        raise InvalidResult(f"returned EnvStep(rewards={shown(step.rewards)}); allowed: {{agent: reward}}")
+        raise InvalidResult(f"returned EnvStep(rewards={brief(step.rewards)}); allowed: {{agent: reward}}")
     names: list[object] = [*step.rewards, *([] if step.done or (step.agent == "" and not agents) else [step.agent])]
     if strangers := [name for name in names if name not in agents]:
-        raise InvalidResult(f"returned an EnvStep that names the agent {shown(strangers[0])}; {_allowed(agents)}")
+        raise InvalidResult(f"returned an EnvStep that names the agent {brief(strangers[0])}; {_allowed(agents)}")
     rewards = {agent: _number(f"EnvStep(rewards={{{agent!r}: ", value) for agent, value in step.rewards.items()}
     fields = step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score
     return EnvStep(*fields, step.agent, rewards)
@@ -82,13 +82,13 @@ def check_opening(opening: object, agents: Sequence[str] = ()) -> str | EnvStep:
     if not agents:
         if isinstance(opening, str):
             return opening
-        raise InvalidResult(f'returned {shown(opening)}; allowed: text, "" for nothing')
+        raise InvalidResult(f'returned {brief(opening)}; allowed: text, "" for nothing')
     if isinstance(opening, EnvStep):
         step = check_step(opening, agents)
         if step == EnvStep(step.observation, sampling=step.sampling, agent=step.agent):
             return step
     raise InvalidResult(
-        f"returned {shown(opening)}; allowed with several agents: EnvStep(observation, agent=...), also with sampling"
+        f"returned {brief(opening)}; allowed with several agents: EnvStep(observation, agent=...), also with sampling"
     )
 
 
@@ -105,13 +105,13 @@ def check_turns(turns: object, experts: ExpertLayers | None = None, agents: Sequ
         agents: that the policy plays in the environment of the run (:meth:`rlhf.interfaces.Env.agents`).
     """
     if not isinstance(turns, list | tuple):
-        raise InvalidResult(f"returned {shown(turns)}; allowed: a list of turns")
+        raise InvalidResult(f"returned {brief(turns)}; allowed: a list of turns")
     for number, turn in enumerate(turns):
         _check_turn(f"turn {number}", turn)
     conversations: dict[str, list[Turn]] = {agent: [] for agent in agents or ("",)}
     for number, turn in enumerate(turns):
         if turn.agent not in conversations:
-            raise InvalidResult(f"returned turn {number} of the agent {shown(turn.agent)}; {_allowed(agents)}")
+            raise InvalidResult(f"returned turn {number} of the agent {brief(turn.agent)}; {_allowed(agents)}")
         conversations[turn.agent].append(turn)
     played = [conversation for conversation in conversations.values() if conversation] or [[]]
     for conversation in played:
@@ -141,14 +141,14 @@ def results_to_json(results: Sequence[RewardResult | str]) -> list[Any]:
 def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
     """The results in the answer of a worker process. They are checked again, because a worker runs third-party code."""
     if not isinstance(values, list):
-        raise InvalidResult(f"was answered by its worker process with {shown(values)}; allowed: a list")
+        raise InvalidResult(f"was answered by its worker process with {brief(values)}; allowed: a list")
     results: list[object] = []
     for value in values:
         try:
             results.append(value if isinstance(value, str) else RewardResult(**value))
         except TypeError:
             raise InvalidResult(
-                f"was answered by its worker process with {shown(value)}; allowed: value, score, steps and info"
+                f"was answered by its worker process with {brief(value)}; allowed: value, score, steps and info"
             ) from None
     if len(results) != len(trajectories):
         return check_results(results, trajectories)
@@ -179,7 +179,7 @@ def step_from_json(value: object, agents: Sequence[str] = ()) -> EnvStep:
         step = EnvStep(**fields)
     except (TypeError, ValueError, KeyError):
         raise InvalidResult(
-            f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, "
+            f"was answered by its worker process with {brief(value)}; allowed: observation, reward, done, sampling, "
             "info, images, score, agent, rewards"
         ) from None
     return check_step(step, agents)
@@ -188,11 +188,11 @@ def step_from_json(value: object, agents: Sequence[str] = ()) -> EnvStep:
 def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:
     try:
         if not isinstance(result, RewardResult):
-            raise InvalidResult(f"returned {shown(result)}; allowed: a RewardResult")
+            raise InvalidResult(f"returned {brief(result)}; allowed: a RewardResult")
         value = None if result.value is None else _number("RewardResult(value=", result.value)
         score = None if result.score is None else _number("RewardResult(score=", result.score)
         if not isinstance(result.steps, list | tuple):
-            raise InvalidResult(f"returned RewardResult(steps={shown(result.steps)}); allowed: a tuple of step rewards")
+            raise InvalidResult(f"returned RewardResult(steps={brief(result.steps)}); allowed: a tuple of step rewards")
         steps = tuple(_check_step_reward(s, trajectory) for s in result.steps)
         _check_info("RewardResult", result.info)
         return RewardResult(value, score, steps, result.info)
@@ -202,7 +202,7 @@ def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:
 
 def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, float]:
     if not (isinstance(step, tuple | list) and len(step) == 3 and all(type(i) is int for i in step[:2])):
-        raise InvalidResult(f"returned the step reward {shown(step)}; allowed: (turn, token in turn, value)")
+        raise InvalidResult(f"returned the step reward {brief(step)}; allowed: (turn, token in turn, value)")
     turn, token, value = step
     if not 0 <= turn < len(trajectory.turns) or not trajectory.turns[turn].sampled:
         allowed = [i for i, t in enumerate(trajectory.turns) if t.sampled]
@@ -215,7 +215,7 @@ def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, 
 
 def _check_turn(label: str, turn: object) -> None:
     if not isinstance(turn, Turn):
-        raise InvalidResult(f"returned {shown(turn)} as {label}; allowed: a Turn")
+        raise InvalidResult(f"returned {brief(turn)} as {label}; allowed: a Turn")
     import numpy as np  # a worker process under another Python has no numpy, and checks no turns
 
     if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
@@ -233,7 +233,7 @@ def _check_turn(label: str, turn: object) -> None:
             continue
         if not turn.sampled:
             raise InvalidResult(
-                f"returned {label} (sampled = {turn.sampled}) with the {name} {shown(value)}; a {name} is on the turn "
+                f"returned {label} (sampled = {turn.sampled}) with the {name} {brief(value)}; a {name} is on the turn "
                 "that earned it, which the policy sampled"
             )
         _number(f"{label} with the {name} (", value)
@@ -243,14 +243,14 @@ def _check_info(label: str, info: object) -> None:
     """Raises InvalidResult where ``info`` cannot be written as JSON or its numbers cannot be averaged. Both
     happen after the training step, which is too late for an error."""
     if not isinstance(info, dict):
-        raise InvalidResult(f"returned {label}(info={shown(info)}); allowed: a dict")
+        raise InvalidResult(f"returned {label}(info={brief(info)}); allowed: a dict")
     try:
         encode(info, "info", nonfinite="mark")
     except CheckpointError as error:
         raise InvalidResult(f"returned {label}(info=...) whose {error}") from None
     for value in _leaves(info):
         if isinstance(value, int) and not _is_finite(value):
-            raise InvalidResult(f"returned {label}(info=...) with {shown(value)}; allowed: integers below 1.8e308")
+            raise InvalidResult(f"returned {label}(info=...) with {brief(value)}; allowed: integers below 1.8e308")
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -266,9 +266,9 @@ def _number(label: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = " (write float(...))" if isinstance(value, bool) else ""
         hint = " (write .item())" if hasattr(value, "item") else hint
-        raise InvalidResult(f"returned {label}{shown(value)}); allowed: a finite number{hint}")
+        raise InvalidResult(f"returned {label}{brief(value)}); allowed: a finite number{hint}")
     if not _is_finite(value):
-        text = value if isinstance(value, float) else shown(value)
+        text = value if isinstance(value, float) else brief(value)
         raise InvalidResult(f"returned {label}{text}); allowed: a finite number")
     return float(value)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from rlhf.errors import CheckpointError, DataError, shown
+from rlhf.errors import CheckpointError, DataError, brief
 from rlhf.ops.sample_values import group_number
 from rlhf.saved import WAY_OUT
 from rlhf.types import ExpertRecord, Group, Image, RewardResult, Row, Trajectory, Turn
@@ -226,7 +226,7 @@ def _require_type(value: Any, hint: Any, name: str) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join([name, *map(str, first["loc"])])
-        raise TypeError(f"{field}: {str(first['msg']).removeprefix('Input ')}, got {shown(first['input'])}") from None
+        raise TypeError(f"{field}: {str(first['msg']).removeprefix('Input ')}, got {brief(first['input'])}") from None
 
 
 @cache

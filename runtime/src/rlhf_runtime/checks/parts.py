@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf.errors import CapabilityError, ConfigError, PluginError, PluginInvalid, boundary, did_you_mean, shown
+from rlhf.errors import CapabilityError, ConfigError, PluginError, PluginInvalid, boundary, brief, did_you_mean
 from rlhf.interfaces import (
     GENERATOR,
     Advantage,
@@ -316,7 +316,7 @@ def _declared(reward: ActiveReward) -> dict[str, str]:
         columns = reward.instance.columns()
         names = [] if isinstance(columns, str) else list(columns)
     if isinstance(columns, str) or not all(isinstance(name, str) and name for name in names):
-        raise PluginError(f"{reward}: columns() returned {shown(columns)}; allowed: a list or tuple of column names")
+        raise PluginError(f"{reward}: columns() returned {brief(columns)}; allowed: a list or tuple of column names")
     if isinstance(columns, Mapping):
         return {name: str(columns[name]) for name in names}
     return {name: next((n for n, value in reward.config or () if value == name), "") for name in names}

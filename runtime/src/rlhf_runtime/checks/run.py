@@ -22,7 +22,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import EvalSection, ModelSection
 from rlhf_runtime.rewards.scoring import ActiveReward
 
-_NAMED = ("policy", "critic", "reference")
+_SECTION_ROLES = ("policy", "critic", "reference")
 """Roles with a top-level section; the others are under ``[roles]``."""
 
 
@@ -269,12 +269,12 @@ def teaches(selections: Selections, number: int) -> bool:
 
 def where_trainer(role: str) -> str:
     """Name of the section with a role's own trainer options."""
-    return f"{role}.trainer" if role in _NAMED else f"roles.{role}.trainer"
+    return f"{role}.trainer" if role in _SECTION_ROLES else f"roles.{role}.trainer"
 
 
 def section_of(config: RunFile, role: str) -> ModelSection:
     """The run file's section about a role's model."""
-    if role in _NAMED:
+    if role in _SECTION_ROLES:
         section: ModelSection = getattr(config, role)
         return section
     return config.roles.get(role, ModelSection())

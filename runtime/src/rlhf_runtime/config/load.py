@@ -21,7 +21,7 @@ from rlhf.errors import ConfigError, PluginError, PluginInvalid, PluginNotFound,
 from rlhf.plugins import Plugins
 from rlhf.plugins.entry import distribution_of
 from rlhf.secrets import find_secrets
-from rlhf_hub.hub import Commits, hub_name, known
+from rlhf_hub.hub import Commits, hub_name, is_cached
 from rlhf_hub.published import pinned, require_folder
 
 from rlhf_runtime.config.components import chosen_by, dumped, option_problems
@@ -376,5 +376,5 @@ def look_for_models(config: RunFile) -> None:
         name = hub_name(model)
         if name is None:
             require_folder(model)
-        elif not config.run.resume and not known("model", name):
+        elif not config.run.resume and not is_cached("model", name):
             pinned(model, Commits())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.errors import DataError, shown
+from rlhf.errors import DataError, brief
 
 from rlhf_runtime.data.strict_json import STRICT
 
@@ -92,7 +92,7 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     default = values.get("margin") if of_margin else None
     answers = values.get("answers", default) if "first" not in values else [values["first"], values.get("second")]
     if not isinstance(answers, list) or len(answers) < 2:
-        raise DataError(f"there must be at least two answers, got {shown(answers)}")
+        raise DataError(f"there must be at least two answers, got {brief(answers)}")
     preference, other = (values.get(f, default) for f in _SCORES)
     scores = PREFERENCES[meaning][1](preference, other, answers)
     best, worst = scores.index(max(scores)), scores.index(min(scores))
@@ -158,7 +158,7 @@ answers)}. Every function raises DataError."""
 
 def _better(index: float, preference: Any, answers: list[Any]) -> list[float]:
     if index not in range(len(answers)):
-        raise DataError(f"which of {len(answers)} answers is better is not known from {shown(preference)}")
+        raise DataError(f"which of {len(answers)} answers is better is not known from {brief(preference)}")
     return [float(number == index) for number in range(len(answers))]
 
 
@@ -168,13 +168,13 @@ def _number(value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"a preference, score or rank is a finite number, got {shown(value)}")
+        raise DataError(f"a preference, score or rank is a finite number, got {brief(value)}")
     return number
 
 
 def _objects(answers: list[Any]) -> list[Mapping[str, Any]]:
     if not all(isinstance(a, Mapping) for a in answers):
-        raise DataError(f"each answer must be an object with its text and score, got {shown(answers)}")
+        raise DataError(f"each answer must be an object with its text and score, got {brief(answers)}")
     return answers
 
 
@@ -212,6 +212,6 @@ def _question(values: Values) -> Values:
     if "full_text" in prompt:
         return {"prompt": prompt["full_text"]}
     if not isinstance(prompt.get("post"), str):
-        raise DataError(f"the prompt must be text, messages, a question with full_text or a post, got {shown(prompt)}")
+        raise DataError(f"the prompt must be text, messages, a question with full_text or a post, got {brief(prompt)}")
     subreddit, title, post = (prompt.get(field) for field in ("subreddit", "title", "post"))
     return {"prompt": f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rlhf.errors import DataError, shown
+from rlhf.errors import DataError, brief
 
 from rlhf_runtime.data.comparisons import OF_MARGIN, PREFERENCES, Values, best_and_worst, question_and_answer
 from rlhf_runtime.data.messages import ROLES, read_messages, text_of
@@ -42,7 +42,7 @@ def exchanges(values: Values, chat: bool) -> Values:
     for pair in _required_list(values, "messages"):
         keys = exchange_keys(pair)
         if keys is None:
-            raise DataError(f"must be a question with its answer, got {shown(pair)}")
+            raise DataError(f"must be a question with its answer, got {brief(pair)}")
         messages += question_and_answer(*(pair[key] for key in keys))
     return {**values, "messages": messages}
 
@@ -55,7 +55,7 @@ def request(values: Values, chat: bool) -> Values:
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
-        raise DataError(f"must be a request with its input, got {shown(value)}")
+        raise DataError(f"must be a request with its input, got {brief(value)}")
     system = [{"role": "system", "content": text}] if (text := body.get("instructions")) else []
     tools = body.get("tools")
     return {
@@ -76,7 +76,7 @@ def preferred_outputs(values: Values, chat: bool) -> Values:
     """A request, ``{messages, tools}``, and two outputs, of which one is preferred (OpenAI's fine-tuning API)."""
     request = values.get("prompt")
     if not isinstance(request, Mapping):
-        raise DataError(f"input must be {{messages, tools}}, got {shown(request)}")
+        raise DataError(f"input must be {{messages, tools}}, got {brief(request)}")
     return {**values, "prompt": request.get("messages"), "tools": request.get("tools")}
 
 
@@ -151,7 +151,7 @@ def context(values: Values, chat: bool) -> Values:
         rest["prompt"] = f"{_text(values, 'prompt')}\n\n{_text(values, 'context')}"
     if history := values.get("history"):
         if not isinstance(history, list) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in history):
-            raise DataError(f"history must be a list of [question, answer] pairs, got {shown(history)}")
+            raise DataError(f"history must be a list of [question, answer] pairs, got {brief(history)}")
         if not chat:
             raise DataError("the row has a history, whose turns need a chat template")
         messages = [message for pair in history for message in question_and_answer(*pair)]
@@ -196,16 +196,16 @@ def prm800k(values: Values, chat: bool) -> Values:
     texts, labels = list[Any](), list[Any]()
     for number, step in enumerate(label["steps"], 1):
         if not isinstance(step, Mapping):
-            raise DataError(f"step {number}: must have completions, got {shown(step)}")
+            raise DataError(f"step {number}: must have completions, got {brief(step)}")
         completions, chosen, own_completion = (
             step.get("completions") or [],
             step.get("chosen_completion"),
-            step.get(_OWN),
+            step.get(_HUMAN_COMPLETION),
         )
         if not isinstance(completions, list) or not all(
             isinstance(c, Mapping) for c in (*completions, own_completion or {})
         ):
-            raise DataError(f"step {number}: completions must be {{text, rating}} each, got {shown(completions)}")
+            raise DataError(f"step {number}: completions must be {{text, rating}} each, got {brief(completions)}")
         completion = (
             completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own_completion
         )
@@ -329,7 +329,7 @@ def repeats(conversations: list[Any], prompt: Any) -> bool:
 # ---------------------------------------------------------------------------------------- inside
 
 _STEP_TEXTS = ("text", "content", "step")
-_OWN = "human_completion"
+_HUMAN_COMPLETION = "human_completion"
 """Field of a PRM800K step: the completion that a person wrote because no sampled one was acceptable."""
 
 
@@ -395,7 +395,7 @@ def _calls(value: Any) -> list[Any]:
     calls = decoded(value) if isinstance(value, str) else value
     if not calls or not isinstance(calls, list | Mapping):
         raise DataError(
-            f"a turn from {CALLS!r} must be the JSON of {{name, arguments}} or a list of them, got {shown(value)}"
+            f"a turn from {CALLS!r} must be the JSON of {{name, arguments}} or a list of them, got {brief(value)}"
         )
     return calls if isinstance(calls, list) else [calls]
 
@@ -403,7 +403,7 @@ def _calls(value: Any) -> list[Any]:
 def _required_list(values: Values, field: str) -> list[Any]:
     value = values.get(field)
     if not isinstance(value, list) or not value:
-        raise DataError(f"must be a list that is not empty, got {shown(value)}")
+        raise DataError(f"must be a list that is not empty, got {brief(value)}")
     return value
 
 
@@ -414,5 +414,5 @@ def _listed_with(value: Any, key: str) -> bool:
 def _text(values: Values, field: str) -> str:
     value = values.get(field)
     if not isinstance(value, str):
-        raise DataError(f"{field} must be text, got {shown(value)}")
+        raise DataError(f"{field} must be text, got {brief(value)}")
     return value

@@ -26,7 +26,7 @@ from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
 
-_ENDED: tuple[DataForm, ...] = ("demonstrations", "pairs", "labels")
+_END_TOKEN_FORMS: tuple[DataForm, ...] = ("demonstrations", "pairs", "labels")
 """Forms whose answers have an end token."""
 
 
@@ -70,7 +70,7 @@ class TrainData:
         """Messages on how the columns of sources were recognised, if the run file does not name them, and on end tokens
         that the chat template does not write."""
         chat = self.template.chat
-        self.end_note = chat.end_note if chat is not None and (form in _ENDED or answers) else ""
+        self.end_note = chat.end_note if chat is not None and (form in _END_TOKEN_FORMS or answers) else ""
         """What the user should know about an end token that the chat template does not write; empty if it does."""
         self.notes += filter(None, [self.end_note])
         if form == "labels" and self._train:

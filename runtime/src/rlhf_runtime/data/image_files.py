@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import DataError, shown
+from rlhf.errors import DataError, brief
 
 ALLOWED = "a path, a data: URL, bytes, {bytes, path} or an image of PIL"
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -124,7 +124,7 @@ def _content(value: Any, folder: Path | None) -> bytes:
             raise DataError(f"the data: URL {value[:40]!r}... is damaged: {error}") from None
     path = image_path(value)
     if not path:
-        raise DataError(f"an image must be {ALLOWED}, got {shown(value)}")
+        raise DataError(f"an image must be {ALLOWED}, got {brief(value)}")
     if folder is None:
         raise DataError(
             f"{path[:80]!r} is a path, and only rows of files here may name one; give the image as bytes or a data: URL"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.errors import DataError, did_you_mean, shown
+from rlhf.errors import DataError, brief, did_you_mean
 
 from rlhf_runtime.data.strict_json import STRICT, decoded
 
@@ -85,20 +85,20 @@ def as_people_read(messages: Messages) -> tuple[tuple[str, str], ...]:
 
 def _message(label: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{label}: must be {{role, content}}, got {shown(message)}")
+        raise DataError(f"{label}: must be {{role, content}}, got {brief(message)}")
     name = message.get("role")
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         aliases = ", ".join(f"{other} ({role})" for other, role in ROLES.items() if other != role)
         raise DataError(
-            f"{label}: the role is {shown(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
+            f"{label}: the role is {brief(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
             f"{aliases}.{did_you_mean(str(name), ROLES)}"
         )
     message = _without_parts(label, message)
     result: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), label)}
     for field in REASONING:
         if not isinstance(message.get(field) or "", str):
-            raise DataError(f"{label}: {field} must be text, got {shown(message[field])}")
+            raise DataError(f"{label}: {field} must be text, got {brief(message[field])}")
     for field, value in message.items():
         if field not in ("role", "content", "tool_calls", *_WEIGHTS) and isinstance(value, str) and value:
             result[field] = value
@@ -106,7 +106,7 @@ def _message(label: str, message: Mapping[str, Any]) -> dict[str, Any]:
         result[UNTRAINED] = 0
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
-        raise DataError(f"{label}: tool_calls must be a list, got {shown(calls)}")
+        raise DataError(f"{label}: tool_calls must be a list, got {brief(calls)}")
     calls = [*calls, *filter(None, [message.get("function_call")])]  # of the chat API before it had several calls
     if calls:
         result["tool_calls"] = [_call(label, call) for call in calls]
@@ -135,7 +135,7 @@ def _is_trained(label: str, message: Mapping[str, Any]) -> bool:
     for field, value in weights.items():
         if value not in (0, 1):
             raise DataError(
-                f"{label}: {field} is {shown(value)}; allowed: 1, and 0 for a message that is not trained on. Other "
+                f"{label}: {field} is {brief(value)}; allowed: 1, and 0 for a message that is not trained on. Other "
                 "weights are not known"
             )
     return all(weights.values())
@@ -146,7 +146,7 @@ def _call(label: str, call: Any) -> dict[str, Any]:
     if function is None and isinstance(call, Mapping) and "arguments" in call:
         function = call  # {name, arguments}, without the rest
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{label}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {shown(call)}")
+        raise DataError(f"{label}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {brief(call)}")
     arguments = function.get("arguments")
     parsed = decoded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, Mapping):
@@ -190,7 +190,7 @@ def read_content(content: Any, label: str) -> str | Parts:
         else:
             raise DataError(
                 f"{label}: content must be text or a list of {{type: text, text}} and {{type: image}} parts, got "
-                f"{shown(part)}"
+                f"{brief(part)}"
             )
     return parts if any(map(is_image, parts)) else text_of(parts)
 

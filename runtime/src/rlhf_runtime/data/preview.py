@@ -17,7 +17,7 @@ from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tokenizer import decoder_of
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_NAMED = 10
+_EXAMPLES = 10
 """Largest number of rows that a summary names."""
 
 
@@ -60,7 +60,7 @@ def survey(data: TrainData) -> dict[str, Any]:
                 verdict = data.judge(source[index], use == "train" and source.name in data.answered)
                 counts[verdict.kind or "ok"] += 1
                 longest = max(longest, verdict.tokens)
-                if verdict.kind and len(examples) < _NAMED:
+                if verdict.kind and len(examples) < _EXAMPLES:
                     examples.append(f"{source.where(index)}: {verdict.text}")
         kinds = {kind: counts[kind] for kind in ("ok", "too_long", "bad_rows")}
         summary[use] = {**kinds, "longest": longest, "named": examples}

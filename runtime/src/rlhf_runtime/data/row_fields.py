@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.errors import DataError, did_you_mean, shown
+from rlhf.errors import DataError, brief, did_you_mean
 from rlhf.types import Row
 
 from rlhf_runtime.data.conversions import is_turns, turns
@@ -76,7 +76,7 @@ class Cells:
                 if not isinstance(arguments := call["function"]["arguments"], Mapping):
                     raise DataError(
                         f"{name}, message {i}: the arguments of a tool call must be an object, or its JSON as text, "
-                        f"got {shown(arguments)}"
+                        f"got {brief(arguments)}"
                     )
         return [*messages]
 
@@ -99,13 +99,13 @@ class Cells:
         if value in (None, ""):
             return []
         if not isinstance(value, list):
-            raise DataError(f"{name}: must be a list of tools, or its JSON as text, got {shown(value)}")
+            raise DataError(f"{name}: must be a list of tools, or its JSON as text, got {brief(value)}")
         for number, tool in enumerate(value):
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise DataError(
                     f"{name}, tool {number}: must be {{type, function: {{name, description, parameters}}}} or {{name, "
-                    f"description, parameters}}, got {shown(tool)}"
+                    f"description, parameters}}, got {brief(tool)}"
                 )
         return value
 
@@ -113,7 +113,7 @@ class Cells:
         """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""
         label = as_label(value := self.value("label"))
         if label is None:
-            raise DataError(f"{self.name('label')}: a label is true or false, 1 or 0, '+' or '-', got {shown(value)}")
+            raise DataError(f"{self.name('label')}: a label is true or false, 1 or 0, '+' or '-', got {brief(value)}")
         return label
 
     def margin(self) -> float:
@@ -124,31 +124,31 @@ class Cells:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(f"{self.name('margin')}: a margin is a finite number, got {shown(value)}")
+            raise DataError(f"{self.name('margin')}: a margin is a finite number, got {brief(value)}")
         return number
 
     def steps(self) -> list[str]:
         """The texts of a solution's steps."""
         value, name = self.value("steps"), self.name("steps")
         if not isinstance(value, list) or not value:
-            raise DataError(f"{name}: must be a list of the texts of steps, got {shown(value)}")
+            raise DataError(f"{name}: must be a list of the texts of steps, got {brief(value)}")
         for number, text in enumerate(value, 1):
             if not isinstance(text, str):
-                raise DataError(f"{name}, step {number}: must be text, got {shown(text)}")
+                raise DataError(f"{name}, step {number}: must be text, got {brief(text)}")
         return value
 
     def step_labels(self) -> list[float]:
         """A label for each step: a hard one (as :meth:`label`), or the probability (0 .. 1) that the step is right."""
         value, name = self.value("step_labels"), self.name("step_labels")
         if not isinstance(value, list):
-            raise DataError(f"{name}: must be a list with a label for each step, got {shown(value)}")
+            raise DataError(f"{name}: must be a list with a label for each step, got {brief(value)}")
         labels = []
         for number, item in enumerate(value, 1):
             hard = as_label(item)
             if hard is None and (not isinstance(item, int | float) or not 0 <= item <= 1):
                 raise DataError(
                     f"{name}, step {number}: a label is true or false, '+' or '-', or a number from 0 to 1, "
-                    f"got {shown(item)}"
+                    f"got {brief(item)}"
                 )
             labels.append(float(item if hard is None else hard))
         return labels

@@ -167,7 +167,7 @@ def with_urls(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) ->
     """Messages in the form of the OpenAI chat API, with their images as ``data:`` URLs."""
     rest = iter(images)
 
-    def shown(content: Any) -> Any:
+    def with_urls(content: Any) -> Any:
         if not isinstance(content, list):
             return content
         return [
@@ -175,7 +175,7 @@ def with_urls(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) ->
             for part in content
         ]
 
-    return [{**m, "content": shown(m["content"])} if "content" in m else dict(m) for m in messages]
+    return [{**m, "content": with_urls(m["content"])} if "content" in m else dict(m) for m in messages]
 
 
 def _numbered(number: int, value: Any, folder: Any) -> bytes:

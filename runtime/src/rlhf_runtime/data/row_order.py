@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rlhf.errors import CheckpointError, DataError, PluginError, boundary, shown
+from rlhf.errors import CheckpointError, DataError, PluginError, boundary, brief
 from rlhf.interfaces import Curriculum, FinishedGroup, RowSource, TrainingRows
 from rlhf.interfaces.curriculum import Fate
 from rlhf.saved import WAY_OUT
@@ -223,7 +223,7 @@ class ChosenOrder(RowOrder):
         with boundary(PluginError, f"choose() of {self._name}"):
             chosen = self.curriculum.choose(n, step)
         if not isinstance(chosen, Sequence) and not hasattr(chosen, "__array__"):
-            raise self._refused(n, step, f"returned {shown(chosen)}, and a sequence of positions is expected")
+            raise self._refused(n, step, f"returned {brief(chosen)}, and a sequence of positions is expected")
         positions = [self._position(value, n, step) for value in chosen]
         if len(positions) != n:
             raise self._refused(n, step, f"chose {len(positions)} rows, and exactly {n} are needed")
@@ -275,10 +275,10 @@ class ChosenOrder(RowOrder):
         try:
             position = operator.index(value)  # type: ignore[arg-type]  # numpy's integers, too
         except TypeError:
-            raise self._refused(n, step, f"chose {shown(value)}, which is no position") from None
+            raise self._refused(n, step, f"chose {brief(value)}, which is no position") from None
         if isinstance(value, bool) or not 0 <= position < len(self.rows):
             raise self._refused(
-                n, step, f"chose row {shown(value)}; the data has the positions 0 to {len(self.rows) - 1}"
+                n, step, f"chose row {brief(value)}; the data has the positions 0 to {len(self.rows) - 1}"
             )
         return position
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf.errors import DataError, shown
+from rlhf.errors import DataError, brief
 from rlhf.types import DataForm, Row
 from rlhf.types.examples import Example
 
@@ -107,7 +107,7 @@ def check_labels(sources: Sequence[Source], columns: Sequence[str], drop: bool) 
                     )
                 raise DataError(
                     f"{source.where(index)}: column {column!r}: a label is true or false, 1 or 0, '+' or '-', got "
-                    f"{shown(value)}. {advice}"
+                    f"{brief(value)}. {advice}"
                 )
     if not (counts[True] and counts[False]):
         neither = f" and {counts[None]} values that are no labels" if counts[None] else ""

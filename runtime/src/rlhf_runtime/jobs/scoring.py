@@ -19,7 +19,7 @@ from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.tokenizer import check_ids, check_vocabularies, load_tokenizer
 from rlhf_runtime.loop.schedule import UpdateSchedule
-from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
+from rlhf_runtime.rewards.reward_models import batch_calls, read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
 from rlhf_runtime.setup.prepare import PlacedPlugins, on_processor
@@ -97,12 +97,12 @@ def start_scorer(
 
     Args:
         closing: receives the callbacks that release what was started.
-        wait, largest, passed: how calls of a model are batched (:func:`~rlhf_runtime.rewards.reward_models.together`).
+        wait, largest, passed: how calls are batched (:func:`~rlhf_runtime.rewards.reward_models.batch_calls`).
     """
     launcher = plugins_of_run.parts["launcher"].build()
     closing.callback(launcher.shutdown)
     roles = launch_roles(plugins_of_run, launcher)
-    ask = together(score_with_role(roles, main), read_role(roles, main), wait, largest, passed)
+    ask = batch_calls(score_with_role(roles, main), read_role(roles, main), wait, largest, passed)
     scorer = make_scorer(plugins_of_run, *ask)
     closing.callback(scorer.close)
     main.run(scorer.setup())

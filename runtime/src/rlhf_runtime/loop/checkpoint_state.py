@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
-from rlhf.errors import CheckpointError, boundary, shown
+from rlhf.errors import CheckpointError, boundary, brief
 from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward
 from rlhf.interfaces.curriculum import Fate
 from rlhf.saved import Counter, Saved, refuse, validated
@@ -304,7 +304,10 @@ def _restore(name: str, component: Component, saved: dict[str, Any], path: Path)
         result = encode(component.state_dict(), f"state_dict() of {name}")
     if changed_keys := [key for key in saved if key in result and dumps(saved[key]) != dumps(result[key])]:
         key = changed_keys[0]
-        refuse(path, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(result[key])}.")
+        refuse(
+            path,
+            f"components.{name}.{key}: {brief(saved[key])}, of which was made {brief(result[key])}.",
+        )
 
 
 def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list[Group]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf.errors import PluginInvalid, shown
+from rlhf.errors import PluginInvalid, brief
 from rlhf.interfaces import Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.types import Group
@@ -21,7 +21,7 @@ def assemble(
             return batch, dict(metrics)
         case other:
             raise PluginInvalid(
-                f"assemble() of algorithm {algorithm.name!r} returned {shown(other)}. It must return a tuple of two: "
+                f"assemble() of algorithm {algorithm.name!r} returned {brief(other)}. It must return a tuple of two: "
                 "the batch, None if there is nothing to learn from, and a dictionary of metrics. Without metrics write "
                 "`return batch, {}`."
             )

@@ -31,7 +31,7 @@ from rlhf_runtime.models.roles import Role
 
 HOLDS_NOTHING = "accept:nothing"
 """Capability of a generator without weights, which needs no sync."""
-_SHOWN = 8
+_MAX_NAMES = 8
 """Largest number of names in a message."""
 CANARY_TOKENS = 48
 """Tokens of a canary, a random sequence whose log-probs are compared."""
@@ -240,8 +240,8 @@ class WeightSync:
 
 
 def _listing(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + suffix
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + suffix
 
 
 @dataclass(frozen=True, slots=True)

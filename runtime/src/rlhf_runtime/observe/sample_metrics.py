@@ -54,11 +54,11 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     fewer than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length.
     A metric without values is absent, never zero.
     """
-    metrics = _of(groups, samples, threshold)
+    metrics = _metrics_of(groups, samples, threshold)
     sources = sorted({group.row.source for group in groups})
     if len(sources) > 1:
         for source in sources:
-            part = _of([g for g in groups if g.row.source == source], samples, threshold)
+            part = _metrics_of([g for g in groups if g.row.source == source], samples, threshold)
             metrics |= {f"{source}/{name}": value for name, value in part.items()}
     return metrics
 
@@ -78,7 +78,7 @@ def metric_names(samples: int, sources: Collection[str], scored: bool, passes: b
     return [*names, *(f"{source}/{name}" for source in sorted(sources) for name in names if len(sources) > 1)]
 
 
-def _of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[str, float]:
+def _metrics_of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[str, float]:
     answers = [t for group in groups for t in group.trajectories]
     has_scores = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
     values: dict[str, list[float]] = defaultdict(list)

@@ -30,13 +30,13 @@ class Slice:
 
     def child(self, name: str, **arguments: Any) -> AbstractContextManager[Slice]:
         """A block inside of this one."""
-        return _NOTHING
+        return _NO_SLICE
 
     def add(self, **arguments: Any) -> None:
         """Further arguments, which the viewers show with the slice."""
 
 
-_NOTHING = nullcontext(Slice())
+_NO_SLICE = nullcontext(Slice())
 
 
 class Timeline:
@@ -47,11 +47,11 @@ class Timeline:
 
     def phase(self, name: str) -> AbstractContextManager[Slice]:
         """A phase of the step, on the main thread."""
-        return _NOTHING
+        return _NO_SLICE
 
     def slice(self, kind: Kind, name: str, **arguments: Any) -> AbstractContextManager[Slice]:
         """A block that may run while others do."""
-        return _NOTHING
+        return _NO_SLICE
 
     def instant(self, name: str, **arguments: Any) -> None:
         """Something that takes no time."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.errors import CheckpointError, shown
+from rlhf.errors import CheckpointError, brief
 from rlhf.plugins.requirements import installed_version
 from rlhf.saved import Saved, SavedPart, validated
 from rlhf.secrets import redact
@@ -292,7 +292,7 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
     validated(SavedRun, saved, manifest)
     if (layout := saved.get("schema", SCHEMA)) != SCHEMA:
         raise CheckpointError(
-            f"the layout of {manifest} is version {shown(layout)}, this release reads version {SCHEMA}. Continue with "
+            f"the layout of {manifest} is version {brief(layout)}, this release reads version {SCHEMA}. Continue with "
             "the release that wrote it. Nothing was changed."
         )
     starts: list[dict[str, Any]] = saved["starts"]

@@ -16,7 +16,7 @@ from rlhf_runtime.output.folder_lock import FolderLock, unusable
 from rlhf_runtime.output.metrics import read_metrics
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
-_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
+_RUN_ITEMS = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
 """The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
 REPORT = "report.html"
 """The page of a run. Files of others have this name too, so it is replaced only where a run wrote it."""
@@ -110,7 +110,7 @@ def is_report(page: Path) -> bool:
 
 def clear(path: Path, keep: Collection[str]) -> None:
     """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
-    items = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
+    items = [path / name for name in _RUN_ITEMS if name not in keep] + sorted(path.glob("model-*"))
     items += [page for page in path.glob(REPORT) if page.is_file() and is_report(page)]
     for item in sorted(items, key=lambda item: item.name == "manifest.json"):
         if item.is_dir() and not item.is_symlink():

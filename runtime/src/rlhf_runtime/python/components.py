@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.errors import ConfigError, shown
+from rlhf.errors import ConfigError, brief
 from rlhf.interfaces import Component, Observer, Reward, RunInfo
 from rlhf.plugins import Plugins
 from rlhf.plugins.functions import FORMS, form_of_function, is_async
@@ -25,7 +25,7 @@ def reward_entries(plugins: Plugins, rewards: Any) -> list[Entry]:
     Raises ConfigError where an item is not a reward, or two have the same name.
     """
     entries: list[Entry] = []
-    for name, item in listed(rewards, "reward"):
+    for name, item in named_items(rewards, "reward"):
         entry: Entry = {"use": item} if isinstance(item, str) else _reward(plugins, name, item)
         entries.append(entry if name is None else {**entry, "name": name})
     labels = [e.get("name") or e["use"] for e in entries]
@@ -43,7 +43,7 @@ def _reward(plugins: Plugins, name: str | None, item: Any) -> Entry:
         return {"use": register(plugins, "reward", cls), **options}
     if isinstance(item, type) or not callable(item):
         raise ConfigError(
-            f"reward: got {shown(item)}; give a function, a Reward class or instance, or a reference like 'math' or "
+            f"reward: got {brief(item)}; give a function, a Reward class or instance, or a reference like 'math' or "
             f"'file:reward.py'. A reward function is {FORMS}."
         )
     return {"use": register(plugins, "reward", reward_class(item, name))}
@@ -85,10 +85,10 @@ OBSERVER_FORM = (
 def observer_entries(plugins: Plugins, observers: Any) -> list[Entry]:
     """The ``[[observer]]`` sections of the run file, for one observer or a list. Raises ConfigError."""
     if isinstance(observers, Mapping):
-        raise ConfigError(f"observers: a list, got {shown(observers)}. {OBSERVER_FORM}")
+        raise ConfigError(f"observers: a list, got {brief(observers)}. {OBSERVER_FORM}")
     return [
         {"use": item} if isinstance(item, str) else _observer(plugins, item)
-        for _, item in listed(observers, "observers")
+        for _, item in named_items(observers, "observers")
     ]
 
 
@@ -97,7 +97,7 @@ def _observer(plugins: Plugins, item: Any) -> Entry:
         cls, options = component_class(item, None)
         return {"use": register(plugins, "observer", cls), **options}
     if isinstance(item, type) or not callable(item):
-        raise ConfigError(f"observers: got {shown(item)}. {OBSERVER_FORM}")
+        raise ConfigError(f"observers: got {brief(item)}. {OBSERVER_FORM}")
     return {"use": register(plugins, "observer", observer_class(item))}
 
 
@@ -165,7 +165,7 @@ def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[s
     return type(cls.__name__, (cls,), body), config.model_dump(mode="json", exclude_none=True) if config else {}
 
 
-def listed(items: Any, argument: str) -> list[tuple[str | None, Any]]:
+def named_items(items: Any, argument: str) -> list[tuple[str | None, Any]]:
     """A list of (name or None, item) from what was given: one item, a list, or {name: item}.
 
     Raises ConfigError where a name is not text, or the list is empty.
@@ -173,7 +173,7 @@ def listed(items: Any, argument: str) -> list[tuple[str | None, Any]]:
     if isinstance(items, Mapping):
         for name in items:
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"{argument}: a name is text, got {shown(name)}")
+                raise ConfigError(f"{argument}: a name is text, got {brief(name)}")
         pairs: list[tuple[str | None, Any]] = list(items.items())
     elif isinstance(items, list | tuple):
         pairs = [(None, item) for item in items]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import ConfigError, DataError, shown
+from rlhf.errors import ConfigError, DataError, brief
 
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
 from rlhf_runtime.data.columnar_sources import content_hash
@@ -158,7 +158,7 @@ def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
         location = f"{name} data, row {number}"
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{location}: a row is a dict of columns, got {shown(row)}. Of a dict of splits give one split."
+                f"{location}: a row is a dict of columns, got {brief(row)}. Of a dict of splits give one split."
             )
         values = json_value(dict(row), location)
         try:
@@ -179,7 +179,7 @@ def json_value(value: Any, location: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise DataError(f"{location}: a name is text, got {shown(key)}")
+                raise DataError(f"{location}: a name is text, got {brief(key)}")
         return {key: json_value(item, f"{location}, {key!r}") for key, item in value.items()}
     if isinstance(value, list):
         return [json_value(item, f"{location}[{number}]") for number, item in enumerate(value)]
@@ -189,7 +189,7 @@ def json_value(value: Any, location: str) -> Any:
         except DataError as error:
             raise DataError(f"{location}: {error}") from None
     raise DataError(
-        f"{location}: got {shown(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
+        f"{location}: got {brief(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
         "jsonl file. Convert it: list(...), int(...), float(...) or str(...)."
     )
 
@@ -213,7 +213,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
             "the path of a folder that holds both."
         )
     if not hasattr(tokenizer, "save_pretrained"):
-        raise ConfigError(f"tokenizer: got {shown(tokenizer)}; give a tokenizer of transformers.")
+        raise ConfigError(f"tokenizer: got {brief(tokenizer)}; give a tokenizer of transformers.")
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> str:

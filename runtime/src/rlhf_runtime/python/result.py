@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf.errors import ConfigError, RolloutError, shown
+from rlhf.errors import ConfigError, RolloutError, brief
 from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.data_section import DataSection, SourceSection
@@ -93,11 +93,11 @@ class Result:
         Raises ConfigError, DataError or RolloutError.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
-            raise ConfigError(f"generate(): prompts is a list of texts or conversations, got {shown(prompts)}")
+            raise ConfigError(f"generate(): prompts is a list of texts or conversations, got {brief(prompts)}")
         for number, prompt in enumerate(prompts):
             if not prompt or not isinstance(prompt, str | list):
                 raise ConfigError(
-                    f"generate(): prompt {number} is {shown(prompt)}; allowed: a text or a list of messages, not empty"
+                    f"generate(): prompt {number} is {brief(prompt)}; allowed: a text or a list of messages, not empty"
                 )
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
-from rlhf.errors import ConfigError, shown
+from rlhf.errors import ConfigError, brief
 from rlhf.plugins import Plugins
 from rlhf.proxies import exempt_loopback
 
@@ -210,7 +210,7 @@ def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list
     """Arguments and options as flags of the command. Raises ConfigError where a name is given twice or is not text."""
     for key in options:
         if not isinstance(key, str):
-            raise ConfigError(f"options: a name is text like 'trainer.lr', got {shown(key)}")
+            raise ConfigError(f"options: a name is text like 'trainer.lr', got {brief(key)}")
         if key in arguments:
             raise ConfigError(f"options: {key!r} is given as an argument too. Leave one of them out.")
     return [(key, PythonValue(value)) for key, value in {**arguments, **options}.items()]
@@ -229,11 +229,11 @@ def _paths(name: str, rows: Any) -> list[str]:
     argument = "data" if name == "train" else "eval_data"
     if isinstance(rows, Mapping):
         raise ConfigError(
-            f"{argument}: rows are a list of dicts, got {shown(rows)}. Of a dict of splits give one split; of a dict "
+            f"{argument}: rows are a list of dicts, got {brief(rows)}. Of a dict of splits give one split; of a dict "
             "of columns, datasets.Dataset.from_dict(...)."
         )
     if not isinstance(rows, Iterable):
-        raise ConfigError(f"{argument}: a list of dicts, a datasets.Dataset, an iterable or a path, got {shown(rows)}")
+        raise ConfigError(f"{argument}: a list of dicts, a datasets.Dataset, an iterable or a path, got {brief(rows)}")
     return []
 
 

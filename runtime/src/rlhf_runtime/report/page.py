@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import rlhf
 from rlhf.errors import ConfigError, RlhfError
-from rlhf_hub.hub import hub_name, known
+from rlhf_hub.hub import hub_name, is_cached
 from rlhf_hub.published import model_folder
 
 from rlhf_runtime.checkpoint.atomic_files import replace_file
@@ -292,7 +292,7 @@ def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
     commits = record.start.get("hub")
     if (repo := hub_name(record.model)) and isinstance(commits, Mapping):
         pinned = hub_name(f"{repo.name}@{commits.get(f'model {repo}')}")
-        folders += [Path(model_folder(str(pinned)))] if pinned and known("model", pinned) else []
+        folders += [Path(model_folder(str(pinned)))] if pinned and is_cached("model", pinned) else []
     file = next((path for folder in folders if (path := folder / "tokenizer.json").is_file()), None)
     problem = f"{record.model!r} has no tokenizer.json here"
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
+from rlhf.errors import CheckpointError, ConfigError, DataError, brief, did_you_mean
 from rlhf.ops.sample_values import ENV
 
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
@@ -263,7 +263,7 @@ def _reward(value: Any) -> float | None:
     """The reward as a float or None. Raises TypeError if it is neither a number nor null."""
     number = as_number(value)
     if number is None and value is not None:
-        raise TypeError(f"a reward is {shown(value)}, and not a number")
+        raise TypeError(f"a reward is {brief(value)}, and not a number")
     return number
 
 

@@ -86,7 +86,7 @@ class _Pass:
         return sum(len(call.ids) for call in self.calls)
 
 
-def together(
+def batch_calls(
     score: ScoreWithRole,
     reader: ReadRole,
     wait: float = 0.0,

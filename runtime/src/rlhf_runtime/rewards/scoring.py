@@ -31,7 +31,7 @@ from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Group, RewardResult, Trajectory
 
-from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, with_deadline
 from rlhf_runtime.calls.isolation import check_python
 from rlhf_runtime.calls.plugin_worker import WorkerPool, reference
 from rlhf_runtime.calls.returned_values import InvalidResult, check_results, results_from_json
@@ -239,7 +239,7 @@ class Scorer:
             async with self._turns[reward.name]:
                 with clock:
                     scoring: Any = reward.instance.score(group)
-                    results = await within(scoring, reward.deadline)
+                    results = await with_deadline(scoring, reward.deadline)
                 return check_results(results, group.trajectories)
         except DeadlineExpired:
             raise RewardError(

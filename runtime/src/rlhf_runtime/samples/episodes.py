@@ -12,7 +12,7 @@ from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved
 from rlhf.types import EnvStep, Row
 
-from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, with_deadline
 from rlhf_runtime.calls.isolation import check_python
 from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool
 from rlhf_runtime.calls.returned_values import (
@@ -186,7 +186,7 @@ class Episode(Env):
             self._env.sampling = self.sampling
             call: Any = getattr(self._env, method)(*arguments)
             with self._sample.child(f"environment {method}"):
-                return check(None if call is None else await within(call, deadline), self._agents)
+                return check(None if call is None else await with_deadline(call, deadline), self._agents)
         except BaseException as error:
             self._failed = True
             if isinstance(error, DeadlineExpired):

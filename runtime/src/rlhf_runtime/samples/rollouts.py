@@ -96,11 +96,11 @@ class Rollouts:
             requests = SingleRequests(self.pool, self.limit)
         numbers_of_ended = itertools.count(1)
 
-        def ended() -> None:
+        def count_end() -> None:
             count(next(numbers_of_ended), len(samples))
 
         tasks = [
-            asyncio.ensure_future(self.group(row, first_number + i, settings, requests, on_end=ended))
+            asyncio.ensure_future(self.group(row, first_number + i, settings, requests, on_end=count_end))
             for i, row in enumerate(rows)
         ]
         try:

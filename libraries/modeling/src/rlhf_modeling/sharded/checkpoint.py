@@ -41,7 +41,7 @@ def save(trainer: ShardedWeights, division: Mapping[str, Any], path: Path) -> No
                 scalars.setdefault(key, {})[index] = float(value)
             else:
                 kinds.setdefault(checkpoint_files.OPTIMIZER + key, {})[index] = value.view(-1)
-    pieces = checkpoint_files.own(partition, trainer.split)
+    pieces = checkpoint_files.local_pieces(partition, trainer.split)
     checkpoint_files.write(path, pieces, kinds, scalars, trainer.split, spec.rank, spec.world_size)
     barrier()
     if spec.rank == 0:

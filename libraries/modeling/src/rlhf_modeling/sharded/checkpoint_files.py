@@ -35,7 +35,7 @@ def file_name(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 
-def own(partition: Partition, split: Split) -> list[tuple[int, Piece]]:
+def local_pieces(partition: Partition, split: Split) -> list[tuple[int, Piece]]:
     """(index of the flat, piece) for everything that this rank writes: its pieces, or its share of what every replica
     holds. The first rank of a replica writes what is whole on all of its ranks."""
     replica, replicas = split.topology.replica, split.topology.replicas

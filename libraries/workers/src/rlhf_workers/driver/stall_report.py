@@ -16,7 +16,7 @@ _ASK_SECONDS = 5.0
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_to_all", "rendezvous")
 """Parts of function names that mean waiting for other ranks."""
 _LOG_LINES = 20
-_OTHERS = 16
+_MAX_OTHERS = 16
 """Most other workers whose stacks are in the report."""
 
 
@@ -47,17 +47,17 @@ class StallReport:
     def page(self) -> str:
         """The report's text."""
         pending_members = [m for m in self.waited_for if m is not self.member]
-        stacks = {id(m): m.beside("stacks") for m in (self.member, *pending_members[:_OTHERS])}
+        stacks = {id(m): m.beside("stacks") for m in (self.member, *pending_members[:_MAX_OTHERS])}
         self.calls.wait(list(stacks.values()), len(stacks), _ASK_SECONDS)
-        reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *pending_members[:_OTHERS])}
+        reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *pending_members[:_MAX_OTHERS])}
         start = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
         lines = [self.headline, f"Since {start}.", "", "What to look at"]
         lines += [f"- {hint}" for hint in self._hints(reports)]
-        for member in (self.member, *pending_members[:_OTHERS]):
+        for member in (self.member, *pending_members[:_MAX_OTHERS]):
             lines += ["", f"{'=' * 8} {member.name} ({member.where})", reports[member.name]]
-        if len(pending_members) > _OTHERS:
-            lines += ["", f"... and {len(pending_members) - _OTHERS} more pending workers: "]
-            lines[-1] += ", ".join(m.name for m in pending_members[_OTHERS:])
+        if len(pending_members) > _MAX_OTHERS:
+            lines += ["", f"... and {len(pending_members) - _MAX_OTHERS} more pending workers: "]
+            lines[-1] += ", ".join(m.name for m in pending_members[_MAX_OTHERS:])
         if log := self.member.facts.get("stderr"):
             lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
             lines.append(self.member.on_its_node(log_tail, log, _LOG_LINES))

@@ -22,7 +22,7 @@ from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, 
 
 _READY = "ready"
 """Counter: every receiver adds 1 when it is ready for a bucket. Receivers take the buckets in order."""
-_SENT = "sent"
+_SEND_COUNT = "sent"
 """Counter: rank 0 adds 1 when it is done with a bucket, also if the bucket did not arrive."""
 
 
@@ -57,7 +57,7 @@ class BroadcastSender(Sender):
         """Let the other ranks gather the next bucket."""
         if self.link.ranks > 1:
             with suppress(RuntimeError):  # the driver, which serves the store, is gone
-                self.coordination.add(_SENT)
+                self.coordination.add(_SEND_COUNT)
 
     def _broadcast(self, buffer: Tensor, number: int) -> None:
         expected = self.link.receivers * (number + 1)
@@ -89,7 +89,7 @@ class IdleSender(Sender):
             if self._source_failed:
                 continue
             try:
-                self.coordination.wait_for_count(_SENT, self._taken_count, "waiting for rank 0 to send a bucket")
+                self.coordination.wait_for_count(_SEND_COUNT, self._taken_count, "waiting for rank 0 to send a bucket")
             except (SyncError, RuntimeError):  # rank 0 says why; it still gathers with the other ranks
                 self._source_failed = True
         return iter(())

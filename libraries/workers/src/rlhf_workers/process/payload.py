@@ -45,10 +45,10 @@ class Payload:
         self.shared, self.ranks = shared, list(ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        def outside(part: Pickled) -> Pickled:
+        def with_buffers(part: Pickled) -> Pickled:
             return part[0], [pickle.PickleBuffer(b) for b in part[1]], part[2]
 
-        return Payload, (outside(self.shared), [outside(r) for r in self.ranks])
+        return Payload, (with_buffers(self.shared), [with_buffers(r) for r in self.ranks])
 
     @property
     def nbytes(self) -> int:

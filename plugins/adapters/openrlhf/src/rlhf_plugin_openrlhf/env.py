@@ -10,7 +10,7 @@ from rlhf.errors import EnvError
 from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Row
 
-from rlhf_plugin_openrlhf.executors import ExecutorConfig, built, checked, config_of
+from rlhf_plugin_openrlhf.executors import ExecutorConfig, checked, config_of, instantiate
 from rlhf_plugin_openrlhf.sampling import from_params, to_params
 from rlhf_plugin_openrlhf.values import image_bytes, label_of, logs, scalar
 
@@ -52,7 +52,7 @@ class _AgentEnv(Env):
     async def reset(self, row: Row, seed: int) -> str:
         prompt = _text(row, self.config.prompt)
         self._label = label_of(row, self.config.label)
-        self._instance = await built(self._class)
+        self._instance = await instantiate(self._class)
         accepts = inspect.signature(self._instance.reset).parameters
         takes_seed = "seed" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
         states = {"observation": prompt, "prompt": prompt, "label": self._label}

@@ -113,7 +113,7 @@ def checked(cls: type[Any]) -> type[Any]:
     return cls
 
 
-async def built(cls: type[Any]) -> Any:
+async def instantiate(cls: type[Any]) -> Any:
     """A new instance. ``async def __init__`` is awaited."""
     if not inspect.iscoroutinefunction(cls.__init__):
         return cls()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from rlhf.errors import RolloutError, shown
+from rlhf.errors import RolloutError, brief
 from rlhf.interfaces import Rollout, RolloutContext
 from rlhf.types import Row, Turn
 
@@ -97,7 +97,7 @@ class ExecutorEngine:
         """
         if not isinstance(result, dict) or not {"observation_tokens", "action_ranges"} <= result.keys():
             raise RolloutError(
-                f"execute() returned {shown(result)}; expected a dict with observation_tokens, action_ranges and reward"
+                f"execute() returned {brief(result)}; expected a dict with observation_tokens, action_ranges and reward"
             )
         tokens, turns, position = [int(token) for token in result["observation_tokens"]], [], 0
         for start, end in result["action_ranges"]:

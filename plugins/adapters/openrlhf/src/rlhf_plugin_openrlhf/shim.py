@@ -100,9 +100,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        from rlhf_plugin_openrlhf.executors import built
+        from rlhf_plugin_openrlhf.executors import instantiate
 
-        instance = await built(self.agent_instance_cls)
+        instance = await instantiate(self.agent_instance_cls)
         text = (await instance.reset({"observation": prompt, "label": label}))["observation"]
         tokens, ranges, total, last, done = _tokens(hf_tokenizer, text), [], 0.0, {}, False
         while not done and len(tokens) < max_length:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import shown
+from rlhf.errors import brief
 from rlhf.types import Row
 
 
@@ -25,7 +25,7 @@ def scalar(value: Any, label: str) -> float | None:
         try:
             return float(value)
         except OverflowError:
-            raise TypeError(f"{label} is {shown(value)}; expected a number that a float can hold") from None
+            raise TypeError(f"{label} is {brief(value)}; expected a number that a float can hold") from None
     elif hasattr(value, "item") and getattr(value, "size", None) is not None and _elements(value) == 1:
         return float(value.item())
     raise TypeError(f"{label} is {value!r}; expected one number: a float, or a tensor or list with one element")
@@ -41,7 +41,7 @@ def scalars(values: Any, label: str, count: int) -> list[float | None]:
     numbers = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(numbers, list | tuple) or len(numbers) != count:
         raise TypeError(
-            f"{label} is {shown(values)}; expected {count} numbers, one for each sample of the batch. A function that "
+            f"{label} is {brief(values)}; expected {count} numbers, one for each sample of the batch. A function that "
             'scores one sample a call needs batch = "sample" in its section.'
         )
     return [scalar(number, f"{label}[{n}]") for n, number in enumerate(numbers)]
@@ -98,7 +98,7 @@ def image_bytes(value: Any) -> bytes:
         file = io.BytesIO()
         value.convert("RGB").save(file, "PNG")
         return file.getvalue()
-    raise TypeError(f"environment_images holds {shown(value)}; allowed: images of PIL, bytes and paths of files")
+    raise TypeError(f"environment_images holds {brief(value)}; allowed: images of PIL, bytes and paths of files")
 
 
 def _elements(value: Any) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_TAKEN = ("policy", "loss")
+_METRIC_PREFIXES = ("policy", "loss")
 """Words at the start of names of metrics, which a member's name would hide."""
 
 
@@ -59,10 +59,10 @@ class PerSourceConfig(ComponentConfig):
     def _check(self) -> PerSourceConfig:
         owner: dict[str, str] = {}
         for name, member in self.members.items():
-            if not _NAME.fullmatch(name) or name in _TAKEN:
+            if not _NAME.fullmatch(name) or name in _METRIC_PREFIXES:
                 raise ValueError(
                     f"members: the name {name!r} is not allowed; a name matches [a-z][a-z0-9_]* and is not "
-                    f"{' or '.join(_TAKEN)}"
+                    f"{' or '.join(_METRIC_PREFIXES)}"
                 )
             for source in member.sources:
                 if source in owner:

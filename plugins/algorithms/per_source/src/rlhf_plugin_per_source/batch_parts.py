@@ -54,12 +54,12 @@ def part(batch: Batch, name: str) -> Batch | None:
         return None
     units = batch if bool(units_U.all()) else batch.keep(units_U[batch.unit_B])
 
-    def own(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def member_columns(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {c.removeprefix(f"{name}/"): v for c, v in columns.items() if c.startswith(f"{name}/")}
 
     shared = {c: units.tok[c] for c in SHARED if c in units.tok}
-    unit = {c: v for c, v in own(units.unit).items() if c != PART}
-    return replace(units, tok={**own(units.tok), **shared}, seq=own(units.seq), unit=unit)
+    unit = {c: v for c, v in member_columns(units.unit).items() if c != PART}
+    return replace(units, tok={**member_columns(units.tok), **shared}, seq=member_columns(units.seq), unit=unit)
 
 
 def _shared(b: Batch, parts: Collection[Batch]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 _PROGRAM = Path(__file__).parent / "worker_program.py"
 _END_SECONDS = 30.0
 """Time for the end of a worker and all its descendants."""
-_NOTHING = SharedValue.of(None)
+_NONE_VALUE = SharedValue.of(None)
 
 
 class WorkerProcess(WorkerHandle):
@@ -74,7 +74,7 @@ class WorkerProcess(WorkerHandle):
 
         def make_room() -> None:
             if queue_size is not None:
-                self._send(Message(number, ROOM, _NOTHING))
+                self._send(Message(number, ROOM, _NONE_VALUE))
 
         stream = ReferenceStream(self._calls, make_room)
         self._begin(stream, number, ITEMS, (method, arguments, queue_size))

@@ -15,7 +15,7 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SHOWN = 8
+_MAX_NAMES = 8
 
 
 class CopiedTensors(TorchDispatchMode):
@@ -101,4 +101,4 @@ def differing(model: Any, bucket: Bucket) -> list[str]:
 
 
 def _join(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

@@ -19,7 +19,7 @@ from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.requests import VllmRequest
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
-_SHOWN = 8
+_MAX_NAMES = 8
 
 
 class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
@@ -182,4 +182,4 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
 
 
 def _join(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from rlhf.errors import ConfigError, DataError, did_you_mean, shown
+from rlhf.errors import ConfigError, DataError, brief, did_you_mean
 from rlhf.interfaces import ComponentConfig, Curriculum, TrainingRows
 
 from rlhf_plugin_curricula.arrays import from_text, to_text
@@ -111,7 +111,7 @@ def _numbers(rows: TrainingRows, column: str) -> list[float]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise DataError(
                 f"{rows.where(position)}: the column {column!r} (curriculum.column) says how hard the row is: a finite "
-                f"number is expected, got {shown(value)}. Correct the row, or name another column."
+                f"number is expected, got {brief(value)}. Correct the row, or name another column."
             )
         numbers.append(float(value))
     return numbers

@@ -14,7 +14,7 @@ import gymnasium
 from gymnasium import spaces
 from pydantic import Field, model_validator
 from rlhf import hookimpl
-from rlhf.errors import EnvError, shown
+from rlhf.errors import EnvError, brief
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.types import EnvStep, Row
 
@@ -73,7 +73,7 @@ class GymnasiumEnv(Env):
         row_seed = row.get("seed")
         if row_seed is not None and (type(row_seed) is not int or row_seed < 0):
             raise EnvError(
-                f"row {row.index} of source {row.source!r} has the seed {shown(row_seed)}; allowed: "
+                f"row {row.index} of source {row.source!r} has the seed {brief(row_seed)}; allowed: "
                 "a whole number from 0"
             )
         c = self.config

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Field, field_validator
 from rlhf import hookimpl
-from rlhf.errors import EnvError, shown
+from rlhf.errors import EnvError, brief
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.types import EnvStep, Row
 
@@ -54,7 +54,7 @@ class NemoGym(Env):
         params = row.get(PARAMS)
         if not isinstance(params, dict):
             raise EnvError(
-                f"row {row.index} of source {row.source!r}: its column {PARAMS!r} is {shown(params)}; expected an "
+                f"row {row.index} of source {row.source!r}: its column {PARAMS!r} is {brief(params)}; expected an "
                 "object"
             )
         self._row, self._tools = dict(row.columns), params.get("tools") or []
@@ -102,7 +102,7 @@ class NemoGym(Env):
             raise EnvError(f"{self.config.url}/verify answered {body[:80]!r}, which is not JSON: {error}") from None
         reward = answer.get("reward") if isinstance(answer, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not _is_finite(reward):
-            raise EnvError(f"{self.config.url}/verify answered reward = {shown(reward)}; expected a finite number")
+            raise EnvError(f"{self.config.url}/verify answered reward = {brief(reward)}; expected a finite number")
         numbers = {k: v for k, v in answer.items() if isinstance(v, int | float) and k not in request and k != "reward"}
         return EnvStep("", float(reward), True, info={k: v for k, v in numbers.items() if _is_finite(v)})
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.errors import EnvError, shown
+from rlhf.errors import EnvError, brief
 
 MISFIT = ("missing", "extra_forbidden")
 """Types of pydantic's errors for an object that has other fields than the model."""
@@ -75,19 +75,19 @@ def observed(answer: str | bytes, field: str | None) -> Observed:
     try:
         content = json.loads(answer, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise EnvError(f"the server answered {shown(answer)}, which is not JSON: {error}") from None
+        raise EnvError(f"the server answered {brief(answer)}, which is not JSON: {error}") from None
     data = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, dict) or content.get("type") not in ("observation", "error"):
-        raise EnvError(f"the server answered {shown(content)}; expected a message of the type observation or error")
+        raise EnvError(f"the server answered {brief(content)}; expected a message of the type observation or error")
     if content["type"] == "error":
         _raise(data, field)
     observation, reward, done = (data.get(name) for name in ("observation", "reward", "done"))
     if not isinstance(observation, dict):
-        raise EnvError(f"the server answered observation = {shown(observation)}; expected an object")
+        raise EnvError(f"the server answered observation = {brief(observation)}; expected an object")
     if type(done) is not bool:
-        raise EnvError(f"the server answered done = {shown(done)}; expected true or false")
+        raise EnvError(f"the server answered done = {brief(done)}; expected true or false")
     if "reward" not in data or not (reward is None or (isinstance(reward, bool | int | float) and _is_finite(reward))):
-        raise EnvError(f"the server answered reward = {shown(reward)}; expected a finite number, or null for none")
+        raise EnvError(f"the server answered reward = {brief(reward)}; expected a finite number, or null for none")
     return Observed(observation, float(reward or 0.0), done)
 
 

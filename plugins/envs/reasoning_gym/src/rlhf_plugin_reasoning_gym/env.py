@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
-from rlhf.errors import EnvError, shown
+from rlhf.errors import EnvError, brief
 from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Row
 
@@ -50,7 +50,7 @@ class ReasoningGym(Env):
         if task is None and c.task is None:
             raise EnvError(f"{location} has no column 'task', and [env] sets no task. Set one of them")
         if task_config is not None and (task is None or not isinstance(task_config, Mapping)):
-            value = shown(task_config) if task is not None else "a task_config without a task"
+            value = brief(task_config) if task is not None else "a task_config without a task"
             raise EnvError(
                 f"{location} has {value}; allowed in the column 'task_config': a table, beside the column 'task'"
             )
@@ -60,7 +60,7 @@ class ReasoningGym(Env):
             except (ValueError, TypeError) as error:
                 raise EnvError(f"{location}: {error}") from None
         if (row_seed := row.get("seed")) is not None and (type(row_seed) is not int or not 0 <= row_seed <= MOST_SEED):
-            raise EnvError(f"{location} has the seed {shown(row_seed)}; allowed: a whole number from 0 to {MOST_SEED}")
+            raise EnvError(f"{location} has the seed {brief(row_seed)}; allowed: a whole number from 0 to {MOST_SEED}")
         entry_seed = seed % (MOST_SEED + 1) if row_seed is None else row_seed
         self._entry = GymEntry(task or c.task, c.task_config if task is None else task_config or {}, entry_seed)
         return self._entry.question

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 
-from rlhf.errors import RewardError, shown
+from rlhf.errors import RewardError, brief
 from rlhf.interfaces import Reward
 from rlhf.types import Group, RewardResult, Row
 
@@ -50,15 +50,15 @@ def _entry(row: Row) -> GymEntry:
     task, config, seed, prompt = (row.get(name) for name in ("task", "task_config", "seed", "prompt"))
     if not isinstance(task, str) or not isinstance(config, Mapping) or type(seed) is not int:
         raise RewardError(
-            f"row {row.index} of source {row.source!r} has task = {shown(task)}, task_config = {shown(config)} and "
-            f"seed = {shown(seed)}; allowed: text, a table and a whole number. Write rows with `python -m "
+            f"row {row.index} of source {row.source!r} has task = {brief(task)}, task_config = {brief(config)} and "
+            f"seed = {brief(seed)}; allowed: text, a table and a whole number. Write rows with `python -m "
             "rlhf_plugin_reasoning_gym TASK`"
         )
     entry = _gym_entry(task, json.dumps(config, sort_keys=True), seed)
     if isinstance(prompt, str) and entry.question not in prompt:
         raise RewardError(
             f"row {row.index} of source {row.source!r}: task {task!r} with its config and seed {seed} asks "
-            f"{shown(entry.question)}, which is not in the row's prompt. The row was written by another version of "
+            f"{brief(entry.question)}, which is not in the row's prompt. The row was written by another version of "
             "reasoning-gym, or edited. Write the rows again"
         )
     return entry

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from rlhf.errors import EnvError, RlhfError, did_you_mean, shown
+from rlhf.errors import EnvError, RlhfError, brief, did_you_mean
 from rlhf.interfaces import ComponentConfig
 
 COMPOSITE = "composite"
@@ -83,7 +83,7 @@ def _check(task: str, text: str) -> None:
         for part in _parts(config):
             if not isinstance(part, dict) or "name" not in part or part.keys() - {"name", "weight", "config"}:
                 raise ValueError(
-                    f"'datasets' holds {shown(part)}; allowed: tables with name, weight and config, such as "
+                    f"'datasets' holds {brief(part)}; allowed: tables with name, weight and config, such as "
                     '{ name = "chain_sum", weight = 2, config = { max_terms = 3 } }'
                 )
             check(part["name"], part.get("config", {}))
@@ -127,7 +127,7 @@ def judge(entry: GymEntry, turn: str, config: AnswerConfig, failure: type[RlhfEr
         reason = f"{type(error).__name__}: {error}"
         if config.scorer_error is None:
             raise failure(
-                f"the scorer of task {entry.task!r} raised {reason} for the answer {shown(answer)}. Set scorer_error "
+                f"the scorer of task {entry.task!r} raised {reason} for the answer {brief(answer)}. Set scorer_error "
                 "if such answers have a score"
             ) from error
         return config.scorer_error, {"answered": True, "scorer_error": reason}

@@ -13,7 +13,7 @@ from typing import Any
 import textarena
 from pydantic import Field, model_validator
 from rlhf import hookimpl
-from rlhf.errors import EnvError, PluginError, did_you_mean, shown
+from rlhf.errors import EnvError, PluginError, brief, did_you_mean
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins.files import SourceFile
 from rlhf.seeds import derive_seed
@@ -82,7 +82,7 @@ class TextArena(Env):
         c, row_seed = self.config, row.get("seed")
         if row_seed is not None and (type(row_seed) is not int or not 0 <= row_seed <= MOST_SEED):
             raise EnvError(
-                f"row {row.index} of source {row.source!r} has the seed {shown(row_seed)}; allowed: a whole number "
+                f"row {row.index} of source {row.source!r} has the seed {brief(row_seed)}; allowed: a whole number "
                 f"from 0 to {MOST_SEED}"
             )
         self._seed = seed % (MOST_SEED + 1) if row_seed is None else row_seed
@@ -127,7 +127,7 @@ class TextArena(Env):
             self._turn += 1
             if not isinstance(action, str):
                 raise EnvError(
-                    f"act() of the opponent {self.config.opponent!r} returned {shown(action)}; allowed: text"
+                    f"act() of the opponent {self.config.opponent!r} returned {brief(action)}; allowed: text"
                 )
             if self._game.act(action):
                 return True

@@ -70,12 +70,12 @@ def _verdict(answer: str, test: CallTest, tolerance: float) -> Verdict:
         return Verdict("error", f"an answer that is no JSON: {text[:60]!r}")
     if kind != "=":
         return Verdict("error", printable(value))
-    if any(same(value, expected, tolerance) for expected in test.expected):
+    if any(matches(value, expected, tolerance) for expected in test.expected):
         return Verdict("passed")
     return Verdict("wrong", f"{test.function}() returned {text[:60]}")
 
 
-def same(value: Any, expected: Any, tolerance: float) -> bool:
+def matches(value: Any, expected: Any, tolerance: float) -> bool:
     """Whether two JSON values are equal and of equal types: 1, 1.0 and true differ.
 
     Args:
@@ -84,9 +84,11 @@ def same(value: Any, expected: Any, tolerance: float) -> bool:
     if type(value) is not type(expected):
         return False
     if isinstance(value, list):
-        return len(value) == len(expected) and all(same(*pair, tolerance) for pair in zip(value, expected, strict=True))
+        return len(value) == len(expected) and all(
+            matches(*pair, tolerance) for pair in zip(value, expected, strict=True)
+        )
     if isinstance(value, dict):
-        return value.keys() == expected.keys() and all(same(value[key], expected[key], tolerance) for key in value)
+        return value.keys() == expected.keys() and all(matches(value[key], expected[key], tolerance) for key in value)
     if isinstance(value, float):
         return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
     return bool(value == expected)

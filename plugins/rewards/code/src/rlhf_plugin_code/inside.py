@@ -133,7 +133,7 @@ def _main():  # type: ignore[no-untyped-def]
             return "{" + ",".join([quote(key) + ":" + text(item) for key, item in value.items()]) + "}"
         raise TypeError("the answer holds a " + kind.__name__ + " that is no JSON value")
 
-    def found(name):  # type: ignore[no-untyped-def]
+    def function_named(name):  # type: ignore[no-untyped-def]
         if hasattr(module, name):
             return getattr(module, name)
         if hasattr(module, "Solution"):
@@ -144,9 +144,9 @@ def _main():  # type: ignore[no-untyped-def]
         try:
             if nodes.get("pack"):
                 arguments, keywords = nodes["unpack"](arguments, module.__dict__)
-                answer = "= " + as_text(nodes["pack"](found(name)(*arguments, **keywords), module.__dict__))
+                answer = "= " + as_text(nodes["pack"](function_named(name)(*arguments, **keywords), module.__dict__))
             else:
-                answer = "= " + text(found(name)(*arguments))
+                answer = "= " + text(function_named(name)(*arguments))
         except BaseException as error:
             reason = type(error).__name__
             try:  # noqa: SIM105 - contextlib takes time to import

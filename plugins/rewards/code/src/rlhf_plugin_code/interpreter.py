@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.errors import ConfigError, shown
+from rlhf.errors import ConfigError, brief
 
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 """Shared libraries and the list of their places."""
@@ -58,10 +58,10 @@ def _current() -> tuple[str, str, str]:
 
 def _query(python: str) -> tuple[str, str, str]:
     if not os.path.isabs(python):
-        raise ConfigError(f"reward 'code': interpreter = {shown(python)} is no absolute path of an interpreter")
+        raise ConfigError(f"reward 'code': interpreter = {brief(python)} is no absolute path of an interpreter")
     try:
         done = subprocess.run([python, "-I", "-c", ASK], capture_output=True, timeout=60, check=True)
         program, prefix, base = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"reward 'code': interpreter = {shown(python)} does not run Python: {error}") from None
+        raise ConfigError(f"reward 'code': interpreter = {brief(python)} does not run Python: {error}") from None
     return program, prefix, base

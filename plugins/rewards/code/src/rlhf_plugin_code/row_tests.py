@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.errors import RewardError, shown
+from rlhf.errors import RewardError, brief
 from rlhf.types import Row
 
 LAYOUTS = (
@@ -91,7 +91,7 @@ def _assertions(row: Row, texts: Sequence[str], label: str) -> AssertionTests:
     """The layout of MBPP and AceCode."""
     for n, text in enumerate(texts):
         if not _python(text, ast.Assert):
-            raise RewardError(f"{label}, test {n} is {shown(text)}: no assertion in Python. {LAYOUTS}")
+            raise RewardError(f"{label}, test {n} is {brief(text)}: no assertion in Python. {LAYOUTS}")
     parts = [*(row.columns.get("test_imports") or ()), row.columns.get("test_setup_code") or ""]
     setup = "\n".join(_text(text, "reward 'code': columns test_imports and test_setup_code") for text in parts)
     return AssertionTests(tuple(texts), code=False, setup=setup)
@@ -103,7 +103,7 @@ def _code(row: Row, text: str, label: str) -> AssertionTests:
     entry, prompt = row.columns.get("entry_point") or "", row.columns.get("prompt")
     match = ENTRY_POINT.fullmatch(entry) if isinstance(entry, str) else None
     if entry and match is None:
-        raise RewardError(f"reward 'code': column 'entry_point' is {shown(entry)}. Give the name of a function.")
+        raise RewardError(f"reward 'code': column 'entry_point' is {brief(entry)}. Give the name of a function.")
     if match is None and any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in ast.parse(text).body):
         raise RewardError(f"{label} defines check(), and the row has no column 'entry_point' with the function's name.")
     statements = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
@@ -121,7 +121,7 @@ def _python(text: str, *kinds: type[ast.AST]) -> bool:
 
 def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
     if not _is_list(value):
-        raise RewardError(f"{label} holds {shown(value)}. {LAYOUTS}")
+        raise RewardError(f"{label} holds {brief(value)}. {LAYOUTS}")
     stdin: list[StdinTest] = []
     calls: list[CallTest] = []
     for n, case in enumerate(value):
@@ -137,7 +137,7 @@ def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
             test = _of_kind(case, test_label)
             stdin, calls = (stdin, [*calls, test]) if isinstance(test, CallTest) else ([*stdin, test], calls)
         else:
-            raise RewardError(f"{test_label} is {shown(case)}. {LAYOUTS}")
+            raise RewardError(f"{test_label} is {brief(case)}. {LAYOUTS}")
     if stdin and calls:
         raise RewardError(f"{label} mixes tests by standard input and calls of functions. Give one kind in a row.")
     return stdin or calls
@@ -150,7 +150,7 @@ def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
     name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
     if calls != bool(name):
-        raise RewardError(f"{label} is {shown(case)}: a call has its function's name (fn_name or metadata.func_name).")
+        raise RewardError(f"{label} is {brief(case)}: a call has its function's name (fn_name or metadata.func_name).")
     if not calls:
         return StdinTest(_lines(case["input"], f"{label}, input"), _lines(case["output"], f"{label}, output"))
     if "testtype" not in case:
@@ -158,7 +158,7 @@ def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
     try:
         lines = [json.loads(line) for line in (*case["input"].split("\n"), case["output"])]
     except (AttributeError, TypeError, ValueError, RecursionError):
-        raise RewardError(f"{label} is {shown(case)}: arguments and result must be lines of JSON.") from None
+        raise RewardError(f"{label} is {brief(case)}: arguments and result must be lines of JSON.") from None
     return _call(name, lines[:-1], lines[-1], label)
 
 
@@ -171,7 +171,7 @@ def _columns(value: Mapping[str, Any], label: str) -> list[StdinTest] | list[Cal
         raise RewardError(f"{label} holds an object with the keys {sorted(value)}. {LAYOUTS}")
     inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
     if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
-        sizes = [f"{len(v)} values" if _is_list(v) else shown(v) for v in (inputs, outputs)]
+        sizes = [f"{len(v)} values" if _is_list(v) else brief(v) for v in (inputs, outputs)]
         raise RewardError(
             f"{label} holds {sizes[0]} as inputs and {sizes[1]} as outputs. Give two lists of one length."
         )
@@ -191,9 +191,9 @@ def _columns(value: Mapping[str, Any], label: str) -> list[StdinTest] | list[Cal
 
 def _call(function: Any, arguments: Any, expected: Any, label: str) -> CallTest:
     if not isinstance(function, str) or not function.isidentifier():
-        raise RewardError(f"{label}: the function is {shown(function)}. Give its name.")
+        raise RewardError(f"{label}: the function is {brief(function)}. Give its name.")
     if not _is_list(arguments):
-        raise RewardError(f"{label}: the arguments are {shown(arguments)}. Give a list.")
+        raise RewardError(f"{label}: the arguments are {brief(arguments)}. Give a list.")
     return CallTest(function, _json(arguments, f"{label}, args"), (_json(expected, f"{label}, expected"),))
 
 
@@ -203,7 +203,7 @@ def _is_list(value: Any) -> bool:
 
 def _text(value: Any, label: str) -> str:
     if not isinstance(value, str):
-        raise RewardError(f"{label} is {shown(value)}. Give text.")
+        raise RewardError(f"{label} is {brief(value)}. Give text.")
     return value
 
 
@@ -216,4 +216,4 @@ def _json(value: Any, label: str) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RewardError(f"{label} is {shown(value)}, which is no JSON value: {error}") from None
+        raise RewardError(f"{label} is {brief(value)}, which is no JSON value: {error}") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from rlhf.errors import ConfigError, RewardError, shown
+from rlhf.errors import ConfigError, RewardError, brief
 from rlhf.interfaces import Reward, RewardContext
 from rlhf.types import Group, RewardResult, Trajectory
 
@@ -169,13 +169,13 @@ def _values(places: Sequence[Any], ids: Sequence[int], server: str) -> list[floa
     values = [math.nan]
     for n, (place, token) in enumerate(zip(places[1:], ids[1:], strict=True), 1):
         if not isinstance(place, Mapping) or str(token) not in place:
-            keys = ", ".join(map(str, place)) if isinstance(place, Mapping) else shown(place)
+            keys = ", ".join(map(str, place)) if isinstance(place, Mapping) else brief(place)
             raise RewardError(f"{server}: the log-prob of token {n} must be of {token}, got one of {keys[:80]}")
         logprob = place[str(token)]
         value: Any = logprob.get("logprob") if isinstance(logprob, Mapping) else logprob
         if type(value) not in (int, float) or not -math.inf < value <= ABOVE_0:
             raise RewardError(
-                f"{server}: the log-prob of token {n} is {shown(value)}; allowed: a finite number up to 0"
+                f"{server}: the log-prob of token {n} is {brief(value)}; allowed: a finite number up to 0"
             )
         values.append(float(value))
     return values

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from rlhf.errors import ConfigError, RewardError, shown
+from rlhf.errors import ConfigError, RewardError, brief
 
 LONGEST = 10 * 2**20
 """Bytes of an answer; a longer one is refused."""
@@ -107,7 +107,7 @@ class JudgeEndpoint:
             text = ""
         if not isinstance(text, str) or any(count is not None and type(count) is not int for count in counts):
             raise RewardError(
-                f"{self._url} answered content {shown(text)}, usage {shown(usage)}; expected text, counts"
+                f"{self._url} answered content {brief(text)}, usage {brief(usage)}; expected text, counts"
             )
         return Reply(text, finish, counts[0], counts[1])
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.errors import shown
+from rlhf.errors import brief
 
 WINS = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """{winner: the share of answer A}."""
@@ -41,7 +41,7 @@ class Form(ABC):
         """The verdict, if it has the form. Raises InvalidVerdict."""
         _keys(verdict, "the answer", list(self.schema["properties"]))
         if not isinstance(verdict["reason"], str):
-            raise InvalidVerdict(f"reason is {shown(verdict['reason'])}; expected text")
+            raise InvalidVerdict(f"reason is {brief(verdict['reason'])}; expected text")
         self.check(verdict)
         return dict(verdict)
 
@@ -69,7 +69,7 @@ class Scores(Form):
         _keys(verdict["scores"], "scores", list(self._weights))
         for name, value in verdict["scores"].items():
             if type(value) is not int or not low <= value <= high:
-                raise InvalidVerdict(f"scores.{name} is {shown(value)}; expected a whole number from {low} to {high}")
+                raise InvalidVerdict(f"scores.{name} is {brief(value)}; expected a whole number from {low} to {high}")
 
     def value(self, verdict: dict[str, Any]) -> float:
         """The weighted mean of the scores, from 0 to 1."""
@@ -88,7 +88,7 @@ class Winner(Form):
     def check(self, verdict: dict[str, Any]) -> None:
         winner = verdict["winner"]
         if not isinstance(winner, str) or winner not in WINS:
-            raise InvalidVerdict(f"winner is {shown(winner)}; expected one of {', '.join(WINS)}")
+            raise InvalidVerdict(f"winner is {brief(winner)}; expected one of {', '.join(WINS)}")
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _keys(value: Any, label: str, names: Sequence[str]) -> None:
     if not isinstance(value, dict) or sorted(value) != sorted(names):
-        raise InvalidVerdict(f"{label} is {shown(value)}; expected an object with exactly the keys {', '.join(names)}")
+        raise InvalidVerdict(f"{label} is {brief(value)}; expected an object with exactly the keys {', '.join(names)}")
 
 
 def _refuse(constant: str) -> float:

@@ -21,7 +21,7 @@ _NOT_UNITS = {"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp"
 _SHORT_UNITS = set("mgshLlNJWVKCF")
 MAX_CHARS = 1000
 """Longer answers are not normalised: no final answer is that long, and some searches here are quadratic."""
-_NAMED = re.compile(r"[A-Za-z]\s*(?:=|∈|\\in(?![a-zA-Z]))\s*(?=\S)(?!=)")
+_VARIABLE_PREFIX = re.compile(r"[A-Za-z]\s*(?:=|∈|\\in(?![a-zA-Z]))\s*(?=\S)(?!=)")
 _FACTORIAL = re.compile(r"(?:[\d)}]|(?<![A-Za-z])[A-Za-z])!\Z")
 _FRACTION = re.compile(r"([+-]?)\s*(?:(\d+)\s*[ ]\s*)?(\d+)\s*/\s*(\d+)", re.ASCII)
 _LATEX_FRACTION = re.compile(
@@ -52,7 +52,7 @@ def normalise(answer: str) -> str:
     text = _TEXT.sub(lambda m: f" {m[1]} " if not re.search(r"\d", text.replace(m[0], "")) else " ", text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:").strip()
     text = text if _FACTORIAL.search(text) else text.rstrip(".,;:!").strip()
-    text = _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
+    text = _VARIABLE_PREFIX.sub("", text, count=1) if _VARIABLE_PREFIX.match(text) else text
     text = _without_unit(text)
     if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):  # a multiple-choice letter
         text = text.strip("() ")

@@ -58,13 +58,13 @@ class Reservation:
         if self._gpus is None:
             return [None] * len(allocations)
 
-        def mine() -> tuple[str, list[str]]:
+        def location() -> tuple[str, list[str]]:
             return ray.get_runtime_context().get_node_id(), [str(n) for n in ray.get_gpu_ids()]
 
         answers: dict[int, Any] = {}
         for index in sorted({index for allocation in allocations for index, _ in allocation.slots}):
             strategy = self.at(index)
-            task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=strategy)
+            task = ray.remote(location).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=strategy)
             answers[index] = task.remote()
         try:
             gpus = dict(zip(answers, ray.get(list(answers.values()), timeout=self._timeout), strict=True))

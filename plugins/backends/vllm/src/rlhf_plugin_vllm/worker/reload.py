@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from rlhf_plugin_vllm.worker.quantized import QuantisedLayers
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
-_SHOWN = 8
+_MAX_NAMES = 8
 
 
 class Reload:
@@ -148,4 +148,4 @@ def repack_tied(layers: list[nn.Module]) -> None:
 
 
 def _join(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
