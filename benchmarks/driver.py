@@ -75,7 +75,7 @@ def parts(made: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any
     yield "credit", lambda: _credit(batch)
     credited = _credit(batch)
     names = ["advantages", "gen_logprobs", "loss_mask", "temperature", "weight/policy"]
-    slim = credited.only(names)
+    slim = credited.select_columns(names)
     yield "dispatch", lambda: _plan(slim)
     shares = _plan(slim)
     yield "select", lambda: micro_batches(slim, shares)

@@ -207,7 +207,11 @@ def transfers(step: Step) -> dict[str, dict[str, int]]:
         step.parts()[name]()
         ray.put = put
         micros = step.roles["policy"]._shares(step.batch, step.loss) if name == "update" else None
-        slim = [step.batch.only(["temperature", "loss_mask"])] if micros is None else [m for r in micros for m in r]
+        slim = (
+            [step.batch.select_columns(["temperature", "loss_mask"])]
+            if micros is None
+            else [m for r in micros for m in r]
+        )
         columns = sum(
             t.nbytes
             for m in slim

@@ -240,7 +240,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         policy = self._state.roles["policy"]
         view = "ema" if "ema" in policy.facts.views else "live"
         said.append(
-            policy.forward(pack(units), [Head("outputs", _as_they_are, over="every", at="at")], view)["outputs"]
+            policy.forward(pack(units), [Head("outputs", _as_they_are, over="every", position="at")], view)["outputs"]
         )
         write_model(self, path)
 

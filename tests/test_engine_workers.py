@@ -82,4 +82,4 @@ def test_a_killed_worker_ends_its_engine_and_no_sample_is_lost(run):
     again = run.workers()
     assert len(again) == 2
     assert not {p.pid for p in first} & {p.pid for p in again}
-    assert [(p.version, p.who) for p in run.proofs] == [(3, f"engine 0, engine worker {n}") for n in (0, 1)]
+    assert [(p.version, p.receiver) for p in run.proofs] == [(3, f"engine 0, engine worker {n}") for n in (0, 1)]

@@ -141,7 +141,7 @@ class ByHand(Apart):
 
     def assemble(self, examples):
         batch, metrics = super().assemble(examples)
-        return batch and batch.only(["loss_mask"]), metrics
+        return batch and batch.select_columns(["loss_mask"]), metrics
 """
 
 

@@ -80,7 +80,7 @@ def test_several_coroutines_wait_for_a_child(pipe) -> None:
     async def scenario() -> list[int]:
         child = python("import time; time.sleep(600)", pipe[1])
         asyncio.get_running_loop().call_later(0.1, child.end)
-        return [*await asyncio.gather(child.ended(), child.ended()), await child.ended()]
+        return [*await asyncio.gather(child.wait_async(), child.wait_async()), await child.wait_async()]
 
     assert asyncio.run(scenario()) == [-signal.SIGKILL] * 3
 

@@ -235,7 +235,7 @@ class LendsTheTrained(Simple):
     """Lends the head of a model that is trained."""
 
     def needs(self):
-        return replace(super().needs(), lent=(Lent("policy", to="policy"),))
+        return replace(super().needs(), loans=(Lent("policy", borrower="policy"),))
 
 
 class WaitsForRewards(Simple):

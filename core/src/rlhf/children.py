@@ -91,7 +91,7 @@ class Child:
                 self._status = int.from_bytes(status, "big") if status else int(signal.SIGKILL)
         return os.waitstatus_to_exitcode(self._status)
 
-    async def ended(self) -> int:
+    async def wait_async(self) -> int:
         """The return code, after the child and all that it started have ended."""
         if self._process is not None:
             return await asyncio.to_thread(self._process.wait)

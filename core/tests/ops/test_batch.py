@@ -108,7 +108,7 @@ def test_select_and_concat_are_inverse(order, cut):
 def test_only_keeps_the_named_columns():
     whole = small().with_column("seq", "s", torch.arange(3)).with_column("seq", "t", torch.arange(3))
     whole = whole.with_column("unit", "y", torch.arange(2)).with_column("tok", "z", torch.arange(6))
-    b = whole.only(["x", "t", "z"])
+    b = whole.select_columns(["x", "t", "z"])
     assert (set(b.tok), set(b.seq), set(b.unit)) == ({"z"}, {"t"}, {"x"})
     assert all(b.has(name) for name in ("x", "t", "z"))
     assert not b.has("loss_mask")

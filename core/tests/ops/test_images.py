@@ -31,7 +31,7 @@ def test_operations_on_batches_keep_images_with_their_sequences():
     assert batch.between(1, 2).images_B == ()
     assert batch.keep(torch.tensor([True, False, True, True, False, True])).images_B == ((red,), (), (), ())
     assert concat([batch.between(1, 2), batch.between(0, 1)]).images_B == ((), (), (red,), ())
-    assert batch.to("cpu").only([]).images_B == batch.images_B
+    assert batch.to("cpu").select_columns([]).images_B == batch.images_B
     assert pack([unit()]).images_B == ()
 
 

@@ -65,12 +65,12 @@ def test_where_restricts_a_term_and_its_divisor_to_units(how):
     both, own = batch(((2,), (3, 1), (1,), (4,))), batch(((3, 1), (4,)))
     both = both.with_column("unit", "mine", torch.tensor([False, True, False, True]))
     reduce = Reduce(how, coef=0.5)
-    found = weights(both, replace(reduce, where="mine"))
+    found = weights(both, replace(reduce, unit_mask="mine"))
     kept = found[{"token": both.unit_N, "unit": torch.arange(4), "seq_mean": both.unit_B}[_level(how)] % 2 == 1]
     assert torch.equal(kept, weights(own, reduce))
     assert float(found.abs().sum()) == float(kept.abs().sum()) > 0
     none = both.with_column("unit", "mine", torch.zeros(4, dtype=torch.bool))
-    assert not weights(none, replace(reduce, where="mine")).any()
+    assert not weights(none, replace(reduce, unit_mask="mine")).any()
 
 
 def _level(how):

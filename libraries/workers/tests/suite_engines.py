@@ -67,7 +67,7 @@ def test_an_engine_killed_before_the_first_links_connect(run):
     r.sync(1)
     assert r.pushes == 1, "nothing had been sent yet"
     assert len(set(before) & set(r.pids())) == 1
-    assert [(p.who, p.version) for p in r.proofs] == [("engine 0", 1), ("engine 1", 1)]
+    assert [(p.receiver, p.version) for p in r.proofs] == [("engine 0", 1), ("engine 1", 1)]
     asked = requests(4)
     assert r.answers(asked) == expected(r.weights, asked)
     r.sync(2)

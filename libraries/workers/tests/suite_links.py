@@ -50,7 +50,7 @@ def check_answers(r: Run) -> None:
 
 
 def check_proofs(r: Run) -> None:
-    assert [(p.who, p.version) for p in r.proofs] == [("engine 0", r.version), ("engine 1", r.version)]
+    assert [(p.receiver, p.version) for p in r.proofs] == [("engine 0", r.version), ("engine 1", r.version)]
 
 
 def test_requests_go_to_all_engines_and_weights_too(linked):
@@ -63,7 +63,7 @@ def test_requests_go_to_all_engines_and_weights_too(linked):
     r.sync(3)
     assert r.engines.version == 3
     check_proofs(r)
-    assert all(p.received == r.policy.call("sent", [()])[0] for p in r.proofs)
+    assert all(p.received == r.policy.call("sent_fingerprints", [()])[0] for p in r.proofs)
     assert r.answers(asked) == expected(r.weights, asked)
     assert [[round(x[0]) for x in e] for e in r.engines.logprobs([(1, 2), (3, 4)])] == [[pid, pid] for pid in r.pids()]
     assert [r.engines.stale(bucket) for bucket in r.policy.send_buckets("live", 24)] == [["w0", "w1"], ["w2", "w3"]]

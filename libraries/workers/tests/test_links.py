@@ -200,7 +200,7 @@ def test_a_connected_trainer_sends_its_buckets(kind):
         while (header := ahead.result()) is not None:
             ahead = pool.submit(next, headers, None)
             received |= take(receiver, header)[1]
-    assert received == trainers[0].sent()
+    assert received == trainers[0].sent_fingerprints()
     assert len(received) == 6
     assert list(ranks[1].send_buckets("base", 2000)) == []
     assert [trainer.asked for trainer in trainers] == [("base", False)] * 2

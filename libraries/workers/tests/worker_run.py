@@ -41,7 +41,7 @@ class Run:
             self.engines.take(bucket)
         self.proofs = self.engines.end_load()
         self.engines.resume()
-        self.weights = "".join(sorted(self.policy.call("sent", [()])[0].values()))
+        self.weights = "".join(sorted(self.policy.call("sent_fingerprints", [()])[0].values()))
 
     def sync(self, version: int) -> None:
         self.version = version

@@ -28,7 +28,7 @@ class Mixing(Algorithm):
 
 
 def test_given_answers_without_a_reward_are_accepted():
-    check(BASE, Mixing(given=0.5, reward=False))
+    check(BASE, Mixing(given_share=0.5, reward=False))
 
 
 def test_answers_of_the_data_among_samples_are_accepted():
@@ -43,11 +43,11 @@ def test_no_reward_scores_demonstrations():
 @pytest.mark.parametrize(
     ("needs", "flags", "message"),
     [
-        ({"given": 0.5}, [("reward", "math")], "declares given = 0.5 and reward = True"),
-        ({"given": 1.0, "reward": False}, [], "declares given = 1 and reward = False"),
-        ({"given": -0.1, "reward": False}, [], "given needs reward = False and lies from 0 to below 1"),
+        ({"given_share": 0.5}, [("reward", "math")], "declares given_share = 0.5 and reward = True"),
+        ({"given_share": 1.0, "reward": False}, [], "declares given_share = 1 and reward = False"),
+        ({"given_share": -0.1, "reward": False}, [], "given_share needs reward = False and lies from 0 to below 1"),
         (
-            {"given": 0.25, "reward": False},
+            {"given_share": 0.25, "reward": False},
             [("env", "game")],
             "a share of 0.25 of the rows.* but env 'game' is set",
         ),

@@ -123,7 +123,7 @@ def test_shared_heads_need_a_trainer_with_that_capability():
         name = "keeps"
 
     roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
-    flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, lent=(Lent("teacher"),))
+    flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, loans=(Lent("teacher"),))
     check(flags, algorithm, trainer=Lends)
     said = messages(flags, algorithm, trainer=Keeps)
     assert "imitate lets a role compute with the output head of another role, which trainer 'keeps' does not" in said
@@ -359,7 +359,7 @@ def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
 
 def test_answer_columns_are_allowed_for_prompts_if_the_algorithm_learns_from_answers():
     answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
-    check(answer, Fake(reward=False, given=0.5))
+    check(answer, Fake(reward=False, given_share=0.5))
     said = messages(answer, Fake(reward=False))
     assert "data.response: used for demonstrations and labels only, but leave_one_out learns from prompts" in said
     assert "data.add_eos: used for demonstrations and pairs and labels only" in said

@@ -60,7 +60,7 @@ def test_rows_are_counted_over_the_sources(make):
     ]
     assert (len(says.rows), list(says.rows.values("n"))) == (5, [1, 9, 2, 3, 1])
     assert list(says.rows.values("other")) == [None] * 5
-    assert says.rows.where(3).endswith("b.jsonl, line 1")
+    assert says.rows.location(3).endswith("b.jsonl, line 1")
     says.answer = lambda n, step: [4, 0, 4]
     rows = data.take(3, 0)
     assert ids(rows) == [("b", 1), ("a", 0), ("b", 1)]
@@ -73,7 +73,7 @@ def test_rows_that_are_left_out_have_no_position(make):
     assert data.dropped == 2
     assert [(s.name, s.positions) for s in says.rows.sources] == [("a", range(2)), ("b", range(2, 3))]
     assert list(says.rows.values("n")) == [1, 2, 1]
-    assert says.rows.where(1).endswith("a.jsonl, line 3")
+    assert says.rows.location(1).endswith("a.jsonl, line 3")
     assert ids(data.take(3)) == [("a", 0), ("a", 2), ("b", 1)]
     assert [data.chosen.rows.position(Row({}, *at)) for at in (("a", 2), ("b", 1))] == [1, 2]
 

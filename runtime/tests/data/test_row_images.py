@@ -58,7 +58,7 @@ def short_ids(ids, images):
     """``ids`` with ``Image.short`` in place of the tokens of each image."""
     made = ids.tolist()
     for image in reversed(images):
-        made[image.at : image.at + image.tokens] = image.short
+        made[image.start : image.start + image.tokens] = image.short
     return made
 
 
@@ -78,7 +78,7 @@ def test_the_tokens_of_a_prompt_are_those_of_the_processor(data, models, family)
     assert list(short_ids(turn.ids, turn.images)) == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert [i.data for i in turn.images] == [RED, BLUE]
     for image in turn.images:
-        assert processor.image_token_id in turn.ids[image.at : image.at + image.tokens]
+        assert processor.image_token_id in turn.ids[image.start : image.start + image.tokens]
     assert [len(i.short) for i in turn.images] == [1, 1]
 
 
@@ -88,7 +88,7 @@ def test_tokens_of_images_are_not_trained_on_and_the_answer_is(data, family):
     for loss_on in ("completion", "all"):
         demos = data([row], "demonstrations", family, loss_on=loss_on)
         [sequence] = demos.examples(demos.take(1))[0].sequences
-        spans = {p for i in sequence.images for p in range(i.at, i.at + i.tokens)}
+        spans = {p for i in sequence.images for p in range(i.start, i.start + i.tokens)}
         trained = {p for p, m in enumerate(sequence.loss_mask) if m}
         assert not spans & trained
         if loss_on == "completion":
@@ -102,7 +102,7 @@ def test_both_answers_of_a_pair_follow_the_images(data):
     pairs = data([{"prompt": USER, "chosen": "a", "rejected": "b", "images": ["red.png", "blue.jpg"]}], "pairs")
     first, second = pairs.examples(pairs.take(1))[0].sequences
     assert first.images == second.images
-    front = first.images[1].at + first.images[1].tokens
+    front = first.images[1].start + first.images[1].tokens
     assert first.ids[:front] == second.ids[:front]
 
 
@@ -223,8 +223,8 @@ def test_plain_text_has_the_placeholders_of_the_model(data):
     rows = data([{"prompt": "a<|image_pad|>b", "images": "red.png"}], template="plain")
     turn = rows.template.encode_prompt(*rows.take(1))
     before, after = rows.template.tokenizer("a")["input_ids"], rows.template.tokenizer("b")["input_ids"]
-    assert turn.images[0].at == len(before)
-    assert list(turn.ids[turn.images[0].at + turn.images[0].tokens :]) == after
+    assert turn.images[0].start == len(before)
+    assert list(turn.ids[turn.images[0].start + turn.images[0].tokens :]) == after
 
 
 def test_a_text_row_does_not_load_the_processor(data, monkeypatch):
@@ -411,7 +411,9 @@ def test_an_image_of_a_tool_stands_between_its_texts(data):
     assert [*first.ids, *template.tokenizer("a")["input_ids"], *following.ids] == list(whole.ids)
     assert [i.data for i in whole.images] == [RED, BLUE]
     [image] = following.images
-    here, there = (template.tokenizer.decode(part) for part in (following.ids[: image.at], following.ids[image.at :]))
+    here, there = (
+        template.tokenizer.decode(part) for part in (following.ids[: image.start], following.ids[image.start :])
+    )
     assert here.endswith("here<|vision_start|>")
     assert "<|vision_end|>there<eos>" in there
 

@@ -72,7 +72,7 @@ def test_csv_cells_are_text(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,label\n"1, 2\n3",007\n\nx,\n')
     found = source(tmp_path / "a.csv")
     assert [found[i].columns for i in range(2)] == [{"prompt": "1, 2\n3", "label": "007"}, {"prompt": "x", "label": ""}]
-    assert found.where(1).endswith("a.csv, line 5")
+    assert found.location(1).endswith("a.csv, line 5")
 
 
 def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path):
@@ -80,7 +80,7 @@ def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path)
     found = source(tmp_path / "a.jsonl")
     assert found.columns == ["a", "b"]
     assert [found[i].columns for i in range(2)] == [{"a": 1}, {"b": "é"}]
-    assert found.where(1).endswith("a.jsonl, line 4")
+    assert found.location(1).endswith("a.jsonl, line 4")
 
 
 @pytest.mark.parametrize(

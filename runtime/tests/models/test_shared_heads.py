@@ -86,7 +86,7 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
     [
         (Lent("nobody"), {}, "there is no such role; there are policy, teacher, judge"),
         (Lent("judge"), {}, "it has a 'scalar' head"),
-        (Lent("policy", to="judge"), {}, "its weights change during the run"),
+        (Lent("policy", borrower="judge"), {}, "its weights change during the run"),
         (Lent("teacher"), {"snapshots": {"teacher"}}, "its weights change during the run"),
         (Lent("teacher"), {"precomputed": ["teacher"]}, "teacher.precompute = true unloads its model"),
     ],
@@ -94,7 +94,7 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
 def test_heads_that_cannot_be_lent(lent, given, said):
     [problem] = lending_problems([lent], ROLES, given.get("snapshots", ()), given.get("precomputed", ()))
     assert said in problem
-    assert f"{lent.to!r} is to compute with the output head of {lent.role!r}" in problem
+    assert f"{lent.borrower!r} is to compute with the output head of {lent.role!r}" in problem
 
 
 def test_a_frozen_language_model_lends():
@@ -128,7 +128,7 @@ def test_a_batch_keeps_vectors_with_their_tokens():
     for other in (
         made.select([4, 0, 2]),
         made.keep(torch.arange(made.sequences) % 2 == 0),
-        made.only(["vectors", "loss_mask"]),
+        made.select_columns(["vectors", "loss_mask"]),
         concat([made.select([1]), made.select([5, 3])]),
         made.to("cpu"),
     ):

@@ -30,7 +30,7 @@ def logprobs(weights, ids, images=()):
     row of ``tower`` at all tokens from its first one on."""
     hidden = weights["body"][ids[:-1]]
     for image in images:
-        hidden[image.at :] += weights["tower"][sum(image.data) % VOCABULARY]
+        hidden[image.start :] += weights["tower"][sum(image.data) % VOCABULARY]
     return (hidden @ weights["head"]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
@@ -67,7 +67,7 @@ class Bigram:
         self.marks = {}
         return buckets(self.live.items(), limit, self.marks)
 
-    def sent(self):
+    def sent_fingerprints(self):
         return self.marks
 
     def offload(self):
@@ -288,7 +288,7 @@ def test_a_run_with_images_has_the_canaries_of_text_and_one_with_an_image(made):
         shown[version] = generator.seen[-1]
     assert generator.seen[:-1] == text
     ids, [image] = shown[1]
-    assert (len(ids), ids[1:4], image.at, image.tokens) == (1 + 3 + 48, [4, 10, 10], 1, 3)
+    assert (len(ids), ids[1:4], image.start, image.tokens) == (1 + 3 + 48, [4, 10, 10], 1, 3)
     with PIL.Image.open(BytesIO(image.data)) as picture:
         assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (64, 64))
     assert shown[2][1][0].data != image.data

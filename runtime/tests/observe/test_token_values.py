@@ -48,4 +48,4 @@ def test_samples_that_were_not_trained_on_have_no_values():
 
 @pytest.mark.parametrize("names", [["old_logprobs"], ["old_logprobs", "group"]])
 def test_a_batch_of_other_units_than_samples_has_no_values(names):
-    assert token_values(credited(samples()).only(["loss_mask", *names]), [OLD]) == {}
+    assert token_values(credited(samples()).select_columns(["loss_mask", *names]), [OLD]) == {}

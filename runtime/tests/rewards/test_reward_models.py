@@ -25,8 +25,8 @@ def _both(logits_CV, ids_C, columns, constants):
     return logits_CV[:, list(constants["ids"])]
 
 
-BOTH = Head("both", _both, over="anything", at="at", constants={"ids": (4, 2)})
-ONE = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", at="at")
+BOTH = Head("both", _both, over="anything", position="at", constants={"ids": (4, 2)})
+ONE = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", position="at")
 
 
 class Ranks(WorkerGroup):
@@ -63,7 +63,9 @@ def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadl
     """A wave of generation holds the main thread for longer than a reward may take; the reward itself takes no time.
     One that takes its time by itself is stopped all the same, however long it waited before."""
     model = Model("scalar")
-    asked = (IDS,) if ask is score_with_role else (Head("after", VALUES.fn, over="x", at="at"), IDS, [[0], [0], [0]])
+    asked = (
+        (IDS,) if ask is score_with_role else (Head("after", VALUES.fn, over="x", position="at"), IDS, [[0], [0], [0]])
+    )
 
     async def reward(idles: float) -> int:
         found = await asyncio.gather(*(ask({"judge": model.role}, main)("judge", *asked) for _ in range(2)))
@@ -105,7 +107,7 @@ def test_values_and_scores_of_a_scalar_head(main) -> None:
     model = Model("scalar")
     scores = model.ask(main, score_with_role, IDS)
     assert scores == pytest.approx([float(model.logits(ids)[-1, 0]) for ids in IDS])
-    after = Head("after", VALUES.fn, over="steps", at="at")
+    after = Head("after", VALUES.fn, over="steps", position="at")
     last = model.ask(main, read_role, after, IDS, [[len(ids) - 1] for ids in IDS])
     assert [v[0] for v in last] == pytest.approx(scores)
 
@@ -157,7 +159,7 @@ class Counted:
 def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls(main) -> None:
     """Each gets its own, whatever the others ask; another head, and what is asked later, is another pass."""
     model = Model("scalar")
-    after = Head("after", VALUES.fn, over="steps", at="at")
+    after = Head("after", VALUES.fn, over="steps", position="at")
     groups = [IDS[:1], IDS[1:], [IDS[2], IDS[0], IDS[1]]]
     places = [[[1, 3]], [[0], []], [[4], [0, 1, 2], []]]
 
@@ -190,7 +192,7 @@ def test_calls_made_at_once_keep_their_images(main) -> None:
 
     model.role.begin_forward = noted  # type: ignore[method-assign]
     image = Image(b"file", 1, 2, [4])
-    after = Head("after", VALUES.fn, over="steps", at="at")
+    after = Head("after", VALUES.fn, over="steps", position="at")
 
     async def scenario():
         roles = {"judge": model.role}
@@ -208,7 +210,7 @@ def test_calls_made_at_once_keep_their_images(main) -> None:
 
 def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it(main) -> None:
     model = Model("scalar")
-    after = Head("after", VALUES.fn, over="steps", at="at")
+    after = Head("after", VALUES.fn, over="steps", position="at")
 
     async def scenario(counted: Counted, role: str):
         calls = (counted.read(role, after, IDS[:1], at) for at in ([[0]], [[7]], [[3]]))

@@ -137,8 +137,8 @@ class AlgorithmSubject(Contract):
                     f"{label} role {role.name!r} is like {role.like!r}, which is not one of the roles {names}",
                 )
             frozen = [r.name for r in needs.roles if r.head == "lm" and not r.trained]
-            for loan in needs.lent:
-                fine = loan.role in frozen and loan.to in names
+            for loan in needs.loans:
+                fine = loan.role in frozen and loan.borrower in names
                 expect(fine, f"{label} {loan}: lenders are language models that are not trained, {frozen}")
 
 
@@ -318,7 +318,7 @@ class AlgorithmContract(SampleChecks):
                 passes = [(u.role, u.loss, u.epochs, u.minibatches) for u in step.updates if isinstance(u, Update)]
                 copies = [(u.role, u.source, u.share) for u in step.updates if isinstance(u, Snapshot)]
                 steps.append((step.batch.ids_N, credited_columns(step), gradients, passes, copies))
-            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given), algorithm.model_config()
+            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given_share), algorithm.model_config()
 
         check_options(self, effect)
 

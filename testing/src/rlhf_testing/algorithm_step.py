@@ -72,9 +72,9 @@ def model_step(
     trainers = {
         role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1)) for index, role in enumerate(needs.roles)
     }
-    for loan in needs.lent:
-        [head] = _look_up(trainers, loan.role, "needs().lent names", "the roles are").lend_head()
-        _look_up(trainers, loan.to, "needs().lent names", "the roles are").borrow_head(loan.role, head)
+    for loan in needs.loans:
+        [head] = _look_up(trainers, loan.role, "needs().loans names", "the roles are").lend_head()
+        _look_up(trainers, loan.borrower, "needs().loans names", "the roles are").borrow_head(loan.role, head)
     assembled, counts = assemble(algorithm, data)
     if assembled is None:
         raise Nonconformance("assemble() returned no batch for data with something to learn from")
@@ -134,7 +134,7 @@ def annotate(trainers: dict[str, Any], batch: Batch, annotations: Sequence[Annot
         expect(a.view in ("live", "ema", "base"), f"{method} asks for the view {a.view!r}; there are live, ema, base")
         head = resolve_head(a.output)
         needed = {"temperature", head.over, *head.columns}
-        values = trainer.forward([batch.only(sorted(needed))], [head])[0][head.name]
+        values = trainer.forward([batch.select_columns(sorted(needed))], [head])[0][head.name]
         if head.over == "last_token":
             batch = batch.with_column("seq", a.column, values)
         else:
@@ -166,7 +166,7 @@ def learn(
     batch = annotate(trainers, batch, loss.prepass(), f"prepass() of loss {loss.name!r}")
     batch = weigh(loss.prepare(batch), loss.reduce())
     heads = [resolve_head(o, over_mask(loss)) for o in loss.outputs()]
-    slim = batch.only(required_columns(loss, heads))
+    slim = batch.select_columns(required_columns(loss, heads))
     parts = layouts(batch.units)[layout] if layout else [list(range(batch.units))]
     trainer.zero_grad()
     recording = Recording(loss)

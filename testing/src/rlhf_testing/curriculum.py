@@ -65,7 +65,7 @@ class MadeUpRows(TrainingRows):
             raise NoColumn(column, list(self._columns))
         return itertools.islice(itertools.cycle(self._columns[column]), len(self))
 
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         return f"made up, row {position}"
 
     def shuffled(self, n: int, *counters: int) -> Sequence[int]:

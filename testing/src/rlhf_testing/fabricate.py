@@ -256,7 +256,7 @@ def read(
             raise ValueError(
                 f"positions {list(places)} of a sequence of {len(sequence)} tokens: they must increase, inside"
             )
-        prefixes = [list(sequence[: p + (head.at == "at")]) for p in places]
+        prefixes = [list(sequence[: p + (head.position == "at")]) for p in places]
         outputs = [values(f"{role.name}/{prefix}", size, 0) for prefix in prefixes]
         ids_T = torch.tensor([sequence[p] for p in places])
         rows.append(head.fn(torch.stack(outputs), ids_T, {}, head.constants).tolist() if places else [])

@@ -395,9 +395,10 @@ class GeneratorContract(SamplingChecks, Contract):
                 generator.take(header)
             for proof in generator.end_load():
                 expect(
-                    proof.version == version and dict(proof.received) == s.source.sent(),
-                    f"{label} version {version} came over a link; {proof.who} proves version {proof.version} and "
-                    f"{len(proof.received)} tensors, {len(s.source.sent())} were sent: fingerprints must be equal",
+                    proof.version == version and dict(proof.received) == s.source.sent_fingerprints(),
+                    f"{label} version {version} came over a link; {proof.receiver} proves version {proof.version} and "
+                    f"{len(proof.received)} tensors, {len(s.source.sent_fingerprints())} were sent: fingerprints must "
+                    "be equal",
                 )
             self._same_logprobs(s, Sampling(8, ignore_eos=True), f"{label} after weights came over a link:")
             stale = [name for header in trainer.send_buckets("live", BUCKET_BYTES) for name in generator.stale(header)]

@@ -207,7 +207,7 @@ class LauncherContract(Contract):
             generator.begin_load(5)
             for bucket in policy.stream("buckets", "live", 24):  # two tensors of 12 bytes each
                 generator.take(bucket)
-            proofs, fingerprints = generator.end_load(), policy.call("sent", [()])[0]
+            proofs, fingerprints = generator.end_load(), policy.call("sent_fingerprints", [()])[0]
             expect(
                 len(fingerprints) == 4
                 and all(p.version == 5 and p.received == fingerprints for p in proofs)

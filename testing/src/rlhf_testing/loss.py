@@ -105,7 +105,7 @@ def check_head(label: str, case: LossCase, head: Head) -> None:
     mask_N = batch.tok[head.over]
     inputs, ids = batch.tok[LEAF + head.name][mask_N].detach(), batch.ids_N[mask_N]
     columns = {name: batch.tok[name][mask_N] for name in head.columns}
-    constants = {**head.constants, **{role: fabricate.output_head(role, case.seed) for role in head.lent}}
+    constants = {**head.constants, **{role: fabricate.output_head(role, case.seed) for role in head.lenders}}
 
     def values(rows: Sequence[int]) -> Tensor:
         rows_T = torch.tensor(rows)

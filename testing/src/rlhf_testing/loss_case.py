@@ -180,7 +180,7 @@ class LossCase:
         for part in parts:
             micro = batch.select(part)
             outputs = self.outputs(micro)
-            inputs = micro.only(names)
+            inputs = micro.select_columns(names)
             watched = {**outputs, **inputs.seq, **inputs.unit}  # token columns are copied for every x[name]
             versions = {name: values._version for name, values in watched.items()}
             try:
@@ -217,7 +217,7 @@ class LossCase:
             leaf = micro.tok[LEAF + head.name][mask_N]
             if head.name not in BUILTIN:
                 columns = {c: micro.tok[c][mask_N] for c in head.columns}
-                heads = {role: fabricate.output_head(role, self.seed) for role in head.lent}
+                heads = {role: fabricate.output_head(role, self.seed) for role in head.lenders}
                 leaf = head.fn(leaf, micro.ids_N[mask_N], columns, {**head.constants, **heads})
             outputs[head.name] = leaf
         return outputs

@@ -32,7 +32,7 @@ def optimizer_batch(loss: Loss, seed: int = 1) -> Batch:
 
 def slim_batch(batch: Batch, loss: Loss) -> Batch:
     """The batch with only the columns that are sent to a rank."""
-    return batch.only(required_columns(loss, [resolve_head(o, over_mask(loss)) for o in loss.outputs()]))
+    return batch.select_columns(required_columns(loss, [resolve_head(o, over_mask(loss)) for o in loss.outputs()]))
 
 
 def learned(

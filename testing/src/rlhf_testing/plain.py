@@ -105,12 +105,12 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
                     positions = torch.tensor([len(index) - 1])
                 else:
                     positions = micro.tok[head.over][index].nonzero()[:, 0]
-                source = inputs[head.reads][positions - 1 if head.at == "before" else positions]
-                tempered = self.language_model and head.reads == "logits" and head.at == "before"
+                source = inputs[head.reads][positions - 1 if head.position == "before" else positions]
+                tempered = self.language_model and head.reads == "logits" and head.position == "before"
                 if tempered and "temperature" in micro.tok:
                     source = source / micro.tok["temperature"][index][positions][:, None]
                 columns = {c: micro.tok[c][index][positions] for c in head.columns}
-                constants = {**head.constants, **{role: self.borrowed[role] for role in head.lent}}
+                constants = {**head.constants, **{role: self.borrowed[role] for role in head.lenders}}
                 parts[head.name].append(head.fn(source, ids_T[positions], columns, constants))
         return {name: torch.cat(values) for name, values in parts.items()}
 

@@ -17,7 +17,7 @@ def _margin(
     return logits_CV[:, 1] - columns["targets"]
 
 
-MARGIN = Head("margin", _margin, at="at", columns=("targets",))
+MARGIN = Head("margin", _margin, position="at", columns=("targets",))
 """A head that is read *after* each token and has a column of its own."""
 
 
@@ -97,7 +97,7 @@ class LentLoss(Loss):
     name = "suite_lent"
 
     def outputs(self) -> tuple[str | Head, ...]:
-        return (Head("cross_entropy", _cross_entropy, columns=("lent_hidden",), lent=("lender",)),)
+        return (Head("cross_entropy", _cross_entropy, columns=("lent_hidden",), lenders=("lender",)),)
 
     def reduce(self) -> dict[str, Reduce]:
         return {"cross_entropy": Reduce("token_mean")}

@@ -132,7 +132,7 @@ def work_of(run: RunPlugins, name: str, annotated: set[str], batches: int, lengt
 
 def _borrowed(run: RunPlugins, name: str) -> int:
     """Bytes of the fp32 output heads that other roles lend. (In one process they share memory with the lenders.)"""
-    lenders = [loan.role for loan in run.algorithm.needs().lent if loan.to == name]
+    lenders = [loan.role for loan in run.algorithm.needs().loans if loan.borrower == name]
     specs = [run.spec(lender) for lender in lenders]
     return sum(4 * read_size(spec.path, "lm", spec.trust_remote_code, spec.images).head for spec in specs)
 

@@ -49,7 +49,7 @@ class TrainingRows(ABC):
         """One column of every row, by position; None where a row lacks it."""
 
     @abstractmethod
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         """Where a row is written, for messages: ``train.jsonl, line 3``."""
 
     @abstractmethod

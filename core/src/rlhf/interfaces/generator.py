@@ -22,7 +22,7 @@ class Proof:
     """A generator's evidence that it has loaded new weights."""
 
     version: int
-    who: str = "the generator"
+    receiver: str = "the generator"
     """Which engine, and which of its workers, in messages."""
     nbytes: int = 0
     received: Mapping[str, str] = field(default_factory=dict)

@@ -153,7 +153,7 @@ class Launcher(Component):
     :class:`EnginePool`), ``export:module`` (:attr:`WorkerGroup.worker` of one rank is the trainer), ..."""
 
     @classmethod
-    def here(cls, config: Any) -> bool:
+    def is_local(cls, config: Any) -> bool:
         """Whether its workers run on this machine, as far as is known before the start. Only then trainers and
         generators check options against the machine (:meth:`Trainer.check`, :meth:`Generator.check`)."""
         return True

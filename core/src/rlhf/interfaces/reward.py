@@ -18,7 +18,7 @@ Images = Sequence[tuple[Image, ...]]
 class ScoreWithRole(Protocol):
     """``await score(role, token lists, images) -> values``: a reward model held by the run.
 
-    ``images[b]`` are those of ``ids[b]`` in their order; :attr:`rlhf.types.Image.at` counts from its first token. No
+    ``images[b]`` are those of ``ids[b]`` in their order; :attr:`rlhf.types.Image.start` counts from its first token. No
     ``images``: none have any.
     """
 
@@ -28,10 +28,10 @@ class ScoreWithRole(Protocol):
 class ReadRole(Protocol):
     """``await read(role, head, ids, positions, images) -> values``: the outputs of a head on a model held by the run.
 
-    ``positions[b]``, increasing, are the tokens of ``ids[b]`` at which the head is computed (:attr:`rlhf.types.Head.at`
-    says whether from the outputs that predict the token or from those after it). ``values[b]`` holds one number, or
-    list of numbers, per position. The head's ``over`` is not used; its ``columns`` must be empty.
-    ``images`` are as for :class:`ScoreWithRole`.
+    ``positions[b]``, increasing, are the tokens of ``ids[b]`` at which the head is computed
+    (:attr:`rlhf.types.Head.position` says whether from the outputs that predict the token or from those after it).
+    ``values[b]`` holds one number, or list of numbers, per position. The head's ``over`` is not used; its
+    ``columns`` must be empty. ``images`` are as for :class:`ScoreWithRole`.
     """
 
     def __call__(

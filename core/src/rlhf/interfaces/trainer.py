@@ -191,7 +191,7 @@ class SendsWeights(Ability):
         self._sent_fingerprints: dict[str, str] = {}
         return buckets(self.weights(view, every_rank), limit, self._sent_fingerprints)
 
-    def sent(self) -> dict[str, str]:
+    def sent_fingerprints(self) -> dict[str, str]:
         """{tensor name: fingerprint} of all tensors that the last :meth:`buckets` yielded, on rank 0, after it ended.
         The receivers' fingerprints must equal these."""
         return self._sent_fingerprints
@@ -247,7 +247,7 @@ class LendsHead(Ability):
 
     @abstractmethod
     def borrow_head(self, role: str, head: OutputHead) -> None:
-        """Set ``constants[role]`` of heads that name ``role`` in ``Head.lent`` to ``head``, on this trainer's
+        """Set ``constants[role]`` of heads that name ``role`` in ``Head.lenders`` to ``head``, on this trainer's
         device."""
 
 

@@ -42,7 +42,7 @@ class Batch:
     seq: dict[str, Tensor] = field(default_factory=dict)
     unit: dict[str, Tensor] = field(default_factory=dict)
     images_B: tuple[tuple[Image, ...], ...] = ()
-    """The images of each sequence, in order; empty if no sequence has one. ``Image.at`` counts from the sequence's
+    """The images of each sequence, in order; empty if no sequence has one. ``Image.start`` counts from the sequence's
     first token."""
     source: Batch | None = None
     """The batch on the CPU that :meth:`to` copied. What depends on values is read there: a read from a GPU waits for
@@ -139,7 +139,7 @@ class Batch:
             return replace(self, seq={**self.seq, name: values}, source=None)
         return replace(self, unit={**self.unit, name: values}, source=None)
 
-    def only(self, names: Sequence[str]) -> Batch:
+    def select_columns(self, names: Sequence[str]) -> Batch:
         """The batch with these columns only. A call sends only the columns that it declares."""
         keep = set(names)
         return replace(

@@ -41,7 +41,7 @@ ENTROPY = Head("entropy", _entropy)
 TOP1 = Head("top1", _top1)
 """1.0 where no token of the vocabulary is more probable than the token itself, else 0.0. It has no gradient."""
 VALUES = Head("values", _scalar)
-SCORES = Head("scores", _scalar, over="last_token", at="at")
+SCORES = Head("scores", _scalar, over="last_token", position="at")
 """Per sequence [B]: the output after the last token. The trainer supplies the mask ``last_token``."""
 HIDDEN = Head("hidden", _hidden, reads="hidden")
 """[A, H]: the input of the output head at the position that predicts the token. :class:`OutputHead` maps it to

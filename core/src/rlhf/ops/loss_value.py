@@ -34,19 +34,19 @@ def masks(loss: Loss) -> tuple[str, ...]:
             f'reduce() of loss {loss.name!r} must give e.g. {{"policy": Reduce("token_mean")}}, got {terms}'
         )
     for reduce in terms.values():
-        if reduce.how not in LEVEL:
+        if reduce.method not in LEVEL:
             raise TrainingError(
-                f"loss {loss.name!r}: there is no Reduce({reduce.how!r}); allowed are {', '.join(LEVEL)}"
+                f"loss {loss.name!r}: there is no Reduce({reduce.method!r}); allowed are {', '.join(LEVEL)}"
             )
     mask, *other_masks = dict.fromkeys(reduce.over for reduce in terms.values())
     if other_masks:
         heads = {output.over for output in loss.outputs() if isinstance(output, Head)}
         for term, reduce in terms.items():
-            if reduce.over != mask and (reduce.over not in heads or LEVEL[reduce.how] != "tok"):
+            if reduce.over != mask and (reduce.over not in heads or LEVEL[reduce.method] != "tok"):
                 raise TrainingError(
                     f"loss {loss.name!r}: the term {term!r} is over {reduce.over!r}, not over {mask!r} as the first "
                     f"term. It needs a Head(..., over={reduce.over!r}) in outputs(), which has "
-                    f"{', '.join(sorted(heads)) or 'none of its own'}, and a reduction per token, got {reduce.how!r}"
+                    f"{', '.join(sorted(heads)) or 'none of its own'}, and a reduction per token, got {reduce.method!r}"
                 )
     return (mask, *other_masks)
 
@@ -91,12 +91,12 @@ def evaluate(
     sums: dict[str, tuple[Tensor, float]] = {}
     sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
     for term, reduce in terms.items():
-        values, w = result.terms[term], _weights(x, batch, reduce.over, term, LEVEL[reduce.how])
+        values, w = result.terms[term], _weights(x, batch, reduce.over, term, LEVEL[reduce.method])
         if reduce.over != over:
             sizes[reduce.over] = w.numel()
         if not isinstance(values, Tensor) or values.shape != w.shape or not values.is_floating_point():
             raise TrainingError(
-                f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
+                f"loss {loss.name!r}, term {term!r} reduced by {reduce.method!r} needs {tuple(w.shape)} values, "
                 f"got {_shape_of(values)}{_sizes(x)}"
             )
         part = (w * values.float()).sum()

@@ -41,7 +41,7 @@ def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Ima
     made_N, numbers, start = ids_N.clone(), dict[bytes, int](), 0
     for length, images in zip(lens, images_B, strict=True):
         for image in images:
-            first = start + image.at
+            first = start + image.start
             made_N[first : first + image.tokens] = numbers.setdefault(image.data, -1 - len(numbers))
         start += length
     return made_N

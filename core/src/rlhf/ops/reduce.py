@@ -33,7 +33,7 @@ def weigh(batch: Batch, reduces: Mapping[str, Reduce]) -> Batch:
     ``seq_mean`` weights are stored on the first sequence of each answer (unit, role) and zero on the others.
     """
     for term, reduce in reduces.items():
-        level = LEVEL[reduce.how]
+        level = LEVEL[reduce.method]
         batch = batch.with_column(level, WEIGHT + term, weights(batch, reduce), over=None)
     return batch
 
@@ -44,28 +44,28 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
     if reduce.roles is not None:
         allowed_B = torch.isin(batch.role_B, torch.tensor(reduce.roles, dtype=torch.int64))
         mask_N = mask_N & allowed_B[batch.seq_N]
-    if reduce.where is not None:
-        mask_N = mask_N & batch.unit[reduce.where][batch.unit_N]
+    if reduce.unit_mask is not None:
+        mask_N = mask_N & batch.unit[reduce.unit_mask][batch.unit_N]
     answer_B = batch.answer_B
     tokens_B = sums(mask_N, batch.lens_B).double()
     tokens_S = torch.zeros(batch.answers, dtype=torch.float64).index_add_(0, answer_B, tokens_B)
     live_S = tokens_S > 0
     n_tokens, n_sequences = float(tokens_S.sum()), float(live_S.sum())
     if n_tokens == 0:
-        size = {"tok": batch.tokens, "seq": batch.sequences, "unit": batch.units}[LEVEL[reduce.how]]
+        size = {"tok": batch.tokens, "seq": batch.sequences, "unit": batch.units}[LEVEL[reduce.method]]
         return torch.zeros(size)
-    if LEVEL[reduce.how] == "tok":
+    if LEVEL[reduce.method] == "tok":
         divisors: dict[str, float | Tensor] = {
             "token_mean": n_tokens,
             "seq_mean_token_mean": (tokens_S.clamp(min=1) * n_sequences)[answer_B],
             "seq_mean_token_sum": n_sequences,
             "seq_sum_constant": n_sequences * reduce.constant,
         }
-        w_B = (1 / (torch.ones(batch.sequences, dtype=torch.float64) * divisors[reduce.how]) * reduce.coef).float()
+        w_B = (1 / (torch.ones(batch.sequences, dtype=torch.float64) * divisors[reduce.method]) * reduce.coef).float()
         w_N = repeated(w_B, batch.lens_B)
         np.multiply(w_N.numpy(), mask_N.numpy(), out=w_N.numpy())  # torch would convert the whole mask first
         return w_N
-    if reduce.how == "seq_mean":
+    if reduce.method == "seq_mean":
         first_B = torch.ones_like(answer_B, dtype=torch.bool)
         answers: set[int] = set()
         for b, a in enumerate(answer_B.tolist()):

@@ -24,7 +24,7 @@ Columns of the batch:
                              number of its own
 ``own_tokens``        unit   int64, number of tokens that the policy sampled, or of the given answer
 ``truncated``         unit   bool, the last sampled turn ended because its budget was used up
-``given``             unit   bool, the answer comes from the data (``Needs.given``, ``Needs.given_samples``)
+``given``             unit   bool, the answer comes from the data (``Needs.given_share``, ``Needs.given_samples``)
 ====================  =====  ==============================================================================
 
 An *observation* is a turn that the policy did not sample, after one that it sampled in the same sequence: what an
@@ -138,7 +138,7 @@ def _with_observations(batch: Batch, layout: _Layout) -> Batch:
     mask_N = layout.observations()
     for start, images in zip(batch.starts_B.tolist(), batch.images_B, strict=False):
         for image in images:
-            mask_N[start + image.at : start + image.at + image.tokens] = False
+            mask_N[start + image.start : start + image.start + image.tokens] = False
     return batch.with_column("tok", OBSERVATIONS, mask_N, over=None)
 
 

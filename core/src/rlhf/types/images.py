@@ -17,7 +17,7 @@ class Image:
 
     data: bytes
     """The content of an image file, such as PNG or JPEG."""
-    at: int
+    start: int
     """Position of the first of its tokens."""
     tokens: int
     """Number of its tokens, with those that the model's processor writes around the image."""
@@ -27,14 +27,14 @@ class Image:
 
     if TYPE_CHECKING:  # the constructor takes more types than the field has
 
-        def __init__(self, data: bytes, at: int, tokens: int, short: Sequence[int]) -> None: ...
+        def __init__(self, data: bytes, start: int, tokens: int, short: Sequence[int]) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "short", int_array(self.short, "Image.short"))
 
     def moved(self, by: int) -> Image:
         """The image in a sequence in which its tokens are ``by`` positions later."""
-        return replace(self, at=self.at + by) if by else self
+        return replace(self, start=self.start + by) if by else self
 
 
 def joined_images(parts: Iterable[tuple[int, tuple[Image, ...]]]) -> tuple[Image, ...]:

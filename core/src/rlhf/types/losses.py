@@ -29,7 +29,7 @@ class Reduce:
     U units with at least one such token.
     """
 
-    how: How = "token_mean"
+    method: How = "token_mean"
     over: str = "loss_mask"
     """The mask of the term's tokens. That of the first term is the mask of the loss: its :class:`LossInput` has these
     tokens. A term over another mask is reduced per token, and its values come from a :class:`Head` over that mask."""
@@ -37,7 +37,7 @@ class Reduce:
     """Only sequences of these roles in their unit (0 = chosen, 1 = rejected, ...)."""
     coef: float = 1.0
     constant: float = 1.0
-    where: str | None = None
+    unit_mask: str | None = None
     """Only units for which this unit column (bool) is True: N, S and U count these units only. If there are none, all
     weights are 0."""
 
@@ -49,21 +49,21 @@ class Head:
 
     ``fn(logits_CV, ids_C, columns, constants) -> [C, ...]`` gets fp32 logits divided by the temperature (for scalar and
     classes heads: the head's fp32 outputs, without temperature), the chunk's token ids, and the chunk's slice of each
-    column in ``columns``. It is recomputed in the backward pass. For each role in ``lent``, ``constants[role]`` is that
-    role's :class:`rlhf.ops.heads.OutputHead`.
+    column in ``columns``. It is recomputed in the backward pass. For each role in ``lenders``, ``constants[role]`` is
+    the :class:`rlhf.ops.heads.OutputHead` of that role.
     """
 
     name: str
     fn: Callable[..., Any]
     over: str = "loss_mask"
-    at: Literal["before", "at"] = "before"
+    position: Literal["before", "at"] = "before"
     """``before``: the outputs that predict token t (log-probs, entropy, values), at the temperature at which token t
     was drawn. ``at``: the outputs after token t, without temperature."""
     columns: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     reads: Literal["logits", "hidden"] = "logits"
     """``hidden``: ``fn`` gets the fp32 hidden states [C, H], the input of the output head, instead of the logits."""
-    lent: tuple[str, ...] = ()
+    lenders: tuple[str, ...] = ()
     """Roles whose output heads ``fn`` computes with (:class:`Lent`)."""
 
 

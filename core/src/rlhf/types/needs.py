@@ -28,11 +28,11 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Role ``to`` computes with the output head of role ``role`` (:attr:`Head.lent`), a language model that is not
-    trained. The head is copied to ``to`` once, after the models are loaded."""
+    """Role ``borrower`` computes with the output head of role ``role`` (:attr:`Head.lenders`), a language model that is
+    not trained. The head is copied to ``borrower`` once, after the models are loaded."""
 
     role: str
-    to: str = "policy"
+    borrower: str = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Needs:
     reward: bool = True
     """Data form ``prompts``: False if the algorithm learns from samples without a reward. ``assemble`` gets them with
     ``Trajectory.reward = None``."""
-    given: float = 0.0
+    given_share: float = 0.0
     """Data form ``prompts``, without a reward: share of the rows, from 0 to below 1, whose group is one trajectory with
     the answer in the data (:attr:`Turn.given`) instead of samples. The run's seed and the group's number decide which
     rows. Their groups are neither scored nor filtered."""
-    lent: tuple[Lent, ...] = ()
+    loans: tuple[Lent, ...] = ()
     given_sources: tuple[str, ...] = ()
     """Data form ``prompts``: sources of ``data.train`` whose rows are demonstrations. The group of such a row is one
-    trajectory with the answer in the data, as with :attr:`given`, beside groups that are sampled and scored."""
+    trajectory with the answer in the data, as with :attr:`given_share`, beside groups that are sampled and scored."""
     greedy: bool = False
     """Data form ``prompts``, with a reward: each prompt also gets a greedy answer (temperature 0). It is scored with
     the samples and is no part of the group. Its reward is ``rollout/greedy_reward`` in :attr:`Trajectory.info` of each
@@ -70,7 +70,7 @@ class Needs:
     @property
     def answered(self) -> bool | tuple[str, ...]:
         """Rows that need an answer: True: all of ``data.train``; else those of these sources."""
-        return self.given > 0 or self.given_samples > 0 or self.given_sources
+        return self.given_share > 0 or self.given_samples > 0 or self.given_sources
 
 
 @dataclass(frozen=True, slots=True)

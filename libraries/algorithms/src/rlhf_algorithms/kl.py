@@ -146,8 +146,8 @@ class WithKL(Beside):
     def reduce(self) -> dict[str, Reduce]:
         terms = self.inner.reduce()
         first = next(iter(terms.values()))
-        if LEVEL[first.how] == "tok":
-            return {**terms, "kl": Reduce(first.how, over=first.over, roles=first.roles, constant=first.constant)}
+        if LEVEL[first.method] == "tok":
+            return {**terms, "kl": Reduce(first.method, over=first.over, roles=first.roles, constant=first.constant)}
         return {**terms, "kl": Reduce("token_mean", over=first.over, roles=first.roles)}
 
     def __call__(self, x: LossInput) -> LossOutput:

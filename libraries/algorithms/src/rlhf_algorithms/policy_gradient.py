@@ -32,7 +32,7 @@ from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfi
 from rlhf_algorithms.snapshots import snapshots_due
 from rlhf_algorithms.teacher import Teacher, with_teacher
 
-BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
+BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", position="at")
 """The critic's value after the last action token."""
 
 

@@ -67,8 +67,8 @@ def compute(
     if len(set(names)) != len(names):
         raise TrainingError(f"two outputs of one call share a name: {names}")
     out: dict[str, Tensor] = {}
-    for over, position in dict.fromkeys((h.over, h.at) for h in heads):
-        group = [h for h in heads if (h.over, h.at) == (over, position)]
+    for over, position in dict.fromkeys((h.over, h.position) for h in heads):
+        group = [h for h in heads if (h.over, h.position) == (over, position)]
         index_A = positions(batch.host, group[0])
         if position == "before" and bool((batch.host.position_N[index_A] == 0).any()):
             raise TrainingError(
@@ -185,14 +185,14 @@ def head_of_role(
     head = resolve_head(output, over)
     if isinstance(output, str) and not gives(kind, output):
         raise TrainingError(f"role {role!r} has a {kind!r} head, which does not give {output!r}")
-    if not head.lent:
+    if not head.lenders:
         return head
-    if absent := [lender for lender in head.lent if lender not in borrowed]:
+    if absent := [lender for lender in head.lenders if lender not in borrowed]:
         raise TrainingError(
             f"head {head.name!r} computes with the output head of {', '.join(absent)}, which role {role!r} was not "
-            "lent: the algorithm must declare it in Needs.lent"
+            "lent: the algorithm must declare it in Needs.loans"
         )
-    return replace(head, constants={**head.constants, **{lender: borrowed[lender] for lender in head.lent}})
+    return replace(head, constants={**head.constants, **{lender: borrowed[lender] for lender in head.lenders}})
 
 
 def comparable_head(head: OutputHead, lender: str, rows: int, spec: ModelSpec, tokens: int) -> OutputHead:

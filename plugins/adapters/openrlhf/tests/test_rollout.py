@@ -88,7 +88,7 @@ def test_turns_are_what_was_sampled(file, model: str) -> None:
 
 
 def test_a_row_with_images_fails_the_sample(file, model: str, monkeypatch) -> None:
-    image = Image(b"png", at=1, tokens=1, short=[6])
+    image = Image(b"png", start=1, tokens=1, short=[6])
     monkeypatch.setattr(Context, "encode_prompt", lambda self, row: Turn([5, 6], sampled=False, images=(image,)))
     with pytest.raises(RolloutError, match="row 0 of unit has images"):
         run(file(EXECUTOR), model)

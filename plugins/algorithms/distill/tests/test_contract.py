@@ -35,9 +35,9 @@ class TestChangingTeacher(AlgorithmContract):
 
 
 def test_rows_that_are_not_sampled_need_answers_in_the_data():
-    assert DistillOnPolicy(parts={"loss": Distill(Distill.Config(alpha=1.0))}).needs().given == 0
+    assert DistillOnPolicy(parts={"loss": Distill(Distill.Config(alpha=1.0))}).needs().given_share == 0
     needs = DistillOnPolicy(DistillOnPolicy.Config(sampled=0.25), {"loss": Distill(Distill.Config(alpha=1.0))}).needs()
-    assert (needs.given, needs.reward) == (0.75, False)
+    assert (needs.given_share, needs.reward) == (0.75, False)
     with pytest.raises(ValidationError, match="greater than 0"):
         DistillOnPolicy.Config(sampled=0)
 

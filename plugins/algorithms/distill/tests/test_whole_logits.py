@@ -54,7 +54,7 @@ def distilled(models, loss, examples, **options):
     batch = weigh(batch.with_column("tok", annotation.column, hidden_NH), loss.reduce())
     student.borrow_head("teacher", *teacher.lend_head())
     heads = [o for o in loss.outputs() if not isinstance(o, str)]
-    slim = batch.only(required_columns(loss, heads))
+    slim = batch.select_columns(required_columns(loss, heads))
     sums = student.accumulate([slim.select([u]) for u in range(batch.units)], loss, {}, {})
     return sums["loss"][0], student.gradients(), sums
 

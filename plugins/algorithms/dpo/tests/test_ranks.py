@@ -69,7 +69,7 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_sorted_whole(name, part
     prepared = weigh(loss.prepare(batch()), loss.reduce())
     sums = []
     for units in parts:
-        micro = prepared.select(units).only(required_columns(loss, []))
+        micro = prepared.select(units).select_columns(required_columns(loss, []))
         value, metrics = evaluate(loss, micro, {"logprobs": logp[units].flatten()}, {}, {})
         value.backward()
         sums.append(metrics)

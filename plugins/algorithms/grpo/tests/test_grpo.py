@@ -88,7 +88,7 @@ def test_dapo_is_grpo_with_a_wider_clip_above():
 def test_dr_grpo_has_the_constant_denominator():
     """Dr. GRPO kept the token mean."""
     reduce = TestDrGRPO().build(DrGRPO.Config()).loss.reduce()["policy"]
-    assert (reduce.how, reduce.constant) == ("seq_sum_constant", 256.0)
+    assert (reduce.method, reduce.constant) == ("seq_sum_constant", 256.0)
     step = TestDrGRPO().step(DrGRPO.Config())
     weights = step.batch.tok["loss_mask"]
     assert weights.any()

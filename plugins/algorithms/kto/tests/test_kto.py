@@ -114,7 +114,7 @@ def test_images_after_the_first_answer_go_with_the_answer():
     rows = [shown(b"a", b"b", 0), shown(b"c", b"d", 1)]
     batch = make().assemble(rows)[0]
     assert twin_of(batch) == [[77, 77, 1, 11, 77, 77, 13], [77, 77, 1, 11, 77, 77, 12]]
-    seen = [[(image.data, image.at) for image in images] for images in batch.images_B]
+    seen = [[(image.data, image.start) for image in images] for images in batch.images_B]
     assert seen == [[(b"a", 0), (b"b", 4)], [(b"a", 0), (b"d", 4)], [(b"c", 0), (b"d", 4)], [(b"c", 0), (b"b", 4)]]
     cut = make(max_tokens=5).assemble(rows)[0]
     assert twin_of(cut) == [[77, 77, 1, 11]] * 2, "no part of an image"

@@ -71,7 +71,7 @@ def test_a_step_without_samples_of_a_source_trains_the_others(layout: str, sourc
 def test_demonstrations_are_needed_from_their_sources_and_change_no_other_need() -> None:
     made = algorithm("demonstrations")
     needs = made.needs()
-    assert (needs.given_sources, needs.answered, needs.reward, needs.given) == (("chat",), ("chat",), True, 0.0)
+    assert (needs.given_sources, needs.answered, needs.reward, needs.given_share) == (("chat",), ("chat",), True, 0.0)
     corrected = PerSource(
         PerSourceConfig(members={n: Member(use=u, sources=(n,)) for n, u in (("math", "grpo"), ("chat", "sft"))}),
         {

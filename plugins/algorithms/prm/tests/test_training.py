@@ -87,7 +87,7 @@ def test_label_tokens_are_resolved_before_anything_is_loaded() -> None:
     (head,) = algorithm.parts["loss"].outputs()
     logits_CV = torch.arange(60.0)[None] * 0.5
     assert head.fn(logits_CV, None, {}, head.constants).tolist() == [0.5 * (ord("+") - ord("-"))]
-    assert (head.over, head.at) == ("step_end", "at")
+    assert (head.over, head.position) == ("step_end", "at")
     assert algorithm.needs().roles[0].head == "lm"
     assert algorithm.model_config() == {"right_token_id": ord("+"), "wrong_token_id": ord("-")}
 

@@ -127,13 +127,13 @@ class OneReplica(TwoReplicas):
         scores = [one.forward(self.mine(9), ("logprobs",), view)[0]["logprobs"] for view in ("live", "base")]
         self.keep("scores-lora", dict(zip(("live", "base"), scores, strict=True)))
         list(one.buckets())
-        return one.sent()
+        return one.sent_fingerprints()
 
     def case_exported(self) -> Any:
         one = self.make(self.here(), stage=2, ema_decay=0.9)
         one.export(self.folder / "export")
         list(one.buckets())
-        return one.sent()
+        return one.sent_fingerprints()
 
     def case_beside(self) -> Any:
         """Roles with and without divided layers in one process, in both orders."""

@@ -116,7 +116,7 @@ class TestOneReplica(DividedLayers):
         one.load(ranks.folder / "adapters")
         one.export(tmp_path / "one")
         list(one.buckets())
-        assert ranks("adapters")[0] == one.sent()
+        assert ranks("adapters")[0] == one.sent_fingerprints()
         for file in ("adapter/adapter_model.safetensors", "model.safetensors"):
             got, want = (load_file(folder / file) for folder in (ranks.folder / "export-lora", tmp_path / "one"))
             assert got.keys() == want.keys()
@@ -155,7 +155,7 @@ class TestOneReplica(DividedLayers):
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
             assert (ranks.folder / "export" / name).read_text() == (tmp_path / "torch" / name).read_text()
         list(one.buckets())
-        assert ranks("exported")[0] == one.sent()
+        assert ranks("exported")[0] == one.sent_fingerprints()
 
     @reads("refused")
     def test_models_that_cannot_be_divided_are_refused(self, ranks):

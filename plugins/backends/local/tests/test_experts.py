@@ -88,7 +88,7 @@ def test_the_controller_sends_the_token_weights(nll):
     launcher.place({"policy": Place()})
     spec = ModelSpec(RoleSpec("policy", trained=True), str(moe()), "fp32")
     group = launcher.launch_trainer(TorchTrainer, TorchTrainerConfig(device="cpu", aux_loss_coef=COEF), spec)
-    batch = batch_of(ROW, [5, 6, 7]).only(["loss_mask", "weight/nll"])
+    batch = batch_of(ROW, [5, 6, 7]).select_columns(["loss_mask", "weight/nll"])
     whole, _ = Role(spec, group, 100).update(batch, nll, Update("policy", "loss"))
     assert whole["aux_loss"][0] == pytest.approx(
         float(made().accumulate([batch_of(ROW, [5, 6, 7])], nll, {}, {})["aux_loss"][0]), rel=1e-5

@@ -27,7 +27,7 @@ def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):
     assert out["logprobs"].shape == (9,)
     generator = launcher.launch_generator(TransformersGenerator, None, GeneratorSpec((1,), str))
     assert isinstance(generator, TransformersGenerator)
-    assert [len(b.tensors) for b in group.stream("buckets", "live", 1)] == [1] * len(group.worker.sent())
+    assert [len(b.tensors) for b in group.stream("buckets", "live", 1)] == [1] * len(group.worker.sent_fingerprints())
     launcher.place({"policy": Place(), "generator": Place(share="policy")})
     with pytest.raises(ConfigError, match=r"\[placement.policy\] asks for 2 ranks of 1 devices"):
         launcher.place({"policy": Place(2)})

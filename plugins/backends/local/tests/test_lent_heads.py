@@ -86,7 +86,7 @@ def test_rows_of_the_embedding_beyond_the_tokenizer_need_no_logits(tmp_path, mak
 
 
 def test_a_head_that_was_not_lent_is_an_error(make_trainer, make_batch):
-    with pytest.raises(TrainingError, match=r"output head of lender, which role 'policy' was not lent.*Needs\.lent"):
+    with pytest.raises(TrainingError, match=r"output head of lender, which role 'policy' was not lent.*Needs\.loans"):
         make_trainer().forward([make_batch([5])], (CROSS_ENTROPY,))
 
 

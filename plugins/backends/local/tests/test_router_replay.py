@@ -146,7 +146,7 @@ def test_the_gap_of_an_engine_with_another_routing_closes(name, shared):
     last_B = batch.starts_B + batch.lens_B - 1
     assert unknown_N.nonzero()[:, 0].tolist() == last_B.tolist(), "all but the last token of each answer"
     mask_N, want = batch.tok["loss_mask"], batch.tok["gen_logprobs"]
-    without = batch.only([c for c in batch.tok if c != EXPERTS])
+    without = batch.select_columns([c for c in batch.tok if c != EXPERTS])
     assert (logprobs(trainer, without) - want)[mask_N].abs().mean() > 0.05
     assert (logprobs(trainer, batch) - want)[mask_N].abs().max() < 1e-5
 
@@ -159,7 +159,7 @@ def test_records_of_the_same_routing_change_nothing():
     choices = choices_of(turns[0].experts)
     assert choices.shape == (12 + 10 - 1, len(layers.layers), layers.chosen)
     batch = batch_of(prompts_of(), turns)
-    plain = batch.only([c for c in batch.tok if c != EXPERTS])
+    plain = batch.select_columns([c for c in batch.tok if c != EXPERTS])
     assert (logprobs(trainer, batch) - logprobs(trainer, plain)).abs().max() < 1e-6
     off = TransformersGenerator(None, GeneratorSpec((), str))
     off.load(trainer, 0)

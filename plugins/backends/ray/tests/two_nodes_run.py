@@ -34,7 +34,7 @@ def spread(launcher: RayLauncher) -> dict[str, Any]:
     for bucket in policy.stream("buckets", "live", 24, timeout=60.0):
         engines.take(bucket)
     proofs = engines.end_load()
-    sent = policy.call("sent", [()] * 2)[0]
+    sent = policy.call("sent_fingerprints", [()] * 2)[0]
     requests = [GenerationRequest((n,), n, Sampling(8)) for n in range(6)]
     return {
         "nodes": [m.facts["address"] for m in policy.members],

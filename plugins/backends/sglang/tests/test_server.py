@@ -144,7 +144,7 @@ def generator(url: str) -> Iterator[SglangServerGenerator]:
 def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, url):
     source = trainer()
     [proof] = load(generator, source)
-    assert (proof.who, proof.dtype, proof.received) == (url, "fp32", source.sent())
+    assert (proof.receiver, proof.dtype, proof.received) == (url, "fp32", source.sent_fingerprints())
     assert proof.peak_memory["process"] > 0
     assert list(generator._folder.path.iterdir()) == []
     buckets = list(source.buckets("live", 5000))
@@ -180,7 +180,7 @@ def test_missing_unknown_and_corrupted_tensors_are_found(generator, monkeypatch)
 
     monkeypatch.setattr(server_generator, "write_bucket", corrupt)
     [proof] = load(generator, source)
-    assert {name for name, mark in proof.received.items() if source.sent()[name] != mark}
+    assert {name for name, mark in proof.received.items() if source.sent_fingerprints()[name] != mark}
 
 
 def test_differences_give_the_weights_of_a_whole_sync(url):
@@ -189,7 +189,7 @@ def test_differences_give_the_weights_of_a_whole_sync(url):
     for version in range(3):
         [proof] = load(generator, source, version)
         sizes.append(proof.nbytes)
-        assert proof.received == source.sent()
+        assert proof.received == source.sent_fingerprints()
         assert [name for b in source.buckets("live", 5000) for name in generator.stale(b)] == []
         with torch.no_grad():
             source.module.model.embed_tokens.weight[version] += 1

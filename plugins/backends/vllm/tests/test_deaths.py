@@ -204,8 +204,8 @@ def test_each_worker_proves_its_weights_and_a_closed_engine_leaves_no_files(
     generator = VllmGenerator(TWO, engines.spec(model))
     try:
         proofs = load(generator, source, 3)
-        assert [(p.version, p.who) for p in proofs] == [(3, "engine worker 0"), (3, "engine worker 1")]
-        assert proofs[0].received == proofs[1].received == source.sent()
+        assert [(p.version, p.receiver) for p in proofs] == [(3, "engine worker 0"), (3, "engine worker 1")]
+        assert proofs[0].received == proofs[1].received == source.sent_fingerprints()
         assert apart(generator, source) < 1e-5
         assert drawn(generator) == want
         with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not arrive"):

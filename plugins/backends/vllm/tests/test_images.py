@@ -139,8 +139,8 @@ def test_a_sampled_token_of_an_image_is_no_image(qwen):
 def test_other_tokens_than_vllm_makes_are_refused(qwen):
     asked = qwen.request("ab", RED, "cd")
     own = asked.images[0]
-    tokens = list(asked.ids[own.at : own.at + own.tokens])
-    expanded_twice = replace(asked, images=(Image(own.data, own.at, own.tokens, tokens),))
+    tokens = list(asked.ids[own.start : own.start + own.tokens])
+    expanded_twice = replace(asked, images=(Image(own.data, own.start, own.tokens, tokens),))
     with pytest.raises(ModelError, match=r"vLLM makes \d+ tokens .* of image 0 of a request, and the run has 6 tokens"):
         qwen.sample(expanded_twice)
     assert len(qwen.sample(asked)) == 1

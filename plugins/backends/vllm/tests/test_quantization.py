@@ -61,7 +61,7 @@ def test_every_sync_quantises_anew_and_is_proven(setup):
         setup.update()
         assert setup.apart() > 1.0, "the engine has the weights before the update"
         proofs, _ = setup.sync()._send(setup.generator, version)
-        assert [(p.dtype, p.received) for p in proofs] == [("fp8", setup.role.every("sent")[0])]
+        assert [(p.dtype, p.received) for p in proofs] == [("fp8", setup.role.every("sent_fingerprints")[0])]
         assert 0.005 < setup.sync().push(version)["sync/canary"] < 0.3
         for bucket in setup.role.group.worker.buckets("live", 2**14):
             assert setup.generator.stale(bucket) == []

@@ -128,7 +128,7 @@ def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, source,
     buckets = list(source.buckets("live", 5000))
     [proof] = load(generator, buckets)
     marks = {name: mark for b in buckets for (name, _), mark in zip(b.tensors, b.fingerprints, strict=True)}
-    assert (proof.who, proof.dtype, proof.received) == (url, "fp32", marks)
+    assert (proof.receiver, proof.dtype, proof.received) == (url, "fp32", marks)
     assert proof.nbytes == sum(b.nbytes for b in buckets)
     assert proof.peak_memory["process"] > 0
     assert list(generator._folder.path.iterdir()) == []

@@ -108,8 +108,8 @@ def test_after_an_update_engine_and_trainer_agree(setup):
 
 def test_every_tensor_is_fingerprinted_by_the_receiver(setup):
     proofs, _ = setup.sync()._send(setup.generator, 5)
-    assert [(p.version, p.who, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
-    sent = setup.role.every("sent")[0]
+    assert [(p.version, p.receiver, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
+    sent = setup.role.every("sent_fingerprints")[0]
     assert proofs[0].received == sent
     assert proofs[0].peak_memory["process"] > 0
     assert proofs[0].nbytes == sum(p.nbytes for p in setup.role.group.worker.parameters.values())

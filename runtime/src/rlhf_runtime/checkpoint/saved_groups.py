@@ -156,7 +156,7 @@ def _trajectory_out(trajectory: Trajectory) -> dict[str, Any]:
 def _turn_out(turn: Turn) -> dict[str, Any]:
     out = {name: getattr(turn, name) for name in _names(Turn)}
     out["images"] = [
-        {"data": b64encode(i.data).decode(), "at": i.at, "tokens": i.tokens, "short": i.short.tolist()}
+        {"data": b64encode(i.data).decode(), "at": i.start, "tokens": i.tokens, "short": i.short.tolist()}
         for i in turn.images
     ]
     if turn.experts is not None:

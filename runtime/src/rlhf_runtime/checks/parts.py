@@ -55,7 +55,7 @@ def check_parts(
     config, selection = plugins_of_run.config, plugins_of_run.parts["launcher"]
     launcher, generator = selection.resolved.cls, plugins_of_run.parts.get(GENERATOR)
     launcher.check(selection.config, places, generator.resolved.cls if generator else None, config.sync.transport)
-    device = device_here() if is_local and launcher.here(selection.config) else None
+    device = device_here() if is_local and launcher.is_local(selection.config) else None
     for name, spec in specs.items():
         trainer = plugins_of_run.trainer(name)
         if is_local:
@@ -193,7 +193,7 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
     raise_problems("these weights cannot be averaged", rounded)
     precomputed = [name for name in roles if plugins_of_run.section(name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(precomputed, algorithm, trained, snapshots))
-    raise_problems("this head cannot be lent", lending_problems(algorithm.needs().lent, roles, snapshots, precomputed))
+    raise_problems("this head cannot be lent", lending_problems(algorithm.needs().loans, roles, snapshots, precomputed))
 
 
 def lending_problems(
@@ -207,7 +207,7 @@ def lending_problems(
     """
     problems = []
     for loan in loans:
-        if loan.role not in roles or loan.to not in roles:
+        if loan.role not in roles or loan.borrower not in roles:
             reason = f"there is no such role; there are {', '.join(roles)}"
         elif roles[loan.role].head != "lm":
             reason = f"it has a {roles[loan.role].head!r} head, not that of a language model"
@@ -217,7 +217,7 @@ def lending_problems(
             reason = f"{loan.role}.precompute = true unloads its model. Remove it"
         else:
             continue
-        problems.append(f"{loan.to!r} is to compute with the output head of {loan.role!r}, but {reason}.")
+        problems.append(f"{loan.borrower!r} is to compute with the output head of {loan.role!r}, but {reason}.")
     return problems
 
 

@@ -72,10 +72,10 @@ def sampling(run: RunPlugins) -> list[str]:
             "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
             "length, or remove it."
         )
-    if needs.given and (needs.reward or not 0 < needs.given < 1):
+    if needs.given_share and (needs.reward or not 0 < needs.given_share < 1):
         problems.append(
-            f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
-            "so given needs reward = False and lies from 0 to below 1. Report this to its author."
+            f"{name} declares given_share = {needs.given_share:g} and reward = {needs.reward}: answers of the data "
+            "are not scored, so given_share needs reward = False and lies from 0 to below 1. Report this to its author."
         )
     if needs.given_samples and not needs.reward:
         problems.append(
@@ -109,7 +109,7 @@ def sampling(run: RunPlugins) -> list[str]:
         rows = f"the rows of {sources}" if sources else "all rows"
         problems.append(
             f"{name} configured like this learns from the answers of "
-            f"{f'a share of {needs.given:.3g} of the rows' if needs.given else rows}. These "
+            f"{f'a share of {needs.given_share:.3g} of the rows' if needs.given_share else rows}. These "
             f"answers are to the row's prompt, not to an environment, but env {config.env.use!r} is set. Remove it, or "
             "have all answers sampled."
         )

@@ -39,7 +39,8 @@ READ_OF: Mapping[str, tuple[DataForm, ...]] = {
 }
 """{field of ``[data]``: data forms that use it}. All forms use a field that is not listed."""
 _OF_ANSWERS = ("response", "reasoning", "add_eos")
-"""Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows (``Needs.given``)."""
+"""Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows
+(``Needs.given_share``)."""
 
 
 def rows_per_step(run: RunPlugins) -> list[str]:
@@ -56,7 +57,7 @@ def rows_per_step(run: RunPlugins) -> list[str]:
 def trainer_capabilities(run: RunPlugins) -> list[str]:
     """What the algorithm, or the section of a role, needs of the trainer, and the trainer does not have."""
     problems, trainer = [], run.trainer_class
-    if run.algorithm.needs().lent and not issubclass(trainer, LendsHead):
+    if run.algorithm.needs().loans and not issubclass(trainer, LendsHead):
         problems.append(
             f"{run.algorithm.name} lets a role compute with the output head of another role, which trainer "
             f"{trainer.name!r} does not support (it is no LendsHead). Use another --trainer.use."
@@ -92,7 +93,7 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
     """Fields of ``[data]`` that are for other data forms than that of the algorithm ``name``.
 
     Args:
-        answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.given``).
+        answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.given_share``).
     """
     problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
     if forms and form not in forms:

@@ -210,7 +210,7 @@ class TrainData:
             checked += 1
             if verdict.kind:
                 counts[verdict.kind] += 1
-                first = first or f"{self._source(self._train, row.source).where(row.index)}: {verdict.text}"
+                first = first or f"{self._source(self._train, row.source).location(row.index)}: {verdict.text}"
             if checked == counts.total() >= 2 * self.rows_per_epoch:
                 raise self._nothing_left(checked, verdict)
         if not counts:
@@ -292,7 +292,7 @@ class TrainData:
                 'Shorten the row, raise the limit, or set data.too_long = "drop"' if verdict.kind == "too_long" else
                 'Correct the row, or set data.bad_rows = "drop"'
             )  # fmt: skip
-            location = self._source(sources, row.source).where(row.index)
+            location = self._source(sources, row.source).location(row.index)
             end = "" if verdict.text.endswith((".", "?")) else "."
             text = f"{location}: {verdict.text}{end} {advice} to leave such rows out (counted)."
             raise DataError(text) from verdict.error

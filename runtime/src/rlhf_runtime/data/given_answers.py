@@ -56,7 +56,7 @@ class GivenAnswers:
     def group(self, number: int, left_out: Counter[str]) -> Group:
         """The answers of row ``number``, in order. Answers that are left out are counted by reason."""
         source, index = self._rows[number]
-        location, row = source.where(index), source[index]
+        location, row = source.location(index), source[index]
         group = Group(row, number, [])
         try:
             texts = [text for column in self.columns[source.name] for text in _texts(row.columns, column)]

@@ -101,7 +101,7 @@ class JsonLinesSource(Source):
         row: dict[str, Any] = json.loads(self._content[self._starts[index] : self._ends[index]])
         return row
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, line {self._lines[index]}"
 
 
@@ -172,7 +172,7 @@ class CsvSource(Source):
     def read(self, index: int) -> dict[str, Any]:
         return dict(zip(self.columns, self._rows[index], strict=True))
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, line {self._lines[index]}"
 
 
@@ -304,9 +304,9 @@ class JoinedSource(Source):
         part, row = self._place(index)
         return part.read(row)
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         part, row = self._place(index)
-        return part.where(row)
+        return part.location(row)
 
     def values(self, column: str) -> Iterator[Any]:
         return itertools.islice(itertools.chain.from_iterable(part.values(column) for part in self._parts), len(self))

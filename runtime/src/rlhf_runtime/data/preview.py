@@ -61,7 +61,7 @@ def survey(data: TrainData) -> dict[str, Any]:
                 counts[verdict.kind or "ok"] += 1
                 longest = max(longest, verdict.tokens)
                 if verdict.kind and len(examples) < _EXAMPLES:
-                    examples.append(f"{source.where(index)}: {verdict.text}")
+                    examples.append(f"{source.location(index)}: {verdict.text}")
         kinds = {kind: counts[kind] for kind in ("ok", "too_long", "bad_rows")}
         summary[use] = {**kinds, "longest": longest, "named": examples}
     return summary
@@ -103,7 +103,7 @@ def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:
 def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     answered = use == "train" and source.name in data.answered
     verdict = data.judge(row, answered)
-    entry: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
+    entry: dict[str, Any] = {"where": source.location(row.index), "use": use, **_status(data, verdict)}
     example = verdict.example
     if data.form == "prompts" and verdict.kind != "bad_rows":
         entry["sequences"] = [_prompt(data, row, decode), *([_given_answer(data, row, decode)] if answered else [])]
@@ -128,7 +128,7 @@ def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -
 
 
 def _given_answer(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """The row's answer, as an algorithm with ``Needs.given`` gets it in place of samples."""
+    """The row's answer, as an algorithm with ``Needs.given_share`` gets it in place of samples."""
     prompt, answer = data.template.encode_answer(row)
     mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
     return _sequence("given answer", TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images), decode)
@@ -153,9 +153,9 @@ def _sequence(
     ids, texts, end = sequence.ids, list[str](), 0
     for image in sequence.images:
         width, height = image_size(image.data)
-        texts += [*token_texts(ids[end : image.at], decode), f"[image {width}x{height}]"]
+        texts += [*token_texts(ids[end : image.start], decode), f"[image {width}x{height}]"]
         texts += [""] * (image.tokens - 1)
-        end = image.at + image.tokens
+        end = image.start + image.tokens
     texts += token_texts(ids[end:], decode)
     return {
         "name": name,

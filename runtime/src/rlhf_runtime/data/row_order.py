@@ -172,9 +172,9 @@ class UsableRows(TrainingRows):
             else:
                 yield from (source.read(index).get(column) for index in indices)
 
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         source, index = self._source_and_index(position)
-        return source.where(index)
+        return source.location(index)
 
     def shuffled(self, n: int, *counters: int) -> Sequence[int]:
         order: list[int] = permutation(n, derive_seed(self._seed, "rows/shuffled", *counters)).tolist()
@@ -231,7 +231,7 @@ class ChosenOrder(RowOrder):
             self._step, self._batch = step, set()
         for position in positions:
             if position in self._batch and not self.curriculum.repeats:
-                location = self.rows.where(position)
+                location = self.rows.location(position)
                 raise self._refused(
                     n, step, f"chose row {position} ({location}) twice for one batch, though it sets repeats = False"
                 )

@@ -106,7 +106,7 @@ def check_labels(sources: Sequence[Source], columns: Sequence[str], drop: bool) 
                         "with --data.label."
                     )
                 raise DataError(
-                    f"{source.where(index)}: column {column!r}: a label is true or false, 1 or 0, '+' or '-', got "
+                    f"{source.location(index)}: column {column!r}: a label is true or false, 1 or 0, '+' or '-', got "
                     f"{brief(value)}. {advice}"
                 )
     if not (counts[True] and counts[False]):

@@ -108,7 +108,7 @@ class Source(ABC):
             return column in self.columns
         return any(column in self[number].columns for number in range(len(self)))
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """``train.jsonl, line 3``: for messages."""
         return f"{self.section.path}, row {index}"
 

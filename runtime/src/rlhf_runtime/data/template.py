@@ -61,7 +61,7 @@ class Template(Prompts):
     def answer_span(self, row: Row, sequence: TokenSequence) -> tuple[int, int]:
         """The first token of an answer that stands for a sample, and the one after its last. Raises DataError: there is
         an image in it, whose tokens no policy samples."""
-        if [image.at for image in sequence.images] != [image.at for image in self.encode_prompt(row).images]:
+        if [image.start for image in sequence.images] != [image.start for image in self.encode_prompt(row).images]:
             raise DataError(
                 "there is an image in the answer, but the answer is used as a sample, which holds no images"
             )

@@ -166,7 +166,7 @@ def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
     columns = [batch.ids_N]
     names = [n for n in ("temperature", head.over, *head.columns) if n in batch.tok]
     columns += [batch.tok[name] for name in names]
-    start = repr((head.name, head.over, head.at, view, names)).encode()
+    start = repr((head.name, head.over, head.position, view, names)).encode()
     lens = batch.lens_B.tolist()
     digests = [hashlib.blake2b(start, digest_size=_KEY) for _ in lens]
     for column in columns:

@@ -85,7 +85,7 @@ class Role:
         view = self.view if view == "live" else view
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         needed |= {EXPERTS} if self.facts.experts is not None and view == "live" else set()
-        slim = batch.only(sorted(needed))
+        slim = batch.select_columns(sorted(needed))
         shares = self._plan(slim)
         results = self._begin("forward", [(share, list(heads), view) for share in micro_batches(slim, shares)])
 
@@ -98,7 +98,9 @@ class Role:
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
         """One optimizer step on ``batch``, whose weight columns are already there. Units without a signal
         (:meth:`Loss.signal`) are not computed, unless the trainer has an auxiliary loss of its own, which reads all."""
-        computed = batch if self.facts.wants_token_share else with_signal(batch.only(self._columns(loss)), loss)
+        computed = (
+            batch if self.facts.wants_token_share else with_signal(batch.select_columns(self._columns(loss)), loss)
+        )
         per_share = self._with_loss(computed, loss, update)
         self.changes += 1
         self.steps_taken += 1
@@ -179,7 +181,7 @@ class Role:
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
         """The micro-batches of each share, with the columns that the loss reads. Fillers, which make their numbers
         equal on all ranks, have weight 0."""
-        slim = batch.only(self._columns(loss))
+        slim = batch.select_columns(self._columns(loss))
         if self.facts.wants_token_share:
             share_U = torch.tensor(slim.tokens_per_unit(), dtype=torch.float32) / slim.tokens
             slim = slim.with_column("unit", f"{WEIGHT}tokens", share_U, over=None)
@@ -306,4 +308,4 @@ def lend(loans: Iterable[Lent], roles: Mapping[str, Role]) -> None:
         heads = list(roles[loan.role].group.stream("lend_head", roles[loan.role].view))
         if len(heads) != 1:
             raise TrainingError(f"role {loan.role!r} lent {len(heads)} output heads; its trainer must give one")
-        roles[loan.to].every("borrow_head", loan.role, heads[0])
+        roles[loan.borrower].every("borrow_head", loan.role, heads[0])

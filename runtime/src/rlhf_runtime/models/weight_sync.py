@@ -162,7 +162,7 @@ class WeightSync:
         return proofs, reference
 
     def _marks(self) -> Callable[[], list[Any]]:
-        return self.policy.group.begin("sent", [()] * self.policy.group.size)
+        return self.policy.group.begin("sent_fingerprints", [()] * self.policy.group.size)
 
     def _reference(self, version: int) -> _Reference:
         marks = self._marks()
@@ -203,13 +203,13 @@ class WeightSync:
         problems = []
         for proof in proofs:
             if proof.version != reference.version:
-                problems.append(f"{proof.who} reports version {proof.version}")
+                problems.append(f"{proof.receiver} reports version {proof.version}")
             missing = [name for name in marks if name not in proof.received]
             other = [name for name, mark in proof.received.items() if marks.get(name, mark) != mark]
             unknown = [name for name in proof.received if name not in marks]
             for names, verb in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
                 if names:
-                    problems.append(f"{proof.who} {verb} {_listing(names)}")
+                    problems.append(f"{proof.receiver} {verb} {_listing(names)}")
         if reference.outputs is None:
             return problems, 0.0
         images = [c.images for c in reference.canaries]

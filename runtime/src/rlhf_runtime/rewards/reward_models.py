@@ -184,12 +184,12 @@ def _packed(ids: Sequence[Sequence[int]], images: Images) -> Batch:
 
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:
-    if head.columns or head.lent:
+    if head.columns or head.lenders:
         raise RewardError(f"head {head.name!r} needs columns or another role's head, which a reward cannot give it")
     if len(ids) != len(positions):
         raise RewardError(f"head {head.name!r} is asked of {len(ids)} sequences at {len(positions)} lists of positions")
     for sequence, indices in zip(ids, positions, strict=True):
-        first = 1 if head.at == "before" else 0  # nothing predicts a sequence's first token
+        first = 1 if head.position == "before" else 0  # nothing predicts a sequence's first token
         if list(indices) != sorted(set(indices)) or (
             indices and not first <= indices[0] <= indices[-1] < len(sequence)
         ):

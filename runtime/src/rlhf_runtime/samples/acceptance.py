@@ -35,7 +35,7 @@ class Acceptance:
         """Zero for everything that :meth:`accept` counts, and for the prompts drawn.
 
         Args:
-            has_given: some groups hold answers of the data (``Needs.given``).
+            has_given: some groups hold answers of the data (``Needs.given_share``).
         """
         names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
         names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
@@ -44,7 +44,7 @@ class Acceptance:
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
         """The part of the group that is trained on; None where the group is rejected. ``counts`` says why. The filter
         accepts a group if it accepts the samples of one agent."""
-        if all(t.given for t in group.trajectories):  # the answer stands for the whole group: Needs.given
+        if all(t.given for t in group.trajectories):  # the answer stands for the whole group: Needs.given_share
             counts["given"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]

@@ -27,7 +27,7 @@ class RolloutSettings:
     """Seconds a sample may spend outside generation."""
     abort_on_failure: bool = True
     given_share: float = 0.0
-    """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
+    """Share of the rows whose group is the answer given in the data, not samples (``Needs.given_share``)."""
     given_sources: tuple[str, ...] = ()
     """Sources whose rows' group is that answer too (``Needs.given_sources``)."""
     failures: Failures | None = None

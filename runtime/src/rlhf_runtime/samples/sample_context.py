@@ -105,7 +105,7 @@ class SampleContext(RolloutContext):
             return context
         if self.tokenizer.convert_ids_to_tokens(turn.ids[-1]) not in self.tokenizer.get_added_vocab():
             return context  # the end of a stop string
-        images = tuple(replace(image, at=image.at - 1) for image in context.images)
+        images = tuple(replace(image, start=image.start - 1) for image in context.images)
         return replace(context, ids=context.ids[1:], images=images)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:

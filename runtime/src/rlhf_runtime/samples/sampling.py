@@ -65,7 +65,7 @@ def training_settings(config: RunFile, failures: Failures, needs: Needs) -> Roll
         config.data.max_tokens,
         config.stream.rollout_deadline,
         config.stream.on_failed_sample == "abort",
-        needs.given,
+        needs.given_share,
         needs.given_sources,
         failures,
         config.data.image_limit,

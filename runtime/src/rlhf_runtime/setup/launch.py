@@ -64,7 +64,7 @@ def launch_roles(
         else:
             loaded_roles[name] = _base_of(name, prepared, loaded_roles) or load()
     roles = {name: loaded_roles[name] for name in prepared.specs}
-    lend(prepared.algorithm.needs().lent, roles)
+    lend(prepared.algorithm.needs().loans, roles)
     return roles
 
 

@@ -131,7 +131,7 @@ class ImageInputs:
             sequence_pixels = [next(pixels) for _ in images_B[b]]
             kind_T, counts = self._placeholders(b, ids_T, images_B[b], sequence_pixels)
             for image, count, values in zip(images_B[b], counts, sequence_pixels, strict=True):
-                place = start + image.at
+                place = start + image.start
                 by_place.setdefault(place if shared is None else int(shared.place_N[place]), (count, values))
             try:
                 position, delta = self._positions(ids_T, position_T, kind_T, sequence_pixels)
@@ -183,7 +183,7 @@ class ImageInputs:
         """(bool [T]: placeholders of the images of sequence ``b``, what each image has)."""
         kind_T, counts = torch.zeros(len(ids_T), dtype=torch.bool), []
         for image, inputs in zip(images, pixels, strict=True):
-            span = slice(image.at, image.at + image.tokens)
+            span = slice(image.start, image.start + image.tokens)
             kind_T[span] = ids_T[span] == self.token
             values = inputs["pixel_values"]
             counts.append(Count(b, int(kind_T[span].sum()), values.shape[1] if values.ndim == 5 else 1))

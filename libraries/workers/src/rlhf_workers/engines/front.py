@@ -21,8 +21,8 @@ from rlhf_workers.process.payload import pack
 
 _LOOK_SECONDS = 1.0
 """Between two looks for dead engines, while samples are waited for."""
-_NOBODY = Proof(0).who
-"""``Proof.who`` of a generator that does not set it."""
+_NOBODY = Proof(0).receiver
+"""``Proof.receiver`` of a generator that does not set it."""
 
 
 class EngineGroup(Sleeps, EnginePool):
@@ -189,7 +189,7 @@ class EngineGroup(Sleeps, EnginePool):
         answers = {} if self._cut_off else self.pool.ask("end_load")
         if not self.pool.dead:
             self._proofs = [
-                replace(proof, who=f"engine {n}" if proof.who == _NOBODY else f"engine {n}, {proof.who}")
+                replace(proof, receiver=f"engine {n}" if proof.receiver == _NOBODY else f"engine {n}, {proof.receiver}")
                 for n, proofs in answers.items()
                 for proof in proofs
             ]

@@ -37,7 +37,7 @@ class _Distillation(Algorithm[Any]):
 
     def needs(self) -> Needs:
         roles = (RoleSpec("policy", trained=True), RoleSpec(TEACHER))
-        return Needs(roles, reward=self.data != "prompts", lent=(Lent(TEACHER, to="policy"),))
+        return Needs(roles, reward=self.data != "prompts", loans=(Lent(TEACHER, borrower="policy"),))
 
     @property
     def _hidden(self) -> str | Head:
@@ -135,9 +135,9 @@ class DistillOnPolicy(_Distillation):
             )
 
     def needs(self) -> Needs:
-        needs = replace(super().needs(), given=1 - self.config.sampled)
+        needs = replace(super().needs(), given_share=1 - self.config.sampled)
         roles = (RoleSpec("policy", trained=True), *self.teacher.roles())
-        return replace(needs, roles=roles, lent=() if self._changes else needs.lent)
+        return replace(needs, roles=roles, loans=() if self._changes else needs.loans)
 
     def use_tokens(self, tokens: Tokens) -> None:
         self.teacher.opening = tokens.opening
@@ -157,7 +157,7 @@ class DistillOnPolicy(_Distillation):
         metrics = length_metrics(batch.select(sampled_units)) if sampled_units else {}
         batch, left_out = self.teacher.prepared(batch, examples)
         # Without the column temperature: heads read the student's logits as they are.
-        batch = batch.only(("loss_mask", "own_tokens", "truncated", "given", *self.teacher.masks))
+        batch = batch.select_columns(("loss_mask", "own_tokens", "truncated", "given", *self.teacher.masks))
         return self.teacher.only_taught(batch), metrics | left_out
 
     def annotations(self, step: int) -> list[Annotation]:

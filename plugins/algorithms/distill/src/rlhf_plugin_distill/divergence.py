@@ -97,7 +97,7 @@ def divergence_head(
         constants: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature}
         return Head("divergence", _compared_by_ids, columns=(TOP_IDS, TOP_LOGPROBS), constants=constants)
     constants = {"kind": kind, "beta": beta, "temperature": temperature, "top_k": top_k}
-    return Head("divergence", _compared, columns=(HIDDEN,), constants=constants, lent=(TEACHER,))
+    return Head("divergence", _compared, columns=(HIDDEN,), constants=constants, lenders=(TEACHER,))
 
 
 def _compared(student_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], constants: Mapping[str, Any]) -> Tensor:

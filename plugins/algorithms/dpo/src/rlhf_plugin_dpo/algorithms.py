@@ -98,7 +98,7 @@ def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -
 
     Token columns ``loss_mask`` and ``temperature``; unit columns ``chosen_score`` and ``rejected_score`` (float64).
     """
-    sides = batch.only(["loss_mask", "temperature"]).select([s.unit for pair in pairs for s in pair])
+    sides = batch.select_columns(["loss_mask", "temperature"]).select([s.unit for pair in pairs for s in pair])
     scores_U2 = torch.tensor([[s.score for s in pair] for pair in pairs], dtype=torch.float64)
     unit = {"chosen_score": scores_U2[:, 0], "rejected_score": scores_U2[:, 1]}
     return replace(sides, unit_B=sides.unit_B // 2, role_B=sides.unit_B % 2, unit=unit)

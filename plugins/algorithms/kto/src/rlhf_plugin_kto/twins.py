@@ -35,14 +35,14 @@ class Labelled:
         """The labelled answer of a sequence with at least one trained token."""
         start = sequence.loss_mask.index(True)
         ids, mask = tuple(sequence.ids), tuple(sequence.loss_mask)
-        prompt_images = tuple(image for image in sequence.images if image.at < start)
-        answer_images = tuple(image.moved(-start) for image in sequence.images if image.at >= start)
+        prompt_images = tuple(image for image in sequence.images if image.start < start)
+        answer_images = tuple(image.moved(-start) for image in sequence.images if image.start >= start)
         return cls(ids[:start], ids[start:], mask[start:], desirable, place, prompt_images, answer_images)
 
     def cut(self, room: int) -> Labelled:
         """A copy with at most ``room`` tokens of the answer, and none of an image that is not whole."""
-        end = next((image.at for image in self.later_images if image.at + image.tokens > room), room)
-        images = tuple(image for image in self.later_images if image.at < end)
+        end = next((image.start for image in self.later_images if image.start + image.tokens > room), room)
+        images = tuple(image for image in self.later_images if image.start < end)
         return replace(self, answer=self.answer[:end], mask=self.mask[:end], later_images=images)
 
     def images_before(self, other: Labelled) -> tuple[Image, ...]:

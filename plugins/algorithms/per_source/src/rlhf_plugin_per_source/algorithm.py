@@ -325,12 +325,12 @@ def check_member(name: str, member: Algorithm) -> None:
         ),
         (member.has_members, "has members itself; a member has none"),
         (bool(roles), f"trains {', '.join(roles)}; members train the policy alone. Use one without a critic"),
-        (not needs.reward or needs.given > 0, "learns from samples without a reward; members need one"),
+        (not needs.reward or needs.given_share > 0, "learns from samples without a reward; members need one"),
         (
             needs.given_samples > 0,
             "takes samples of each group from the data; members cannot. Use one member's algorithm alone",
         ),
-        (bool(needs.lent), "computes with the output head of another role; members cannot"),
+        (bool(needs.loans), "computes with the output head of another role; members cannot"),
     )
     for wrong, problem in checks:
         if wrong:

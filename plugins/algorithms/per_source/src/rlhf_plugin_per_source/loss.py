@@ -27,7 +27,7 @@ FACTOR = "factor"
 
 class LossOfMembers(Loss):
     """Sum over members of ``weight`` times the member's loss. Each term is normalised over the member's units of the
-    optimizer batch (``Reduce.where``). Terms and metrics are called ``MEMBER/<name>``.
+    optimizer batch (``Reduce.unit_mask``). Terms and metrics are called ``MEMBER/<name>``.
 
     Raises ConfigError for a loss that cannot be computed on a part of a micro-batch.
     """
@@ -73,7 +73,7 @@ class LossOfMembers(Loss):
     def reduce(self) -> dict[str, Reduce]:
         return {
             f"{name}/{term}": replace(
-                reduce, coef=reduce.coef * self.weights[name], over=_over(name, reduce.over), where=f"{name}/{PART}"
+                reduce, coef=reduce.coef * self.weights[name], over=_over(name, reduce.over), unit_mask=f"{name}/{PART}"
             )
             for name, loss in self.losses.items()
             for term, reduce in loss.reduce().items()
@@ -99,7 +99,7 @@ class LossOfMembers(Loss):
                 output = LossOutput(dict.fromkeys(loss.reduce(), _no_values(x, name, loss)))
             factor = x.coef.get(f"{name}/{FACTOR}", 1.0)
             for term, reduce in loss.reduce().items():
-                level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
+                level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.method]]
                 values = output.terms[term] if factor == 1.0 else output.terms[term] * factor
                 has_mask = reduce.over != "loss_mask"
                 terms[f"{name}/{term}"] = values if has_mask else _spread(values, keep[level])

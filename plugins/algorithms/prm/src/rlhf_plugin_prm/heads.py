@@ -30,4 +30,4 @@ def step_logits(right: int = 1, wrong: int = 0) -> Head:
     Args:
         right, wrong: indices of the outputs: two classes, or ids of two label tokens.
     """
-    return Head("step_logits", _difference, over=STEP_END, at="at", constants={"outputs": (right, wrong)})
+    return Head("step_logits", _difference, over=STEP_END, position="at", constants={"outputs": (right, wrong)})

@@ -63,7 +63,7 @@ class RejectionSampling(Algorithm[Group]):
         if not best.units:
             return None, {}
         # Without the column temperature: the log-probs of a demonstration are those at temperature 1.
-        batch = samples.only(["loss_mask", "group", "sample"]).select(best.units)
+        batch = samples.select_columns(["loss_mask", "group", "sample"]).select(best.units)
         return batch, {
             "reward/mean": best.mean,
             "reward/best": best.mean_kept,

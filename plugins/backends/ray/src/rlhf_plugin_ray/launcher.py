@@ -42,7 +42,7 @@ class RayLauncher(WorkerLauncher):
         self._starts: Counter[str] = Counter()
 
     @classmethod
-    def here(cls, config: Any) -> bool:
+    def is_local(cls, config: Any) -> bool:
         """True for a Ray that the run starts; any other cluster may have other machines."""
         return config.address is None and not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
 

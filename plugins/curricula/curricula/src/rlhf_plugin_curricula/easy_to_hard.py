@@ -110,8 +110,8 @@ def _numbers(rows: TrainingRows, column: str) -> list[float]:
     for position, value in enumerate(rows.values(column)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise DataError(
-                f"{rows.where(position)}: the column {column!r} (curriculum.column) says how hard the row is: a finite "
-                f"number is expected, got {brief(value)}. Correct the row, or name another column."
+                f"{rows.location(position)}: the column {column!r} (curriculum.column) says how hard the row is: a "
+                f"finite number is expected, got {brief(value)}. Correct the row, or name another column."
             )
         numbers.append(float(value))
     return numbers

@@ -78,7 +78,7 @@ class AgentProgram:
         assert self._child is not None
         self._child.end()
         self._close()
-        await self._child.ended()
+        await self._child.wait_async()
 
     async def reward(self) -> float | None:
         """Wait for the end of the process. Returns the reward that it gave, if the option says that it gives one.
@@ -86,7 +86,7 @@ class AgentProgram:
         Raises ProgramFailed, or RolloutError if it returned something else.
         """
         assert self._child is not None
-        code = await self._child.ended()
+        code = await self._child.wait_async()
         self._output.read()
         self._result.read()
         if code:

@@ -51,13 +51,13 @@ class ToolWorker:
             async with asyncio.timeout(START_DEADLINE):
                 answer = await worker.ask({"path": sys.path, "sources": source_fields, "longest": longest}, "its start")
         except TimeoutError:
-            await worker.ended()
+            await worker.wait_async()
             raise RolloutError(
                 f"the worker process of rollout.functions did not start in {START_DEADLINE:g} s{output.tail()}"
             ) from None
         if "broken" in answer:
             worker.kill()
-            await worker.ended()
+            await worker.wait_async()
             raise RolloutError(f"the worker process of rollout.functions cannot start: {answer['broken']}")
         return worker
 
@@ -85,8 +85,8 @@ class ToolWorker:
     def running(self) -> bool:
         return self._child.returncode is None
 
-    async def ended(self) -> None:
-        await self._child.ended()
+    async def wait_async(self) -> None:
+        await self._child.wait_async()
 
     def kill(self) -> None:
         self._child.end()
@@ -96,7 +96,7 @@ class ToolWorker:
     async def _ending(self) -> str:
         try:
             async with asyncio.timeout(1.0):
-                code = await self._child.ended()
+                code = await self._child.wait_async()
         except TimeoutError:
             return "closed its connection"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -135,7 +135,7 @@ class Workers:
         """Kill all workers and wait for their end."""
         for worker in self._all:
             worker.kill()
-        await asyncio.gather(*(worker.ended() for worker in self._all))
+        await asyncio.gather(*(worker.wait_async() for worker in self._all))
         self._idle.clear()
         self._all.clear()
 

@@ -47,18 +47,18 @@ class ImagePrompts:
         items, hashes, places = [], [], []
         for number, image in enumerate(images):
             piece = self._image_input(image)
-            run_ids = list(ids[image.at : image.at + image.tokens])
+            run_ids = list(ids[image.start : image.start + image.tokens])
             if piece["prompt_token_ids"] != run_ids:
                 raise ModelError(
                     f"vLLM makes {_excerpt(piece['prompt_token_ids'])} of image {number} of a request, and the run has "
-                    f"{_excerpt(run_ids)} from position {image.at} on. The processor's files in the model's folder are "
-                    "not those that the run read, or vLLM expands images of this model otherwise: sample with "
+                    f"{_excerpt(run_ids)} from position {image.start} on. The processor's files in the model's folder "
+                    "are not those that the run read, or vLLM expands images of this model otherwise: sample with "
                     "--generator.use transformers."
                 )
             [item], [place] = piece["mm_kwargs"]["image"], piece["mm_placeholders"]["image"]
             items.append(item)
             hashes.append(f"{piece['mm_hashes']['image'][0]}-{weights}")
-            places.append(replace(place, offset=image.at + place.offset))
+            places.append(replace(place, offset=image.start + place.offset))
         kwargs = MultiModalKwargsItems({"image": items})
         return mm_input(list(ids), kwargs, {"image": hashes}, {"image": places}, cache_salt=salt)
 
