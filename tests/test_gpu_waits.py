@@ -63,7 +63,7 @@ def test_a_micro_batch_waits_once_for_the_stand_in_of_a_gpu(name, folder):
     results = []
     for reads_host in (True, False):
         trainer.zero_grad()
-        trainer.loaded.device = CUDA if reads_host else None
+        trainer.loaded_model.device = CUDA if reads_host else None
         with gpu_stand_in(trainer.module) as waits:
             batch = batch_of(loss).to(CUDA)
             batch = batch if reads_host else replace(batch, source=None)
@@ -78,7 +78,7 @@ def test_a_micro_batch_waits_once_for_the_stand_in_of_a_gpu(name, folder):
 def test_log_probs_wait_once_for_the_stand_in_of_a_gpu(folder):
     spec = ModelSpec(RoleSpec("policy", "lm", False), str(folder), "fp32")
     trainer = TorchTrainer(TorchTrainerConfig(device="cpu"), spec)
-    trainer.device = trainer.loaded.device = CUDA
+    trainer.device = trainer.loaded_model.device = CUDA
     with gpu_stand_in(trainer.module) as waits:
         trainer.forward([batch_of(LOSSES["sft"])], ["logprobs"])
     assert +waits == {"cpu": 1}

@@ -118,7 +118,7 @@ def stated(row: Row, options: Options, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tens
     """Sequence by sequence as the formula has it: query i sees the keys i - window + 1 .. i."""
     out, groups = [], q_NHD.shape[1] // k_NKD.shape[1]
     for s in row.stretches:
-        keys = row.place_N[s.at : s.at + s.length]
+        keys = row.place_N[s.first : s.first + s.length]
         k_THD, v_THD = (x[keys].repeat_interleave(groups, 1) for x in (k_NKD, v_NKD))
         scores = torch.einsum("qhd,khd->hqk", q_NHD[s.start : s.start + s.length - s.skip], k_THD) * options.scaling
         every = torch.arange(s.length, device=q_NHD.device)

@@ -131,12 +131,12 @@ def compare(folder: Path, attention: str = "eager") -> dict[str, Any]:
         return row | failed("not built", error)
     try:
         trainer = trainer_of(folder)
-        row["layout"] = getattr(trainer.loaded, "layout", "shared")
+        row["layout"] = getattr(trainer.loaded_model, "layout", "shared")
         for what, sequences in tried.items():
             batch = batch_of(sequences)
             [got] = trainer.forward([batch], ["logprobs"])
             row[what] = (got["logprobs"][batch.tok["loss_mask"]] - expected[what]).abs().max().item()
-        row["noisy"] = getattr(trainer.loaded, "noisy", False)
+        row["noisy"] = getattr(trainer.loaded_model, "noisy", False)
         if not row["noisy"]:  # else a note says that gradients depend on what is drawn
             mixed = tried["long"] + tried["shared"]
             row["gradient"] = gradient_difference(trainer, model, mixed)

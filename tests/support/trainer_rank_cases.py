@@ -154,7 +154,7 @@ class TrainerRankCases(StateCases):
         trainer = self.trainer(layout, replace(self.here(), path=str(self.folder / "recurrent")))
         first = self.mine(0)
         self.first_gradients(trainer, f"alone-{layout}", first, TokenLoss())
-        return trainer.loaded.layout, [len(set(micro.lens_B.tolist())) for micro in first]
+        return trainer.loaded_model.layout, [len(set(micro.lens_B.tolist())) for micro in first]
 
     def case_rows(self, row: str) -> Any:
         """Two ranks divide the tokens of rows."""

@@ -171,18 +171,22 @@ def test_gradients_of_a_single_micro_batch_are_made_when_its_activations_are_fre
     once, gradients = Storage(frees_gradients=True), 4 * size.parameters
     single, several, as_before = (
         memory(size, storage, **more).phases["train"].device
-        for storage, more in ((once, {"several": 0}), (once, {"several": 512}), (Storage(), {"several": 0}))
+        for storage, more in (
+            (once, {"accumulated_tokens": 0}),
+            (once, {"accumulated_tokens": 512}),
+            (Storage(), {"accumulated_tokens": 0}),
+        )
     )
     assert "gradients" not in single, "the head's is counted with its logits"
     assert several == as_before
     assert several["gradients"] == gradients
-    short = memory(size, once, several=64).phases["train"].device
+    short = memory(size, once, accumulated_tokens=64).phases["train"].device
     assert "gradients" not in short, "the single micro-batch needs more than several shorter ones"
 
 
 def test_a_tied_head_has_three_whole_gradients_at_the_end_of_the_backward_pass(size):
     """Its own, that of the lookup, and their sum: all that is left where a step has few tokens."""
-    few = memory(size, Storage(frees_gradients=True), tokens=2, longest=2, several=0).phases["train"].device
+    few = memory(size, Storage(frees_gradients=True), tokens=2, longest=2, accumulated_tokens=0).phases["train"].device
     assert size.tied
     assert few["gradients"] == 4 * size.parameters
     assert few["working"] == 2 * 4 * size.embedding
@@ -194,7 +198,8 @@ def test_pages_of_freed_gradients_stay_beside_few_activations(size):
     wide = replace(size, outputs=50_000, vocabulary=50_000, head=head, embedding=head, parameters=pieces // 4 + head)
     plain, again = (
         memory(
-            wide, Storage(frees_gradients=True), device="cpu", tokens=64, several=0, checkpointing=checkpointing
+            wide, Storage(frees_gradients=True), device="cpu", tokens=64, accumulated_tokens=0,
+            checkpointing=checkpointing,
         ).phases["train"].device
         for checkpointing in (False, True)
     )  # fmt: skip
@@ -239,7 +244,7 @@ def test_the_micro_batches_of_a_step_are_filled_evenly(size):
     config = TrainingConfig()
 
     def several(work):
-        return arithmetic(config, spec(), size, work, "cpu").several
+        return arithmetic(config, spec(), size, work, "cpu").accumulated_tokens
 
     assert several(replace(WORK, units=8)) == 0, "512 tokens hold the step"
     assert several(replace(WORK, units=9)) == 9 * 64 // 2 + 64, "half of it, and one unit that cannot be divided"

@@ -65,16 +65,16 @@ def test_the_memory_is_that_of_the_ranks(steady):
 
 def test_begin_does_not_wait(steady):
     results = steady.begin("sleeps", [(1.0,), (1.0,)])
-    while not (doing := steady.calls.get(steady.members[0].beside("stacks"))[""]).startswith("in "):
+    while not (doing := steady.calls.get(steady.members[0].side_call("stacks"))[""]).startswith("in "):
         time.sleep(0.01)
     assert doing.startswith("in sleeps() for")
-    assert steady.call("nothing", [()] * 2) == [2, 2], "this call runs after the first"
+    assert steady.call("world_size", [()] * 2) == [2, 2], "this call runs after the first"
     assert results() == ["slept", "slept"]
 
 
 def test_errors_of_begin_are_raised_with_its_results(steady):
     results = steady.begin("raises", [("plain",)] * 2)
-    assert steady.call("nothing", [()] * 2) == [2, 2]
+    assert steady.call("world_size", [()] * 2) == [2, 2]
     with pytest.raises(TrainingError, match=r"policy rank \d .*raises\(\) raised ValueError: a plain error"):
         results()
 
@@ -84,7 +84,7 @@ def test_wrong_numbers_of_arguments_are_refused(steady):
         with pytest.raises(
             CapabilityError, match=f"policy has 2 ranks; nothing.. was called with arguments for {wrong}"
         ):
-            steady.call("nothing", [()] * wrong)
+            steady.call("world_size", [()] * wrong)
 
 
 def test_errors_of_this_project_keep_their_class(steady):
@@ -105,7 +105,7 @@ def test_other_errors_name_their_worker(steady):
     with pytest.raises(TrainingError) as info:
         steady.call("raises", [("disk",)] * 2)
     assert disk_is_full(info.value)
-    assert steady.call("nothing", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
+    assert steady.call("world_size", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
 
 
 def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair, brief_grace):
@@ -114,7 +114,7 @@ def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair, bri
         pair.call("raises_on", [(1, 60.0)] * 2)
     assert time.monotonic() - start < 50
     with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 did not return"):
-        pair.call("nothing", [()] * 2)
+        pair.call("world_size", [()] * 2)
 
 
 @pytest.mark.parametrize("others", [0.0, 60.0], ids=["the other rank fails first", "the other rank waits"])
@@ -129,7 +129,7 @@ def test_a_killed_rank_is_the_first_cause(pair, others):
     assert "its process was killed" in message
     assert message.endswith("\n  last words")
     with pytest.raises(WorkerError, match=r"cannot be called any more: .*policy rank 1 .* died during"):
-        pair.call("nothing", [()] * 2)
+        pair.call("world_size", [()] * 2)
 
 
 def test_a_stream_yields_references_for_other_groups(launch):
@@ -144,12 +144,12 @@ def test_a_stream_yields_references_for_other_groups(launch):
 
 
 def test_a_stream_is_at_most_two_items_ahead_of_its_reader(steady):
-    before = steady.calls.get(steady.members[0].beside("pulse"))
+    before = steady.calls.get(steady.members[0].side_call("pulse"))
     stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
 
     def made() -> int:
-        return steady.calls.get(steady.members[0].beside("pulse")) - before
+        return steady.calls.get(steady.members[0].side_call("pulse")) - before
 
     end = time.monotonic() + 60
     while made() < 1 + 2 and time.monotonic() < end:
@@ -165,7 +165,7 @@ def test_a_stream_that_is_not_read_to_its_end_is_finished_before_the_next_call(s
     assert steady.call("how_many", [()] * 2) == [6, 6], "the ranks finished the stream before the next call"
     del stream
     gc.collect()
-    assert steady.call("nothing", [()] * 2) == [2, 2]
+    assert steady.call("world_size", [()] * 2) == [2, 2]
 
 
 def test_a_stream_that_exceeds_its_timeout_is_an_error(pair):
@@ -183,7 +183,7 @@ def test_an_error_in_a_stream_names_its_rank(pair, brief_grace, rank):
         assert len(list(pair.stream("arrays", 2, 10))) == 2
     else:  # rank 0 waits for the failed rank for minutes
         with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 did not return from break"):
-            pair.call("nothing", [()] * 2)
+            pair.call("world_size", [()] * 2)
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ def test_a_worker_that_sleeps_in_python_is_reported_with_its_stack(pair, tmp_pat
     assert "======== policy rank 1 (node 127.0.0.1" in text, "the other pending worker"
     assert text.count("in raises_on() for") == 2
     with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 .* has made no progress"):
-        pair.call("nothing", [()] * 2)
+        pair.call("world_size", [()] * 2)
 
 
 def test_a_stopped_worker_is_reported_before_the_stall_timeout(launch, tmp_path):

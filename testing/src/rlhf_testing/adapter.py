@@ -30,7 +30,7 @@ class AdapterContract(Contract):
     files: Sequence[tuple[str, str, str | None]] = ()
     """(kind, source text, attribute or None) of files that this adapter adapts."""
 
-    def given(self) -> Sequence[tuple[str, str, str | None]]:
+    def required_files(self) -> Sequence[tuple[str, str, str | None]]:
         if not self.files:
             raise missing("files = [(kind, source text, attribute), ...] that the adapter is for")
         return self.files
@@ -48,7 +48,7 @@ class AdapterContract(Contract):
                         answer is False,
                         f"{label} recognises({kind!r}) gives {answer!r} for a file that is not its own: {text!r}",
                     )
-            for kind, text, _ in self.given():
+            for kind, text, _ in self.required_files():
                 modules = set(sys.modules)
                 try:
                     answer = adapter.recognises(kind, text + "\nraise SystemExit('executed')\n")
@@ -65,7 +65,7 @@ class AdapterContract(Contract):
 
         for config in self.grid():
             label, adapter = self.label(config), self.build(config)
-            for kind, text, attribute in self.given():
+            for kind, text, attribute in self.required_files():
                 modules = dict(sys.modules)
                 cls = self._adapt(adapter, kind, text, attribute, label)
                 good = isinstance(cls, type) and issubclass(cls, KINDS[kind])
@@ -83,7 +83,7 @@ class AdapterContract(Contract):
 
         for config in self.grid():
             label, adapter = self.label(config), self.build(config)
-            for kind, text, _ in self.given():
+            for kind, text, _ in self.required_files():
                 try:
                     component = self._adapt(adapter, kind, text, "no_such_attribute", label)
                 except PluginInvalid as error:

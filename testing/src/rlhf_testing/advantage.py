@@ -55,7 +55,7 @@ class Credit:
         return {"first": (1.0, self.r_N), "second": (2.0, second_N)}
 
     @property
-    def further(self) -> dict[str, Any]:
+    def baseline_arguments(self) -> dict[str, Any]:
         """What ``baseline`` may take beside rewards and groups. The first two of three groups share a key."""
         return {
             "own_tokens_N": self.own_tokens_N,
@@ -301,7 +301,7 @@ class AdvantageContract(Contract):
             if not reads(e, "key_N"):
                 continue
             c = fabricated(e.needs_values, samples=max(4, e.group_min))
-            keys = (c.group_N, c.further["key_N"], c.sample_N)
+            keys = (c.group_N, c.baseline_arguments["key_N"], c.sample_N)
             first = _baseline(e, c)
             expect(same_bits(first, _baseline(e, c)), f"{label} baseline() changes the state: do so in remember()")
             e.remember(c.r_N, *keys)
@@ -319,7 +319,7 @@ class AdvantageContract(Contract):
         for label, config, e, c in self.cases():
             if has_baseline:
                 parameters = inspect.signature(self.statement_baseline).parameters
-                arguments = {name: value for name, value in c.further.items() if name in parameters}
+                arguments = {name: value for name, value in c.baseline_arguments.items() if name in parameters}
                 expected = self.statement_baseline(c.r_N, c.group_N, config, **arguments)
                 _close(_baseline(e, c), expected, f"{label} baseline() differs from the statement")
             if reads_turns(e):
@@ -357,7 +357,7 @@ class AdvantageContract(Contract):
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
     """Returns the result of ``baseline``. Fails where its shape or dtype is wrong."""
-    r_N = baseline_of(estimator, c.r_N, c.group_N, **c.further)
+    r_N = baseline_of(estimator, c.r_N, c.group_N, **c.baseline_arguments)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
         f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_text(r_N)}",

@@ -162,7 +162,7 @@ class CheckedEpisode:
 
     def __init__(self, suite: EnvContract, label: str, env: Any, row: Any, seed: int) -> None:
         self.suite, self.label, self.env, self.row = suite, label, env, row
-        self.before = copy.deepcopy(row)
+        self.row_copy = copy.deepcopy(row)
         self.done = False
         self.agents = tuple(type(env).agents(env.config))
         self.answers: Answers = [self._call(env.reset, row, seed)]
@@ -206,7 +206,7 @@ class CheckedEpisode:
 
     def close(self) -> None:
         self._call(self.env.close)
-        expect(self.row == self.before, f"{self.label} the episode changed its data row, which other samples share")
+        expect(self.row == self.row_copy, f"{self.label} the episode changed its data row, which other samples share")
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         start = time.monotonic()

@@ -39,7 +39,7 @@ class CountingTrainer(SendsWeights, TakesWeights, Trainer):
         self.calls += 1
         return self.spec.rank, self.calls, value
 
-    def nothing(self) -> int:
+    def world_size(self) -> int:
         return self.spec.world_size
 
     def fail(self, message: str) -> None:
@@ -133,7 +133,7 @@ class LauncherContract(Contract):
                         answers == want,
                         f"{label} call {round_} of {size} ranks must give {want} (rank, calls, value), got {answers}",
                     )
-                sizes = group.call("nothing", [()] * size)
+                sizes = group.call("world_size", [()] * size)
                 expect(sizes == [size] * size, f"{label} the workers see world sizes {sizes}, not {size}")
                 group.shutdown()
                 launcher.shutdown()

@@ -160,7 +160,7 @@ class LossContract(LossSubject):
             columns_before = {k: v.clone() for k, v in case.batch.tok.items()}
             state = copy.deepcopy(case.loss.state_dict())
             with generators_left_alone(label):
-                first, second = case.run(case.whole()), case.run(case.whole())
+                first, second = case.run(case.single_micro_batch()), case.run(case.single_micro_batch())
             expect(math.isfinite(first.total), f"{label} the loss is {first.total} on ordinary values")
             expect(first.total == second.total, f"{label} two calls on the same input give different values")
             expect(state == case.loss.state_dict(), f"{label} calling the loss changed its state: __call__ is pure")
@@ -182,7 +182,7 @@ class LossContract(LossSubject):
         """NaN and changed token ids at masked positions change no result, bit for bit."""
         for config, case in self.cases():
             label = self.label(config)
-            clean, poisoned = case.run(case.whole()), case.run(case.whole(), poison=True)
+            clean, poisoned = case.run(case.single_micro_batch()), case.run(case.single_micro_batch(), poison=True)
             expect(
                 same_bits(torch.tensor(clean.total), torch.tensor(poisoned.total)),
                 f"{label} NaN at masked positions changes the loss from {clean.total!r} to {poisoned.total!r}: "
@@ -204,10 +204,10 @@ class LossContract(LossSubject):
         """Loss, gradients and metrics do not depend on micro-batches, packing order or ranks."""
         for config in self.grid():
             label, case = self.label(config), self.case(config)
-            one_call = case.run(case.whole())
+            one_call = case.run(case.single_micro_batch())
             for layout, parts in layouts(case.batch.units).items():
                 if layout == "reversed packing order":
-                    other = self.case(config, order=parts[0]).run(case.whole())
+                    other = self.case(config, order=parts[0]).run(case.single_micro_batch())
                 else:
                     other = case.run(parts)
                 difference = abs(one_call.total - other.total)
@@ -243,7 +243,7 @@ class LossContract(LossSubject):
             for name, extreme in EXTREME.items():
                 label = f"{self.label(config)} with {name}"
                 case = self.case(config, extreme=extreme)
-                run = case.run(case.whole())
+                run = case.run(case.single_micro_batch())
                 expect(run.total == run.total and abs(run.total) != float("inf"), f"{label} the loss is {run.total}")
                 bad = finite(run.gradients)
                 expect(not bad, f"{label} the gradient of {bad} is not finite: bound the log-ratio before exp()")
@@ -265,7 +265,7 @@ class LossContract(LossSubject):
         """At least one config gives a gradient that is not zero, and none detaches whole units: where no gradient
         reaches a unit's outputs, they do not change the loss either."""
         cases = list(self.cases())
-        runs = [case.run(case.whole()) for _, case in cases]
+        runs = [case.run(case.single_micro_batch()) for _, case in cases]
         expect(
             any(norm(run.gradients) > 0 for run in runs),
             f"{self.label()} no gradient reaches any model output: is something detached?",
@@ -273,7 +273,7 @@ class LossContract(LossSubject):
         for (config, case), run in zip(cases, runs, strict=True):
             for unit in case.units_without(run.gradients) if norm(run.gradients) > 0 else ():
                 with case.moved(unit, STEP):
-                    change = abs(case.run(case.whole()).total - run.total)
+                    change = abs(case.run(case.single_micro_batch()).total - run.total)
                 expect(
                     change <= 10 * LOSS * run.size,
                     f"{self.label(config)} other outputs of the model in one unit change the loss by {change:.2g}, but "
@@ -291,7 +291,7 @@ class LossContract(LossSubject):
             expect(not unknown, f"{label} signal() names {unknown}, which columns() does not: {case.loss.columns()}")
             for name in names:
                 case.batch = case.batch.with_column(case.level(name), name, torch.zeros_like(case.batch.column(name)))
-            run = case.run(case.whole())
+            run = case.run(case.single_micro_batch())
             reached = sorted(output for output, gradient in run.gradients.items() if bool(gradient.any()))
             expect(
                 run.size == 0 and not reached,
@@ -304,7 +304,7 @@ class LossContract(LossSubject):
 
         def effect(config: Any) -> Any:
             cases = [self.case(config, seed) for seed in range(3)]
-            runs = [case.run(case.whole()) for case in cases]
+            runs = [case.run(case.single_micro_batch()) for case in cases]
             return [(r.total, {name: g for name, g in r.gradients.items() if bool(g.any())}) for r in runs]
 
         check_options(self, effect)
@@ -318,7 +318,7 @@ class LossContract(LossSubject):
             )
         for config in self.grid():
             label, case = self.label(config), self.case(config, fresh=False)
-            run = case.run(case.whole())
+            run = case.run(case.single_micro_batch())
             x_BT = Padded(case, config)
             expected = self.statement(x_BT)
             gradients = case.gradients_of(expected)

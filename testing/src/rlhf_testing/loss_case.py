@@ -159,7 +159,7 @@ class LossCase:
 
     # ------------------------------------------------------------------------------------ running
 
-    def whole(self) -> list[list[int]]:
+    def single_micro_batch(self) -> list[list[int]]:
         """One micro-batch with every unit."""
         return [list(range(self.batch.units))]
 

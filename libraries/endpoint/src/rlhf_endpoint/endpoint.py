@@ -99,7 +99,7 @@ class Endpoint:
                     return choices, secrets.token_hex(12), int(time.time())
 
                 key, count = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count", "0")
-                choices, number, time_s = await session.once(key, count != "0", name.encode() + raw, work)
+                choices, number, time_s = await session.run_once(key, count != "0", name.encode() + raw, work)
                 session.answers[number] = choices[0].message
                 if not chat_request.stream:
                     return web.json_response(api.answer(chat_request, choices, body, number, time_s))

@@ -42,7 +42,7 @@ class Session:
         self._answer_tasks: dict[str, asyncio.Task[Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def once(self, key: str | None, retry: bool, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def run_once(self, key: str | None, retry: bool, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of ``work``. A repeated request gets the result of the first one, which goes on when its client
         has gone away.
 
@@ -121,13 +121,13 @@ class Session:
         begins: tuple[Reason, str] | None = None
         if node is not None:
             following = request.messages[length:]
-            context = self.ctx.encode_following(node.before, node.answer, following, request.tools, node.turn)
+            context = self.ctx.encode_following(node.context, node.answer, following, request.tools, node.turn)
             if context is not None:
                 if not node.is_last:
                     reason, detail = self._difference(request)
                     begins = reason, f"another one goes on from the same answer: {detail}"
-                return node, context, [*node.before, node.answer, *following], begins
-            reasoning = has_reasoning([*node.before, node.answer])
+                return node, context, [*node.context, node.answer, *following], begins
+            reasoning = has_reasoning([*node.context, node.answer])
             begins = "reasoning" if reasoning else "template", "the chat template rewrites earlier messages"
         if self._number:
             begins = begins or self._difference(request)

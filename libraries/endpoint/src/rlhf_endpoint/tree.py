@@ -41,7 +41,7 @@ class Node:
     branch: Branch
     end: int
     """Number of the branch's turns up to and with the answer."""
-    before: Sequence[Message]
+    context: Sequence[Message]
     answer: Message
     tools: Sequence[Message]
 
@@ -67,7 +67,7 @@ class Tree:
         match: tuple[Node | None, int] = None, 0
         for end, digest in enumerate(_digests(messages, tools), 1):
             for node in reversed(self._nodes.get(digest, ())):
-                if _same_reasoning([*node.before, node.answer], messages):
+                if _same_reasoning([*node.context, node.answer], messages):
                     match = node, end
                     break
         return match
@@ -106,7 +106,7 @@ class Tree:
         best = -1
         closest: tuple[Reason, str] = "conversation", "no answer was sampled before"
         for node in (node for nodes in self._nodes.values() for node in nodes):
-            history = [*node.before, node.answer]
+            history = [*node.context, node.answer]
             pairs = enumerate(zip(history, messages, strict=False))
             index = next((i for i, (a, b) in pairs if _key(a) != _key(b)), None)
             candidate: tuple[Reason, str]

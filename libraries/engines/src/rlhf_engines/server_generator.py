@@ -40,7 +40,7 @@ class ServerGenerator(TakesTensors, Generator):
     asked whether they still hold the weights: one that was started anew ends the run.
 
     The workers of a server answer these calls (:meth:`EngineServer.call`): ``rlhf_facts(path)``, ``rlhf_start(base)``,
-    ``rlhf_take_file(path)``, ``rlhf_finish(load)``, ``rlhf_differing_file(path)`` and ``rlhf_loaded()``.
+    ``rlhf_take_file(path)``, ``rlhf_finish(load)``, ``rlhf_differing_file(path)`` and ``rlhf_load_name()``.
     """
 
     Config: ClassVar[type[ComponentConfig]] = EngineServersConfig
@@ -182,7 +182,7 @@ class ServerGenerator(TakesTensors, Generator):
     def _confirm(self, servers: dict[str, EngineServer]) -> None:
         """Raises ModelError: a server does not hold the weights of the last load."""
         for server, loads in self._ask_servers(
-            lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()
+            lambda s: s.call("rlhf_load_name", timeout=self.config.timeout), servers.values()
         ):
             if set(loads) != {self._load}:
                 self._not_ready = f"{server.url} lost the weights of version {self.version}"

@@ -61,7 +61,7 @@ class Commits:
         self.notes: list[str] = []
         """Messages for the user about how names were looked up."""
 
-    def of(self, kind: Kind, repo: HubName) -> str:
+    def commit(self, kind: Kind, repo: HubName) -> str:
         """The commit of a name. Raises HubError."""
         if _COMMIT.fullmatch(repo.revision):
             return repo.revision

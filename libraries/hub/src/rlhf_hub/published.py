@@ -59,7 +59,7 @@ def pinned(model: str, commits: Commits) -> str:
         if (adapter := adapter_of(model)) is not None:
             require_base(adapter)
     try:
-        return model if repo is None else f"{repo.name}@{commits.of('model', repo)}"
+        return model if repo is None else f"{repo.name}@{commits.commit('model', repo)}"
     except HubError as error:
         raise ModelError(_not_published(model, error)) from error
 
@@ -86,7 +86,7 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
             refuse_other_formats(path)
         return str(folder)
     try:
-        commit = Commits().of("model", repo)
+        commit = Commits().commit("model", repo)
         patterns = [*SETTINGS, *(["*.py"] if code else [])]
         folder = download("model", repo, commit, patterns)
         if weights:

@@ -22,7 +22,7 @@ class Arithmetic:
 
     tokens: int = 2048
     """Tokens that a rank computes. A prefix that sequences share counts once."""
-    several: int | None = None
+    accumulated_tokens: int | None = None
     """The same, where a step has several micro-batches; 0: every step is a single micro-batch; None: ``tokens``."""
     longest: int = 2048
     """Tokens of the longest sequence."""

@@ -41,7 +41,7 @@ def arithmetic(
     lora = adapters_of(config, spec, size)
     return Arithmetic(
         tokens=own_tokens,
-        several=math.ceil(several_tokens(work, limit, of_step, shared) / parts),
+        accumulated_tokens=math.ceil(several_tokens(work, limit, of_step, shared) / parts),
         longest=work.longest,
         repeats=repeats(work, tokens) if shared else 1.0,
         device=device,

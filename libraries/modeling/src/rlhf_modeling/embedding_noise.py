@@ -22,7 +22,7 @@ class EmbeddingNoise:
     """
 
     def __init__(self, model: LoadedModel, alpha: float) -> None:
-        self.alpha, self.loaded = alpha, model
+        self.alpha, self.loaded_model = alpha, model
         self._on = False
         embedding: Any = model.module.get_input_embeddings()
         embedding.register_forward_hook(self._add)
@@ -40,10 +40,10 @@ class EmbeddingNoise:
         """R rows of T tokens: one row of packed sequences or this rank's part of it, or sequences of equal length."""
         if not self._on:
             return None
-        lens_B = torch.tensor(list(self.loaded.computing), device=embedded_RTH.device)
+        lens_B = torch.tensor(list(self.loaded_model.computing), device=embedded_RTH.device)
         length_N = torch.repeat_interleave(lens_B, lens_B)
-        if self.loaded.part is not None:
-            length_N = self.loaded.part.of(length_N)
+        if self.loaded_model.part is not None:
+            length_N = self.loaded_model.part.local_rows(length_N)
         length_RT1 = length_N.view(*embedded_RTH.shape[:2], 1)
         scale_RT1 = self.alpha / (length_RT1 * embedded_RTH.shape[-1]).sqrt()
         noise_RTH = torch.empty_like(embedded_RTH).uniform_(-1, 1)

@@ -45,7 +45,7 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
     query_lens, key_lens = [s.length - s.skip for s in stretches], [s.length for s in stretches]
     keys = None
     if place is not None and any(s.skip for s in stretches):
-        keys = moved(torch.cat([place[s.at : s.at + s.length] for s in stretches]), device)
+        keys = moved(torch.cat([place[s.first : s.first + s.length] for s in stretches]), device)
     ends = [moved(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (query_lens, key_lens)]
     assert sum(query_lens) == tokens
     return Lines(keys, ends[0], ends[1], max(query_lens), max(key_lens))

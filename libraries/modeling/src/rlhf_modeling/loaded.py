@@ -229,9 +229,11 @@ class LoadedModel:
                     unknown = torch.full_like(experts_MLK[:1], UNKNOWN).expand(lacking, -1, -1)
                     experts_MLK = torch.cat([experts_MLK, unknown])
         self.part = part = RowPart(group, len(ids_M))
-        experts_PLK = None if experts_MLK is None else part.of(experts_MLK)
+        experts_PLK = None if experts_MLK is None else part.local_rows(experts_MLK)
         with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(self._on_device(experts_PLK)):
-            hidden_1PH = self._body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None])
+            hidden_1PH = self._body(
+                input_ids=part.local_rows(ids_M)[None], position_ids=part.local_rows(position_M)[None]
+            )
         return hidden_1PH.squeeze(0), None if shared is None else shared.place_N
 
     def _call_with_images(
@@ -250,7 +252,7 @@ class LoadedModel:
             shared = share_prefixes(ids_N, lens, images_B)
         row = inputs.row(ids_N, position_N, lens, images_B, shared)
         self.computing = row.lens
-        with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.placed(row):
+        with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.image_context(row):
             if self.layout == "alone":
                 return self._body(**row.as_rows(len(lens))).flatten(0, 1), None
             bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}

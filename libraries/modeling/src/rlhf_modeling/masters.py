@@ -52,7 +52,7 @@ class Masters:
         for name, p in self.rounded.items():
             p.copy_(self.stepped[name])
 
-    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def substitute(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``tensors`` of the model by name, with the masters in place of the weights, also under the second name of a
         weight that is tied."""
         masters = {p.data_ptr(): self.stepped[name].data for name, p in self.parameters.items()}

@@ -65,7 +65,8 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
     """Buckets of these sequences of a row of ``tokens`` computed tokens.
 
     Args:
-        place: int64, where the tokens of all sequences are, a sequence's from ``Stretch.at`` on; None: each at its own.
+        place: int64, where the tokens of all sequences are, a sequence's from ``Stretch.first`` on; None: each at its
+            own.
     """
     groups: dict[tuple[int, int], list[Stretch]] = {}
     for s in stretches:

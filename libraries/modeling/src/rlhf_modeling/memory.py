@@ -169,7 +169,7 @@ def _train(
         yield from _backward(s, a, part, gradients, gradients, outputs)
     else:
         yield from _backward(s, a, part, 0, gradients, outputs)
-        tokens = a.tokens if a.several is None else a.several
+        tokens = a.tokens if a.accumulated_tokens is None else a.accumulated_tokens
         if tokens:
             yield from _backward(s, replace(a, tokens=tokens), part, gradients, gradients, outputs)
     yield {"gradients": gradients, "working": s.step}

@@ -32,26 +32,26 @@ class PackedModel(nn.Module):
     def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
         self.model = model.module
-        self.loaded, self.config = model, config
+        self.loaded_model, self.config = model, config
 
     @cached_property  # it asks every module of the model
     def shares_prefixes(self) -> bool:
         """Sequences of a micro-batch that share a prefix compute it once."""
-        return shares_prefixes(self.config, self.loaded)
+        return shares_prefixes(self.config, self.loaded_model)
 
     def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32; see :func:`rlhf_modeling.heads.compute`."""
-        hidden_MH, place_N = hidden_states(self.loaded, batch, self.shares_prefixes)
+        hidden_MH, place_N = hidden_states(self.loaded_model, batch, self.shares_prefixes)
         return head_ops.compute(
             hidden_MH,
             batch,
             outputs,
-            self.loaded.logits_of(self.config.head_fp32),
+            self.loaded_model.logits_of(self.config.head_fp32),
             place_N,
-            tempered=self.loaded.kind == "lm",
-            chunk=max(1, most_logits(self.config, hidden_MH.device.type) // self.loaded.head.out_features),
+            tempered=self.loaded_model.kind == "lm",
+            chunk=max(1, most_logits(self.config, hidden_MH.device.type) // self.loaded_model.head.out_features),
             head_fp32=bool(self.config.head_fp32),
-            part=self.loaded.part,
+            part=self.loaded_model.part,
         )
 
 

@@ -71,7 +71,7 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
         first = skip if device.type == "cpu" and length - skip < MASKED * length else 0
         groups.append(SequenceRun(len(run), length, skip, first))
         for s in run:
-            index_T = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
+            index_T = every_N[s.first : s.first + length] if place is None else place[s.first : s.first + length]
             keys.append(index_T)
             queries.append(index_T[first:])
     own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])

@@ -34,7 +34,7 @@ class Stretch:
     """Tokens of the shared prefix; 0 if it shares nothing."""
     length: int
     """Tokens of the whole sequence; ``length - skip`` are computed."""
-    at: int
+    first: int
     """Index of the sequence's first token among the N."""
 
 

@@ -46,45 +46,45 @@ class TokenGroup:
 class RowPart:
     """This rank's part of one row: neighbouring tokens, on every rank at least one."""
 
-    among: TokenGroup
+    token_group: TokenGroup
     tokens: int
     """M, at least one for each rank."""
 
     def __post_init__(self) -> None:
-        assert self.tokens >= self.among.ranks
+        assert self.tokens >= self.token_group.ranks
 
     @cached_property
     def sizes(self) -> list[int]:
         """[R]: tokens of each rank; they differ by one at most."""
-        ends = [self.tokens * r // self.among.ranks for r in range(self.among.ranks + 1)]
+        ends = [self.tokens * r // self.token_group.ranks for r in range(self.token_group.ranks + 1)]
         return [end - start for start, end in pairwise(ends)]
 
     @cached_property
     def start(self) -> int:
-        return sum(self.sizes[: self.among.rank])
+        return sum(self.sizes[: self.token_group.rank])
 
     @property
-    def own(self) -> int:
+    def local_tokens(self) -> int:
         """P."""
-        return self.sizes[self.among.rank]
+        return self.sizes[self.token_group.rank]
 
-    def of(self, x_M: Tensor) -> Tensor:
+    def local_rows(self, x_M: Tensor) -> Tensor:
         """The rows of this rank, a view."""
-        return x_M[self.start : self.start + self.own]
+        return x_M[self.start : self.start + self.local_tokens]
 
     def among_own(self, source_A: Tensor) -> Tensor:
         """int64: those of A rows of the row that are in this part, as indices of ``source_A``."""
-        return ((source_A >= self.start) & (source_A < self.start + self.own)).nonzero()[:, 0]
+        return ((source_A >= self.start) & (source_A < self.start + self.local_tokens)).nonzero()[:, 0]
 
     def assemble(self, outputs_A: Tensor, index_A: Tensor, count: int) -> Tensor:
         """[count, ...]: the outputs of all ranks. ``outputs_A`` are this rank's, at the indices ``index_A``; each index
         is on one rank. The gradient of ``outputs_A`` is that of the same places."""
-        assembled: Tensor = _Assemble.apply(outputs_A, index_A, count, self.among.group)
+        assembled: Tensor = _Assemble.apply(outputs_A, index_A, count, self.token_group.group)
         return assembled
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over the ranks. The gradient passes unchanged to each rank's own term."""
-        summed: Tensor = _Total.apply(x, self.among.group)
+        summed: Tensor = _Total.apply(x, self.token_group.group)
         return summed
 
     # --------------------------------------------------------------------------------------- attention
@@ -92,11 +92,11 @@ class RowPart:
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[1, H, P, D] -> [1, H / R, M, D]; keys and values in the same way. Where R does not divide the key heads,
         each is repeated for the ranks whose query heads read it. All three are of one dtype."""
-        ranks, heads = self.among.ranks, q.shape[1]
+        ranks, heads = self.token_group.ranks, q.shape[1]
         repeats = math.lcm(k.shape[1], ranks) // k.shape[1]
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         rows = [x[0].unflatten(0, (ranks, -1)).transpose(1, 2).flatten(2) for x in (q, k, v)]
-        every_MF = self._exchange(torch.cat(rows, -1).flatten(0, 1), [self.own] * ranks, self.sizes)
+        every_MF = self._exchange(torch.cat(rows, -1).flatten(0, 1), [self.local_tokens] * ranks, self.sizes)
         widths = [x.shape[-1] for x in rows]
         parts = zip(every_MF.split(widths, -1), (heads, k.shape[1], v.shape[1]), strict=True)
         q, k, v = (x.unflatten(-1, (count // ranks, -1)).transpose(0, 1)[None] for x, count in parts)
@@ -104,12 +104,12 @@ class RowPart:
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """[1, M, H / R, D] -> [1, P, H, D]."""
-        ranks, (heads, size) = self.among.ranks, out.shape[2:]
-        rank_rows = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
-        return rank_rows.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
+        ranks, (heads, size) = self.token_group.ranks, out.shape[2:]
+        rank_rows = self._exchange(out[0].flatten(1), self.sizes, [self.local_tokens] * ranks)
+        return rank_rows.view(ranks, self.local_tokens, heads, size).transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
-        exchanged: Tensor = _Exchange.apply(x, to_ranks, from_ranks, self.among.group)
+        exchanged: Tensor = _Exchange.apply(x, to_ranks, from_ranks, self.token_group.group)
         return exchanged
 
 
@@ -124,7 +124,7 @@ class PartAttention(PackedAttention):
     def __call__(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        ranks, tokens = self.part.among.ranks, self.part.own
+        ranks, tokens = self.part.token_group.ranks, self.part.local_tokens
         if q.shape[1] % ranks:
             raise CapabilityError(heads_refused(type(module).__name__, q.shape[1], ranks))
         if q.shape[0] != 1 or q.shape[2] != tokens or k.shape[2] != tokens:

@@ -106,7 +106,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
 
     def prepare(self, model: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
-        self.spec, self.device, self.loaded = spec, device, model
+        self.spec, self.device, self.loaded_model = spec, device, model
         model.device = device
         self.precision: Precision = precision_of(spec, device)
         check_kernel(self.config.attention, device, self.precision.bf16)
@@ -151,7 +151,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     def choose_kernel(self) -> None:
         """Choose the kernel of attention, after the model was probed. Raises CapabilityError where an option names one
         and this model is not packed, or ``flash`` computes something else on this device than ``sdpa``."""
-        model, kernel, name = self.loaded, self.config.attention, type(self.loaded.module).__name__
+        model, kernel, name = self.loaded_model, self.config.attention, type(self.loaded_model.module).__name__
         if kernel != "auto" and model.layout == "alone":
             raise CapabilityError(
                 f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {name} is "
@@ -176,7 +176,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         shares = bool(getattr(self.packed, "shares_prefixes", False))
         return TrainerFacts(
             self.eos_token_ids,
-            self.loaded.vocabulary,
+            self.loaded_model.vocabulary,
             device,
             dtype,
             self.precision_note,
@@ -186,15 +186,15 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             wants_token_share=self.balance is not None,
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             flops=self._flops(),
-            notes=self.loaded.notes + self._notes,
-            experts=self.loaded.routers.layers if self.loaded.routers is not None else None,
+            notes=self.loaded_model.notes + self._notes,
+            experts=self.loaded_model.routers.layers if self.loaded_model.routers is not None else None,
         )
 
     def _flops(self) -> Flops | None:
         """Only of a trained role, on the rank whose facts are read."""
         if not self.spec.role.trained or self.spec.rank != 0:
             return None
-        return count_flops(self.spec, self.loaded.head.out_features, self.config.lora is not None)
+        return count_flops(self.spec, self.loaded_model.head.out_features, self.config.lora is not None)
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -246,7 +246,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
                     values = self._outputs(batch, resolved)
                 parts.append(evaluate(loss, batch, values, coef, live)[1])
                 if self.balance is not None:
-                    parts[-1]["aux_loss"] = (float(self.balance.loss(batch, self.loaded.part)), 0.0)
+                    parts[-1]["aux_loss"] = (float(self.balance.loss(batch, self.loaded_model.part)), 0.0)
         return add_sums(parts)
 
     def skip_updates(self, count: int) -> None:
@@ -276,7 +276,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
                 values = self._outputs(batch, resolved)
             total, sums = evaluate(loss, batch, values, coef, live)
             if self.balance is not None:
-                aux = self.balance.loss(batch, self.loaded.part)
+                aux = self.balance.loss(batch, self.loaded_model.part)
                 total, sums["aux_loss"] = total + self.balance.coef * aux, (float(aux.detach()), 0.0)
             if not math.isfinite(sums["loss"][0]):
                 self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
@@ -287,9 +287,9 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         """``micros``. While one is computed, a thread computes the pixels of the next one's images. The caller asks for
         the next one when it is computed."""
         for number, micro in enumerate(micros):
-            if self.loaded.images is not None:
+            if self.loaded_model.images is not None:
                 for upcoming in micros[number : number + 2]:
-                    self.loaded.images.pixels.start(image for images in upcoming.images_B for image in images)
+                    self.loaded_model.images.pixels.start(image for images in upcoming.images_B for image in images)
             yield micro
             if self.progress is not None:
                 self.progress(number + 1, len(micros))
@@ -319,20 +319,20 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             part.__dict__["training"] = training
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
-        return head_of_role(output, over, self.spec.role.name, self.loaded.kind, self.borrowed)
+        return head_of_role(output, over, self.spec.role.name, self.loaded_model.kind, self.borrowed)
 
     # ----------------------------------------------------------------------------------------- lending
 
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         with self._view(view):
-            head = self.loaded.output_head
+            head = self.loaded_model.output_head
         yield head
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
         """It is in bf16 where this role's logits are. Raises ModelError where either head has no row for some token
         (:func:`rlhf_modeling.heads.comparable_head`)."""
         tokens = len(self.tokenizer or load_tokenizer(self.spec))
-        comparable = comparable_head(head, role, self.loaded.head.out_features, self.spec, tokens)
+        comparable = comparable_head(head, role, self.loaded_model.head.out_features, self.spec, tokens)
         bf16 = self.precision.bf16 and not self.config.head_fp32
         self.borrowed[role] = comparable.to(self.device, torch.bfloat16 if bf16 else torch.float32)
 

@@ -397,7 +397,7 @@ def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, 
     path = tiny_model(tmp_path / "model", architecture="granite", logits_scaling=8.0)
     for stage in (2, 3):
         assert (
-            trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage).loaded.logit_scale
+            trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage).loaded_model.logit_scale
             == 1 / 8
         )
     forward = GraniteForCausalLM.forward

@@ -31,7 +31,9 @@ class TorchMuon:
     """torch's Muon and AdamW, each for the parameters that the trainer's optimizer gives to it."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
-        outside = {id(p) for m in (trainer.module.get_input_embeddings(), trainer.loaded.head) for p in m.parameters()}
+        outside = {
+            id(p) for m in (trainer.module.get_input_embeddings(), trainer.loaded_model.head) for p in m.parameters()
+        }
         config = DeepSpeedTrainerConfig(lr=1e-3, weight_decay=0.1, optimizer="muon")
         shapes = {name: p.shape for name, p in trainer.parameters.items()}
         matrices, *rest = build_optimizer(trainer.parameters, shapes, outside, config).param_groups

@@ -76,7 +76,7 @@ class FsdpRanks(TrainerRankCases):
 
     @contextmanager
     def gathering(self, of: Any) -> Iterator[list[int]]:
-        gathered, whole = type(of.tensors).whole, []
+        gathered, whole = type(of.tensors).full_tensor, []
 
         def counted(tensors: Any, name: str) -> Any:
             found = gathered(tensors, name)

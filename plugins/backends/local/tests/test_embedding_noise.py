@@ -58,7 +58,7 @@ def test_a_rank_that_computes_a_part_of_a_row_scales_by_whole_sequences(loaded, 
     for rank in range(3):
         loaded.part = RowPart(TokenGroup(None, rank, 3), batch.tokens)
         with noise.added():
-            parts.append(table(loaded.part.of(batch.ids_N)[None])[0])
+            parts.append(table(loaded.part.local_rows(batch.ids_N)[None])[0])
     assert [len(part) for part in parts] == [21, 21, 22]
     added = torch.cat(parts) - plain
     for start, n in zip(batch.starts_B.tolist(), LENS, strict=True):

@@ -54,7 +54,7 @@ def test_a_critic_is_the_body_with_a_fresh_head_and_is_read_again(path, batch, t
     plain = PlainImageModel(path, FAMILY)
     with torch.no_grad():
         hidden = torch.cat([plain.model.model(**plain.inputs(p)).last_hidden_state[0] for p in SEQUENCES])
-    before, mask = (hidden @ one.loaded.head.weight[0].detach()).roll(1), batch.tok["action_mask"]
+    before, mask = (hidden @ one.loaded_model.head.weight[0].detach()).roll(1), batch.tok["action_mask"]
     torch.testing.assert_close(got[mask], before[mask], atol=1e-5, rtol=0)
     one.export(tmp_path / "critic")
     shutil.copy(path / "processor_config.json", tmp_path / "critic")
@@ -232,7 +232,7 @@ def test_models_that_are_no_decoder_with_a_head_are_refused_before_they_are_load
 def test_a_model_whose_image_tokens_attend_in_both_directions_is_refused(tmp_path, monkeypatch):
     path = tiny_gemma3(tmp_path, monkeypatch)
     one = trainer_of(path, options={"images": False})
-    assert "tokens get other hidden states" in one.loaded.no_images
+    assert "tokens get other hidden states" in one.loaded_model.no_images
     with pytest.raises(
         ModelError, match=r"cannot be computed with images here, causally and packed .* such as Gemma 3"
     ):

@@ -110,7 +110,7 @@ def test_equal_images_in_prefixes_are_computed_once(folder, family, monkeypatch)
     plain, one, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family, rows)
     assert share_prefixes(batch.ids_N, batch.lens_B.tolist(), batch.images_B) is not None
     computed = []
-    body, whole = one.loaded.body, one.loaded.body.forward
+    body, whole = one.loaded_model.body, one.loaded_model.body.forward
     monkeypatch.setattr(body, "forward", lambda **given: computed.append(given) or whole(**given))
     found = one.forward([batch], ("logprobs",))[0]["logprobs"]
     assert computed[0]["input_ids"].numel() < batch.tokens

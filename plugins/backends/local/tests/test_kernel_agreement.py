@@ -65,20 +65,20 @@ def missing(*arguments, **options):
 
 def test_with_a_plain_kernel_the_layers_of_a_model_are_compared(make_trainer, on_gpu):
     policy = make_trainer(dtype="bf16")
-    assert [(kind.heads, kind.window) for kind in policy.loaded.layers] == [(4, None)]
-    assert policy.loaded.attention == "auto"
-    assert not disagreement(policy.loaded.layers, CPU)
+    assert [(kind.heads, kind.window) for kind in policy.loaded_model.layers] == [(4, None)]
+    assert policy.loaded_model.attention == "auto"
+    assert not disagreement(policy.loaded_model.layers, CPU)
 
 
 @pytest.mark.parametrize(("kernel", "why"), [(shifted, "outputs differ by"), (missing, "no kernel image is available")])
 def test_with_a_wrong_kernel_auto_takes_sdpa_and_says_so_and_flash_is_refused(make_trainer, on_gpu, kernel, why):
     on_gpu(kernel)
     policy = make_trainer(dtype="bf16")
-    assert policy.loaded.attention == "sdpa"
+    assert policy.loaded_model.attention == "sdpa"
     [note] = [note for note in policy.facts().notes if "attention" in note]
     assert "'sdpa', because with 'flash' " in note
     assert why in note
-    assert make_trainer(dtype="fp32").loaded.attention == "auto"
+    assert make_trainer(dtype="fp32").loaded_model.attention == "auto"
     policy.config = policy.config.model_copy(update={"attention": "flash"})
     with pytest.raises(CapabilityError, match=rf"trainer\.attention = 'flash': .*{why}.* Leave it out"):
         policy.choose_kernel()

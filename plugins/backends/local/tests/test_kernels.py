@@ -48,7 +48,7 @@ def test_samples_of_layers_with_liger_have_the_log_probs_of_transformers_layers(
 
 
 def test_auto_takes_liger_under_bf16_where_it_is_available_and_knows_the_layers(make_trainer, monkeypatch):
-    loaded, calls = make_trainer(kernels="none").loaded, []
+    loaded, calls = make_trainer(kernels="none").loaded_model, []
 
     def use_liger(module):
         calls.append(module)
@@ -74,7 +74,7 @@ def test_liger_is_refused_for_layers_that_it_does_not_compute(interpreted):
 
 
 def test_with_other_forms_in_place_of_liger_layers_are_compared_in_bf16_too(make_trainer, monkeypatch):
-    loaded = make_trainer(kernels="none").loaded
+    loaded = make_trainer(kernels="none").loaded_model
     monkeypatch.setattr(liger, "use_liger", fuse_layers)
     use_kernels(loaded, "liger", bf16=True)
     assert sum("forward" in vars(m) for m in loaded.module.modules()) == 2

@@ -119,7 +119,11 @@ def test_gradient_checkpointing_that_transformers_does_not_have_is_refused(tmp_p
 def test_ordinary_models_are_packed_without_a_note(model_path, make_trainer):
     for head in ("lm", "scalar"):
         trainer = make_trainer(model_path, head=head)
-        assert (trainer.loaded.layout, trainer.loaded.boundaries, trainer.facts().notes) == ("shared", False, ())
+        assert (trainer.loaded_model.layout, trainer.loaded_model.boundaries, trainer.facts().notes) == (
+            "shared",
+            False,
+            (),
+        )
     assert make_trainer(model_path).facts().shares_prefixes
 
 
@@ -224,7 +228,7 @@ def test_recurrent_layers_are_packed_if_their_kernels_take_boundaries(
     assert load(path).layout == "alone", "one of the two kernels is not enough"
     monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", bounded_rule)
     trainer = make_trainer(path)
-    assert (trainer.loaded.layout, trainer.loaded.boundaries) == ("packed", True)
+    assert (trainer.loaded_model.layout, trainer.loaded_model.boundaries) == ("packed", True)
     assert trainer.facts().notes == ()
     check(path, trainer, make_batch(LENS, loss=nll), nll)
 

@@ -44,7 +44,7 @@ def test_hidden_states_through_the_lent_head_are_the_models_logits(
 def test_a_head_is_lent_by_reference_in_one_process(tmp_path, make_trainer):
     trainer, lender = make_trainer(), make_trainer(tiny_model(tmp_path, seed=3), trained=False)
     trainer.borrow_head("lender", *lender.lend_head())
-    assert trainer.borrowed["lender"].weight_VH.data_ptr() == lender.loaded.head.weight.data_ptr()
+    assert trainer.borrowed["lender"].weight_VH.data_ptr() == lender.loaded_model.head.weight.data_ptr()
     assert not trainer.borrowed["lender"].weight_VH.requires_grad
 
 
@@ -66,7 +66,7 @@ def test_the_lent_head_is_in_bf16_if_logits_are(make_trainer):
 def test_a_larger_lent_head_is_cut_and_a_smaller_one_refused(make_trainer):
     """The tokenizer has 99 tokens, and so has the student's vocabulary."""
     trainer = make_trainer()
-    own = trainer.loaded.head.out_features
+    own = trainer.loaded_model.head.out_features
     assert own == len(trainer.tokenizer) == 99
     further = OutputHead(torch.randn(own + 13, 8), torch.randn(own + 13))
     trainer.borrow_head("lender", further)

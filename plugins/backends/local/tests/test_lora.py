@@ -178,9 +178,9 @@ def test_the_generator_samples_with_the_adapters(trained):
 def test_a_fresh_head_is_trained_beside_the_adapters(make_trainer, make_batch, squares):
     trainer = make_trainer(head="scalar", lora=LORA)
     assert "score.weight" in trainer.parameters
-    before = trainer.loaded.head.weight.clone()
+    before = trainer.loaded_model.head.weight.clone()
     trainer.update([make_batch([9, 5], loss=squares)], squares, {}, {})
-    assert not torch.equal(trainer.loaded.head.weight, before)
+    assert not torch.equal(trainer.loaded_model.head.weight, before)
 
 
 def test_unknown_targets_and_replaced_weights_are_refused(trained, make_trainer):

@@ -122,7 +122,7 @@ def test_the_lent_head_of_the_base_is_not_trained(tmp_path, make_trainer, make_b
     before = head.weight_VH.clone()
     trainer.update([batch], nll, {}, {})
     assert torch.equal(head.weight_VH, before)
-    assert not torch.equal(trainer.loaded.head.weight, before)
+    assert not torch.equal(trainer.loaded_model.head.weight, before)
 
 
 @pytest.mark.parametrize(

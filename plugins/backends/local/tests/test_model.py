@@ -203,7 +203,7 @@ def test_rotary_positions_have_no_limit(model_path):
 
 def test_a_trainer_refuses_sequences_beyond_its_positions(make_trainer, make_batch, nll):
     trainer = make_trainer()
-    trainer.loaded.positions = 5
+    trainer.loaded_model.positions = 5
     trainer.accumulate([make_batch((5, 4), 0, nll)], nll, {}, {})
     with pytest.raises(ModelError, match="a sequence has 6 tokens"):
         trainer.accumulate([make_batch((6, 4), 0, nll)], nll, {}, {})

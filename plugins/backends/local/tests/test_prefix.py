@@ -99,7 +99,11 @@ def test_every_distinct_prefix_is_computed_once_and_found_by_every_token(rows):
 def test_the_example_of_the_module():
     shared = shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 9, 8], [1, 2, 3, 9, 7, 6]])
     assert shared.place_N.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 8, 0, 1, 2, 5, 6, 7]
-    assert [(s.start, s.skip, s.length, s.at) for s in shared.stretches] == [(0, 0, 5, 0), (5, 3, 6, 10), (8, 4, 5, 5)]
+    assert [(s.start, s.skip, s.length, s.first) for s in shared.stretches] == [
+        (0, 0, 5, 0),
+        (5, 3, 6, 10),
+        (8, 4, 5, 5),
+    ]
 
 
 def test_short_prefixes_are_not_shared(as_it_is):

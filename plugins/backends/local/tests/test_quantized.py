@@ -133,7 +133,7 @@ class TestReal:
         frozen, plain = make_trainer(quantization=kind, **precision), make_trainer(**precision)
         layers = {n: m for n, m in frozen.module.named_modules() if isinstance(m, QuantizedLinear)}
         assert len(layers) == 2 * 7
-        assert not isinstance(frozen.loaded.head, QuantizedLinear)
+        assert not isinstance(frozen.loaded_model.head, QuantizedLinear)
         outputs = ["logprobs", "entropy"]
         [before] = plain.forward([batch], outputs)
         for name, layer in layers.items():

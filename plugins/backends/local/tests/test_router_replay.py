@@ -34,7 +34,7 @@ def trainer_of(name="qwen3_moe", checkpointing=False, **options):
 
 def changed(batch, trainer, known=0.7):
     """The batch with choices drawn at random, ``known`` of the tokens have some."""
-    layers, draw = trainer.loaded.routers.layers, torch.Generator().manual_seed(1)
+    layers, draw = trainer.loaded_model.routers.layers, torch.Generator().manual_seed(1)
     scores = torch.rand(batch.tokens, len(layers.layers), layers.experts, generator=draw)
     experts_NLK = scores.argsort(-1)[..., : layers.chosen].to(torch.int16)
     experts_NLK[torch.rand(batch.tokens, generator=draw) > known] = UNKNOWN
@@ -121,7 +121,7 @@ def batch_of(requests, turns):
 
 def sampled(trainer, **options):
     generator = TransformersGenerator(
-        TransformersGenerator.Config(**options), GeneratorSpec((), str, experts=trainer.loaded.routers.layers)
+        TransformersGenerator.Config(**options), GeneratorSpec((), str, experts=trainer.loaded_model.routers.layers)
     )
     generator.load(trainer, 0)
     turns = dict(generator.generate(prompts_of()))
@@ -155,7 +155,7 @@ def test_records_of_the_same_routing_change_nothing():
     trainer = trainer_of()
     turns = sampled(trainer)
     assert turns == sampled(trainer)
-    layers = trainer.loaded.routers.layers
+    layers = trainer.loaded_model.routers.layers
     choices = choices_of(turns[0].experts)
     assert choices.shape == (12 + 10 - 1, len(layers.layers), layers.chosen)
     batch = batch_of(prompts_of(), turns)
@@ -207,6 +207,6 @@ def test_records_that_do_not_fit_the_model_are_refused(make_batch):
     wider = batch.tok[EXPERTS].repeat(1, 1, 2)
     with pytest.raises(TrainingError, match=r"records of experts .* do not fit"):
         logprobs(trainer, batch.with_column("tok", EXPERTS, wider, over=None))
-    generator = TransformersGenerator(None, GeneratorSpec((), str, experts=trainer.loaded.routers.layers))
+    generator = TransformersGenerator(None, GeneratorSpec((), str, experts=trainer.loaded_model.routers.layers))
     with pytest.raises(ModelError, match=r"Set trainer\.router_replay"):
         generator.load(trainer_of(router_replay=False), 0)

@@ -125,4 +125,4 @@ def test_a_scalar_role_exports_a_classifier(tmp_path, make_trainer):
     trainer.export(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert model.config.num_labels == 1
-    assert torch.equal(model.score.weight, trainer.loaded.head.weight)
+    assert torch.equal(model.score.weight, trainer.loaded_model.head.weight)

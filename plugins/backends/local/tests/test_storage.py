@@ -56,7 +56,7 @@ def test_outputs_are_bit_equal_to_those_of_the_same_values_in_fp32(
     batch = make_batch([9, 4, 20, 12])
     wide, narrow = make_trainer(path, dtype="bf16", **options), stored(path, **options)
     assert {p.dtype for p in narrow.module.parameters()} == {torch.bfloat16}
-    assert narrow.loaded.layout == wide.loaded.layout == "shared"
+    assert narrow.loaded_model.layout == wide.loaded_model.layout == "shared"
     (want,), (got,) = wide.forward([batch], ["logprobs", "entropy"]), narrow.forward([batch], ["logprobs", "entropy"])
     assert all(torch.equal(got[name], want[name]) for name in want)
 

@@ -114,7 +114,7 @@ def test_offloaded_activations_are_fetched_one_layer_ahead(monkeypatch):
 def test_no_more_logits_than_the_option_allows_exist_at_once(make_trainer, make_batch, nll, logits_chunk, most):
     """The vocabulary has 99 tokens; 54 tokens are trained. Also in passes without a gradient."""
     trainer, batch, rows = make_trainer(logits_chunk=logits_chunk), make_batch(LENS, loss=nll), []
-    trainer.loaded.head.register_forward_hook(lambda _, x, y: rows.append(y.shape[0]))
+    trainer.loaded_model.head.register_forward_hook(lambda _, x, y: rows.append(y.shape[0]))
     trainer.accumulate([batch], nll, {}, {})
     trained = max(rows)
     rows.clear()

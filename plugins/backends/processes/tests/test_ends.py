@@ -69,7 +69,7 @@ def test_a_killed_rank_is_named_and_its_children_end(pair):
         waiting()
     assert psutil.wait_procs(started[2:], timeout=60)[1] == []
     with pytest.raises(WorkerError, match=r"cannot be called any more: .*policy rank 1 .* died"):
-        pair.call("nothing", [()] * 2)
+        pair.call("world_size", [()] * 2)
     assert started[0].is_running()
     pair.shutdown()
     assert psutil.wait_procs(started, timeout=60)[1] == []
@@ -81,7 +81,7 @@ def test_a_worker_ends_with_a_killed_guard(pair):
     started[0].parent().kill()
     assert psutil.wait_procs(started[:1], timeout=60)[1] == []
     with pytest.raises(WorkerError, match=r"policy rank 0 .* died during nothing\(\)"):
-        pair.call("nothing", [()] * 2)
+        pair.call("world_size", [()] * 2)
     started[1].kill()
 
 

@@ -99,7 +99,7 @@ def test_workers_are_found_by_name_in_a_namespace(launch):
     policy = launcher.launch_trainer(OddTrainer, None, spec())
     launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
     found = ray.get_actor("policy-0", namespace="mine")
-    assert ray.get(found.pulse.remote()) == ray.get(policy.members[0].beside("pulse"))
+    assert ray.get(found.pulse.remote()) == ray.get(policy.members[0].side_call("pulse"))
     ray.get_actor("engine-0", namespace="mine")
 
 

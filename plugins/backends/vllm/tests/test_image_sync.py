@@ -112,6 +112,6 @@ def test_tensors_of_the_tower_in_each_others_place_fail_the_canary_with_an_image
 def test_every_image_canary_is_computed_with_the_weights_of_its_sync(setup):
     """Also where the same version, and so the same image, is sent again with other weights."""
     setup.push(1)
-    for parameter in setup.role.group.worker.loaded.module.parameters():
+    for parameter in setup.role.group.worker.loaded_model.module.parameters():
         parameter.data.mul_(1.05)
     assert setup.push(1) < TOLERANCE

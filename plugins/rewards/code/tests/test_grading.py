@@ -92,7 +92,7 @@ def test_printed_lines(out: str, passes: bool) -> None:
 )
 def test_a_program_that_fails(run: Finished, word: str, why: str) -> None:
     verdict = stdin_verdict(StdinTest("", "5"), run, 1)
-    assert (verdict.word, verdict.why) == (word, why)
+    assert (verdict.word, verdict.reason) == (word, why)
 
 
 def test_lines_without_the_nonce_and_second_answers_are_no_answers() -> None:

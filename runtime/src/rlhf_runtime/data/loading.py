@@ -323,7 +323,7 @@ def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Sour
     of kinds that cannot be read.
     """
     try:
-        commit = commits.of("dataset", dataset)
+        commit = commits.commit("dataset", dataset)
         files = files_of("dataset", dataset, commit)
         names, form = _files(section, dataset, commit, files)
         folder = download("dataset", dataset, commit, [glob.escape(name) for name in names])

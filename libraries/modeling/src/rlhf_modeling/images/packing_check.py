@@ -51,7 +51,7 @@ def own_statement(model: LoadedModel, ids_T: Tensor, images: tuple[Image, ...]) 
     assert inputs is not None
     kind_1T = (ids_T == inputs.token).int()[None]
     parameters = set(inspect.signature(model.body.forward).parameters) & {"mm_token_type_ids", "token_type_ids"}
-    pixels = joined(inputs.pixels.of(images), ids_T.device)
+    pixels = joined(inputs.pixels.collect(images), ids_T.device)
     out = model.body(input_ids=ids_T[None], use_cache=False, **pixels, **dict.fromkeys(parameters, kind_1T))
     hidden_TH: Tensor = out.last_hidden_state[0]
     return hidden_TH.float()

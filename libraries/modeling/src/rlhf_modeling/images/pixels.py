@@ -43,7 +43,7 @@ class PixelReader:
             if image.data not in self._futures:
                 self._futures[image.data] = self._thread.submit(self._read, image.data)
 
-    def of(self, images: Sequence[Image]) -> list[Pixels]:
+    def collect(self, images: Sequence[Image]) -> list[Pixels]:
         """The pixels of each image, on the CPU. Raises TrainingError where a file is no image."""
         self.start(images)
         pixels = []

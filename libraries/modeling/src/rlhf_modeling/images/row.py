@@ -53,7 +53,7 @@ class ImageRow:
     counts: list[Count]
     """Of each image, in the order of the row. An image that sequences share counts once."""
     plain_N: Tensor | None = None
-    """The ids with sampled placeholders, where there are some (:meth:`ImageInputs.placed`)."""
+    """The ids with sampled placeholders, where there are some (:meth:`ImageInputs.image_context`)."""
 
     def as_rows(self, count: int) -> dict[str, Tensor]:
         """The arguments for ``count`` sequences of equal length as rows without packing."""
@@ -95,7 +95,7 @@ class ImageInputs:
         image = Image(file.getvalue(), 0, 0, [self.token])
         device = next(self._body.parameters()).device
         with torch.no_grad():
-            features = self._features(**joined(self.pixels.of([image]), device), return_dict=True).pooler_output
+            features = self._features(**joined(self.pixels.collect([image]), device), return_dict=True).pooler_output
         count = sum(_rows(part) for part in features)
         return torch.full((count,), self.token), Image(image.data, 0, count, [self.token])
 
@@ -121,7 +121,7 @@ class ImageInputs:
             position_N = torch.cat([position_N, torch.arange(len(more_T), device=ids_N.device)])
             images_B = [()] * len(lens) + [(image,)]
             lens.append(len(more_T))
-        pixels = iter(self.pixels.of([image for images in images_B for image in images]))
+        pixels = iter(self.pixels.collect([image for images in images_B for image in images]))
         positions: list[Tensor] = []
         kinds: list[Tensor] = []
         deltas: list[int] = []
@@ -159,7 +159,7 @@ class ImageInputs:
         return ImageRow(arguments, lens, deltas, [count for count, _ in images], plain_N)
 
     @contextmanager
-    def placed(self, row: ImageRow) -> Iterator[None]:
+    def image_context(self, row: ImageRow) -> Iterator[None]:
         """Inside, the model computes ``row``. A placeholder outside of the images, which a policy may sample, keeps its
         own embedding; the model would look for an image."""
         hook = None

@@ -180,7 +180,7 @@ class RankFiles:
         if division == self._dims.get(piece.name):
             self._read(key, 0 if dim is None else topology.part, piece.start, target)
         else:
-            part = self.split.own(piece.name, self._assemble(key)).reshape(-1)
+            part = self.split.local_part(piece.name, self._assemble(key)).reshape(-1)
             target.copy_(part[piece.start : piece.start + piece.numel])
 
     def _assemble(self, key: str) -> Tensor:

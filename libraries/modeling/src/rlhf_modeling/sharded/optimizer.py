@@ -60,7 +60,9 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
                 if size > 1:
                     dist.broadcast(matrices[source_rank], src=source_rank)
                 if name in updates:
-                    own_update = self._split.own(name, matrices[source_rank].view(self._shapes[name])).reshape(-1)
+                    own_update = self._split.local_part(name, matrices[source_rank].view(self._shapes[name])).reshape(
+                        -1
+                    )
                     self._apply(*updates[name][:2], own_update, group)
 
     def _gathered(self, name: str, update: tuple[Flat, Piece, Tensor] | None, target_rank: int) -> Tensor:
@@ -72,7 +74,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         spare = replicated and split.topology.replica > 0  # another replica sends the same elements
         if update is not None and (everywhere or (split.counts(name) and not spare)):
             _, piece, values = update
-            own_part = split.own(name, matrix)
+            own_part = split.local_part(name, matrix)
             part = torch.zeros(own_part.numel(), device=device)
             part[piece.start : piece.start + piece.numel] = values
             own_part.copy_(part.view(own_part.shape))

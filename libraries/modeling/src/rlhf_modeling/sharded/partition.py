@@ -118,7 +118,7 @@ class Split:
         """Shape of the whole parameter; ``part`` is the shape of a rank's part."""
         return part
 
-    def own(self, name: str, tensor: Tensor) -> Tensor:
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part, a view."""
         return tensor
 

@@ -147,12 +147,12 @@ class _WholeRow(PackedAttention):
 
     def __init__(self, lens: list[int]) -> None:
         super().__init__(lens)
-        self.kept: list[Tensor] = []
+        self.outputs: list[Tensor] = []
         self.heads: list[int] = []
 
     def __call__(self, module: Any, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
         out, _ = super().__call__(module, q, *args, **options)
-        self.kept.append(out)
+        self.outputs.append(out)
         self.heads.append(q.shape[1])
         return out, None
 
@@ -162,7 +162,7 @@ class _PartOfRow(PackedAttention):
 
     def __init__(self, row: _WholeRow, part: slice) -> None:
         super().__init__(row.lens)
-        self.part, self._next = part, iter(row.kept)
+        self.part, self._next = part, iter(row.outputs)
 
     def __call__(self, module: Any, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
         return next(self._next)[:, self.part], None

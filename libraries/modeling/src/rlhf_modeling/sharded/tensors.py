@@ -46,7 +46,7 @@ class NamedTensors(ABC):
         return self.objects[name].dtype
 
     @abstractmethod
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """The whole tensor, detached. The ranks that hold parts of it all call this method."""
 
     def renamed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -84,11 +84,11 @@ class NamedTensors(ABC):
         """A whole tensor, with its adapter if ``merge``."""
         owner = name.removesuffix(BASE)
         if owner == name or not merge:
-            return self.whole(name)
-        a_RI, b_OR = (self.whole(f"{owner}.{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
+            return self.full_tensor(name)
+        a_RI, b_OR = (self.full_tensor(f"{owner}.{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
         length = f"{owner}.lora_magnitude_vector.{NAME}.weight"
-        length_O = self.whole(length) if length in self.objects else None
-        return with_product(self.whole(name), self._adapted[owner], a_RI, b_OR, length_O)
+        length_O = self.full_tensor(length) if length in self.objects else None
+        return with_product(self.full_tensor(name), self._adapted[owner], a_RI, b_OR, length_O)
 
     def _model(self) -> list[str]:
         return [name for name in self.objects if not is_adapter(name)]
@@ -102,7 +102,7 @@ class NamedTensors(ABC):
         weights = self._published.restore(weights, source)
         for flat in partition.flats:
             for piece in flat.pieces:
-                values = self.split.own(piece.name, weights[piece.name]).reshape(-1)[
+                values = self.split.local_part(piece.name, weights[piece.name]).reshape(-1)[
                     piece.start : piece.start + piece.numel
                 ]
                 flat.data[piece.offset : piece.offset + piece.numel].copy_(values)

@@ -57,7 +57,7 @@ class ShardedTrainer(ShardedWeights):
     def _compute_together(self, divided: bool) -> None:
         """Let the ranks compute the vision tower together, and call divided layers equally often. Raises
         CapabilityError where that is not possible for a model with images."""
-        model = self.loaded
+        model = self.loaded_model
         if self.spec.world_size == 1:
             return
         if model.layout == "alone" or model.rope is not None:

@@ -77,9 +77,9 @@ class ShardedWeights(PackedTrainer):
             write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
             copy_processor(self.spec, path)
             weights, sizes = self._exported(view), self.tensors.published(self._exports_masters)
-            if classifier := token_classifier(self.loaded):
+            if classifier := token_classifier(self.loaded_model):
                 bf16 = self.spec.storage == "bf16" and not self._exports_masters
-                added = head_bias(self.loaded, torch.bfloat16 if bf16 else torch.float32)
+                added = head_bias(self.loaded_model, torch.bfloat16 if bf16 else torch.float32)
                 weights = chain(weights, added.items())
                 sizes = sizes | {name: bias.nbytes for name, bias in added.items()}
                 set_exported(path, architectures=[classifier])
@@ -92,7 +92,7 @@ class ShardedWeights(PackedTrainer):
         if (lora := self.exported_adapters(view)) is not None:
             tensors = self._trained_tensors(view)
             if self.spec.rank == 0:
-                write_adapter(path, self.spec, self.loaded, lora, tensors, token_classifier(self.loaded))
+                write_adapter(path, self.spec, self.loaded_model, lora, tensors, token_classifier(self.loaded_model))
         with self._guard("export"):
             barrier()
 
@@ -108,7 +108,7 @@ class ShardedWeights(PackedTrainer):
 
     def _full_tensor(self, name: str) -> Tensor:
         """A whole trained tensor. Every rank calls it."""
-        return self.tensors.whole(name)
+        return self.tensors.full_tensor(name)
 
     @property
     def _exports_masters(self) -> bool:
@@ -143,7 +143,7 @@ class ShardedWeights(PackedTrainer):
         replicated = self.partition.replicated and self.split.topology.replica
         if elements is not None and self.split.counts(name) and not replicated:
             piece, values = elements
-            own_part = self.split.own(name, tensor)
+            own_part = self.split.local_part(name, tensor)
             part = torch.zeros(own_part.numel(), device=self.device)
             part[piece.start : piece.start + piece.numel] = values
             own_part.copy_(part.view(own_part.shape))

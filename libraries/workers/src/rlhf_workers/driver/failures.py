@@ -31,11 +31,11 @@ class FailedCall:
     @property
     def order(self) -> tuple[bool, float]:
         """Sort key. Deaths come first, because errors of other ranks follow from them; then by time."""
-        return not self.died, getattr(self.cause, "at", 0.0)
+        return not self.died, getattr(self.cause, "timestamp", 0.0)
 
     def error(self, method: str, default: type[RlhfError]) -> RlhfError:
         """The exception to raise; of the class ``default`` if the original is not from :mod:`rlhf.errors`."""
-        label = f"{self.member.name} ({self.member.where})"
+        label = f"{self.member.name} ({self.member.location})"
         if isinstance(self.cause, Failure):
             return self.cause.error(label, method, default)
         if self.cause.died:

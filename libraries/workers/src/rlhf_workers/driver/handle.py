@@ -22,7 +22,7 @@ class WorkerHandle(ABC):
         """The result of :meth:`rlhf_workers.process.worker.Worker.describe`."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """``node 10.0.0.1, pid 123``."""
         return f"node {self.facts.get('address', '?')}, pid {self.facts.get('pid', '?')}"
 
@@ -40,7 +40,7 @@ class WorkerHandle(ABC):
         """
 
     @abstractmethod
-    def beside(self, method: str) -> Any:
+    def side_call(self, method: str) -> Any:
         """Call ``pulse`` or ``stacks``, which run beside another call. Returns a reference."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class WorkerHandle(ABC):
 
     def death(self, cause: CallFailed, doing: str) -> str:
         """The message about a dead worker."""
-        lines = [f"{self.name} ({self.where}) died during {doing}: {cause}"]
+        lines = [f"{self.name} ({self.location}) died during {doing}: {cause}"]
         if path := self.facts.get("stderr"):
             lines.append(f"The end of its standard error ({path}):")
             lines.append(self.on_its_node(log_tail, path, TAIL_LINES))

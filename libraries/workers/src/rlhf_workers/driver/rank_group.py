@@ -150,7 +150,7 @@ class RankGroup(WorkerGroup):
                 ready = watchdog.wait([items, *waiting], timeout)
                 if not ready:
                     self._broken = f"{method}() gave nothing within {timeout:g} s"
-                    raise TrainingError(f"{self.role}: {self._broken} ({source.name}, {source.where})")
+                    raise TrainingError(f"{self.role}: {self._broken} ({source.name}, {source.location})")
                 if items in ready:
                     return next(items, None)
                 for ref in ready:  # another rank has ended; if it failed, rank 0 may wait for it forever

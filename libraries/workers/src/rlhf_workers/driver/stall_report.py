@@ -35,7 +35,7 @@ class StallReport:
     @property
     def headline(self) -> str:
         symptom = "has not responded" if self.silent else "has made no progress"
-        return f"{self.member.name} ({self.member.where}) {symptom} for {self.seconds:.0f} s in {self.doing}"
+        return f"{self.member.name} ({self.member.location}) {symptom} for {self.seconds:.0f} s in {self.doing}"
 
     def write(self, folder: Path) -> Path:
         """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is made if needed. Returns its path."""
@@ -47,14 +47,14 @@ class StallReport:
     def page(self) -> str:
         """The report's text."""
         pending_members = [m for m in self.waited_for if m is not self.member]
-        stacks = {id(m): m.beside("stacks") for m in (self.member, *pending_members[:_MAX_OTHERS])}
+        stacks = {id(m): m.side_call("stacks") for m in (self.member, *pending_members[:_MAX_OTHERS])}
         self.calls.wait(list(stacks.values()), len(stacks), _ASK_SECONDS)
         reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *pending_members[:_MAX_OTHERS])}
         start = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
         lines = [self.headline, f"Since {start}.", "", "What to look at"]
         lines += [f"- {hint}" for hint in self._hints(reports)]
         for member in (self.member, *pending_members[:_MAX_OTHERS]):
-            lines += ["", f"{'=' * 8} {member.name} ({member.where})", reports[member.name]]
+            lines += ["", f"{'=' * 8} {member.name} ({member.location})", reports[member.name]]
         if len(pending_members) > _MAX_OTHERS:
             lines += ["", f"... and {len(pending_members) - _MAX_OTHERS} more pending workers: "]
             lines[-1] += ", ".join(m.name for m in pending_members[_MAX_OTHERS:])

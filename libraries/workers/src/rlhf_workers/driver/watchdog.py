@@ -98,7 +98,7 @@ class Watchdog:
         for state in self._states.values():
             self._listen(state)
             if state.question is None:
-                state.question = state.member.beside("pulse")
+                state.question = state.member.side_call("pulse")
         time_s = time.monotonic()
         silent = [s for s in self._states.values() if time_s - s.answered > SILENT * self.config.heartbeat]
         stuck = [s for s in self._states.values() if time_s - s.moved > self.config.stall_timeout]

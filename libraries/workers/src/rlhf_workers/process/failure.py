@@ -29,7 +29,7 @@ class Failure:
     """Name of the class in :mod:`rlhf.errors`; empty for any other class."""
     message: str
     trace: str
-    at: float = field(default_factory=time.time)
+    timestamp: float = field(default_factory=time.time)
     """Seconds since the epoch by the worker's clock; tells which of several ranks failed first."""
 
     @classmethod

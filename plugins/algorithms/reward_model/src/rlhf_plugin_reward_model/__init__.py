@@ -176,12 +176,12 @@ class Moments:
         self.second = self.decay * self.second + (1 - self.decay) * square
 
     @property
-    def known(self) -> bool:
+    def has_values(self) -> bool:
         return self.weight > 0
 
     def figures(self) -> dict[str, float]:
         """``mean`` and ``std`` (population); empty before the first step."""
-        return figures(self.first / self.weight, self.second / self.weight) if self.known else {}
+        return figures(self.first / self.weight, self.second / self.weight) if self.has_values else {}
 
     def state_dict(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if name != "decay"}

@@ -30,12 +30,12 @@ class Outputs(nn.Module):
 
     def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
-        self._loaded, self._config = (model,), config  # a tuple, so that the head does not become a submodule
+        self._loaded_model, self._config = (model,), config  # a tuple, so that the head does not become a submodule
 
     def logits(self) -> Callable[[Tensor], Tensor]:
         """[C, H] -> [C, vocabulary] or [C, outputs of the head], while the head's weights are whole. For fp32 logits a
         head that is stored in bf16 is converted once for all chunks."""
-        (model,) = self._loaded
+        (model,) = self._loaded_model
         if (multiply := head_product(model.head, self._config.head_fp32)) is not None:
             return lambda hidden_CH: model.shaped(multiply(hidden_CH))
         return lambda hidden_CH: model.shaped(F.linear(hidden_CH, model.head.weight, model.head.bias))
@@ -44,7 +44,7 @@ class Outputs(nn.Module):
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
     ) -> dict[str, Tensor]:
         """``hidden_MH``, ``place_N``: see :func:`rlhf_modeling.packed_model.hidden_states`."""
-        (model,) = self._loaded
+        (model,) = self._loaded_model
         return head_ops.compute(
             hidden_MH,
             batch,
@@ -65,16 +65,16 @@ class EngineModule(nn.Module):
         super().__init__()
         self.model = model.module
         self.outputs = Outputs(model, config)
-        self._loaded, self._config = (model,), config
+        self._loaded_model, self._config = (model,), config
 
     @property
     def shares_prefixes(self) -> bool:
         """See :class:`rlhf_modeling.packed_model.PackedModel`. In stage 3 it is known after the model was probed."""
-        return shares_prefixes(self._config, self._loaded[0])
+        return shares_prefixes(self._config, self._loaded_model[0])
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32."""
-        (model,) = self._loaded
+        (model,) = self._loaded_model
         with torch.autocast(batch.ids_N.device.type, torch.bfloat16, enabled=bf16):
             hidden_MH, place_N = hidden_states(model, batch, self.shares_prefixes)
             return self.outputs(hidden_MH, place_N, batch, outputs)
@@ -85,7 +85,7 @@ class EngineModule(nn.Module):
         adapter by DoRA, which computes the length of its rows."""
         from deepspeed.runtime.zero import register_external_parameter
 
-        (model,) = self._loaded
+        (model,) = self._loaded_model
         for parameter in model.head.parameters():
             register_external_parameter(self.outputs, parameter)
         for _, adapted_layer in adapted(model.module):

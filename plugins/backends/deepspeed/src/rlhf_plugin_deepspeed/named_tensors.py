@@ -34,9 +34,9 @@ class ZeroTensors(NamedTensors):
     def shape(self, name: str, tensor: Tensor) -> torch.Size:
         return self.split.shape(name, torch.Size(getattr(tensor, "ds_shape", tensor.shape)))
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """From the parts of a replica's ranks. All of them must call this method."""
-        return self.split.whole(name, self.objects[name].detach())
+        return self.split.full_tensor(name, self.objects[name].detach())
 
     def stream_gathered(
         self, gather: Gather | None, first: bool, has_parts: bool, elements: int, merge: bool

@@ -37,7 +37,7 @@ class TensorSplit(Split):
         sizes[self.dims[name]] *= self.topology.parts
         return torch.Size(sizes)
 
-    def own(self, name: str, tensor: Tensor) -> Tensor:
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part, a view."""
         if name not in self.dims:
             return tensor
@@ -49,7 +49,7 @@ class TensorSplit(Split):
         return name in self.dims or self.topology.part == 0
 
     @torch.no_grad()
-    def whole(self, name: str, part: Tensor) -> Tensor:
+    def full_tensor(self, name: str, part: Tensor) -> Tensor:
         """The whole parameter, assembled from the parts of a replica's ranks, which all call this method. A parameter
         that is not divided is returned unchanged."""
         if name not in self.dims:

@@ -223,7 +223,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         head = None
         with self._guard("lend_head"), self._view(view), self._head_gathered():
             if self.spec.rank == 0:
-                head = self.loaded.output_head
+                head = self.loaded_model.output_head
                 if self.config.stage == 3 or view != "live":
                     bias_V = None if head.bias_V is None else head.bias_V.clone()
                     head = replace(head, weight_VH=head.weight_VH.clone(), bias_V=bias_V)
@@ -233,7 +233,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     def _head_gathered(self) -> AbstractContextManager[Any]:
         if self.zero is None or self.config.stage < 3:
             return nullcontext()
-        return self.zero.gathered(list(self.loaded.head.parameters()))
+        return self.zero.gathered(list(self.loaded_model.head.parameters()))
 
     def _offload_optimizer(self) -> None:
         assert self.zero is not None

@@ -85,7 +85,7 @@ class DividedTensors(NamedTensors):
         return torch.bfloat16 if name in self.rounded else super().dtype(name)
 
     @torch.no_grad()
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         return gathered(self.objects[name], self.dtype(name))
 
 

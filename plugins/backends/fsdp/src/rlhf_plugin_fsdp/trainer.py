@@ -180,7 +180,7 @@ class FsdpTrainer(ShardedTrainer):
 
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         with self._guard("lend_head"), self._view(view):
-            head, dtype = self.loaded.output_head, DTYPES[self.spec.storage]
+            head, dtype = self.loaded_model.output_head, DTYPES[self.spec.storage]
             bias_V = None if head.bias_V is None else gathered(head.bias_V, dtype)
             head = replace(head, weight_VH=gathered(head.weight_VH, dtype), bias_V=bias_V)
         if self.spec.rank == 0:

@@ -108,7 +108,7 @@ class Decoder:
         if any(images) and self._images is not None:
             row = self._images.row(ids_N, position_N, lens, images)
             deltas = row.deltas
-            with self._images.placed(row):
+            with self._images.image_context(row):
                 logits_PV = self._forward(route, row.arguments, last_P)
         else:
             logits_PV = self._forward(route, _row(ids_N, position_N), last_P)

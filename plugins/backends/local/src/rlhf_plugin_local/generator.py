@@ -133,8 +133,8 @@ class TransformersGenerator(TakesModule, Generator):
             )
         if self._decoder is None or self._decoder.module is not module:
             self._decoder = Decoder(module)
-            require_agreement(module, getattr(source, "loaded", None))
-        self._decoder.read_images(getattr(getattr(source, "loaded", None), "images", None))
+            require_agreement(module, getattr(source, "loaded_model", None))
+        self._decoder.read_images(getattr(getattr(source, "loaded_model", None), "images", None))
         self._decoder.dtype = self._autocast(source, module)
         self._decoder.routers = self._routers(source)
         self.version = version
@@ -154,7 +154,7 @@ class TransformersGenerator(TakesModule, Generator):
         while not loop.done:
             with decoder.borrowed():
                 turns = loop.advance(1)
-            ids = list(turns[0][1].ids) if turns else loop.rows.drawn(0)
+            ids = list(turns[0][1].ids) if turns else loop.rows.sampled_ids(0)
             yield ids[count:]
             count = len(ids)
 
@@ -182,7 +182,7 @@ class TransformersGenerator(TakesModule, Generator):
         """Those of the trainer, where experts are recorded."""
         if self._experts is None:
             return None
-        routers: Routers | None = getattr(getattr(source, "loaded", None), "routers", None)
+        routers: Routers | None = getattr(getattr(source, "loaded_model", None), "routers", None)
         layers = None if routers is None else routers.layers
         if layers != self._experts:
             raise ModelError(

@@ -184,7 +184,7 @@ class SampleRows:
             finishes.setdefault(names[i], "stop" if stopped else "length")
         return sorted(finishes.items())
 
-    def drawn(self, slot: int) -> list[int]:
+    def sampled_ids(self, slot: int) -> list[int]:
         """The tokens so far of a row."""
         tokens: list[int] = self.tokens[slot, : int(self.step[slot])].tolist()
         return tokens

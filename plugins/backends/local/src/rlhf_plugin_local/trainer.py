@@ -94,7 +94,9 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         """{name: what the optimizer steps}: the trained parameters, or their fp32 masters."""
         self.first: Copy | None = Copy(self.parameters) if self.keeps_first_weights else None
         if spec.role.trained:
-            outer_ids = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
+            outer_ids = {
+                id(p) for m in (self.module.get_input_embeddings(), self.loaded_model.head) for p in m.parameters()
+            }
             outer_ids = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outer_ids}
             self.optimizer = build_optimizer(self.stepped, outer_ids, self.config)
             self.schedule = RateSchedule(self.config, spec.total_updates)
@@ -198,17 +200,17 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             module_tensors, add = self.module.state_dict(), merged if self.merges(view) else base_tensors
             state_dict = dict(add(self.module, module_tensors)) if self.has_adapters else None
             if masters := self.config.export_masters and self.masters:
-                state_dict = masters.of(self.module.state_dict())
-            if classifier := token_classifier(self.loaded):
+                state_dict = masters.substitute(self.module.state_dict())
+            if classifier := token_classifier(self.loaded_model):
                 state_dict = dict(state_dict or module_tensors)
-                state_dict |= head_bias(self.loaded, next(iter(state_dict.values())).dtype)
+                state_dict |= head_bias(self.loaded_model, next(iter(state_dict.values())).dtype)
             self.module.save_pretrained(str(path), state_dict=state_dict)
             if classifier:
                 set_exported(Path(path), architectures=[classifier])
             if masters:
                 set_exported_dtype(Path(path), torch.float32)
             if (lora := self.exported_adapters(view)) is not None:
-                write_adapter(Path(path), self.spec, self.loaded, lora, self.parameters, classifier)
+                write_adapter(Path(path), self.spec, self.loaded_model, lora, self.parameters, classifier)
         tokenizer.save_pretrained(str(path))
         copy_processor(self.spec, Path(path))
         for file in Path(path).glob("*.safetensors"):
@@ -307,7 +309,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
     def _exact_tensors(self) -> dict[str, Tensor]:
         """The model's tensors, with masters in place of the weights that are rounded from them."""
         tensors = state.named_tensors(self.module)
-        return tensors if self.masters is None else self.masters.of(tensors)
+        return tensors if self.masters is None else self.masters.substitute(tensors)
 
     def _publish(self) -> None:
         if self.masters is not None:

@@ -34,11 +34,11 @@ class ReferenceStream:
         """``on_read`` is called after each item that was read."""
         self._calls, self._on_read = calls, on_read
         self.items: deque[CallReference] = deque()
-        self.ended = False
+        self.complete = False
 
     @property
     def ready(self) -> bool:
-        return self.ended or bool(self.items)
+        return self.complete or bool(self.items)
 
     def __iter__(self) -> ReferenceStream:
         return self
@@ -106,5 +106,5 @@ class ProcessCalls(Calls):
     def end(self, stream: ReferenceStream) -> None:
         """No further item comes."""
         with self._condition:
-            stream.ended = True
+            stream.complete = True
             self._condition.notify_all()

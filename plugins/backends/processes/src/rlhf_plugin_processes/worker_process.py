@@ -66,7 +66,7 @@ class WorkerProcess(WorkerHandle):
     def ask(self, method: str, *arguments: Any) -> CallReference:
         return self._question(ASK, method, arguments)
 
-    def beside(self, method: str) -> CallReference:
+    def side_call(self, method: str) -> CallReference:
         return self._question(SIDE_CALL, method, ())
 
     def items(self, method: str, *arguments: Any, queue_size: int | None = None) -> ReferenceStream:

@@ -89,7 +89,7 @@ class Actor(WorkerHandle):
             options["_generator_backpressure_num_objects"] = queue_size
         return getattr(self.handle, method).options(**options).remote(*_plain(arguments))
 
-    def beside(self, method: str) -> Any:
+    def side_call(self, method: str) -> Any:
         return getattr(self.handle, method).options(concurrency_group="watch").remote()
 
     def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:

@@ -81,7 +81,7 @@ class RayLauncher(WorkerLauncher):
                 num_cpus=allocation.cpus,
                 num_gpus=0,
                 max_restarts=0,
-                scheduling_strategy=self._reservation.at(allocation.bundle),
+                scheduling_strategy=self._reservation.strategy(allocation.bundle),
                 **self._actor_name(name),
             )
             members.append(Actor(name, actor.remote(name, os.getcwd(), env, gpus)))

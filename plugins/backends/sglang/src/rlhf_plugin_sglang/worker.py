@@ -111,14 +111,14 @@ class ServedModel:
     def differing_file(self, path: str) -> list[str]:
         return differing(self.runner.model, read_bucket(Path(path)))
 
-    def loaded(self) -> str:
+    def load_name(self) -> str:
         return self._name
 
     def answer(self, action: str, arguments: list[Any]) -> list[dict[str, Any]]:
         """What the call returns on each worker, or its error."""
         methods = {
             method.__name__: method
-            for method in (self.facts, self.start, self.take_file, self.finish, self.differing_file, self.loaded)
+            for method in (self.facts, self.start, self.take_file, self.finish, self.differing_file, self.load_name)
         }
         answer: dict[str, Any] = {"value": None, "error": ""}
         try:

@@ -159,7 +159,7 @@ class VllmGenerator(WeightLoading):
         self._live[name] = VllmRequest(position, request, self.spec.decode, self.version, self.spec.experts)
 
     def unfinished_tokens(self) -> int:
-        return sum(self.engine.drawn(self._unfinished()))
+        return sum(self.engine.token_counts(self._unfinished()))
 
     def _drop(self, names: Sequence[str]) -> None:
         if self._engine is not None:

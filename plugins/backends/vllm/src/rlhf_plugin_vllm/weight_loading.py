@@ -139,7 +139,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
             self._early_outputs = [output for output in self._early_outputs if output.request_id not in waiting]
             self._restart(waiting)
             return
-        for name, count in zip(waiting, self.engine.drawn(waiting), strict=True):
+        for name, count in zip(waiting, self.engine.token_counts(waiting), strict=True):
             self._live[name].continue_with(version, count)
 
     def _unfinished(self) -> list[str]:

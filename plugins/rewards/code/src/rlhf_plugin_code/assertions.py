@@ -54,7 +54,9 @@ class Assertions:
             )
         for n, verdict in enumerate(evaluation.verdicts):
             if verdict.word not in ("passed", "unanswered"):
-                raise RewardError(f"reward 'code': test {n} of the row fails before it calls a program: {verdict.why}")
+                raise RewardError(
+                    f"reward 'code': test {n} of the row fails before it calls a program: {verdict.reason}"
+                )
         if not evaluation.calls:
             raise RewardError("reward 'code': no test of the row calls a function of the program")
         assertions._first = evaluation
@@ -113,7 +115,7 @@ class Assertions:
 def _answer(reply: str | Verdict) -> tuple[str, str]:
     """What the evaluation reads: a value's nodes, an exception, or the verdict of a call without either."""
     if isinstance(reply, Verdict):
-        return reply.word, reply.why
+        return reply.word, reply.reason
     kind, _, text = reply.partition(" ")
     if kind == "=":
         return "returned", text

@@ -20,7 +20,7 @@ class Verdict:
 
     word: Word
     """``wrong``: another answer. ``error``: an exception, a status other than 0, or no answer. ``output``: too much."""
-    why: str = ""
+    reason: str = ""
 
 
 def stdin_verdict(test: StdinTest, run: Finished, cpu_seconds: int) -> Verdict:
@@ -56,7 +56,7 @@ def call_answers(calls: int, run: Finished, cpu_seconds: int) -> list[str | Verd
         replies = lines.get(n, [])
         if not replies:
             answers.append(failure)
-            failure = Verdict("not run", failure.why) if failure.word in ("timeout", "output") else failure
+            failure = Verdict("not run", failure.reason) if failure.word in ("timeout", "output") else failure
         else:
             answers.append(replies[0] if len(replies) == 1 else Verdict("error", f"{len(replies)} answers to one call"))
     return answers

@@ -106,7 +106,7 @@ class CodeReward(Reward):
         counts = Counter(verdict.word for verdict in verdicts)
         passed = counts["passed"]
         value = passed / len(tests) if self.config.partial else float(passed == len(tests))
-        failed = next((f"test {n}: {v.why}" for n, v in enumerate(verdicts) if v.word != "passed"), "")
+        failed = next((f"test {n}: {v.reason}" for n, v in enumerate(verdicts) if v.word != "passed"), "")
         words = [verdict.word for verdict in verdicts]
         return RewardResult(
             value,

@@ -109,7 +109,7 @@ class SandboxLauncher:
 
     def _alive(self) -> _Process:
         with self._lock:
-            if self._process is None or self._process.ended:
+            if self._process is None or self._process.dead:
                 self._process = _Process(self._settings)
             return self._process
 
@@ -126,7 +126,7 @@ class _Process:
         )
         self._process, self._waiting = process, dict[int, Future[dict[str, Any]]]()
         self._numbers, self._writing = count(), threading.Lock()
-        self.ended = False
+        self.dead = False
         self.close = weakref.finalize(self, _end, process)
         threading.Thread(target=_read, args=(weakref.ref(self), process), daemon=True).start()
         self._send(settings)
@@ -161,7 +161,7 @@ class _Process:
 
     def fail(self) -> None:
         """End every waiting request with an error, because the launcher process has ended."""
-        self.ended = True
+        self.dead = True
         for number in list(self._waiting):
             future = self._waiting.pop(number, None)
             if future is not None:

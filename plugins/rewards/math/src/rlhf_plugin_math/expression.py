@@ -62,16 +62,16 @@ class _ExpressionParser:
 
     def __init__(self, text: str, max_bits: int) -> None:
         self.tokens = [next(g for g in m.groups() if g is not None) for m in TOKEN.finditer(text) if m[0].strip()]
-        self.at, self.depth, self.max_bits = 0, 0, max_bits
+        self.position, self.depth, self.max_bits = 0, 0, max_bits
 
     def peek(self) -> str | None:
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def take(self, expected: str | None = None) -> str:
         token = self.peek()
         if token is None or (expected is not None and token != expected):
             raise FormulaError(f"expected {expected or 'more'}, got {token!r}")
-        self.at += 1
+        self.position += 1
         return token
 
     def sum(self) -> Any:

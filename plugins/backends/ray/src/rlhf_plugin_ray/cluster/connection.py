@@ -34,14 +34,16 @@ class Cluster:
     """The connection of this process to Ray. The first launcher makes it, and the launcher that made it ends it."""
 
     def __init__(self, config: RayConfig) -> None:
-        self.ours = not ray.is_initialized()
-        if self.ours:
+        self.is_owner = not ray.is_initialized()
+        if self.is_owner:
             self._connect(config)
         else:
             self._check(config)
         if threading.current_thread() is threading.main_thread():
             _keep_exit_codes()
-        self.control = ControlProcessMonitor(ray.get_runtime_context().gcs_address, is_owner=self.ours and self._local)
+        self.control = ControlProcessMonitor(
+            ray.get_runtime_context().gcs_address, is_owner=self.is_owner and self._local
+        )
 
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -99,8 +101,8 @@ class Cluster:
 
     def close(self) -> None:
         """Disconnect. A Ray that this object started ends."""
-        if self.ours:
-            self.ours = False
+        if self.is_owner:
+            self.is_owner = False
             if self.control.lost:
                 kill_own_ray()
             ray.shutdown()

@@ -48,7 +48,7 @@ class Reservation:
         """Whether the devices are GPUs."""
         return self._gpus is not None
 
-    def at(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+    def strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         """Scheduling strategy of an actor or task on a bundle."""
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
@@ -63,7 +63,7 @@ class Reservation:
 
         answers: dict[int, Any] = {}
         for index in sorted({index for allocation in allocations for index, _ in allocation.slots}):
-            strategy = self.at(index)
+            strategy = self.strategy(index)
             task = ray.remote(location).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=strategy)
             answers[index] = task.remote()
         try:

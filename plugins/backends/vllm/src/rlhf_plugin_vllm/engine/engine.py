@@ -163,7 +163,7 @@ class Engine:
         with engine_state(), self._workers.needed():
             return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 
-    def drawn(self, names: Sequence[str]) -> list[int]:
+    def token_counts(self, names: Sequence[str]) -> list[int]:
         """Number of tokens sampled so far, of unfinished requests."""
         scheduled, processor = self._llm.engine_core.engine_core.scheduler.requests, self._llm.output_processor
         return [scheduled[processor.external_req_ids[name][0]].num_output_tokens for name in names]

@@ -73,7 +73,7 @@ class TorchState:
     """The precision of fp32 products of each of :func:`_backends`."""
 
     @classmethod
-    def now(cls) -> TorchState:
+    def current(cls) -> TorchState:
         try:
             products = torch.get_float32_matmul_precision()
         except RuntimeError:
@@ -103,13 +103,13 @@ _of_engines: TorchState | None = None
 def engine_state() -> Iterator[None]:
     """Inside, torch is in the state in which vLLM left it; after it in that of the caller."""
     global _of_engines
-    caller_state = TorchState.now()
+    caller_state = TorchState.current()
     if _of_engines is not None:
         _of_engines.replace(caller_state)
     try:
         yield
     finally:
-        _of_engines = TorchState.now()
+        _of_engines = TorchState.current()
         caller_state.replace(_of_engines)
 
 

@@ -39,7 +39,7 @@ class Reload:
         self.tied = list(tied_heads(model))
         self.received: dict[str, str] = {}
         """{name as the trainer sent it: fingerprint of the received bytes}."""
-        self.loaded: set[str] = set()
+        self.loaded_names: set[str] = set()
         """vLLM's names of parameters that were loaded, wholly or partly."""
         self.nbytes = 0
         self.quantised = QuantisedLayers(model, self.names)
@@ -64,7 +64,7 @@ class Reload:
                     "The generator's model is not the policy's."
                 ) from error
             self.received |= marks.result()
-        self.loaded |= set(loaded_names or ())
+        self.loaded_names |= set(loaded_names or ())
         self.quantised.add(bucket)
         self.nbytes += bucket.nbytes
         self._keep(bucket)
@@ -88,7 +88,7 @@ class Reload:
 
         Raises SyncError where a quantised layer computes with other weights than arrived.
         """
-        missing = self.names.missing(self.needed, self.loaded, self.received)
+        missing = self.names.missing(self.needed, self.loaded_names, self.received)
         if not missing:
             missing = [f"a part of {name}" for name in self._unfinished()]
         self.abandon()

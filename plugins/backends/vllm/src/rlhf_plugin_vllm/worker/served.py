@@ -52,7 +52,7 @@ class ServedWeights(WeightReceiver):
     def rlhf_differing_file(self: Any, path: str) -> dict[str, Any]:
         return asdict(self.rlhf_differing((path, None)))
 
-    def rlhf_loaded(self: Any) -> dict[str, Any]:
+    def rlhf_load_name(self: Any) -> dict[str, Any]:
         return asdict(WorkerAnswer(self.rank, self._rlhf_load))
 
     def _rlhf_open(self, message: Any) -> AbstractContextManager[Bucket]:

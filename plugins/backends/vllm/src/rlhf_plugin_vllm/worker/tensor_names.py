@@ -17,7 +17,7 @@ class TensorNames:
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         self.parts = {name: list(parts) for name, parts in packed.items()}
         """{``qkv_proj``: [``q_proj``, ``k_proj``, ``v_proj``], ...}."""
-        self.whole = {part: name for name, parts in packed.items() for part in parts}
+        self.packed_names = {part: name for name, parts in packed.items() for part in parts}
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
 
     def unpacked(self, name: str) -> list[str]:
@@ -32,7 +32,7 @@ class TensorNames:
     def packed(self, name: str) -> tuple[str, int | None]:
         """:meth:`place` of a name in vLLM's spelling."""
         *path, module, attribute = name.split(".")
-        packed_module = self.whole.get(module)
+        packed_module = self.packed_names.get(module)
         if packed_module is None or len(self.parts[packed_module]) == 1:
             return ".".join([*path, module, attribute]), None
         return ".".join([*path, packed_module, attribute]), self.parts[packed_module].index(module)
