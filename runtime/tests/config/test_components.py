@@ -315,15 +315,15 @@ def test_the_options_that_differ_from_their_defaults(flag, default, other, tmp_p
         if value is not None:
             flags = [("algorithm", "algo"), ("reward", "scorer"), ("trainer.lr", "0.25"), (flag, value)]
             first = Selections.of(plugins, load(None, flags))
-            assert {*first.changed()} == paths, value
+            assert {*first.user_options()} == paths, value
             path = tmp_path / "config.toml"
             path.write_text(to_toml(first.config))
-            assert {*Selections.of(plugins, load(str(path))).changed()} == paths, value
+            assert {*Selections.of(plugins, load(str(path))).user_options()} == paths, value
 
 
 def test_an_option_that_python_sets_to_none_differs():
     flags = [("algorithm", "algo"), ("trainer.max_grad_norm", PythonValue(None))]
-    assert Selections.of(installed(), load(None, flags)).changed() == ["algorithm.use", "trainer.max_grad_norm"]
+    assert Selections.of(installed(), load(None, flags)).user_options() == ["algorithm.use", "trainer.max_grad_norm"]
 
 
 def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path):

@@ -514,13 +514,13 @@ def test_phases_give_memory_to_roles_and_generator_in_turn(made):
     phases.begin_learning()
     assert order == ["offload", "sleep", "reload"], "also where nothing is generated in between"
     order.clear()
-    with phases.together():  # the batches of a round
+    with phases.stay_awake():  # the batches of a round
         for _ in range(2):
             with phases.generating():
                 order.append("generate")
     assert order == ["offload", "wake", "generate", "wake", "generate", "sleep", "reload"]
     order.clear()
-    with phases.together():  # inside a round there is nothing to generate
+    with phases.stay_awake():  # inside a round there is nothing to generate
         pass
     assert order == []
     generator.discards = True

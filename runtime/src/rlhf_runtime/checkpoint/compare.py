@@ -44,18 +44,18 @@ class Difference:
     """One difference between the checkpoint and the run."""
 
     key: str
-    before: Any
-    now: Any
+    checkpoint_value: Any
+    run_value: Any
     severity: Severity
     """``refuse``: continuing would mix two runs. ``report``: the run continues, and a message says that it is a
     different run. ``added``: an option at its default that the checkpoint's release did not have; the same run."""
 
     @property
     def absent_before(self) -> bool:
-        return self.before == _ABSENT
+        return self.checkpoint_value == _ABSENT
 
     def __str__(self) -> str:
-        return f"{self.option}: was {self.before!r}, now {self.now!r}"
+        return f"{self.option}: was {self.checkpoint_value!r}, now {self.run_value!r}"
 
     @property
     def option(self) -> str:
@@ -155,7 +155,7 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
     lines = []
     if reported := [str(d) for d in differences if d.severity == "report"]:
         lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
-    if added := [f"{d.option} = {d.now!r}" for d in differences if d.severity == "added"]:
+    if added := [f"{d.option} = {d.run_value!r}" for d in differences if d.severity == "added"]:
         lines.append(f"options that came after the checkpoint was saved, at their defaults: {', '.join(added)}")
     return lines
 

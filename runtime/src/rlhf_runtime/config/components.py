@@ -135,7 +135,7 @@ def _role_trainers(run: RunFile) -> list[tuple[str, str, ModelSection]]:
 class AlgorithmSelection:
     """An algorithm with the plugins in its slots, and its members (``Algorithm.has_members``), each with its own."""
 
-    own: Selection
+    algorithm: Selection
     slots: Mapping[str, Selection]
     members: Mapping[str, AlgorithmSelection]
 
@@ -148,29 +148,29 @@ class AlgorithmSelection:
             except ConfigError as error:
                 message = re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", str(error))
                 raise ConfigError(f"member {name!r}: {message}") from None
-        algorithm: Algorithm = self.own.build(parts, run)
+        algorithm: Algorithm = self.algorithm.build(parts, run)
         return algorithm
 
     def plugins(self) -> list[Resolved]:
         """The algorithm, its slots, then its members with theirs."""
         members = [resolved for member in self.members.values() for resolved in member.plugins()]
-        return [self.own.resolved, *(s.resolved for s in self.slots.values()), *members]
+        return [self.algorithm.resolved, *(s.resolved for s in self.slots.values()), *members]
 
     def options(self) -> dict[str, Any]:
         """The options of the section, every one filled in."""
-        options = dumped(self.own.config)
+        options = dumped(self.algorithm.config)
         for name, selection in self.slots.items():
             options[name] = {"use": selection.resolved.ref, **dumped(selection.config)}
         for name, member in self.members.items():
-            fields = {**options["members"][name], "use": member.own.resolved.ref}
+            fields = {**options["members"][name], "use": member.algorithm.resolved.ref}
             options["members"] = {**options["members"], name: {**fields, **member.options()}}
         return options
 
     def defaults(self) -> dict[str, Any]:
         """The defaults of :meth:`options`."""
-        defaults = _defaults(self.own.config, NO_DEFAULT)
+        defaults = _defaults(self.algorithm.config, NO_DEFAULT)
         for name, part in self.slots.items():
-            slot = self.own.resolved.cls.slots[name]
+            slot = self.algorithm.resolved.cls.slots[name]
             of_slot = slot.defaults if part.resolved.ref.removeprefix("plugin:") == slot.use else {}
             defaults[name] = {"use": slot.use, **_defaults(part.config, NO_DEFAULT), **of_slot}
         for name, member in self.members.items():
@@ -346,7 +346,7 @@ class Selections:
             raise selected
         return selected
 
-    def changed(self) -> list[str]:
+    def user_options(self) -> list[str]:
         """Dotted paths of the options that the user set to another value than their default: that of the section's or
         the plugin's class, of the algorithm for its slot, or of ``[trainer]`` for a role's own trainer. What has no
         default is one of them."""
@@ -382,7 +382,7 @@ class Selections:
         offline = False
         if "algorithm" in self:
             sections["algorithm"] = run.algorithm.model_copy(update={"options": self.algorithm.options()})
-            offline = self.algorithm.own.resolved.cls.data != "prompts"
+            offline = self.algorithm.algorithm.resolved.cls.data != "prompts"
         for kind in SINGLE:
             section: Choice | None = getattr(run, kind)
             unused = offline and kind in ("rollout", "generator") and section == RunFile.model_fields[kind].default

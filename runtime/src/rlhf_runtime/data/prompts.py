@@ -153,8 +153,8 @@ class Prompts:
         if self.chat is None:
             return self._turn(self.tokens.ids_after(ANCHORS[0], self.images.marks(added) + text), images)
         frame = self._history(added)
-        front = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
-        turn_text = f"{front}{text}{frame.after}"
+        front = frame.prefix.partition(frame.end)[2] if closed and frame.end else frame.prefix
+        turn_text = f"{front}{text}{frame.suffix}"
         ids = self.tokens.ids_after(frame.end, turn_text) if closed else self.tokens.ids(turn_text)
         return self._turn(ids, images, (("user", text),))
 
@@ -390,9 +390,9 @@ class Frame:
 
     end: str
     """What ends an answer before another message; empty if the template writes no end token there."""
-    before: str
+    prefix: str
     """Text from the end of an answer (after its end token) to the text of the user's next message."""
-    after: str
+    suffix: str
     """Text from the end of the user's text to the start of the policy's answer."""
 
 
@@ -400,7 +400,7 @@ def frame(chat: ChatTemplate, images: int = 0, as_sampled: bool = False) -> Fram
     """The text that the template puts around an observation. Also checks that earlier turns do not change.
 
     Args:
-        images: number of images before the text of the observation; their placeholders are in ``Frame.before``.
+        images: number of images before the text of the observation; their placeholders are in ``Frame.prefix``.
         as_sampled: whether earlier turns stay as they were sampled, so that they may change in the template's render.
 
     Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its

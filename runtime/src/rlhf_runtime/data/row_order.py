@@ -46,14 +46,14 @@ class RowOrder:
         return sum(len(s) for s in self.sources)
 
     @property
-    def drawn(self) -> int:
+    def rows_taken(self) -> int:
         """Rows taken so far."""
         return sum(self._positions)
 
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        return self.drawn / self.rows_per_epoch
+        return self.rows_taken / self.rows_per_epoch
 
     def take(self, n: int) -> list[Row]:
         """The next ``n`` rows. Continues with the next pass, so no rows at the end of a pass are dropped."""
@@ -121,7 +121,7 @@ class RowOrder:
 
     def _pick(self) -> int:
         assert self._cumulative is not None
-        share = derive_seed(self.seed, "order/source", self.drawn) / 2**63
+        share = derive_seed(self.seed, "order/source", self.rows_taken) / 2**63
         return min(int(np.searchsorted(self._cumulative, share, side="right")), len(self._pools) - 1)
 
     def _order(self, pool: int, epoch: int) -> np.ndarray:
@@ -212,7 +212,7 @@ class ChosenOrder(RowOrder):
     @property
     def epoch(self) -> float:
         """Rows drawn so far for each row that can be drawn. A row may have come several times, another never."""
-        return self.drawn / len(self.rows)
+        return self.rows_taken / len(self.rows)
 
     def choose(self, n: int, step: int) -> list[Row]:
         """The next ``n`` rows of the batch of ``step``.

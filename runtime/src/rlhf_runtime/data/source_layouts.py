@@ -61,7 +61,7 @@ def set_layouts(
         except DataError as error:
             problems.append(f"{title} {error}{_ANSWERED if answered else ''}")
             continue
-        if not source.layout.given:
+        if not source.layout.explicit:
             notes.append(f"{title} is read as {source.layout}")
         prompt = source.read(0).get(source.layout.columns.get("prompt", ""))
         if isinstance(prompt, str) and prompt.startswith('["') and form != "pairs":
@@ -187,7 +187,7 @@ def recognise(
     case = _Case(form, columns, row, dict(names or {}), chat, prompt)
     layouts = case.without_repeats(_widest(list(case.layouts())))
     if not layouts and case.text():
-        layouts = [SourceLayout({"text": "text"}, given=False)]
+        layouts = [SourceLayout({"text": "text"}, explicit=False)]
     if len(layouts) == 1:
         layout = _with_column("images", _with_system(layouts[0], case), case)
         layout = _with_column("reasoning", layout, case) if "response" in layout.columns else layout
@@ -206,12 +206,12 @@ class _Case:
     form: DataForm
     columns: Sequence[str]
     row: Mapping[str, Any]
-    named: Mapping[str, str]
+    user_columns: Mapping[str, str]
     chat: bool
     prompt: str
 
     def layouts(self) -> Iterator[SourceLayout]:
-        free = self.chat and not self.named and self.prompt == "needed" and "prompt" not in self.columns
+        free = self.chat and not self.user_columns and self.prompt == "needed" and "prompt" not in self.columns
         if self.form == "prompts" and free and isinstance(self.row.get(REQUEST), Mapping):
             yield from self._join([{"prompt": REQUEST}], conversion="request")
         elif self.form == "prompts":
@@ -230,7 +230,7 @@ class _Case:
 
     def text(self) -> bool:
         """Whether the rows are texts to continue, without prompts; used only if no other layout fits."""
-        has_prompt = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.named)
+        has_prompt = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.user_columns)
         in_tree = {"role", "parent_id"} <= {*self.columns}  # OpenAssistant: one message of a conversation
         return self.form == "demonstrations" and not (has_prompt or in_tree) and isinstance(self.row.get("text"), str)
 
@@ -242,19 +242,19 @@ class _Case:
             )
         needed = {"pairs": ("chosen", "rejected"), "steps": ("steps", "step_labels"), "labels": ("response", "label")}
         fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
-        if "messages" in self.named:
+        if "messages" in self.user_columns:
             fields = ["messages", *(f for f in fields if f == "label")]
         elif self.prompt == "needed" and not isinstance(self.row.get(DEFAULTS["chosen"]), list):
             fields = ["prompt", *fields]
-        fields += [f for f in ("margin", "preference") if f in self.named]
-        names = {f: self.named.get(f, DEFAULTS.get(f, f)) for f in fields}
+        fields += [f for f in ("margin", "preference") if f in self.user_columns]
+        names = {f: self.user_columns.get(f, DEFAULTS.get(f, f)) for f in fields}
         lacking = {f: c for f, c in names.items() if c not in self.columns and not self._is_read(f)}
         if lacking:
             hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
             conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
             if self.form == "labels" and {"chosen", "rejected"} <= {*self.columns}:
                 hints = [" These are pairs: make two rows of each, the chosen answer with label true, the other false."]
-            if conversations and self.form == "demonstrations" and not self.named:
+            if conversations and self.form == "demonstrations" and not self.user_columns:
                 hints = [f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."]
             ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
             return (
@@ -269,7 +269,7 @@ class _Case:
 
     def _is_read(self, field: str) -> bool:
         """Whether a column with a common name is read as this field, so that it is not what is missing."""
-        if field in self.named:
+        if field in self.user_columns:
             return False
         if field == "label":
             return any(map(self._is_label, self._choices(field, LABELS)))
@@ -277,7 +277,7 @@ class _Case:
 
     def _did_you_mean(self, field: str, column: str) -> str:
         """The column whose name is nearly that of the field, or one of its common names."""
-        if field in self.named:
+        if field in self.user_columns:
             return did_you_mean(column, self.columns)
         common_names = {*DEFAULTS.values()}.union(*chain(*_COMMON.values()))
         columns = [c for c in self.columns if c not in common_names]
@@ -287,7 +287,7 @@ class _Case:
     # ------------------------------------------------------------------------------------- forms
 
     def _pairs(self) -> Iterator[SourceLayout]:
-        if self.chat and not self.named:
+        if self.chat and not self.user_columns:
             if isinstance(self.row.get("input"), Mapping) and {*OUTPUTS.values()} <= {*self.columns}:
                 yield from self._join([{"prompt": "input", **OUTPUTS}], conversion="preferred_outputs")
             if "rejected_response" in self.columns and convert.is_messages(self.row.get("messages")):
@@ -298,9 +298,9 @@ class _Case:
             for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))
             if a != "messages" or b == "rejected_messages"
         ]
-        if not pair and not self.named.keys() & {"chosen", "rejected", "messages"}:
+        if not pair and not self.user_columns.keys() & {"chosen", "rejected", "messages"}:
             yield from self._compared()
-        margin = [{"margin": c} for c in self._choices("margin", ())] if "margin" in self.named else [{}]
+        margin = [{"margin": c} for c in self._choices("margin", ())] if "margin" in self.user_columns else [{}]
         for answers in self._join(pair, margin):
             values = [self.row.get(answers.columns[k]) for k in ("chosen", "rejected")]
             if all(map(convert.is_turn, values)):
@@ -308,7 +308,7 @@ class _Case:
                 yield from self._join([answers.columns], fronts if self.chat else [], conversion="answers_in_turns")
             elif all(map(convert.is_whole, values)):
                 prompt = self.row.get("prompt")
-                if "prompt" in self.named:
+                if "prompt" in self.user_columns:
                     yield from self._join([*self._prompts()], [answers.columns])
                 elif prompt and not convert.repeats(values, prompt):
                     raise DataError(
@@ -317,20 +317,23 @@ class _Case:
                     )
                 elif self.chat and self.prompt != "made":
                     columns = {"prompt": "prompt"} if "prompt" in self.columns else {}
-                    yield replace(answers, columns={**columns, **answers.columns}, whole=True)
-            elif "prompt" not in self.named and not any(True for _ in self._prompts()):
+                    yield replace(answers, columns={**columns, **answers.columns}, full_conversations=True)
+            elif "prompt" not in self.user_columns and not any(True for _ in self._prompts()):
                 if all(map(convert.is_dialogue, values)):
                     yield from self._join([answers.columns], conversion="dialogues")
             else:
                 for layout in self._join([*self._prompts()], [answers.columns]):
-                    yield replace(layout, whole=self.chat and "prompt" not in self.named and self.prompt != "made")
+                    yield replace(
+                        layout,
+                        full_conversations=self.chat and "prompt" not in self.user_columns and self.prompt != "made",
+                    )
 
     def _compared(self) -> Iterator[SourceLayout]:
         """Several answers, and which is better."""
         for shape in SHAPES:
-            if shape.fits(self.row, self.columns, self.named) and (self.chat or shape.prompt != ""):
-                columns, conversion = shape.layout(self.named.get("margin"))
-                column = shape.prompt if self.prompt == "needed" and "prompt" not in self.named else None
+            if shape.fits(self.row, self.columns, self.user_columns) and (self.chat or shape.prompt != ""):
+                columns, conversion = shape.layout(self.user_columns.get("margin"))
+                column = shape.prompt if self.prompt == "needed" and "prompt" not in self.user_columns else None
                 prompts = self._prompts() if column is None else [{"prompt": column}] if column else [{}]
                 yield from self._join([*prompts], [columns], conversion=conversion)
 
@@ -345,17 +348,17 @@ class _Case:
             elif isinstance(value, list) or self._certain("steps", column):
                 labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "ratings"))]
                 yield from self._join([*self._prompts()], [{"steps": column}], labels)
-        if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.named:
+        if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.user_columns:
             yield from self._join([{"prompt": "question", "steps": "label"}], conversion="prm800k")
 
     def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         """A prompt with an answer, or a whole conversation."""
-        if "messages" not in self.named:
+        if "messages" not in self.user_columns:
             answers = [{"response": c} for c in self._responses()]
             yield from self._join([*self._prompts()], answers, label)
-        if self.named.keys() & {"prompt", "response"}:
+        if self.user_columns.keys() & {"prompt", "response"}:
             return
-        if "messages" in self.named or not {"prompt", "response"} <= {*self.columns}:
+        if "messages" in self.user_columns or not {"prompt", "response"} <= {*self.columns}:
             yield from self._conversations(label)
 
     def _conversations(self, fronts: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
@@ -382,17 +385,17 @@ class _Case:
             yield {"prompt": column, **history}
             if column == "instruction":
                 yield from ({"prompt": column, "context": c, **history} for c in CONTEXTS if c in self.columns)
-            elif column in PROMPTS[0] and "prompt" not in self.named and isinstance(context, str | None):
+            elif column in PROMPTS[0] and "prompt" not in self.user_columns and isinstance(context, str | None):
                 yield {"prompt": column, "context": CONTEXTS[-1], **history}
 
     def _has_history(self) -> bool:
-        return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
+        return HISTORY in self.columns and not self.user_columns and not isinstance(self.row.get(HISTORY), str)
 
     def _choices(self, field: str, *common_names: Sequence[str]) -> list[str]:
         """Columns that a field may mean: the named one, else the default one, else those with the first common names
         that there are, at last in other capitals."""
-        if field in self.named:
-            return [self.named[field]] if self.named[field] in self.columns else []
+        if field in self.user_columns:
+            return [self.user_columns[field]] if self.user_columns[field] in self.columns else []
         names = [[DEFAULTS[field]] if field in DEFAULTS else [], *common_names]
         same_capitals = ([c for c in group if c in self.columns] for group in names)
         other_capitals = ([c for c in self.columns if c.lower() in group] for group in names)
@@ -401,10 +404,10 @@ class _Case:
     def _responses(self) -> list[str]:
         """Columns that the response may be in. Beside a reference these are also columns with what was generated."""
         columns = self._choices("response", *RESPONSES)
-        if "response" in self.named or not {*columns} & {*REFERENCES}:
+        if "response" in self.user_columns or not {*columns} & {*REFERENCES}:
             return columns
         texts = (c for c in self.columns if isinstance(self.row.get(c), str) and self.row[c])
-        return [*(c for c in texts if GENERATED.search(c) and c != self.named.get("reasoning")), *columns]
+        return [*(c for c in texts if GENERATED.search(c) and c != self.user_columns.get("reasoning")), *columns]
 
     def without_repeats(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
         """Only the conversation, where it holds the prompts of all other layouts."""
@@ -420,7 +423,7 @@ class _Case:
 
     def _certain(self, field: str, column: str) -> bool:
         """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
-        return column == self.named.get(field, DEFAULTS.get(field, field))
+        return column == self.user_columns.get(field, DEFAULTS.get(field, field))
 
     def _is_label(self, column: str) -> bool:
         return self._certain("label", column) or as_label(self.row.get(column)) is not None
@@ -434,8 +437,8 @@ class _Case:
             name = conversion or ("context" if {"context", "history"} & set(columns) else "")
             if not name and self.chat and convert.is_open_dialogue(self.row.get(columns.get("prompt", ""))):
                 name = "dialogue_prompt"
-            is_default = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
-            yield SourceLayout(columns, name, self.chat, given=is_default and not name)
+            is_default = all(self.user_columns.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
+            yield SourceLayout(columns, name, self.chat, explicit=is_default and not name)
 
     def present(self) -> str:
         return f"columns present: {', '.join(c or repr(c) for c in self.columns)}."
@@ -453,11 +456,11 @@ def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
     texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
     present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
     has_prompt = _WITH_SYSTEM & {*layout.columns} or (case.chat and case.prompt == "made")
-    if case.named.keys() & _WITH_SYSTEM or not present or not has_prompt:
+    if case.user_columns.keys() & _WITH_SYSTEM or not present or not has_prompt:
         return layout
     if layout.conversion in _COMPLETE:
         return layout
-    return replace(layout, columns={"system": present[0], **layout.columns}, given=False)
+    return replace(layout, columns={"system": present[0], **layout.columns}, explicit=False)
 
 
 def _with_column(field: str, layout: SourceLayout, case: _Case) -> SourceLayout:
@@ -465,10 +468,10 @@ def _with_column(field: str, layout: SourceLayout, case: _Case) -> SourceLayout:
 
     Raises DataError: the run file names a column that the source has not, or that is another field's.
     """
-    column = case.named.get(field, DEFAULTS.get(field, ""))
+    column = case.user_columns.get(field, DEFAULTS.get(field, ""))
     if column in case.columns and column not in layout.columns.values():
         return replace(layout, columns={**layout.columns, field: column})
-    if field in case.named:
+    if field in case.user_columns:
         advice = f"{did_you_mean(column, case.columns)} Name the right one with --data.{field}."
         raise DataError(f"has no column {column!r} of {field} beside {layout}; {case.present()}{advice}")
     return layout

@@ -48,10 +48,10 @@ class SourceLayout:
     """A name in :data:`rlhf_runtime.data.conversions.CONVERSIONS`; empty: values are not converted."""
     chat: bool = False
     """Whether a chat template is used. Some conversions then make messages."""
-    whole: bool = False
+    full_conversations: bool = False
     """Whether the answers of a pair may be whole conversations, which is decided row by row. The run file names no
     prompt then."""
-    given: bool = field(default=True, compare=False)
+    explicit: bool = field(default=True, compare=False)
     """Whether the run file names all columns, or they have their default names. Such a layout is not reported."""
     folder: Path | None = field(default=None, compare=False)
     """Paths of images start here."""
@@ -62,7 +62,7 @@ class SourceLayout:
         values = {f: columns[c] for f, c in self.columns.items() if c in columns}
         if self.chat:
             values |= {f: convert.conversation(values[f]) for f in ("messages", "prompt") if f in values}
-        values = convert.without_repeated_prompt(values) if self.whole else values
+        values = convert.without_repeated_prompt(values) if self.full_conversations else values
         return convert.CONVERSIONS[self.conversion][1](values, self.chat) if self.conversion else values
 
     def name(self, field: str) -> str:

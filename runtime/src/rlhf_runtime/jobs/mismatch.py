@@ -306,7 +306,7 @@ class _Residual:
         trainer_A, known_A = torch.zeros(len(version_A)), torch.zeros(len(version_A), dtype=torch.bool)
         for sample_version in version_A.unique().tolist():
             version = max(sample_version - s.earlier, 0)
-            outputs = self.table.get(Pass(version, s.other_dtype, s.alone, s.weights, s.rendered, s.rerouted))
+            outputs = self.table.get(Pass(version, s.other_dtype, s.unbatched, s.weights, s.rendered, s.rerouted))
             if outputs is not None:
                 mask_A = version_A == sample_version
                 trainer_A = torch.where(mask_A, outputs[f"lp{int(s.plain)}{int(s.cut)}"], trainer_A)

@@ -26,7 +26,7 @@ class Setting:
 
     other_dtype: bool = False
     """In bf16 in place of fp32, or the reverse."""
-    alone: bool = False
+    unbatched: bool = False
     """Each sequence in a micro-batch of its own."""
     plain: bool = False
     """At temperature 1."""
@@ -58,7 +58,7 @@ class Change:
 
 
 OTHER_DTYPE = Change({"other_dtype": True})
-COMPOSITION = Change({"alone": True}, "batch composition")
+COMPOSITION = Change({"unbatched": True}, "batch composition")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Pass:
     version: int
     other_dtype: bool = False
     """bf16 in place of fp32, or the reverse."""
-    alone: bool = False
+    unbatched: bool = False
     """Each sequence in a micro-batch of its own."""
     weights: str = LIVE
     rendered: bool = False
@@ -72,7 +72,7 @@ class Passes:
     def compute_alone(self, role: Role, version: int) -> None:
         """Compute the log-probs of ``version``, which the role holds, each sequence in a micro-batch of its own."""
         role.budget = 1
-        self._add(role, Pass(version, alone=True))
+        self._add(role, Pass(version, unbatched=True))
 
     def compute_rounded(self, role: Role, version: int, other_dtype: bool) -> None:
         """Compute the log-probs of a role that holds the export of ``version``."""

@@ -146,7 +146,7 @@ class SavedState(Saved):
     data: SavedData | None = None
     best: SavedBestTracker | None = None
     changed: dict[str, Any] = {}
-    """:attr:`rlhf_runtime.loop.control.Control.changed`."""
+    """:attr:`rlhf_runtime.loop.control.Control.changes`."""
     unfinished: str | None = None
     """:attr:`rlhf_runtime.loop.checkpoint_state.RunState.unfinished`, as JSON."""
 
@@ -233,8 +233,8 @@ class RunState:
         else:
             keep(stream_components)
             values["data"] = self.data.state_dict()
-        if self.control.changed:
-            values["changed"] = dict(self.control.changed)
+        if self.control.changes:
+            values["changed"] = dict(self.control.changes)
         if unfinished is not None:
             values["unfinished"] = dumps(unfinished, f"metrics of step {step}", nonfinite="mark")
         if self.best is not None:

@@ -27,7 +27,7 @@ class TrainerOptions:
     names: Mapping[str, str]
     """{option that may change: its dotted name in the run file}. Roles that share a name change together."""
 
-    def changed(self, option: str, value: Any) -> ComponentConfig:
+    def with_value(self, option: str, value: Any) -> ComponentConfig:
         """The config with another value of the option. Raises ConfigError if the value is invalid."""
         options = self.config.model_dump(mode="json", exclude_none=True)
         section = self.names[option].rpartition(".")[0]
@@ -48,7 +48,7 @@ class Control(RunControl):
         self._stop, self._trainers, self._note = stop, trainers, note
         self._waiting: dict[str, Any] = {}
         self._save = False
-        self.changed: dict[str, Any] = {}
+        self.changes: dict[str, Any] = {}
         """{option: its value} of every option that was changed, in this run and before a resume."""
 
     # ---------------------------------------------------------------------------- what observers call
@@ -71,7 +71,7 @@ class Control(RunControl):
                 f"{', '.join(sorted(allowed)) or 'none'}.{did_you_mean(option, allowed)}"
             )
         for trainer, field in self._trainers_of(option):
-            trainer.changed(field, value)
+            trainer.with_value(field, value)
         self._waiting[option] = value
 
     # ------------------------------------------------------------------------------- what the run calls
@@ -82,9 +82,9 @@ class Control(RunControl):
         for option, value in waiting.items():
             old_value = self.changeable[option]
             for trainer, field in self._trainers_of(option):
-                trainer.config = trainer.changed(field, value)
+                trainer.config = trainer.with_value(field, value)
                 trainer.role.every("change", trainer.config)
-            self.changed[option] = value
+            self.changes[option] = value
             self._note(f"{option} changed from {old_value} to {value}")
         return bool(waiting)
 

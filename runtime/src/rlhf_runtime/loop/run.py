@@ -361,7 +361,7 @@ class OnlineRun(Run):
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Context of the phase that draws and scores samples."""
-        with self.timed("generate"), self.sampler.phases.together():
+        with self.timed("generate"), self.sampler.phases.stay_awake():
             yield
 
     def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:

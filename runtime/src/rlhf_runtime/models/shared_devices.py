@@ -39,7 +39,7 @@ class Phases:
         self.active = bool(shared)
         self._aside = False
         """Whether the generator is awake."""
-        self._together = False
+        self._stays_awake = False
         if self.active:
             self._sleep()
 
@@ -52,19 +52,19 @@ class Phases:
         self.begin_sync()
         if self._sleeper is not None and self._sleeper.wake():
             self._refresh()
-        with self._then_learning(is_outermost=not self._together):
+        with self._then_learning(is_outermost=not self._stays_awake):
             yield
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def stay_awake(self) -> Iterator[None]:
         """Context in which the generator stays awake between calls of :meth:`generating`. Without such calls it does
         not wake."""
-        self._together = True
+        self._stays_awake = True
         with self._then_learning():
             try:
                 yield
             finally:
-                self._together = False
+                self._stays_awake = False
 
     def begin_sync(self) -> None:
         """Make room for new weights, which wake the generator. The roles stay offloaded until they learn again, because

@@ -65,7 +65,7 @@ class LiveTable:
     # ----------------------------------------------------------------------------------- on the terminal
 
     @property
-    def shown(self) -> bool:
+    def is_active(self) -> bool:
         return self._live is not None
 
     def start(self) -> None:

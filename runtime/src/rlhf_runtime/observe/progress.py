@@ -144,7 +144,7 @@ class Progress:
         """Show what a step is doing: in the table with its time; in a file as a line, in the first step and of
         evaluations, checkpoints and exports. A phase inside another one replaces it until it ends."""
         text = PHASES.get(name, name)
-        if self._table is not None and self._table.shown:
+        if self._table is not None and self._table.is_active:
             previous, self._table.phase = self._table.phase, (text, self._clock(), {})
             try:
                 yield
@@ -221,7 +221,7 @@ class Progress:
 
     def urge(self, text: str) -> bool:
         """Show a line from a signal handler. Returns whether there is a table to show it."""
-        if self._table is None or not self._table.shown:
+        if self._table is None or not self._table.is_active:
             return False
         self._table.urge(text)
         return True

@@ -23,11 +23,11 @@ class FolderLock:
     it.
 
     It is a POSIX record lock. Unlike ``flock``, it is not inherited by forked worker processes, which may outlive a
-    killed driver. A record lock does not exclude a second lock of the same process, so ``_held`` lists the folders that
-    this process has locked.
+    killed driver. A record lock does not exclude a second lock of the same process, so ``_locked_folders``
+    lists the folders that this process has locked.
     """
 
-    _held: ClassVar[set[str]] = set()
+    _locked_folders: ClassVar[set[str]] = set()
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / ".lock"
@@ -48,7 +48,7 @@ class FolderLock:
                 raise unusable(folder, "locked", cause) from cause
             raise refusal from cause
         self._descriptor: int | None = descriptor
-        self._held.add(self._key)
+        self._locked_folders.add(self._key)
 
     @classmethod
     def check(cls, folder: Path) -> None:
@@ -73,7 +73,9 @@ class FolderLock:
     def is_held(cls, folder: Path) -> bool:
         """Whether a process holds the lock of ``folder``. Takes no lock and writes nothing, so a run that starts at the
         same time is not refused."""
-        if os.path.realpath(folder) in cls._held:  # first: closing a descriptor releases this process's own lock
+        if (
+            os.path.realpath(folder) in cls._locked_folders
+        ):  # first: closing a descriptor releases this process's own lock
             return True
         try:
             descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -86,7 +88,7 @@ class FolderLock:
 
     @classmethod
     def _require_other(cls, folder: Path) -> None:
-        if os.path.realpath(folder) in cls._held:
+        if os.path.realpath(folder) in cls._locked_folders:
             raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
 
     def release(self) -> None:
@@ -94,7 +96,7 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-            self._held.discard(self._key)
+            self._locked_folders.discard(self._key)
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -43,7 +43,7 @@ def report(runs: Sequence[Path], page: Path) -> None:
     selection = ShownSamples(len(records))
     values: list[dict[str, Any]] = []
     for number, record in enumerate(records):
-        samples = selection.of(record, number)
+        samples = selection.samples(record, number)
         values.append({**run_facts(record), "samples": samples})
         problems = list(dict.fromkeys(record.problems))
         rest = len(problems) - MOST_PROBLEMS
@@ -142,7 +142,7 @@ class ShownSamples:
         """{text of a prompt: its number}."""
         self._max_samples, self._tokens = SAMPLES // runs, TOKENS // runs
 
-    def of(self, record: RunRecord, number: int) -> dict[str, Any]:
+    def samples(self, record: RunRecord, number: int) -> dict[str, Any]:
         """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
         here; ``with_tokens``: samples that have their tokens; ``texts`` of tokens, by their ids; ``note`` about the
         numbers of tokens."""

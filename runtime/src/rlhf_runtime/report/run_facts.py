@@ -71,7 +71,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "headline": _headline(lines),
         "phases": [phase for phase in PHASES if phase not in ("save", "export")],
         "left_out": left_out(lines),
-        "notes": [str(note) for note in _list(record.ended.get("notes"))],
+        "notes": [str(note) for note in _list(record.end.get("notes"))],
         "options": record.options,
         "options_changed": _options_changed(record),
         "plugins": [_plugin(plugin) for plugin in record.plugins],

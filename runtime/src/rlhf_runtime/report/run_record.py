@@ -61,7 +61,7 @@ class RunRecord:
         return self.starts[-1] if self.starts else {}
 
     @property
-    def ended(self) -> Mapping[str, str]:
+    def end(self) -> Mapping[str, str]:
         """How the last start ended: ``time``, ``status``, ``why``; empty if that is not recorded."""
         end = self.start.get("ended", {})
         return end if isinstance(end, dict) else {}
@@ -159,9 +159,9 @@ class RunRecord:
         """(one of :data:`STATES`, why; empty if nothing is known)."""
         if self.is_held:
             return "running", _text(self.path / ".lock")
-        status = str(self.ended.get("status", ""))
+        status = str(self.end.get("status", ""))
         if status in STATES:
-            return status, str(self.ended.get("why", ""))
+            return status, str(self.end.get("why", ""))
         if "total_steps" not in self.start and (self.path / "model").is_dir():  # an earlier release
             finished = self.total_steps in (None, self.steps_done)
             return "finished" if finished else "stopped", "" if finished else "it wrote its model before its last step"
@@ -170,7 +170,7 @@ class RunRecord:
     @property
     def time(self) -> datetime.datetime:
         """When the run ended, or where that is not recorded, when its files changed last."""
-        end = None if self.is_held else _time(self.ended.get("time"))
+        end = None if self.is_held else _time(self.end.get("time"))
         files = [self.path / name for name in ("metrics.jsonl", "manifest.json", ".lock")]
         newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
         return end or datetime.datetime.fromtimestamp(newest).astimezone()

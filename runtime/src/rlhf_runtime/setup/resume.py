@@ -300,7 +300,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
             [plugin.manifest() for plugin in prepared.plugins],
             run.first_step,
             total_steps=run.total_steps,
-            options=prepared.selections.changed(),
+            options=prepared.selections.user_options(),
             data=data.fingerprints(),
             images=data.has_images,
             content=content(prepared),
