@@ -195,7 +195,7 @@ def test_a_shortage_shows_its_arithmetic(size):
     large = replace(TRAINED, phases={**TRAINED.phases, "train": Held({"weights": 3 * GIB, "activations": 9 * GIB})})
     plan = make_plan(Layout((policy(size, memory=large),), None, CPU))
     [shortage] = plan.shortages
-    assert (shortage.where, shortage.phase) == ("host", "train")
+    assert (shortage.group, shortage.phase) == ("host", "train")
     assert "needs 12.6 GiB of a host's 8.00 GiB, 4.56 GiB more than there are" in shortage.message
     assert shortage.arithmetic[0] == "policy activations 9.00 GiB"
     assert "policy weights 3.00 GiB = 25 parameters x 4 bytes" in shortage.arithmetic

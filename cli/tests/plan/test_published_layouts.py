@@ -155,7 +155,7 @@ def test_70b_does_not_fit_on_24_devices(published):
     """It fits on the devices, but a host of 1 TiB cannot hold the offloaded state of eight ranks of one role."""
     plan = make_plan(seventy_on(24, published, published_storage(offload=True)))
     assert plan.fits is False
-    assert {s.where for s in plan.shortages} == {"critic 0-7", "policy 0-7"}
+    assert {s.group for s in plan.shortages} == {"critic 0-7", "policy 0-7"}
     assert "8 devices of a node put 148 GiB each in host memory, 1.16 TiB of 1.00 TiB" in plan.shortages[0].message
 
 

@@ -263,7 +263,7 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
     model = layout(LORA, {"reference.micro_tokens": "1024"}, machine=on_cpu)
     assert [r.name for r in view.roles] == ["policy", "critic"]
     assert [r.name for r in model.roles] == ["policy", "reference", "critic"], "what is said of it is not ignored"
-    assert view.views["reference"].of == "policy"
+    assert view.views["reference"].base_role == "policy"
     assert view.role("policy").annotates
     assert model.role("reference").annotates
     less, more = (make_plan(outcome).groups[0].moments for outcome in (view, model))

@@ -121,7 +121,7 @@ def test_speeds_are_read_from_a_timeline(tmp_path):
     assert group.reward == pytest.approx(2.0)
     assert [[turn.tokens for turn in sample.turns] for sample in group.samples] == [[10, 20], [30, 5]]
     assert [turn.after for sample in group.samples for turn in sample.turns] == pytest.approx([0.5, 0.5, 1.0, 1.0])
-    assert [sample.before for sample in group.samples] == pytest.approx([1.0, 2.0])
+    assert [sample.opening for sample in group.samples] == pytest.approx([1.0, 2.0])
     assert speeds.learn(samples=4) == pytest.approx(2.0), "the first step is not counted"
     assert (speeds.sync, speeds.pause, speeds.other, speeds.rejected) == (1.0, 0.5, 1.0, 0.25)
 

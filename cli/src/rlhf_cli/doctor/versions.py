@@ -49,7 +49,7 @@ class Installed:
             n for n, d in self._distributions.items() if any(p.group.startswith("rlhf.") for p in d.entry_points)
         )
 
-    def ours(self) -> list[str]:
+    def project_names(self) -> list[str]:
         """``rlhf-kit`` with its requirements and extras; the core and the command line also without it."""
         names = {META, "rlhf-core", "rlhf-cli"}
         if META in self:
@@ -60,7 +60,7 @@ class Installed:
 def python(installed: Installed, running: str = platform.python_version()) -> Finding:
     """Whether every distribution of this project and every plugin allows the Python version."""
     refusing = []
-    for name in dict.fromkeys([*installed.ours(), *installed.plugins()]):
+    for name in dict.fromkeys([*installed.project_names(), *installed.plugins()]):
         versions = installed.python(name)
         if versions and not SpecifierSet(versions).contains(running, prereleases=True):
             refusing.append(f"{name} needs {versions}")
@@ -72,7 +72,7 @@ def python(installed: Installed, running: str = platform.python_version()) -> Fi
 def versions(installed: Installed) -> Finding:
     """The distributions of this project must have one version, because they are released together. Frameworks are
     listed."""
-    distributions = installed.ours()
+    distributions = installed.project_names()
     core = installed.version("rlhf-core")
     different = [f"{n} is {installed.version(n)}" for n in distributions if installed.version(n) != core]
     if different:
@@ -93,7 +93,7 @@ def requirements(installed: Installed) -> Finding:
     An unmet requirement of this project or of a plugin fails. One of a third party is a warning, because many packages
     work with more versions than they declare.
     """
-    direct = {*installed.ours(), *installed.plugins()}
+    direct = {*installed.project_names(), *installed.plugins()}
     problems: dict[str, list[str]] = {"fail": [], "warn": []}
     packages: list[str] = []
     absent: set[str] = set()

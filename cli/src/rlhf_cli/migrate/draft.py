@@ -169,7 +169,7 @@ class Draft:
             yield from [*_comment(comment), line]
 
     def _origin(self, path: str) -> str:
-        origins = [self.source.given[n].written for n in self.causes[path] if n in self.source.given]
+        origins = [self.source.user_values[n].text for n in self.causes[path] if n in self.source.user_values]
         if not origins and self.causes[path]:
             origins = [f"{self.source.framework}'s default of {self.causes[path][0]}"]
         return ", ".join(dict.fromkeys(origins)) + (
@@ -184,16 +184,16 @@ class Draft:
         paths = {name: path for path, names in self.causes.items() if path not in changes for name in names}
         groups: dict[str, list[str]] = {"The default here too:": [], "No counterpart, or no effect in this run:": []}
         equal, different = groups.values()
-        for name, source_option in self.source.given.items():
+        for name, source_option in self.source.user_values.items():
             row = self.source.rows[name]
             if name in names_of_changes:
                 continue
             if name in paths:
-                equal.append(f"{source_option.written}: {paths[name]} = {toml(self.values[paths[name]])}")
+                equal.append(f"{source_option.text}: {paths[name]} = {toml(self.values[paths[name]])}")
             else:
                 rule = "" if row.rule.startswith("refused") else row.rule
                 reason = self.unread.get(name) or row.why or rule or "off by default here too"
-                different.append(f"{_shortened(source_option.written)}: {reason}")
+                different.append(f"{_shortened(source_option.text)}: {reason}")
         groups["Unknown:"] = [_shortened(text) for text, _ in self.source.unknown.values()]
         for title, lines in groups.items():
             if lines:
@@ -210,7 +210,7 @@ class Draft:
 
     def _earlier(self) -> Iterator[str]:
         """A remark about options that are not given, and had another default in earlier versions."""
-        rows = [row for row in self.source.rows.values() if row.earlier and row.name not in self.source.given]
+        rows = [row for row in self.source.rows.values() if row.earlier and row.name not in self.source.user_values]
         if changes := [f"{row.name} {row.earlier}" for row in rows if row.name not in self.unread]:
             yield (
                 f"where the source was made for an older {self.source.framework} or a fork, give the defaults of that "

@@ -30,7 +30,7 @@ class Start:
     entry: str
     word: str
     """The word that has it: a module, a script or a name."""
-    before: Sequence[Word]
+    launcher_words: Sequence[Word]
     """The words of the launcher, before the entry point."""
     options: Sequence[Word]
     line: int
@@ -41,10 +41,10 @@ class Settings(dict[str, str]):
 
     def __init__(self, values: Mapping[str, str]) -> None:
         super().__init__(values)
-        self.read = set[str]()
+        self.read_names = set[str]()
 
     def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
+        self.read_names.add(str(name))
         return super().__contains__(name)
 
 
@@ -60,7 +60,7 @@ def migrate(
     """
     read_settings = Settings(settings)
     fields, origin, processes = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, read_settings)
-    options = {name: value for name, value in settings.items() if name not in read_settings.read}
+    options = {name: value for name, value in settings.items() if name not in read_settings.read_names}
     fields.replace(options)
     for name in options:
         fields.unknown.pop(name, None)
@@ -96,7 +96,7 @@ def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, st
     start = _start(text, script, settings, trl)
     place, name = f"{script}, line {start.line}", Path(start.word).stem
     is_file = start.word.endswith(".py") and os.path.isfile(start.word)
-    launcher = _launcher(start.before, script)
+    launcher = _launcher(start.launcher_words, script)
     if is_file and trl_script.is_script(start.word):
         problems = FrameworkOptions("", {}, {}, "")
         flags = trl_source.flags_of(start.options, script, problems)

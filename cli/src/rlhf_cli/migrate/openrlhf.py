@@ -106,7 +106,7 @@ def read(entry: str, words: Sequence[Word], script: str) -> FrameworkOptions:
             flag, texts = known_flag(word, values, script)
             for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), location):
                 words_of_flag = ["..."] if row.secret and texts else texts
-                source.given[row.name] = OptionValue(
+                source.user_values[row.name] = OptionValue(
                     value_of(row, texts, location), " ".join([flag, *words_of_flag]), location
                 )
     return source
@@ -159,7 +159,7 @@ def _conditions(s: FrameworkOptions) -> set[str]:
         "async": bool(s["train.async_enable"]),
         "images": bool(s["data.max_images_per_prompt"]),
         "eval": bool(s["eval.dataset"]),
-        "wandb": "logger.wandb.key" in s.given,
+        "wandb": "logger.wandb.key" in s.user_values,
     }
     return {name for name, holds in checks.items() if holds}
 
@@ -217,7 +217,7 @@ def _kl(draft: Draft) -> None:
     if not s["algo.kl.init_coef"]:
         return
     estimator = "k3" if s["use_kl_estimator_k3"] else s["algo.kl.estimator"]
-    names = ["algo.kl.estimator"] + (["use_kl_estimator_k3"] if "use_kl_estimator_k3" in s.given else [])
+    names = ["algo.kl.estimator"] + (["use_kl_estimator_k3"] if "use_kl_estimator_k3" in s.user_values else [])
     if s["algo.kl.use_loss"] and estimator == "k1":
         raise s.refused(
             "algo.kl.estimator",
@@ -386,7 +386,7 @@ def _run(draft: Draft, online: bool) -> None:
     note = "" if stage > 1 else "lower stages would add up gradients of micro-batches in bf16"
     draft.set("trainer.stage", max(stage, 2), "ds.zero_stage", note=note)
     draft.adapters("ds.lora.rank", "ds.lora.target_modules")
-    if "ckpt.output_dir" in s.given:
+    if "ckpt.output_dir" in s.user_values:
         draft.copy("run.output", "ckpt.output_dir")
     if (every := s["ckpt.save_steps"]) > 0:
         draft.copy("checkpoint.every", "ckpt.save_steps")
@@ -394,13 +394,13 @@ def _run(draft: Draft, online: bool) -> None:
             draft.set("checkpoint.export_every", every, "ckpt.save_hf", "ckpt.save_steps")
     if s["eval.dataset"] and s["eval.steps"] > 0:
         draft.copy("eval.every", "eval.steps")
-    if "logger.wandb.key" in s.given:
+    if "logger.wandb.key" in s.user_values:
         draft.set("observer.0.use", "wandb", "logger.wandb.key", note="the key belongs into WANDB_API_KEY")
         for option, source in {"project": "project", "entity": "org", "group": "group"}.items():
             if s[f"logger.wandb.{source}"]:
                 draft.copy(f"observer.0.{option}", f"logger.wandb.{source}")
     if s["logger.tensorboard_dir"]:
-        number = 1 if "logger.wandb.key" in s.given else 0
+        number = 1 if "logger.wandb.key" in s.user_values else 0
         note = "its files are in the run's folder"
         draft.set(f"observer.{number}.use", "tensorboard", "logger.tensorboard_dir", note=note)
     if not online:

@@ -101,7 +101,7 @@ def rewards(draft: Draft) -> None:
             draft.set(f"roles.reward_model.{option}", "bf16", "ds.param_dtype")
     else:
         raise ConfigError("train_ppo_ray needs a reward: reward.remote_url, reward.model_name_or_path or an agent")
-    if "data.label_key" in s.given and not any("data.label_key" in names for names in draft.causes.values()):
+    if "data.label_key" in s.user_values and not any("data.label_key" in names for names in draft.causes.values()):
         draft.unread["data.label_key"] = "a reward model reads no label"
 
 

@@ -85,7 +85,7 @@ class PythonValues:
 
     tree: ast.Module
     settings: Mapping[str, str]
-    where: str
+    location: str
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,8 +141,8 @@ class PythonValues:
             value = Fields()
         if isinstance(value, Fields):
             raise ConfigError(
-                f"{self.where}, line {node.lineno}: {name}={ast.unparse(node)} is no literal, and nothing is executed. "
-                f"Give it: --set {name}=VALUE"
+                f"{self.location}, line {node.lineno}: {name}={ast.unparse(node)} is no literal, and nothing is "
+                f"executed. Give it: --set {name}=VALUE"
             )
         return value
 

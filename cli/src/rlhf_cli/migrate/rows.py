@@ -60,9 +60,9 @@ class OptionValue:
     """An option as it was given."""
 
     value: Any
-    written: str
+    text: str
     """``--actor.adam.lr 1e-6``."""
-    where: str
+    location: str
     """``run.sh, line 3``."""
 
 
@@ -81,7 +81,7 @@ class FrameworkOptions:
     groups: Mapping[str, Sequence[OptionRow]]
     rows: dict[str, OptionRow]
     entry: str
-    given: dict[str, OptionValue] = field(default_factory=dict)
+    user_values: dict[str, OptionValue] = field(default_factory=dict)
     unknown: dict[str, tuple[str, str]] = field(default_factory=dict)
     """{option without a row: as it was given, the error}."""
     problems: list[str] = field(default_factory=list)
@@ -90,8 +90,8 @@ class FrameworkOptions:
     """What the source has beside options, for the user."""
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.given:
-            return self.given[name].value
+        if name in self.user_values:
+            return self.user_values[name].value
         row = self.rows.get(name)
         return None if row is None else row.defaults.get(self.entry, row.default)
 
@@ -117,7 +117,7 @@ class FrameworkOptions:
             flag = f"--set {name}={text}"
             for row in matching(self.rows, name, flag, self.groups):
                 self.rows[row.name] = row
-                self.given[row.name] = OptionValue(typed(row, text, flag), flag, flag)
+                self.user_values[row.name] = OptionValue(typed(row, text, flag), flag, flag)
 
     def check(self, allow_unknown: bool) -> None:
         """Raise ConfigError with all that could not be read, and with all options that are unknown."""
@@ -130,7 +130,7 @@ class FrameworkOptions:
 
     def refuse_by_table(self) -> None:
         """Raise ConfigError for a value that the table refuses: any but the default of a row whose rule says so."""
-        for name, option in self.given.items():
+        for name, option in self.user_values.items():
             row = self.rows[name]
             if row.rule.startswith("refused: ") and option.value != row.defaults.get(self.entry, row.default):
                 raise self.refused(name, row.rule.removeprefix("refused: "))
@@ -151,8 +151,8 @@ class FrameworkOptions:
 
     def refused(self, name: str, reason: str) -> ConfigError:
         """The error for a value that cannot be taken over."""
-        option = self.given.get(name)
-        label = f"{option.where}: {option.written}" if option else f"{name} {self[name]} ({self.framework}'s default)"
+        option = self.user_values.get(name)
+        label = f"{option.location}: {option.text}" if option else f"{name} {self[name]} ({self.framework}'s default)"
         return ConfigError(f"{label}: {reason}. (--set {name}=VALUE replaces the value)")
 
 

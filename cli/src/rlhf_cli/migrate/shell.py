@@ -110,7 +110,7 @@ def known_text(word: Word, script: str) -> str:
 @dataclass
 class _Script:
     text: str
-    where: str
+    location: str
     settings: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
     """A plain variable is a list of one text."""
@@ -146,7 +146,7 @@ class _Script:
                 words += [Word(text, self._line(position)) for text in self._expanded(match[0])]
                 position = match.end()
             else:
-                raise ConfigError(f"{self.where}, line {self._line(position)}: a quote or a bracket is not closed")
+                raise ConfigError(f"{self.location}, line {self._line(position)}: a quote or a bracket is not closed")
         if self._runs(words, "\n"):
             yield words
 
@@ -159,7 +159,7 @@ class _Script:
     def _runs(self, words: list[Word], end: str) -> bool:
         """Keep the variables that a command sets; whether it is more than that, and not in a branch that is skipped."""
         words = self._without_control(words)
-        runs = self.branches.ended([word.text for word in words], end)
+        runs = self.branches.is_executed([word.text for word in words], end)
         if words and words[0].text in ("export", "readonly", "local", "declare", "typeset"):
             words = [word for word in words[1:] if not word.text.startswith("-")]
         for word in words if runs is not False else ():
@@ -189,7 +189,7 @@ class _Script:
                 values += self._expanded(match[0])
                 position = match.end()
             else:
-                raise ConfigError(f"{self.where}, line {self._line(begin.start())}: the array {begin[1]} has no end")
+                raise ConfigError(f"{self.location}, line {self._line(begin.start())}: the array {begin[1]} has no end")
         self._set(begin[1], values, self.branches.runs())
         return position + 1
 
@@ -198,7 +198,7 @@ class _Script:
         end = re.compile(rf"^[ \t]*{mark}[ \t]*$", re.MULTILINE).search(self.text, position)
         if end is None:
             raise ConfigError(
-                f"{self.where}, line {self._line(position)}: the text that should end at {mark} has no end"
+                f"{self.location}, line {self._line(position)}: the text that should end at {mark} has no end"
             )
         if name:
             self.variables[name] = [self._in_quotes(self.text[position : end.start()])]

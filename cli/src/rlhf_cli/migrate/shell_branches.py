@@ -82,7 +82,7 @@ class Branches:
             runs = _and(runs, branch.runs)
         return runs
 
-    def ended(self, words: list[str], end: str) -> bool | None:
+    def is_executed(self, words: list[str], end: str) -> bool | None:
         """Whether a command is executed, which has no words of control any more.
 
         Args:

@@ -133,7 +133,7 @@ def _batches(draft: Draft, processes: int) -> int:
         raise s.refused("generation_batch_size", f"it is not a multiple of {device} x {processes} processes")
     generated = s["steps_per_generation"] or (s["generation_batch_size"] or 0) // (device * processes) or accumulated
     names = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"]
-    names += [name for name in ("steps_per_generation", "generation_batch_size") if name in s.given]
+    names += [name for name in ("steps_per_generation", "generation_batch_size") if name in s.user_values]
     if generated % accumulated == 0:
         samples, minibatches = device * processes * generated, generated // accumulated
     elif accumulated % generated == 0 and passes == 1 and s["scale_rewards"] != "batch":
@@ -362,7 +362,7 @@ def _loss(draft: Draft) -> None:
         )
     if kind not in ("cispo", "sapo", "vespo"):
         draft.set("algorithm.loss.clip_low", min(s["epsilon"], 1.0), "epsilon")  # a ratio is never below 0
-        draft.set("algorithm.loss.clip_high", high, "epsilon_high" if "epsilon_high" in s.given else "epsilon")
+        draft.set("algorithm.loss.clip_high", high, "epsilon_high" if "epsilon_high" in s.user_values else "epsilon")
         if s["delta"] is not None:
             if level == "sequence" or s["delta"] <= 1 + high:
                 raise s.refused("delta", "it is known at the level token, above 1 + epsilon_high")

@@ -151,7 +151,7 @@ def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) ->
 def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, names: Mapping[str, str]) -> None:
     """Keep the keyword arguments of a call."""
     for keyword in call.keywords:
-        location = f"{values.where}, line {keyword.value.lineno}"
+        location = f"{values.location}, line {keyword.value.lineno}"
         with source.reading():
             if keyword.arg is None:
                 try:
@@ -168,12 +168,12 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
 
 
 def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
-    kind, location = name_of(call), f"{values.where}, line {call.lineno}"
+    kind, location = name_of(call), f"{values.location}, line {call.lineno}"
     for name, value in {"use_peft": True, **LORA_DEFAULTS[kind]}.items():
-        source.given[name] = OptionValue(value, f"{kind}'s {name}", location)
+        source.user_values[name] = OptionValue(value, f"{kind}'s {name}", location)
     if kind == "get_peft_model":
         targets = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
-        source.given["lora_target_modules"] = OptionValue(targets, "unsloth's target_modules", location)
+        source.user_values["lora_target_modules"] = OptionValue(targets, "unsloth's target_modules", location)
     lora_call = ast.Call(call.func, [], [])
     for keyword in call.keywords:
         name = keyword.arg or ""
@@ -205,11 +205,11 @@ def _fast_model(values: PythonValues, call: ast.Call) -> dict[str, Any]:
 def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
     """The arguments of a trainer; before trainers had configurations of their own, also fields of these."""
     for keyword in call.keywords:
-        location, name = f"{values.where}, line {keyword.value.lineno}", keyword.arg or ""
+        location, name = f"{values.location}, line {keyword.value.lineno}", keyword.arg or ""
         with source.reading():
             if keyword.arg == "model":
                 fields = _model(values, keyword.value)
-                if not fields and "model_name_or_path" not in source.given and "model" not in values.settings:
+                if not fields and "model_name_or_path" not in source.user_values and "model" not in values.settings:
                     source.remarks.append(f"name the model: policy.model; {ast.unparse(keyword.value)} is not read")
                 _take(source, fields, location)
             elif keyword.arg == "reward_funcs":
@@ -300,7 +300,7 @@ def _stores(source: FrameworkOptions, values: PythonValues, start: ast.Call) -> 
         for target in node.targets:
             if isinstance(target, ast.Attribute) and values.node(target.value) is start:
                 with source.reading():
-                    location = f"{values.where}, line {node.lineno}"
+                    location = f"{values.location}, line {node.lineno}"
                     if node not in values.tree.body and node not in values.functions:
                         raise ConfigError(
                             f"{location}: {ast.unparse(node)} may not run. Give --set {target.attr}=VALUE"

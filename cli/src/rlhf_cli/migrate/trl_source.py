@@ -55,7 +55,7 @@ def of_command(entry: str, words: Sequence[Word], script: str) -> tuple[Framewor
             for row in source.matching(name, form, location):
                 label = f"--{name} ..." if row.secret else form
                 options[row.name] = OptionValue(value_of(row, values, location), label, location)
-    source.given |= options
+    source.user_values |= options
     return source, files | launcher
 
 
@@ -103,7 +103,7 @@ def give(source: FrameworkOptions, name: str, value: Any, text: str, location: s
     """Keep a value of YAML or Python."""
     for row in source.matching(name, text, location):
         label = f"{name}: ..." if row.secret else text
-        source.given[row.name] = OptionValue(typed(row, value, location), label, location)
+        source.user_values[row.name] = OptionValue(typed(row, value, location), label, location)
 
 
 def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) -> dict[str, str]:

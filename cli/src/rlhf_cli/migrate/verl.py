@@ -92,7 +92,7 @@ def read(words: Sequence[Word], script: str) -> FrameworkOptions:
                 except yaml.YAMLError as error:
                     raise ConfigError(f"{location}: the value of {key} cannot be read: {error}") from None
                 source.rows[row.name] = row
-                source.given[row.name] = OptionValue(typed(row, value, location), f"{key}={text}", location)
+                source.user_values[row.name] = OptionValue(typed(row, value, location), f"{key}={text}", location)
     return source
 
 
@@ -128,7 +128,7 @@ def convert(source: FrameworkOptions) -> Draft:
     source.refuse_by_table()
     draft, s = Draft(source), source
     estimator = s["algorithm.adv_estimator"]
-    loggers = s["trainer.logger"] if "trainer.logger" in s.given else ["console", "wandb"]
+    loggers = s["trainer.logger"] if "trainer.logger" in s.user_values else ["console", "wandb"]
     conditions = {
         "critic": estimator == "gae",
         "grpo": estimator in ("grpo", "grpo_vectorized"),
@@ -311,7 +311,7 @@ def _data(draft: Draft) -> None:
         draft.set("data.too_long", "error", "data.truncation")
     else:
         draft.set("data.too_long", "drop", "data.truncation", note="longer rows are left out; verl cuts them")
-    for name in [name for name in s.given if name.startswith("data.apply_chat_template_kwargs.")]:
+    for name in [name for name in s.user_values if name.startswith("data.apply_chat_template_kwargs.")]:
         draft.copy(f"data.template_kwargs.{name.rpartition('.')[2]}", name)
     if s["algorithm.filter_groups.enable"]:
         draft.set("stream.filter.min_std", 0.0, "algorithm.filter_groups.enable")

@@ -253,7 +253,7 @@ def _reasons(plan: Plan, change: Nearest | None) -> Iterable[str]:
         yield f"  {shortage.message}"
     if plan.shortages:
         worst = max(plan.shortages, key=lambda s: s.missing)
-        yield f"The arithmetic of {worst.where}, phase {worst.phase!r}:"
+        yield f"The arithmetic of {worst.group}, phase {worst.phase!r}:"
         yield from (f"  {line}" for line in worst.arithmetic)
     if change is not None and change.plan.fits:
         yield f"The nearest change that fits: {change.command}"

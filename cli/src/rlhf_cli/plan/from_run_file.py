@@ -53,8 +53,8 @@ def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None)
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
     roles = {name: _role(run, name, places[name], machine, lengths) for name in run.roles}
     views = _views(run, places, roles)
-    for source in {view.of for view in views.values()}:
-        views_of_source = [name for name, view in views.items() if view.of == source]
+    for source in {view.base_role for view in views.values()}:
+        views_of_source = [name for name, view in views.items() if view.base_role == source]
         roles[source] = _role(run, source, places[source], machine, lengths, views_of_source)
     models = tuple(role for name, role in roles.items() if name not in views)
     layout = Layout(models, _engines(run, places, machine, lengths), machine, views, lengths)

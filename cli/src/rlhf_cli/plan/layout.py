@@ -76,7 +76,7 @@ class Machine:
 class View:
     """A frozen role that is another role's model with its adapters switched off, computed where that role is."""
 
-    of: str
+    base_role: str
     place: Place
     """Devices that are reserved for it nevertheless."""
 

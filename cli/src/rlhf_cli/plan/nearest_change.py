@@ -74,7 +74,7 @@ def _pruned(best: Nearest, attempt: Callable[[Flags], Plan | None]) -> Nearest:
 def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     """Single changes, the cheapest in speed first."""
     layout = plan.layout
-    short = {s.where for s in plan.shortages}
+    short = {s.group for s in plan.shortages}
     homes = {g.group.home for g in plan.groups if g.group.title in short}
     names = {name for g in plan.groups if g.group.title in short for name in g.group.holds}
     roles = [r for r in layout.roles if r.name in names]

@@ -28,7 +28,7 @@ def as_json(plan: Plan, change: Nearest | None, notes: Sequence[str] = ()) -> di
         "groups": [_group(g) for g in plan.groups],
         "shortages": [
             {
-                "where": s.where,
+                "where": s.group,
                 "phase": s.phase,
                 "missing": s.missing,
                 "message": s.message,
@@ -47,7 +47,7 @@ def _place(layout: Layout, name: str, place: Place) -> dict[str, Any]:
         assert layout.engines is not None
         return line | {"parameters": layout.engines.size.parameters, "trained": False}
     if name in layout.views:
-        return line | {"model_of": layout.views[name].of, "parameters": 0, "trained": False}
+        return line | {"model_of": layout.views[name].base_role, "parameters": 0, "trained": False}
     role = layout.role(name)
     return line | {
         "model": role.size.path,
@@ -114,9 +114,11 @@ def summary(plan: Plan) -> Iterable[str]:
 def describe(layout: Layout, place: Place, name: str) -> str:
     """``4 engines of 2 devices on the devices of policy``."""
     if not layout.machine.processes:
-        return "in this process" + (f", {layout.views[name].of}'s without adapters" if name in layout.views else "")
+        return "in this process" + (
+            f", {layout.views[name].base_role}'s without adapters" if name in layout.views else ""
+        )
     if name in layout.views:
-        owner, devices = layout.views[name].of, place.ranks * place.devices
+        owner, devices = layout.views[name].base_role, place.ranks * place.devices
         idle = "" if place.share else f"; {devices} device{'s' * (devices > 1)} of its own idle: share those of {owner}"
         return f"{owner}'s model without adapters{idle}"
     noun = "engine" if name == GENERATOR else "rank"

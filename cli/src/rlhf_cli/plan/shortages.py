@@ -15,7 +15,7 @@ from rlhf_cli.plan.units import text
 class Shortage:
     """A group of devices whose memory does not suffice in one phase, or a cache with no room for a whole sequence."""
 
-    where: str
+    group: str
     """The group's title."""
     phase: str
     missing: int

@@ -39,7 +39,7 @@ class TurnTimes:
 @dataclass(frozen=True, slots=True)
 class SampleTimes:
     turns: tuple[TurnTimes, ...]
-    before: float = 0.0
+    opening: float = 0.0
     """Seconds until the first turn is asked for: the environment opens."""
     context: int = 0
     """Tokens that are not sampled."""

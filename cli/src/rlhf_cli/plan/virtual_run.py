@@ -31,11 +31,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer when nothing else is left to do."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.clock = 0.0
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        return self.now
+        return self.clock
 
 
 class _Jump(selectors.SelectSelector):
@@ -46,7 +46,7 @@ class _Jump(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise RuntimeError("no timer is set, so nothing happens any more on the virtual clock")
-        self._loop.now += max(0.0, timeout)
+        self._loop.clock += max(0.0, timeout)
         return []
 
 
@@ -138,7 +138,7 @@ class VirtualEngines:
         self._set_timer()
 
     def _pass_time(self) -> None:
-        seconds, self._busy_start = self._main.loop.now - self._busy_start, self._main.loop.now
+        seconds, self._busy_start = self._main.loop.clock - self._busy_start, self._main.loop.clock
         self._busy += seconds * min(1.0, self._requests / self._count)
         if self._answers and not self._paused:
             self._tokens += seconds / self._seconds_of_a_token(len(self._answers))
@@ -189,7 +189,7 @@ class VirtualRollouts(Rollouts):
 
     async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, *parts: Any) -> Any:
         sample = self._speeds.group(index[0]).sample(index, settings.answers)
-        await asyncio.sleep(sample.before)
+        await asyncio.sleep(sample.opening)
         for number, turn in enumerate(sample.turns):
             await parts[0].generate((*index, number), turn.tokens)
             await asyncio.sleep(turn.after)
@@ -253,18 +253,18 @@ def virtual_run(
     try:
         for step in range(fill + count):
             if step == fill:
-                start, generate, sync, busy = main.loop.now, 0.0, 0.0, pool.busy()
-            begin = main.loop.now
+                start, generate, sync, busy = main.loop.clock, 0.0, 0.0, pool.busy()
+            begin = main.loop.clock
             stream.start(step)
             stream.take(step)
-            generate += main.loop.now - begin
+            generate += main.loop.clock - begin
             main.run(asyncio.sleep(learn))
-            begin = main.loop.now
+            begin = main.loop.clock
             if stream.samples_with(step + 1):
                 main.run(pool.load(step + 1))
-            sync += main.loop.now - begin
+            sync += main.loop.clock - begin
             main.run(asyncio.sleep(speeds.other))
-        seconds, busy = main.loop.now - start, pool.busy() - busy
+        seconds, busy = main.loop.clock - start, pool.busy() - busy
         stream.close()
     finally:
         asyncio.set_event_loop(None)

@@ -46,7 +46,7 @@ class Model:
 
     folder: Path
     state: Path
-    changed: bool = False
+    unsaved: bool = False
     unnamed: list[str] = field(default_factory=list)
     """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, the oldest first."""
 
@@ -140,7 +140,7 @@ class TrainedModels:
             raise
         if result.skipped:
             raise BadRequest(f"the step was not taken: {result.skipped}")
-        model.changed = True
+        model.unsaved = True
         self._weights += 1
         self._equal = set()
         return {"grad_norm": result.grad_norm, "lr": result.lr}
@@ -176,7 +176,7 @@ class TrainedModels:
             raise BadRequest(f"trainer {trainer.name!r} loads weights with the optimizer's state only")
         model = self._hold(name)
         self._read(checkpoint_folder(self._folder, path))
-        self._live_model, model.changed = model, True
+        self._live_model, model.unsaved = model, True
         self._pending[name] = []
         if not optimizer:
             self._role.every("restart_optimizer")
@@ -270,15 +270,15 @@ class TrainedModels:
         if self._live_model is not model:
             self._put_aside()
             self._read(model.state)
-            self._live_model, model.changed = model, False
+            self._live_model, model.unsaved = model, False
         return model
 
     def _put_aside(self) -> None:
         model = self._live_model
-        if model is not None and model.changed:
+        if model is not None and model.unsaved:
             state = model.folder / "state"
             self._write(state)
-            model.state, model.changed = state, False
+            model.state, model.unsaved = state, False
         self._live_model = None
 
     def _show(self, folder: Path) -> None:
