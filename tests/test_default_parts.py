@@ -69,4 +69,4 @@ def test_dr_grpo_of_openrlhf_takes_the_mean_over_tokens():
     chosen = Choice(use="grpo", options={"advantage": "dr_grpo", "preset": "openrlhf"})
     algorithm = build_algorithm(Plugins.discover(), chosen)[0]
     assert (algorithm.parts["advantage"].name, algorithm.parts["loss"].name) == ("dr_grpo", "ppo")
-    assert algorithm.parts["loss"].reduce()["policy"].how == "token_mean"
+    assert algorithm.parts["loss"].reduce()["policy"].method == "token_mean"

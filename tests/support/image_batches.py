@@ -96,7 +96,7 @@ def image_batch(path: Path, family: str, sequences: tuple[tuple[Part, ...], ...]
         ids, images = sequence(path, family, parts)
         taught = [n > 0 for n in range(len(ids))]
         for image in images:
-            taught[image.at : image.at + image.tokens] = [False] * image.tokens
+            taught[image.start : image.start + image.tokens] = [False] * image.tokens
         units.append(UnitData([SequenceData(ids, {"loss_mask": taught}, images=images)]))
     return weigh(pack(units), NllLoss().reduce())
 

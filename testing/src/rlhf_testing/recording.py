@@ -51,7 +51,7 @@ class Recording:
                     f"the term {term!r} comes in {values.dtype}: what the loss reads is float32, and so are its terms"
                 )
             weight = batch.column(WEIGHT + term)
-            reduction = reduces[term].how
+            reduction = reduces[term].method
             if reduction == "seq_mean":
                 weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
             elif reduction != "unit_mean":

@@ -82,7 +82,7 @@ def test_dapo_is_grpo_with_a_wider_clip_above():
     assert {n: part.name for n, part in dapo.parts.items()} == {n: part.name for n, part in grpo.parts.items()}
     assert dapo.advantage.config == grpo.advantage.config
     assert dapo.loss.config == grpo.loss.config.model_copy(update={"clip_high": 0.28})
-    assert dapo.loss.reduce()["policy"].how == "token_mean"
+    assert dapo.loss.reduce()["policy"].method == "token_mean"
 
 
 def test_dr_grpo_has_the_constant_denominator():
