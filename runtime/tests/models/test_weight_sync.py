@@ -529,7 +529,7 @@ def test_phases_give_memory_to_roles_and_generator_in_turn(made):
     assert order == ["offload", "wake", "refresh", "generate", "sleep", "reload"]
 
 
-@pytest.mark.parametrize("phase", ["generating", "together"])
+@pytest.mark.parametrize("phase", ["generating", "stay_awake"])
 def test_the_first_error_of_a_phase_is_raised_and_other_roles_reload(made, monkeypatch, phase):
     """A generator that stalls, say: the roles beside it are to save what was learnt."""
     trainer, group, generator, _, _ = made
@@ -597,4 +597,4 @@ def test_the_trainer_computes_while_the_generator_prepares(made, monkeypatch):
     for method in ("take", "end_load", "logprobs"):
         monkeypatch.setattr(generator, method, noted(method, getattr(generator, method)))
     sync().push(1)
-    assert order == ["take", "begin sent", "begin forward", "end_load", "ask sent", "logprobs", "ask forward"]
+    assert order == ["take", "begin sent_fingerprints", "begin forward", "end_load", "ask sent_fingerprints", "logprobs", "ask forward"]
