@@ -44,6 +44,7 @@ STEPS = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
         ("steps", [STEPS], {**STEPS, "labels": [1, 1.5]}, "a number from 0 to 1, got float 1.5"),
         ("steps", [STEPS], {**STEPS, "labels": [1, -1]}, "a number from 0 to 1, got int -1"),
         ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, r"step 2 contains data.step_separator = '\n'"),
+        ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, "'b\\nc'. Name a text that is in no step as data"),
         ("steps", [STEPS], {**STEPS, "completions": [" ", "b"]},
          r"step 1 has no text before data.step_separator = '\n'"),
         ("prompts", [{"prompt": "p"}], {"prompt": ""}, "the prompt is empty"),

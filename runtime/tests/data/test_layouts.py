@@ -7,8 +7,9 @@ import json
 import pytest
 from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
-from rlhf_runtime.data.conversions import is_dialogue, is_prm800k, is_turn, prm800k, rated_steps, repeats
+from rlhf_runtime.data.conversions import is_dialogue, is_turn, repeats
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.labelled_steps import is_prm800k, prm800k, rated_steps
 from rlhf_runtime.data.source_layouts import recognise
 from rlhf_runtime.data.sources import SourceLayout
 

@@ -70,8 +70,8 @@ class DataSection(ComponentConfig):
     steps: str | None = None
     """Column with the steps of a solution: a list of texts. Default: ``completions``."""
     step_labels: str | None = None
-    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1). Default:
-    ``labels``."""
+    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1); or with the
+    index of the first wrong step, -1 if none is. Default: ``labels``."""
     images: str | None = None
     """Column with the images of a row, one or a list: paths (relative to the data file), ``data:`` URLs, or bytes as
     ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``, or ``image``."""

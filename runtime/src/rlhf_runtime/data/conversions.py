@@ -20,10 +20,6 @@ HELPSTEER = r"\s*<extra_id_1>(User|Assistant)\n"
 """Mark before the second and later turns of a prompt of HelpSteer2 (a pattern)."""
 EXCHANGES = (("input", "output"), ("user", "assistant"), ("question", "answer"))
 """Keys of a question and its answer in lists of them: Capybara; the Cauldron and FineVision; COIG."""
-MARK = "ки"
-"""Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
-RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
-"""PRM800K's ratings as labels; a neutral step counts as right, as in Lightman et al. 2023, arXiv:2305.20050."""
 
 
 # ------------------------------------------------------------------------------------ conversations
@@ -33,13 +29,13 @@ def turns(values: Values, chat: bool) -> Values:
     """``{from, value}`` turns; a row that holds messages keeps them."""
     if is_messages(values.get("messages")):
         return values
-    return {**values, "messages": [_message(t) for t in _required_list(values, "messages")]}
+    return {**values, "messages": [_message(t) for t in required_list(values, "messages")]}
 
 
 def exchanges(values: Values, chat: bool) -> Values:
     """Questions with their answers (:data:`EXCHANGES`) as messages."""
     messages = list[dict[str, Any]]()
-    for pair in _required_list(values, "messages"):
+    for pair in required_list(values, "messages"):
         keys = exchange_keys(pair)
         if keys is None:
             raise DataError(f"must be a question with its answer, got {brief(pair)}")
@@ -67,7 +63,7 @@ def request(values: Values, chat: bool) -> Values:
 
 def answers_in_turns(values: Values, chat: bool) -> Values:
     """A conversation of ``{from, value}`` turns up to the answers, and one turn each for both answers."""
-    prompt = [_message(t) for t in _required_list(values, "messages")]
+    prompt = [_message(t) for t in required_list(values, "messages")]
     answers = {k: [_message(values[k])] for k in ("chosen", "rejected") if k in values}
     return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt} | answers
 
@@ -82,7 +78,7 @@ def preferred_outputs(values: Values, chat: bool) -> Values:
 
 def rejected_beside(values: Values, chat: bool) -> Values:
     """A conversation, whose last answer is chosen, and another answer, which is rejected (ms-swift)."""
-    *prompt, chosen = _required_list(values, "messages")
+    *prompt, chosen = required_list(values, "messages")
     return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt, "chosen": [chosen]}
 
 
@@ -110,7 +106,7 @@ def without_repeated_prompt(values: Values) -> Values:
 def dialogues(values: Values, chat: bool) -> Values:
     """Two dialogues with ``\\n\\nHuman:`` and ``\\n\\nAssistant:``. The prompt is their common prefix up to the last
     ``Assistant:`` in it; the answers are the rest of each. With a chat template the prompt is a list of messages."""
-    chosen, rejected = _text(values, "chosen"), _text(values, "rejected")
+    chosen, rejected = text_value(values, "chosen"), text_value(values, "rejected")
     ends = [m.end() for m in re.finditer(ASSISTANT, chosen) if rejected.startswith(chosen[: m.end()])]
     if not ends:
         raise DataError(f"the two dialogues have no common prefix that ends with {ASSISTANT!r}")
@@ -148,74 +144,15 @@ def context(values: Values, chat: bool) -> Values:
     """An instruction, followed by a blank line and its context, if there is one; after the turns of its history."""
     rest = {k: v for k, v in values.items() if k not in ("context", "history")}
     if values.get("context") not in (None, ""):
-        rest["prompt"] = f"{_text(values, 'prompt')}\n\n{_text(values, 'context')}"
+        rest["prompt"] = f"{text_value(values, 'prompt')}\n\n{text_value(values, 'context')}"
     if history := values.get("history"):
         if not isinstance(history, list) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in history):
             raise DataError(f"history must be a list of [question, answer] pairs, got {brief(history)}")
         if not chat:
             raise DataError("the row has a history, whose turns need a chat template")
         messages = [message for pair in history for message in question_and_answer(*pair)]
-        rest["prompt"] = [*messages, {"role": "user", "content": _text(rest, "prompt")}]
+        rest["prompt"] = [*messages, {"role": "user", "content": text_value(rest, "prompt")}]
     return rest
-
-
-# ------------------------------------------------------------------------------------------- steps
-
-
-def marked_steps(values: Values, chat: bool) -> Values:
-    """Math-Shepherd: the problem and its steps in one text with ``ки`` after each step; labels are a list, or the same
-    text with a label in place of each mark. The prompt is the text before ``Step 1:``."""
-    text = _text(values, "steps")
-    *pieces, rest = text.split(MARK)
-    if not pieces or rest.strip():
-        raise DataError(f"a step without a mark {MARK!r} after it: {rest.strip()[:60]!r}")
-    labels = values.get("step_labels")
-    if isinstance(labels, str):
-        labels = _labels_in_place(pieces, labels)
-    problem, start, first = pieces[0].partition("Step 1:")
-    if not start:
-        raise DataError(f"no 'Step 1:' before the first mark {MARK!r}, so the end of the problem cannot be found")
-    steps = [start + first, *pieces[1:]]
-    return {**values, "prompt": problem, "steps": [s.strip() for s in steps], "step_labels": labels}
-
-
-def rated_steps(values: Values, chat: bool) -> Values:
-    """A list of ``{text, rating}`` with ratings of -1, 0, 1 as in PRM800K, or of ``{text, label}``."""
-    steps = [s if isinstance(s, Mapping) else {} for s in _required_list(values, "steps")]
-    texts = [next((s[k] for k in _STEP_TEXTS if k in s), None) for s in steps]
-    labels = [_rating(s["rating"]) if "rating" in s else s.get("label") for s in steps]
-    return {**values, "steps": texts, "step_labels": labels}
-
-
-def prm800k(values: Values, chat: bool) -> Values:
-    """PRM800K as published: for each step the chosen completion, or the human-written one, or the wrong completion that
-    ends the solution. Other completions of a step are not used."""
-    question, label = values.get("prompt"), values.get("steps")
-    if not isinstance(question, Mapping) or not isinstance(label, Mapping) or not isinstance(label.get("steps"), list):
-        raise DataError("must have question.problem and label.steps, as PRM800K has")
-    texts, labels = list[Any](), list[Any]()
-    for number, step in enumerate(label["steps"], 1):
-        if not isinstance(step, Mapping):
-            raise DataError(f"step {number}: must have completions, got {brief(step)}")
-        completions, chosen, own_completion = (
-            step.get("completions") or [],
-            step.get("chosen_completion"),
-            step.get(_HUMAN_COMPLETION),
-        )
-        if not isinstance(completions, list) or not all(
-            isinstance(c, Mapping) for c in (*completions, own_completion or {})
-        ):
-            raise DataError(f"step {number}: completions must be {{text, rating}} each, got {brief(completions)}")
-        completion = (
-            completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own_completion
-        )
-        if completion is None and number == len(label["steps"]) and completions:
-            completion = completions[0]
-        if completion is None:
-            raise DataError(f"step {number}: no completion was chosen")
-        texts.append(completion.get("text"))
-        labels.append(1 if completion is own_completion else _rating(completion.get("rating")))
-    return {"prompt": question.get("problem"), "steps": texts, "step_labels": labels}
 
 
 CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
@@ -234,12 +171,6 @@ CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
     ),
     "dialogue_prompt": ("dialogues in the prompt as messages", dialogue_prompt),
     "context": ("the instruction, a blank line, its context; a history comes before them", context),
-    "marked_steps": (
-        f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
-        marked_steps,
-    ),
-    "rated_steps": ("a list of steps with their ratings or labels", rated_steps),
-    "prm800k": ("PRM800K: the chosen completion of each step; neutral ratings count as right", prm800k),
 } | {
     meaning + end: (words + suffix, partial(compared, meaning=meaning, of_margin=bool(end)))
     for meaning, (words, _) in PREFERENCES.items()
@@ -300,24 +231,6 @@ def is_open_dialogue(value: Any) -> bool:
     return ends or (isinstance(value, str) and re.search(HELPSTEER, value) is not None)
 
 
-def is_marked(value: Any) -> bool:
-    return isinstance(value, str) and MARK in value
-
-
-def is_rated(value: Any) -> bool:
-    """``[{text, rating or label}, ...]``."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(s, Mapping) and any(k in s for k in _STEP_TEXTS) for s in value)
-        and all("rating" in s or "label" in s for s in value)
-    )
-
-
-def is_prm800k(question: Any, label: Any) -> bool:
-    return isinstance(question, Mapping) and "problem" in question and isinstance(label, Mapping) and "steps" in label
-
-
 def repeats(conversations: list[Any], prompt: Any) -> bool:
     """Whether every conversation contains the prompt: a text (white space around it aside), or messages."""
     chats = [read_messages(c) for c in conversations]
@@ -327,10 +240,6 @@ def repeats(conversations: list[Any], prompt: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- inside
-
-_STEP_TEXTS = ("text", "content", "step")
-_HUMAN_COMPLETION = "human_completion"
-"""Field of a PRM800K step: the completion that a person wrote because no sampled one was acceptable."""
 
 
 def _spoken(dialogue: str) -> list[dict[str, Any]]:
@@ -342,25 +251,6 @@ def _spoken(dialogue: str) -> list[dict[str, Any]]:
         {"role": "user" if mark == HUMAN else "assistant", "content": text.strip()}
         for mark, text in zip(pieces[1::2], pieces[2::2], strict=True)
     ]
-
-
-def _labels_in_place(pieces: list[str], text: str) -> list[str]:
-    labels, position = list[str](), 0
-    for number, piece in enumerate(pieces, 1):
-        if not text.startswith(piece, position):
-            raise DataError(f"step {number}: the labels' text differs from the steps' before the mark")
-        position += len(piece)
-        labels.append(text[position : position + 1])
-        position += 1
-    if text[position:].strip():
-        raise DataError(f"the labels' text goes on after the last step: {text[position : position + 60]!r}")
-    return labels
-
-
-def _rating(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value not in RATINGS:
-        raise DataError(f"a rating is -1 (wrong), 0 (neutral) or 1 (right), got {value!r}")
-    return RATINGS[value]
 
 
 def _message(turn: Any) -> dict[str, Any]:
@@ -400,7 +290,7 @@ def _calls(value: Any) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def _required_list(values: Values, field: str) -> list[Any]:
+def required_list(values: Values, field: str) -> list[Any]:
     value = values.get(field)
     if not isinstance(value, list) or not value:
         raise DataError(f"must be a list that is not empty, got {brief(value)}")
@@ -411,7 +301,7 @@ def _listed_with(value: Any, key: str) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and key in value[0]
 
 
-def _text(values: Values, field: str) -> str:
+def text_value(values: Values, field: str) -> str:
     value = values.get(field)
     if not isinstance(value, str):
         raise DataError(f"{field} must be text, got {brief(value)}")

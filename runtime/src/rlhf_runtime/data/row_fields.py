@@ -10,6 +10,7 @@ from rlhf.errors import DataError, brief, did_you_mean
 from rlhf.types import Row
 
 from rlhf_runtime.data.conversions import is_turns, turns
+from rlhf_runtime.data.labelled_steps import NO_LABEL
 from rlhf_runtime.data.messages import read_messages
 from rlhf_runtime.data.sources import TOOLS, SourceLayout
 from rlhf_runtime.data.strict_json import STRICT
@@ -137,13 +138,17 @@ class Cells:
                 raise DataError(f"{name}, step {number}: must be text, got {brief(text)}")
         return value
 
-    def step_labels(self) -> list[float]:
-        """A label for each step: a hard one (as :meth:`label`), or the probability (0 .. 1) that the step is right."""
+    def step_labels(self) -> list[float | None]:
+        """A label for each step: a hard one (as :meth:`label`), the probability (0 .. 1) that the step is right, or
+        None where the set says that a step has no label."""
         value, name = self.value("step_labels"), self.name("step_labels")
         if not isinstance(value, list):
             raise DataError(f"{name}: must be a list with a label for each step, got {brief(value)}")
-        labels = []
+        labels = list[float | None]()
         for number, item in enumerate(value, 1):
+            if item is NO_LABEL:
+                labels.append(None)
+                continue
             hard = as_label(item)
             if hard is None and (not isinstance(item, int | float) or not 0 <= item <= 1):
                 raise DataError(
@@ -151,6 +156,8 @@ class Cells:
                     f"got {brief(item)}"
                 )
             labels.append(float(item if hard is None else hard))
+        if value and labels == [None] * len(value):
+            raise DataError(f"{name}: no step has a label, so nothing can be learnt from the row")
         return labels
 
 

@@ -17,6 +17,7 @@ from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data import conversions as convert
 from rlhf_runtime.data.comparisons import SHAPES
 from rlhf_runtime.data.input_template import check_template
+from rlhf_runtime.data.labelled_steps import SHAPES as STEP_SHAPES
 from rlhf_runtime.data.row_fields import as_label
 from rlhf_runtime.data.row_images import image_folder, with_image_files
 from rlhf_runtime.data.sources import DEFAULTS, FIELDS, ONE_IMAGE, TOOLS, Source, SourceLayout, named_columns
@@ -256,6 +257,9 @@ class _Case:
                 hints = [" These are pairs: make two rows of each, the chosen answer with label true, the other false."]
             if conversations and self.form == "demonstrations" and not self.user_columns:
                 hints = [f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."]
+            if conversations and self.form == "steps":
+                advice = "make rows of a prompt, a list of steps and a list of labels."
+                hints = [f" Labels in the turns of conversations ({conversations[0]!r}) are not read: {advice}"]
             ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
             return (
                 f"has no column {' or '.join(map(repr, lacking.values()))}; {self.present()}{''.join(hints)} "
@@ -338,18 +342,15 @@ class _Case:
                 yield from self._join([*prompts], [columns], conversion=conversion)
 
     def _steps(self) -> Iterator[SourceLayout]:
-        for column in self._choices("steps", ("steps", "input")):
-            value = self.row.get(column)
-            if convert.is_rated(value):
-                yield from self._join([*self._prompts()], [{"steps": column}], conversion="rated_steps")
-            elif convert.is_marked(value):
-                labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "label", "value"))]
-                yield from self._join([{"steps": column}], labels, conversion="marked_steps")
-            elif isinstance(value, list) or self._certain("steps", column):
-                labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "ratings"))]
-                yield from self._join([*self._prompts()], [{"steps": column}], labels)
-        if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.user_columns:
-            yield from self._join([{"prompt": "question", "steps": "label"}], conversion="prm800k")
+        """Solutions with labelled steps, of the first shape that fits."""
+        for shape in STEP_SHAPES:
+            prompts = [*self._prompts()] if shape.prompt != "" else [{}]
+            if shape.prompt in self.columns and "prompt" not in self.user_columns:
+                prompts = [{"prompt": shape.prompt}]
+            columns = [*shape.columns(self.row, self.user_columns, self._choices)]
+            if columns:
+                yield from self._join(prompts, columns, conversion=shape.conversion)
+                return
 
     def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         """A prompt with an answer, or a whole conversation."""

@@ -17,6 +17,7 @@ from rlhf.types import Row
 
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data import conversions as convert
+from rlhf_runtime.data.labelled_steps import STEP_CONVERSIONS
 
 DEFAULTS: Mapping[str, str] = {
     "prompt": "prompt", "response": "response", "chosen": "chosen", "rejected": "rejected", "label": "label",
@@ -26,6 +27,9 @@ DEFAULTS: Mapping[str, str] = {
 
 TOOLS = "tools"
 """The column of descriptions of functions that the chat template shows, and its field. No option names another."""
+
+CONVERSIONS = {**convert.CONVERSIONS, **STEP_CONVERSIONS}
+"""{name of a conversion: (words for messages, function)}, of conversations, comparisons and labelled steps."""
 
 ONE_IMAGE = "image"
 """The column of images in many published datasets, where there is no ``images``."""
@@ -45,7 +49,7 @@ class SourceLayout:
 
     columns: Mapping[str, str]
     conversion: str = ""
-    """A name in :data:`rlhf_runtime.data.conversions.CONVERSIONS`; empty: values are not converted."""
+    """A name in :data:`CONVERSIONS`; empty: values are not converted."""
     chat: bool = False
     """Whether a chat template is used. Some conversions then make messages."""
     full_conversations: bool = False
@@ -63,7 +67,7 @@ class SourceLayout:
         if self.chat:
             values |= {f: convert.conversation(values[f]) for f in ("messages", "prompt") if f in values}
         values = convert.without_repeated_prompt(values) if self.full_conversations else values
-        return convert.CONVERSIONS[self.conversion][1](values, self.chat) if self.conversion else values
+        return CONVERSIONS[self.conversion][1](values, self.chat) if self.conversion else values
 
     def name(self, field: str) -> str:
         """The column of a field, for messages; several columns if a conversion makes the field from several."""
@@ -72,7 +76,7 @@ class SourceLayout:
         )
 
     def __str__(self) -> str:
-        conversion = f" ({convert.CONVERSIONS[self.conversion][0]})" if self.conversion else ""
+        conversion = f" ({CONVERSIONS[self.conversion][0]})" if self.conversion else ""
         return ", ".join(f if f == c else f"{f} = {c!r}" for f, c in self.columns.items()) + conversion
 
 

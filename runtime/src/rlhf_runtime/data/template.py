@@ -122,7 +122,7 @@ class Template(Prompts):
 
     def encode_steps(self, row: Row) -> Example:
         """The row's prompt and the steps of one solution, each followed by ``data.step_separator``, with
-        ``values["steps"]``: where each step ends (:class:`rlhf.steps.StepEnds`) and its label in 0 .. 1.
+        ``values["steps"]``: where each labelled step ends (:class:`rlhf.steps.StepEnds`) and its label in 0 .. 1.
 
         The solution starts where the policy's answer would start. No end token follows it, because a step's label is
         read at the end of the step.
@@ -136,10 +136,11 @@ class Template(Prompts):
             )
         for number, text in enumerate(texts, 1):
             if (count := self._step_ends.count(text + separator)) != 1:
+                advice = ". Name a text that is in no step as data.step_separator" if count else ""
                 raise DataError(
                     f"{cells.name('steps')}: step {number} {'contains' if count else 'has no text before'} "
                     f"data.step_separator = {separator!r}, so where it ends could not be told from its tokens: "
-                    f"{text[:60]!r}"
+                    f"{text[:60]!r}{advice}"
                 )
         sequence = self._continued(cells, "".join(text + separator for text in texts))
         first = sequence.loss_mask.index(True)
@@ -149,7 +150,8 @@ class Template(Prompts):
                 f"{len(texts)} steps, but {len(set(ends))} step ends among the tokens: this tokenizer does not give "
                 f"data.step_separator = {separator!r} back; choose another"
             )
-        return Example(row, [sequence], {"steps": list(zip(ends, labels, strict=True))})
+        labelled = [(end, label) for end, label in zip(ends, labels, strict=True) if label is not None]
+        return Example(row, [sequence], {"steps": labelled})
 
     # -------------------------------------------------------------------------------------- inside
 
