@@ -146,6 +146,30 @@ def test_training_continues_from_either_export(shop: Workshop, trained: dict[str
         assert before["eval/loss"] == pytest.approx(trained[kind].lines()[-1]["eval/loss"], rel=1e-4)
 
 
+def test_an_evaluation_gives_processbenchs_f1(shop: Workshop, trained: dict[str, Finished]) -> None:
+    """On rows as Qwen/ProcessBench has them; the model's predictions are those of transformers."""
+    path = trained["classes"].path / "model"
+    rows, matches = list[dict[str, Any]](), {True: list[bool](), False: list[bool]()}
+    for number, row in enumerate(SOLUTIONS):
+        steps = row["completions"]
+        ids = tokenizer(path)(row["prompt"] + "".join(f"{step}\n" for step in steps))["input_ids"]
+        wrong_steps = (probabilities(path, ids)[ends(path, ids)] < 0.5).nonzero()[:, 0].tolist()
+        prediction = wrong_steps[0] if wrong_steps else -1
+        label = (prediction, -1, 1)[number % 3]
+        matches[label != -1].append(prediction == label)
+        columns = {"id": f"gsm8k-{number}", "generator": "m", "problem": row["prompt"], "steps": steps}
+        rows.append({**columns, "final_answer_correct": label == -1, "label": label})
+    wrong, right = (sum(m) / len(m) for m in (matches[True], matches[False]))
+    assert wrong + right > 0
+    bench = {"path": str(shop.rows("bench.jsonl", rows)), "name": "bench"}
+    data = {"train": str(shop.rows("steps.jsonl", SOLUTIONS)), "batch_size": 3, "eval": [bench]}
+    run = train(shop, path, "bench", {}, run={"steps": 1}, data=data, eval={"at_start": True, "metric": "solution_f1"})
+    line = run.lines()[0]
+    assert line["eval/solution_accuracy_wrong"] == pytest.approx(wrong)
+    assert line["eval/solution_accuracy_right"] == pytest.approx(right)
+    assert line["eval/solution_f1"] == pytest.approx(2 * wrong * right / (wrong + right))
+
+
 def test_a_label_of_several_tokens_is_refused_before_a_model_is_loaded(shop: Workshop, model: Path) -> None:
     (model_without_weights := shop.folder / "empty").mkdir()
     for file in model.iterdir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlhf.interfaces.component import Component
@@ -77,6 +78,11 @@ class Loss(Component):
     def prepare(self, batch: Batch) -> Batch:
         """Add columns that are computed from the whole optimizer batch (batch statistics). Called on the driver."""
         return batch
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Metrics that are functions of the means of others, such as a harmonic mean. A mean that is not reported is
+        absent from ``means``. Called on the driver."""
+        return {}
 
     @abstractmethod
     def __call__(self, x: LossInput) -> LossOutput:

@@ -60,6 +60,58 @@ def test_a_batch_without_wrong_steps_has_no_accuracy_on_them() -> None:
     assert "accuracy_wrong" not in metrics
 
 
+def processbench_f1(solutions) -> dict[str, float]:
+    """As QwenLM/ProcessBench computes it, from [(probabilities of the steps, index of the first wrong one or -1)]."""
+    matches = {True: [], False: []}
+    for probabilities, label in solutions:
+        prediction = next((i for i, p in enumerate(probabilities) if p < 0.5), -1)
+        matches[label != -1].append(prediction == label)
+    wrong, right = (sum(m) / len(m) for m in (matches[True], matches[False]))
+    f1 = 2 * wrong * right / (wrong + right) if wrong + right else 0.0
+    return {"solution_accuracy_wrong": wrong, "solution_accuracy_right": right, "solution_f1": f1}
+
+
+def test_the_f1_of_processbench() -> None:
+    """Steps after the first wrong one have no label, and the model's judgement of them does not count."""
+    solutions = [
+        ([0.9, 0.2, 0.7], 1),  # the first wrong step
+        ([0.3, 0.2], 1),  # an earlier one
+        ([0.8, 0.6, 0.1], 1),  # a later one
+        ([0.1], 0),
+        ([0.6, 0.9], -1),
+        ([0.7, 0.8, 0.4], -1),
+        ([0.99], -1),
+    ]
+    examples, logits = [], []
+    for probabilities, label in solutions:
+        labelled = len(probabilities) if label == -1 else label + 1
+        examples.append(solution([(2 + i, float(i != label)) for i in range(labelled)]))
+        logits += [math.log(p / (1 - p)) for p in probabilities[:labelled]]
+    _, _, metrics = loss_of(logits, examples)
+    expected = processbench_f1(solutions)
+    assert expected == pytest.approx(
+        {"solution_accuracy_wrong": 0.5, "solution_accuracy_right": 2 / 3, "solution_f1": 4 / 7}
+    )
+    assert metrics | StepLabels().summary(metrics) == pytest.approx(metrics | expected)
+
+
+def test_labels_after_the_first_wrong_step_do_not_change_the_f1() -> None:
+    """Math-Shepherd's and PRMBench's rows have them."""
+    labels = [1.0, 0.0, 1.0, 0.0]
+    _, _, metrics = loss_of([1.0, -1.0, -1.0, 1.0], [solution([*zip(range(2, 6), labels, strict=True)])])
+    assert (metrics["solution_accuracy_wrong"], metrics["accuracy"]) == (1.0, 0.5)
+
+
+def test_solutions_of_one_kind_have_no_f1() -> None:
+    for label, kind in ((0.0, "wrong"), (1.0, "right")):
+        _, _, metrics = loss_of([-1.0], [solution([(2, label)])])
+        assert [k for k in metrics if k.startswith("solution")] == [f"solution_accuracy_{kind}"]
+        assert StepLabels().summary(metrics) == {}
+    assert StepLabels().summary({"solution_accuracy_wrong": 0.0, "solution_accuracy_right": 0.0}) == {
+        "solution_f1": 0.0
+    }
+
+
 def test_every_solution_has_equal_weight_if_configured() -> None:
     examples = [solution([(3, 1.0), (4, 1.0), (5, 1.0)]), solution([(4, 0.0)])]
     loss, _, _ = loss_of([1.0, 1.0, 1.0, 2.0], examples, reduce="seq_mean_token_mean")

@@ -111,9 +111,9 @@ def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Seq
             reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
             weighted = reader.annotate(weighted, [annotation])
         weighted = weigh(loss.prepare(weighted), loss.reduce())
-        sums = finish_sums(roles[update.role].evaluate(weighted, loss, update))
+        means = finish_sums(roles[update.role].evaluate(weighted, loss, update))
         metrics |= {f"eval/{name}" if update.role == "policy" else f"eval/{update.role}/{name}": value
-                    for name, value in sums.items()}  # fmt: skip
+                    for name, value in (means | loss.summary(means)).items()}  # fmt: skip
     return metrics
 
 

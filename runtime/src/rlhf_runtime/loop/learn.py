@@ -113,6 +113,7 @@ def train(
     # A sum without a count is a value of a whole optimizer batch (the loss). The mean over the batches is reported.
     already_normalised = {k: (v / len(parts), c) for k, (v, c) in summed.items() if c == 0}
     values = finish_sums(summed | already_normalised)
+    values |= loss.summary(values)
     values["lr"] = result.lr
     values["skipped"] = float(skipped)
     if grad_norms:

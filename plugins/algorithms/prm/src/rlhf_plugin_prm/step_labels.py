@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from rlhf.interfaces import ComponentConfig, Loss
@@ -11,6 +12,7 @@ from rlhf_plugin_prm.heads import STEP_END, step_logits
 
 if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
+    from torch import Tensor
 
 LABEL = "step_label"
 
@@ -28,9 +30,15 @@ class StepLabels(Loss):
     p = 1 and p = 0 are hard labels. A value between is a soft label, e.g. the share of continuations with a correct
     result. The gradient with respect to l is sigma(l) - p, so it is finite everywhere.
 
+    A solution is judged right to its first wrong step: the first with sigma(l) < 0.5 must be the first with p < 0.5, or
+    neither exists (ProcessBench: Zheng et al. 2024, arXiv:2412.06559, and QwenLM/ProcessBench, run_eval_prm_trl.py).
+    A step without a label that comes after the first wrong one changes nothing.
+
     Metrics, per step: ``accuracy`` (sigma(l) and p are on the same side of 0.5; p = 0.5 counts as right),
     ``accuracy_right`` and ``accuracy_wrong`` (over the steps with such a label), ``label`` and ``probability`` (the
-    means of p and of sigma(l)).
+    means of p and of sigma(l)). Per solution: ``solution_accuracy_wrong`` and ``solution_accuracy_right`` (over the
+    solutions with and without a wrong step), and ``solution_f1``, their harmonic mean 2 a b / (a + b); 0 if both are 0,
+    where ProcessBench's script divides by 0.
     """
 
     name = "step_labels"
@@ -51,6 +59,12 @@ class StepLabels(Loss):
     def reduce(self) -> dict[str, Reduce]:
         return {"cross_entropy": Reduce(self.config.reduce, over=STEP_END)}
 
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        if not {"solution_accuracy_wrong", "solution_accuracy_right"} <= means.keys():
+            return {}
+        wrong, right = means["solution_accuracy_wrong"], means["solution_accuracy_right"]
+        return {"solution_f1": 2 * wrong * right / (wrong + right) if wrong + right else 0.0}
+
     def __call__(self, x: LossInput) -> LossOutput:
         from torch.nn import functional
 
@@ -58,6 +72,9 @@ class StepLabels(Loss):
         loss_A = -p_A * functional.logsigmoid(logit_A) - (1 - p_A) * functional.logsigmoid(-logit_A)
         right_A = p_A >= 0.5
         same_A = ((logit_A >= 0) == right_A).float()
+        first_U = _first(~right_A, x)
+        same_U = (_first(logit_A < 0, x) == first_U).float()
+        is_wrong_U = first_U < x.tokens
         return LossOutput(
             {"cross_entropy": loss_A},
             {
@@ -66,5 +83,15 @@ class StepLabels(Loss):
                 "accuracy_wrong": ("token", same_A, ~right_A),
                 "label": ("token", p_A),
                 "probability": ("token", logit_A.sigmoid()),
+                "solution_accuracy_wrong": ("unit", same_U, is_wrong_U),
+                "solution_accuracy_right": ("unit", same_U, ~is_wrong_U),
             },
         )
+
+
+def _first(mask_A: Tensor, x: LossInput) -> Tensor:
+    """[U]: the position among the A steps of each solution's first step under the mask; A if it has none."""
+    import torch
+
+    position_A = torch.arange(x.tokens, device=mask_A.device).masked_fill(~mask_A, x.tokens)
+    return position_A.new_full((x.units,), x.tokens).scatter_reduce(0, x.unit_A, position_A, "amin")
