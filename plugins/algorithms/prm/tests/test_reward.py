@@ -157,6 +157,39 @@ def test_answers_without_a_step_may_be_read_after_their_last_token(model, credit
         assert [r.steps[0][:2] for r in (word, talk, stepped)] == [(1, 3), (1, 1), (1, 1)]
 
 
+@pytest.mark.parametrize("credit", ["outcome", "step"])
+def test_the_text_after_the_last_separator_may_be_the_last_step(model, credit: str) -> None:
+    """The model reads the separator in place of the end token. Where the answer ends with a separator, or not with the
+    policy's text, nothing changes."""
+    ended = [turn("q", False), turn("a;b")]
+    ended[1].ids.append(0)
+    whole = [turn("q", False), turn("a; ")]
+    whole[1].ids.append(0)
+    observed = [turn("q", False), turn("ab"), turn("observed", False)]
+    asked = group("a;bc", ended, whole, observed, "word", "", [])
+    seen = score(asked, credit, model=model(), open_step="close").asked
+    assert [(text, at) for _, text, at in seen] == [
+        ("q;?a;bc;", [4, 7]), ("qa;b;", [2, 4]), ("qa; \0", [2]), ("q;?word;", [7])
+    ]  # fmt: skip
+    results = [t.rewards["prm"] for t in asked.trajectories]
+    if credit == "outcome":
+        values = [r.value for r in results]
+        assert values == [*map(pytest.approx, map(sigma, (0.5, 0.3, 0.3))), None, pytest.approx(sigma(0.8)), None, None]
+    else:
+        places = [[step[:2] for step in r.steps] for r in results]
+        assert places == [[(1, 1), (1, 3)], [(1, 1), (1, 2)], [(1, 1)], [], [(1, 3)], [], []]
+
+
+def test_a_token_that_ends_a_step_and_begins_another_is_one_place(model) -> None:
+    pieces = {1: "a;b", 2: "q", 3: ";"}
+    tokens = Tokens(lambda text: [3], lambda ids: "".join(pieces[i] for i in ids))
+    row, stand_in = Row({}, "unit", 0), Model()
+    asked = Group(row, 0, [Trajectory(row, [Turn([2], False), Turn([1], True, text="a;b")], (0, 0))])
+    options = {"separator": ";", "model": model(), "open_step": "close"}
+    score_groups("prm", asked, options=options, read_role=stand_in.read, tokens=tokens, credit="step")
+    assert [at for _, _, at in stand_in.asked] == [[1]]
+
+
 def test_label_tokens_of_a_language_model(model) -> None:
     named = {"architectures": ["Qwen3ForCausalLM"], "right_token_id": 7, "wrong_token_id": 9}
     assert score(group("a;"), model=model(**named)).head.constants == {"outputs": (7, 9)}

@@ -52,6 +52,10 @@ class ProcessRewardConfig(ComponentConfig):
     """An answer in which no step ends: ``skip`` gives it no value (not applicable), ``last_token`` reads the model
     after its last token, as if a step ended there."""
 
+    open_step: Literal["skip", "close"] = "skip"
+    """The text after an answer's last separator: ``skip``: it is no step. ``close``: it is the last step. The model
+    reads the separator after it, and its value is at its last token."""
+
     @field_validator("label_tokens", mode="before")
     @classmethod
     def _pair(cls, value: Any) -> Any:
@@ -114,6 +118,7 @@ class ProcessReward(Reward):
         if context.tokens is None:
             raise RewardError(f"reward {self.name!r} needs the policy's tokenizer, which this run does not give")
         self._context, self._ends = context, StepEnds(context.tokens.decode, self._separator)
+        self._separator_ids = context.tokens.encode(self._separator)
         self._step_head = step_logits()
         self._check_labels()
         if self._head == CLASSES:
@@ -144,6 +149,8 @@ class ProcessReward(Reward):
 
     def _contexts(self, trajectory: Trajectory) -> list[Context]:
         all_contexts = contexts(trajectory, self._ends)
+        if self.config.open_step == "close":
+            close_last_step(all_contexts, trajectory, self._ends, self._separator_ids)
         if self.config.without_steps == "last_token" and not any(c.positions for c in all_contexts):
             return last_token(trajectory)
         return all_contexts
@@ -195,6 +202,24 @@ def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
         context.images += tuple(image.moved(len(context.ids)) for image in turn.images)
         context.ids += turn.ids
     return all_contexts
+
+
+def close_last_step(
+    all_contexts: Sequence[Context], trajectory: Trajectory, ends: StepEnds, separator_ids: Sequence[int]
+) -> None:
+    """Add the step that the trajectory's last turn leaves open: the last context ends with its text, without the end
+    token, and with the separator. The step's place is its last token."""
+    if not trajectory.turns:
+        return
+    number, turn = len(trajectory.turns) - 1, trajectory.turns[-1]
+    if not turn.sampled or ends.count(turn.text + ends.separator) == ends.count(turn.text):
+        return
+    end = len(turn.ids) - (ends.decode(turn.ids) != turn.text)
+    context, place = all_contexts[-1], (number, end - 1)
+    if end and place not in context.places:
+        context.ids = [*context.ids[: len(context.ids) - len(turn.ids) + end], *separator_ids]
+        context.positions.append(len(context.ids) - 1)
+        context.places.append(place)
 
 
 def last_token(trajectory: Trajectory) -> list[Context]:
