@@ -103,6 +103,7 @@ def test_places_are_an_order_and_a_restriction() -> None:
         ("½", "1/2"), ("2¾", "2.75"), ("-1 ⅓", r"-\frac{4}{3}"), ("2½ cups", "5/2"), (r"x \in [0,1]", "[0, 1]"),
         ("x ∈ (0, 1)", "(0,1)"), ("5!", "120"), ("3!*2", "12"), (r"\frac{6!}{4!}", "30"), ("(2+1)!", "6"), ("n!", "n!"),
         (r"\binom{5}{2}", "10"), (r"\dbinom52", "10"), (r"{5 \choose 2}", "10"), (r"\binom{n}{2}", "n(n-1)/2"),
+        (r"\log_{2}{3}", r"\log_23"),
         (r"\binom{2}{3}", "0"), ("1_000", "1000"), (r"1\_000\_000", "1,000,000"), (r"12\,345", "12345"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         (r"0.\overline{3}", "1/3"), (r"-16.1\overline{6}", r"-\frac{97}{6}"), (r".\overline{09}", "1/11"),
@@ -126,6 +127,7 @@ def test_equal(given: str, truth: str) -> None:
         ("½", "12"), ("5!", "5"), ("5!!", "15"), (r"\binom{5}{2}", "5/2"), ("10_2", "102"), ("1_0000", "10000"),
         ("x_100", "x100"), (r"x \in [0,1]", "(0,1)"), (r"\infty", "i"),
         (r"0.\overline{3}", "0.3"), ("1, 2 and 3", "1, 2"),
+        (r"\frac{1}{23}", r"\frac{12}{3}"), (r"\sqrt{2}3", r"\sqrt{23}"), ("x^{2}3", "x^{23}"),
     ],
 )  # fmt: skip
 def test_not_equal(given: str, truth: str) -> None:

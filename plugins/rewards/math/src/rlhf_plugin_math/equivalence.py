@@ -127,10 +127,7 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool | None:
 
 
 def _text(text: str) -> str:
-    """The text without braces and spaces, except spaces between digits: 1 2 is not 12."""
-    return (
-        re.sub(r"(?<!\d)\s+|\s+(?!\d)|[{}]|\\(?=[{}])", "", text)
-        .replace("\\dfrac", "\\frac")
-        .replace("\\tfrac", "\\frac")
-        .casefold()
-    )
+    """The text without spaces, except spaces between digits: 1 2 is not 12; and without braces around one character, as
+    LaTeX reads it: \\frac{1}{23} is not \\frac{12}{3}."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\(?=[{}])", "", text)
+    return re.sub(r"\{(.)\}", r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").casefold()
