@@ -103,7 +103,7 @@ def test_places_are_an_order_and_a_restriction() -> None:
         ("½", "1/2"), ("2¾", "2.75"), ("-1 ⅓", r"-\frac{4}{3}"), ("2½ cups", "5/2"), (r"x \in [0,1]", "[0, 1]"),
         ("x ∈ (0, 1)", "(0,1)"), ("5!", "120"), ("3!*2", "12"), (r"\frac{6!}{4!}", "30"), ("(2+1)!", "6"), ("n!", "n!"),
         (r"\binom{5}{2}", "10"), (r"\dbinom52", "10"), (r"{5 \choose 2}", "10"), (r"\binom{n}{2}", "n(n-1)/2"),
-        (r"\log_{2}{3}", r"\log_23"),
+        (r"\log_{2}{3}", r"\log_23"), (r"6 \text{ and } 8", "8, 6"), ("9.8 kg m/s^2", "9.8"), ("5 cm3", "5"),
         (r"\binom{2}{3}", "0"), ("1_000", "1000"), (r"1\_000\_000", "1,000,000"), (r"12\,345", "12345"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         (r"0.\overline{3}", "1/3"), (r"-16.1\overline{6}", r"-\frac{97}{6}"), (r".\overline{09}", "1/11"),
@@ -128,6 +128,8 @@ def test_equal(given: str, truth: str) -> None:
         ("x_100", "x100"), (r"x \in [0,1]", "(0,1)"), (r"\infty", "i"),
         (r"0.\overline{3}", "0.3"), ("1, 2 and 3", "1, 2"),
         (r"\frac{1}{23}", r"\frac{12}{3}"), (r"\sqrt{2}3", r"\sqrt{23}"), ("x^{2}3", "x^{23}"),
+        ("48", r"6 \text{ and } 8"), ("0", r"3 \text{ and } -3"), ("60", r"2\text{ hours } 30\text{ minutes}"),
+        ("3", "3 ft 4 in"), ("1", "1 hour 30 minutes"),
     ],
 )  # fmt: skip
 def test_not_equal(given: str, truth: str) -> None:

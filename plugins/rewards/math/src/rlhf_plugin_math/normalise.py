@@ -16,7 +16,8 @@ _OTHER_THOUSANDS = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\?_|\\[, ]|[ ~\u202f\u00
 """``1_000``, or a space between the groups (not of the mixed number ``1 100/200``)."""
 _CHARACTERS = re.compile(r"\s*([\u00bc-\u00be\u2150-\u215e])")
 """Fractions that are one character."""
-_TAIL = re.compile(r"(?<=[\d)}%])(\s*)([A-Za-z]+)[A-Za-z\s/.^{}\d-]*$", re.ASCII)
+_TAIL = re.compile(r"(?<=[\d)}%])(\s*)([A-Za-z]+)(?:[A-Za-z\s/.^{}-]|(?<!\s)\d)*$", re.ASCII)
+"""A unit: ``m/s^2``, but not the rest of ``3 ft 4 in``."""
 _NOT_UNITS = {"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "to", "e"}
 _SHORT_UNITS = set("mgshLlNJWVKCF")
 MAX_CHARS = 1000
@@ -49,7 +50,7 @@ def normalise(answer: str) -> str:
     text = _LATEX_THOUSANDS.sub("", text)
     text = _THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text)
     text = _DEGREES.sub("", text)
-    text = _TEXT.sub(lambda m: f" {m[1]} " if not re.search(r"\d", text.replace(m[0], "")) else " ", text)
+    text = _TEXT.sub(lambda m: f" {m[1]} " if _is_part(m) else " ", text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:").strip()
     text = text if _FACTORIAL.search(text) else text.rstrip(".,;:!").strip()
     text = _VARIABLE_PREFIX.sub("", text, count=1) if _VARIABLE_PREFIX.match(text) else text
@@ -85,6 +86,14 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     if m := _SCIENTIFIC.fullmatch(text):
         return Fraction(m[1]) * Fraction(10) ** int(m[2] or m[3]), percent
     return None
+
+
+def _is_part(text: re.Match[str]) -> bool:
+    """Whether a match of :data:`_TEXT` is a part of the answer: ``and`` and the like, what stands between two numbers,
+    and every text of an answer without a digit elsewhere. Other texts are units and explanations."""
+    front, back = text.string[: text.start()].rstrip(), text.string[text.end() :].lstrip()
+    joins = text[1].strip().lower() in _NOT_UNITS or (front[-1:].isdigit() and back[:1].isdigit())
+    return joins or not re.search(r"\d", front + back)
 
 
 def _without_unit(text: str) -> str:
