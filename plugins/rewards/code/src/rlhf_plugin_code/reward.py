@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -141,14 +142,15 @@ BLANKS = " \t\r\ufeff"
 
 
 def last_block(text: str, tags: Sequence[str]) -> str | None:
-    """The content of the last closed fenced block with one of these tags; None if there is none. The time is linear in
-    the length of the text: this runs on the event loop, where no deadline ends it.
+    """The content of the last closed fenced block with one of these tags; None if there is none. Where the fence is
+    indented, as in a list, so many spaces are removed from each line (CommonMark). The time is linear in the length of
+    the text: this runs on the event loop, where no deadline ends it.
 
     Args:
         tags: in any case of letters; an empty text allows blocks without a tag.
     """
     allowed = {tag.casefold() for tag in tags}
-    block, tag, start = None, None, 0
+    block, tag, start, indent = None, None, 0, 0
     position = 0
     for line in text.split("\n"):
         position += len(line) + 1
@@ -156,9 +158,12 @@ def last_block(text: str, tags: Sequence[str]) -> str | None:
         if tag is None:
             if bare.startswith(MARK) and "`" not in bare[len(MARK) :]:
                 words = bare[len(MARK) :].split(maxsplit=1)
-                tag, start = words[0] if words else "", position
+                tag, start, indent = words[0] if words else "", position, len(line) - len(line.lstrip(" "))
         elif bare == MARK:
             if tag.casefold() in allowed:
-                block = text[start : position - len(line) - 1]
+                block = text[start : position - len(line) - 1], indent
             tag = None
-    return block
+    if block is None:
+        return None
+    content, indent = block
+    return re.sub(rf"^ {{0,{indent}}}", "", content, flags=re.MULTILINE)
