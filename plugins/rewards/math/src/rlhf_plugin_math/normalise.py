@@ -91,9 +91,9 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 def _is_part(text: re.Match[str]) -> bool:
     """Whether a match of :data:`_TEXT` is a part of the answer: ``and`` and the like, what stands between two numbers,
     and every text of an answer without a digit elsewhere. Other texts are units and explanations."""
-    front, back = text.string[: text.start()].rstrip(), text.string[text.end() :].lstrip()
-    joins = text[1].strip().lower() in _NOT_UNITS or (front[-1:].isdigit() and back[:1].isdigit())
-    return joins or not re.search(r"\d", front + back)
+    front, rest = text.string[: text.start()].rstrip(), text.string[text.end() :].lstrip()
+    is_joint = text[1].strip().lower() in _NOT_UNITS or (front[-1:].isdigit() and rest[:1].isdigit())
+    return is_joint or not re.search(r"\d", front + rest)
 
 
 def _without_unit(text: str) -> str:
