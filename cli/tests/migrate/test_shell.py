@@ -82,11 +82,34 @@ def test_an_unknown_variable_is_refused_only_where_it_is_needed():
         ("A=$((2 * $(( $((1 + 1)) * 2 )) )); run $A", "8"),
         ("A=2; run $[$A * 3]", "6"),
         ("A=1; run x${A:+-$A}${B:+-2}", "x-1"),
+        ("A=x; A+=y; run $A", "xy"),
+        ("A=1; [ -f file ] && A+=2; run $A", "\0A\0"),
+        ("for A in 1; do B=1; B+=2; done; run $B", "12"),
+        ("A=1; for A in 1 2; do run; done; run $A", "\0A\0"),
+        ("A=1; read -r A; run $A", "\0A\0"),
+        ("A=2; ((A += 1)); run $A", "\0A\0"),
+        ("A=1; (( 2 > 3 )) && A=2; run $A", "\0A\0"),
+        ("A=1; ! [ -f file ] && A=2; run $A", "\0A\0"),
+        ("A=1; false && A=2; run $A", "1"),
+        ("A=1; [ -f file ] && [ 1 = 1 ] && A=2; run $A", "\0A\0"),
+        ("A=1; [ -f file ] || [ 1 = 2 ] && A=2; run $A", "\0A\0"),
+        ("A=1; [[ -z x && 2 -ge 1 ]] && A=2; run $A", "1"),
+        ("A=1; [[ -z x || 2 -ge 1 ]] && A=2; run $A", "2"),
+        ('A="x=y"; [[ -z 1 || "$A" == z ]] && B=1; run $A', "x=y"),
+        (": ${A:=1}; run ${A:-2}", "1"),
+        ('A=(1 2); run "${A[*]}"', "1 2"),
+        ("A=$B; run ${A:+1}", "\0B\0"),
+        ("A=; run ${A+1}", "1"),
+        ("A=(1 $B); run ${#A[@]}", "\0B\0"),
         ("run 1 \\", "1"),
     ],
 )
 def test_conditions_and_sums(script, expected):
     assert words(script)[-1][-1] == expected
+
+
+def test_an_assignment_is_one_word_with_all_that_a_variable_holds():
+    assert words('A="--a 1"; B=$A; export C=$B" --c"; run $C') == [["run", "--a", "1", "--c"]]
 
 
 def test_an_empty_array_is_no_word_and_the_home_is_that_of_the_user(monkeypatch):

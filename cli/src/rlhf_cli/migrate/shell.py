@@ -40,7 +40,11 @@ _HERE_TEXT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|>>|>&|<&|<|>)[ \t]*(?:\d\b)?")
 _END = re.compile(r"&&|\|\||;;|[;&|()\n]")
 _ARRAY = re.compile(r"(\w+)(\+?)=\(")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ARITHMETIC = re.compile(r"\(\(.*?\)\)", re.DOTALL)
+_SET_BY = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))")
+"""A variable that ``((...))`` changes."""
+_DECLARE = ("export", "readonly", "local", "declare", "typeset")
 _BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|(:?[-=+])(.*)|:?\?.*)?\}", re.DOTALL)
 _SUM = re.compile(r"\$(?:\(\((.*)\)\)|\[(.*)\])", re.DOTALL)
 _OPERATIONS = {
@@ -134,6 +138,8 @@ class _Script:
             elif match := _ARRAY.match(self.text, position):
                 words = self._without_control(words)
                 position = self._array(match)
+            elif (match := _ARITHMETIC.match(self.text, position)) and not (words := self._without_control(words)):
+                words, position = [Word(match[0], self._line(position))], match.end()
             elif match := _END.match(self.text, position):
                 if self._runs(words, match[0]):
                     yield words
@@ -143,7 +149,10 @@ class _Script:
                         position = self._here_text(name, mark, position)
                     here_texts = []
             elif match := _WORD.match(self.text, position):
-                words += [Word(text, self._line(position)) for text in self._expanded(match[0])]
+                is_value = _ASSIGNMENT.fullmatch(match[0]) is not None
+                words = self._without_control(words) if is_value else words
+                is_value &= all(w.text in _DECLARE or w.text[:1] == "-" or _ASSIGNMENT.fullmatch(w.text) for w in words)
+                words += [Word(text, self._line(position)) for text in self._expanded(match[0], is_value)]
                 position = match.end()
             else:
                 raise ConfigError(f"{self.location}, line {self._line(position)}: a quote or a bracket is not closed")
@@ -160,14 +169,21 @@ class _Script:
         """Keep the variables that a command sets; whether it is more than that, and not in a branch that is skipped."""
         words = self._without_control(words)
         runs = self.branches.is_executed([word.text for word in words], end)
-        if words and words[0].text in ("export", "readonly", "local", "declare", "typeset"):
+        if self.branches.test or (words and words[-1].text == "]]"):
+            return False
+        words = words[1:] if words and words[0].text == "do" else words
+        for name in _names_set_by([word.text for word in words]):
+            self._set(name, [f"{UNKNOWN}{name}{UNKNOWN}"], runs)
+        if words and words[0].text in _DECLARE:
             words = [word for word in words[1:] if not word.text.startswith("-")]
         for word in words if runs is not False else ():
             assignment = _ASSIGNMENT.fullmatch(word.text)
             if assignment is None:
                 return True
-            name, value = assignment.groups()
-            self._set(name, [f"{UNKNOWN}{name}{UNKNOWN}" if COMMAND in value else value], runs)
+            name, appends, value = assignment.groups()
+            unknown = f"{UNKNOWN}{name}{UNKNOWN}"
+            values = self.variables.get(name, [unknown]) if appends else []
+            self._set(name, [unknown if COMMAND in value else "".join([*values[:1], value]), *values[1:]], runs)
         return False
 
     def _set(self, name: str, values: list[str], runs: bool | None) -> None:
@@ -206,8 +222,9 @@ class _Script:
 
     # ------------------------------------------------------------------------------------- variables
 
-    def _expanded(self, raw: str) -> list[str]:
-        """The words that a written word stands for: an unquoted variable with spaces is several."""
+    def _expanded(self, raw: str, is_value: bool = False) -> list[str]:
+        """The words that a written word stands for: an unquoted variable with spaces is several, except in an
+        assignment."""
         words = [""]
         quoted = False
         for piece in _PIECE.finditer(raw):
@@ -220,11 +237,12 @@ class _Script:
             elif piece["double"] is not None:
                 inner = piece["double"][1:-1]
                 braces = _BRACED.fullmatch(inner)
-                values = self._values(inner) if braces and braces[2] else [self._in_quotes(inner)]
+                values = self._values(inner) if braces and braces[2] == "[@]" else [self._in_quotes(inner)]
             elif piece["command"] is not None:
                 values = [self._output(piece[0])]
             elif piece["variable"] is not None:
-                values = [part for value in self._values(piece[0]) for part in value.split()]
+                values = self._values(piece[0])
+                values = [part for value in values for part in value.split()] if not is_value else [" ".join(values)]
             quoted |= (piece["single"] is not None or piece["double"] is not None) and bool(values)
             if values:
                 words[-1] += values[0]
@@ -264,7 +282,8 @@ class _Script:
         if name in self.settings:
             return [self.settings[name]]
         if (array := re.fullmatch(r"\$\{#(\w+)\[[@*]\]\}", text)) and array[1] in self.variables:
-            return [str(len(self.variables[array[1]]))]
+            values = self.variables[array[1]]
+            return next(([value] for value in values if UNKNOWN in value), [str(len(values))])
         if text.startswith(("${@", "${*")):
             name = "@"
         default = braced[3] if braced else None
@@ -272,13 +291,30 @@ class _Script:
             values = self.variables[name]
             if not (default and (default.endswith("+") or (default[0] == ":" and values[:1] in ([], [""])))):
                 return values if braced and braced[2] else values[:1]
-            if default.endswith("+") and values[:1] not in ([], [""]):
+            if default == "+" or (default.endswith("+") and values[:1] not in ([], [""])):
+                if values and UNKNOWN in values[0]:  # it may be empty, or not set
+                    return values[:1]
                 return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))] if braced else []
         if default and default.endswith("+"):
             return [""]
         if braced and default:
-            return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))]
+            text = self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))
+            if default.endswith("="):
+                self._set(name, [text], self.branches.runs())
+            return [text]
         return [os.path.expanduser("~") if name == "HOME" else f"{UNKNOWN}{name}{UNKNOWN}"]
+
+
+def _names_set_by(words: Sequence[str]) -> list[str]:
+    """The variables that a command gives values that are not known."""
+    match words:
+        case [text, *_] if text.startswith("(("):
+            return _SET_BY.findall(text)
+        case ["for", name, *_]:
+            return [name]
+        case ["read" | "let" | "unset", *texts]:
+            return [name[0] for text in texts if (name := re.match(r"[A-Za-z_]\w*", text))]
+    return []
 
 
 def _number(node: ast.expr) -> int:

@@ -13,6 +13,7 @@ from operator import eq, ge, gt, le, lt, ne
 
 UNKNOWN = "\0"
 """Stands on both sides of the name of an unknown variable in a word."""
+_TESTS = ("[", "[[", "test", "true", "false", "!")
 _NUMBERS = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 
 
@@ -43,6 +44,8 @@ class Branches:
     or_runs: bool | None = None
     end: str = ""
     """What ended the command before."""
+    test: list[tuple[list[str], str]] = field(default_factory=list)
+    """The parts of ``[[ A && B ]]`` so far, and what ends each."""
 
     def control(self, words: Sequence[str]) -> int:
         """Take ``if``, ``then`` and their like at the begin of a command; how many words these are."""
@@ -100,10 +103,19 @@ class Branches:
                 top.earlier = _either(top.earlier, match)
             return False
         runs = self.runs()
+        if self.test or "[[" in words:
+            self.test.append((words, end))
+            if words[-1:] != ["]]"] and end in ("&&", "||", "(", ")", "\n"):
+                return runs
+        parts, self.test = [*self.test[:-1], (words, "")], []
         if words and self._list_runs() is not False:
-            is_test = words[0] in ("[", "[[", "test") or words[-1] == "]]"
-            value = _value([(words, "")]) if is_test else True
+            is_test = len(parts) > 1 or words[0] in _TESTS or words[0].startswith("((")
+            value = _value(parts) if is_test else True
+            join = {"&&": _and, "||": _either}.get(self.end)
+            value = join(self.and_runs, value) if join else value
             self.and_runs, self.or_runs = value, _opposite(value) if is_test else None
+        if end == ")":  # of a group or a sum, whose result is not known
+            self.and_runs, self.or_runs = None, None
         if words or end != "\n":
             self.end = end
         if end == ";;" and top and top.kind == "case":
