@@ -313,7 +313,7 @@ def _names_set_by(words: Sequence[str]) -> list[str]:
         case ["for", name, *_]:
             return [name]
         case ["read" | "let" | "unset", *texts]:
-            return [name[0] for text in texts if (name := re.match(r"[A-Za-z_]\w*", text))]
+            return [match[0] for text in texts if (match := re.match(r"[A-Za-z_]\w*", text))]
     return []
 
 
