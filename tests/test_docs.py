@@ -279,7 +279,8 @@ def test_every_page_of_the_documentation_can_be_reached_from_its_index():
 @every_page
 def test_named_tests_and_files_exist(page):
     for name in re.findall(
-        r"`((?:core|cli|plugins|testing|tests|docs|examples|benchmarks)/[\w./-]+(?:::\w+)?)`", prose(page)
+        r"`((?:core|runtime|libraries|cli|plugins|testing|tests|docs|examples|benchmarks)/[\w./-]+(?:::\w+)?)`",
+        prose(page),
     ):
         path, _, test = name.partition("::")
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"

@@ -81,7 +81,7 @@ class RowCase:
     ours_template: str | None = None
     """The template of our tokenizer if it differs from TRL's (one without marks)."""
     differs: int = 0
-    """Number of the stated difference (docs/concepts/numerics.md, "Rows and tokens"); 0: token by token the same."""
+    """Number of the stated difference (docs/concepts/trl.md, "Rows and tokens"); 0: token by token the same."""
     max_tokens: int = MAX_TOKENS
 
 

@@ -3,7 +3,7 @@
     python benchmarks/parity/rows.py [--trl-python PATH] [--cases NAME ...] [--result FILE] [--record]
     python benchmarks/parity/rows.py --recorded trl-1.16.0-rows.json    # against TRL's recorded rows, without TRL
 
-Exits with 1 if a row is neither the same nor different in the way that its case states (docs/concepts/numerics.md).
+Exits with 1 if a row is neither the same nor different in the way that its case states (docs/concepts/trl.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/parity/run.py [--trl-python PATH] [--cases NAME ...] [--result FILE] [--record]
 
-Prints the table of docs/concepts/numerics.md. Exits with 1 if the losses of a case differ relatively by more than 1e-4.
+Prints the table of docs/concepts/trl.md. Exits with 1 if the losses of a case differ relatively by more than 1e-4.
 """
 
 from __future__ import annotations
