@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import pytest
 from rlhf.errors import SyncError
 from rlhf.interfaces import Proof
+from rlhf_cli.main import main
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_runtime.checkpoint import CheckpointStore
 
@@ -130,3 +134,28 @@ def test_a_full_disk(forks: Forks, shop: Workshop, whole: Finished, kilobytes: i
     assert again.wait() == 0, again.output
     assert Finished(shop.folder / "run", 0).lines() == whole.lines()
     assert Finished(shop.folder / "run", 0).weights == whole.weights
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "evaluations"])
+def test_a_folder_of_records_that_cannot_be_made(shop: Workshop, folder: str) -> None:
+    """A file in its place stands for a disk without space for another folder."""
+    text = REWARD.replace("    digits", f"    open({str(shop.folder / 'run' / folder)!r}, 'a').close()\n    digits")
+    changes = {"data": {"eval": str(shop.data)}, "eval": {"at_start": folder == "evaluations"}}
+    run = shop.run("rloo", "run", reward=[{"use": f"file:{shop.file('blocks.py', text)}"}], **changes)
+    refused(run, f"{folder}/step-00000", "could not be saved", "start the run again", code=1)
+
+
+@pytest.mark.linux("elsewhere there is no /dev/full")
+@pytest.mark.parametrize("flag", ["--traceback", "--json"])
+@pytest.mark.parametrize("fault", ["full disk", "closed pipe"])
+def test_a_run_goes_on_where_its_output_cannot_be_written(
+    shop: Workshop, whole: Finished, fault: str, flag: str
+) -> None:
+    arguments = shop.arguments(shop.config("rloo", "run", run={"steps": 4}, checkpoint={"every": 2}), flag)
+    path: str | int = "/dev/full"
+    if fault == "closed pipe":
+        reader, path = os.pipe()
+        os.close(reader)
+    with open(path, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        assert main(arguments) == 0
+    assert_same_run(Finished(shop.folder / "run", 0), whole)

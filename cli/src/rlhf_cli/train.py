@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf import hookimpl
 from rlhf.errors import ModelError
@@ -48,20 +51,61 @@ class TrainCommand(Command):
         if args.dry_run:
             _show_plan(_show_run(config, plugins))
             return 0
-        from rlhf_runtime.setup.build import train
+        with _standard_streams():
+            return _train(config, plugins, args)
 
-        finished = train(config, plugins, "quiet" if args.quiet else "json" if args.json else "all")
-        if args.quiet:
-            return finished.exit_code
-        if args.json:
-            end = {"status": finished.status, "path": str(finished.directory.path), "steps": finished.steps_done}
-            sys.stdout.write(json.dumps(end) + "\n")
-            return finished.exit_code
-        way = f" (continue with: {command})" if (command := finished.continue_with) else ""
-        sys.stdout.write(f"{finished.outcome}: {finished.directory.path}{way}\n")
-        if finished.report is not None:
-            sys.stdout.write(f"report: {finished.report}\n")
+
+def _train(config: RunFile, plugins: Plugins, args: argparse.Namespace) -> int:
+    from rlhf_runtime.setup.build import train
+
+    finished = train(config, plugins, "quiet" if args.quiet else "json" if args.json else "all")
+    if args.quiet:
         return finished.exit_code
+    if args.json:
+        end = {"status": finished.status, "path": str(finished.directory.path), "steps": finished.steps_done}
+        sys.stdout.write(json.dumps(end) + "\n")
+        return finished.exit_code
+    way = f" (continue with: {command})" if (command := finished.continue_with) else ""
+    sys.stdout.write(f"{finished.outcome}: {finished.directory.path}{way}\n")
+    if finished.report is not None:
+        sys.stdout.write(f"report: {finished.report}\n")
+    return finished.exit_code
+
+
+class _RunStream:
+    """A standard stream of a run. The run goes on while its stream cannot be written: on a full disk, or into a pipe
+    that was closed. ``metrics.jsonl`` and ``manifest.json`` have its steps and notes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    out, err = sys.stdout, sys.stderr
+    if out.isatty():  # it has no disk, and the table on it redirects the streams by itself
+        yield
+        return
+    try:
+        with contextlib.redirect_stdout(_RunStream(out)), contextlib.redirect_stderr(_RunStream(err)):
+            yield
+    finally:
+        try:
+            out.flush()
+        except OSError:  # what it still holds is lost: it would fail once more when Python exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _show_run(config: RunFile, plugins: Plugins) -> Prepared:

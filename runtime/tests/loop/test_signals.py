@@ -21,6 +21,20 @@ def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
     assert f"{number.name}: stopping after this step, with a checkpoint" in capfd.readouterr().err
 
 
+@pytest.mark.linux("elsewhere there is no /dev/full")
+def test_a_signal_asks_for_a_stop_where_its_line_cannot_be_written():
+    stderr, disk = os.dup(2), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(disk, 2)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(disk)
+    assert stop.reason == "SIGTERM"
+
+
 def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
     called = []
     with StopRequest("ending soon", callback=lambda: called.append(1)) as stop:

@@ -173,6 +173,7 @@ def test_two_processes_are_refused_and_a_killed_one_is_no_obstacle(tmp_path):
 def test_cut_goes_back_to_the_checkpoint(tmp_path):
     batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [False, True]})], {"reward": 0.5})])
     with begin(tmp_path) as directory:
+        (tmp_path / "rollouts").mkdir()
         for step in (1, 2, 3):
             directory.metrics.append(step, {"loss": step / 10})
             directory.rollouts(step).write_text("{}\n")

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -68,4 +69,5 @@ class StopRequest:
         self.request(signal.Signals(number).name)
         text = f"{self.reason}: {self.promise} (Ctrl-C: at once)"
         if not self._show(text):  # os.write, because a handler may run in the middle of a print
-            os.write(2, f"\n{text}\n".encode())
+            with suppress(OSError):  # a full disk, a closed pipe: the run stops as asked all the same
+                os.write(2, f"\n{text}\n".encode())

@@ -177,8 +177,7 @@ class RunDirectory:
     # --------------------------------------------------------------------------------------- places
 
     def rollouts(self, step: int) -> Path:
-        """File for the samples that ``step`` was trained on; its folder exists."""
-        (self.path / "rollouts").mkdir(exist_ok=True)
+        """File for the samples that ``step`` was trained on."""
         return self.rollouts_of(self.path, step)
 
     @staticmethod
@@ -187,8 +186,7 @@ class RunDirectory:
         return folder / "rollouts" / f"step-{step:06d}.arrow"
 
     def evaluations(self, step: int) -> Path:
-        """File for the answers of the evaluation after ``step``; its folder exists."""
-        (self.path / "evaluations").mkdir(exist_ok=True)
+        """File for the answers of the evaluation after ``step``."""
         return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
     def exports(self, step: int) -> Path:

@@ -250,6 +250,7 @@ def _save_answers(
     """Write the answers of the evaluation after step ``steps_done``, as `rlhf eval --save` does."""
     if prepared.config.checkpoint.save_rollouts:
         with store.writing(path := directory.evaluations(steps_done)):
+            path.parent.mkdir(exist_ok=True)
             write_lines(path, groups, prepared.data.template.prompt_of)
 
 
