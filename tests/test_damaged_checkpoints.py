@@ -217,6 +217,10 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (
+            "",
+            "(char 0). Restore it from a copy, or delete it: a resume makes it from the checkpoints",
+        ),
         ("[]", "best.json does not hold what a run saves:\n  the file: should be a valid dictionary, got list []."),
         ('{"step": "2"}', "step: should be a valid integer, got str '2'."),
     ],
@@ -232,6 +236,10 @@ def test_a_damaged_pointer_to_the_best_is_refused(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (
+            "",
+            "(char 0). Restore it from a copy, or delete it: a resume then looks up the commits",
+        ),
         ("1", "manifest.json does not hold what a run saves:\n  the file: should be a valid dictionary, got int 1."),
         ('{"schema": 2, "starts": []}', "is version int 2, this release reads version 1. Continue with the release"),
         ('{"starts": [{"hub": {"a": 1}}]}', "starts.0.hub.a: should be a valid string, got int 1."),

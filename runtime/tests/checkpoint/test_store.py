@@ -211,6 +211,14 @@ def test_clean_leaves_a_best_step_that_was_marked_later_than_it_was_saved(tmp_pa
     assert store.notes == []
 
 
+def test_clean_deletes_the_old_checkpoints_that_a_killed_save_did_not(tmp_path):
+    store = CheckpointStore(tmp_path, keep=9)
+    for step in (1, 2, 3, 4):
+        store.save(step, write(), {}, best={"metric": "loss", "value": 1.0} if step == 1 else None)
+    CheckpointStore(tmp_path, keep=2).clean()
+    assert [c.step for c in store.complete()] == [1, 3, 4]
+
+
 def test_leftovers_are_removed_and_noted(tmp_path, monkeypatch):
     def busy(*_):
         raise OSError(errno.EBUSY, "a reader has a file of it open")

@@ -76,12 +76,12 @@ def to_text(plain: Any, indent: int | None = None) -> str:
     return text
 
 
-def loads(text: str, name: str = "state") -> Any:
+def loads(text: str, name: str = "state", way_out: str = "") -> Any:
     """The value from which :func:`dumps` made ``text``. Raises CheckpointError for text that is not strict JSON."""
     try:
         return json.loads(text, object_hook=_unmark, parse_constant=_refuse_constant)
     except (ValueError, TypeError, RecursionError) as cause:  # also a marker without a number, or too many brackets
-        raise CheckpointError(f"{name} is not valid JSON: {cause}") from cause
+        raise CheckpointError(f"{name} is not valid JSON: {cause}{way_out and f'. {way_out}'}") from cause
 
 
 def write_json(path: Path, value: Any, nonfinite: Nonfinite = "refuse") -> None:
@@ -89,13 +89,17 @@ def write_json(path: Path, value: Any, nonfinite: Nonfinite = "refuse") -> None:
     write_atomic(path, dumps(value, path.name, nonfinite, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a file of :func:`write_json`. Raises CheckpointError for a missing or damaged file."""
+def read_json(path: Path, way_out: str = "") -> Any:
+    """Read a file of :func:`write_json`. Raises CheckpointError for a missing or damaged file.
+
+    Args:
+        way_out: the end of the message: what to do where the file is damaged.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise CheckpointError(f"cannot read {path}: {cause}") from cause
-    return loads(text, str(path))
+    return loads(text, str(path), way_out)
 
 
 def _unmark(value: dict[str, Any]) -> Any:

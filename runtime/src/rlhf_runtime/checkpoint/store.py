@@ -102,7 +102,8 @@ class CheckpointStore:
         self._point(step, best)
 
     def clean(self) -> None:
-        """At a run's start: delete the files of a killed save and repair the pointer to the best checkpoint."""
+        """At a run's start: delete the files of a killed save, repair the pointer to the best checkpoint, and delete
+        the old checkpoints that the save did not."""
         for name in files.remove_leftovers(self.root):
             self._note(f"removed {self.root / name}, left by a process that was killed while saving")
         complete = self.complete()
@@ -118,6 +119,7 @@ class CheckpointStore:
         elif pointer and pointed < 0:
             (self.root / BEST).unlink()
             self._note(f"the best checkpoint, step {pointer['step']}, no longer exists")
+        self._rotate()
 
     # -------------------------------------------------------------------------------------- finding
 
@@ -155,7 +157,8 @@ class CheckpointStore:
         path = self.root / BEST
         if not path.is_file():
             return None
-        pointer: dict[str, Any] = json_values.read_json(path)
+        way_out = "Restore it from a copy, or delete it: a resume makes it from the checkpoints"
+        pointer: dict[str, Any] = json_values.read_json(path, way_out)
         validated(SavedBest, pointer, path)
         return pointer
 

@@ -73,7 +73,8 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     *complete, _unfinished = path.read_bytes().split(b"\n")
     lines: list[dict[str, Any]] = []
     for number, raw in enumerate(complete, 1):
-        line = loads(raw.decode("utf-8", errors="replace"), f"{path}:{number}")
+        text = raw.decode("utf-8", errors="replace")
+        line = loads(text, f"{path}:{number}", "Restore the file, or delete that line")
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             raise CheckpointError(f"{path}:{number} is not a step's metrics. Restore the file, or delete that line.")
         if lines and line["step"] <= lines[-1]["step"]:

@@ -211,7 +211,8 @@ class RunDirectory:
     def exported_best(self) -> int | None:
         """The step of :attr:`best_model`, None where there is none."""
         file = self.best_model / BEST
-        return validated(SavedBest, read_json(file), file).step if file.is_file() else None
+        way_out = f"Restore it from a copy, or delete {file.parent}"
+        return validated(SavedBest, read_json(file, way_out), file).step if file.is_file() else None
 
     def publish_best(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         """Call ``write`` to fill :attr:`best_model` atomically, and add ``best.json``: the step and ``about``."""
@@ -286,7 +287,8 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
     """Raises CheckpointError where the manifest is not one of a run."""
     if not manifest.exists():
         return []
-    saved: dict[str, Any] = read_json(manifest)
+    way_out = "Restore it from a copy, or delete it: a resume then looks up the commits of hub names again"
+    saved: dict[str, Any] = read_json(manifest, way_out)
     validated(SavedRun, saved, manifest)
     if (layout := saved.get("schema", SCHEMA)) != SCHEMA:
         raise CheckpointError(
