@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhf.errors import DataError, brief
 
@@ -87,8 +87,11 @@ def first_wrong(values: Values, chat: bool) -> Values:
     have no label: process supervision ends at the first wrong step (Lightman et al. 2023, arXiv:2305.20050, 2.6)."""
     steps, index = required_list(values, "steps"), values.get("step_labels")
     if not is_index(index) or not -1 <= index < len(steps):
-        raise DataError(f"the index of the first of {len(steps)} steps that is wrong, or -1 if none is, got {index!r}")
-    labels = [1] * len(steps) if index == -1 else [1] * index + [0] + [NO_LABEL] * (len(steps) - index - 1)
+        raise DataError(
+            f"the label must be the index of the first of {len(steps)} steps that is wrong, or -1 if none is, "
+            f"got {index!r}"
+        )
+    labels: list[Any] = [1] * len(steps) if index == -1 else [1] * index + [0] + [NO_LABEL] * (len(steps) - index - 1)
     return {**values, "step_labels": labels}
 
 
@@ -96,7 +99,7 @@ def wrong_steps(values: Values, chat: bool) -> Values:
     """The numbers of all wrong steps, from 1 (PRMBench, Song et al. 2025, arXiv:2501.03124)."""
     steps, numbers = required_list(values, "steps"), values.get("step_labels")
     if not isinstance(numbers, list) or not all(is_index(n) and 1 <= n <= len(steps) for n in numbers):
-        raise DataError(f"a list of the wrong ones of the steps 1 to {len(steps)}, got {brief(numbers)}")
+        raise DataError(f"must be a list of the wrong ones of the steps 1 to {len(steps)}, got {brief(numbers)}")
     return {**values, "step_labels": [int(number not in numbers) for number in range(1, len(steps) + 1)]}
 
 
@@ -153,7 +156,7 @@ def is_prm800k(question: Any, label: Any) -> bool:
     return isinstance(question, Mapping) and "problem" in question and isinstance(label, Mapping) and "steps" in label
 
 
-def is_index(value: Any) -> bool:
+def is_index(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

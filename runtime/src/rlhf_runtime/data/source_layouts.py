@@ -345,7 +345,7 @@ class _Case:
         """Solutions with labelled steps, of the first shape that fits."""
         for shape in STEP_SHAPES:
             prompts = [*self._prompts()] if shape.prompt != "" else [{}]
-            if shape.prompt in self.columns and "prompt" not in self.user_columns:
+            if shape.prompt and shape.prompt in self.columns and "prompt" not in self.user_columns:
                 prompts = [{"prompt": shape.prompt}]
             columns = [*shape.columns(self.row, self.user_columns, self._choices)]
             if columns:
