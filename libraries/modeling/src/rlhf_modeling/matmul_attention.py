@@ -75,7 +75,7 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
     row_N = torch.full((tokens,), -1)
     for (size, first), members in sorted(groups.items()):
         at_G1, length_G1, skip_G1 = (
-            torch.tensor([getattr(s, name) for s in members])[:, None] for name in ("at", "length", "skip")
+            torch.tensor([getattr(s, name) for s in members])[:, None] for name in ("first", "length", "skip")
         )
         position_P = torch.arange(size)
         keys_GP = at_G1 + torch.minimum(position_P, length_G1 - 1)
