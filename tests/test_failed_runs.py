@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
+import signal
+import sys
 
 import pytest
 from rlhf.errors import SyncError
@@ -159,3 +162,16 @@ def test_a_run_goes_on_where_its_output_cannot_be_written(
     with open(path, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         assert main(arguments) == 0
     assert_same_run(Finished(shop.folder / "run", 0), whole)
+
+
+def test_a_run_stops_with_a_checkpoint_where_its_terminal_is_closed(shop: Workshop) -> None:
+    arguments = shop.arguments(shop.config("rloo", "run", run={"steps": 10_000}, checkpoint={"every": 10_000}))
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "rlhf_cli.main", *arguments])
+    run = Finished(shop.folder / "run", 0)
+    while not (run.path / "metrics.jsonl").exists() or len(run.lines()) < 2:
+        os.read(terminal, 2**16)
+    os.close(terminal)  # the system sends SIGHUP, and refuses further writes
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    assert [c.step for c in CheckpointStore(run.path).complete()] == [len(run.lines())]

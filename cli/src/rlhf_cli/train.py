@@ -73,8 +73,8 @@ def _train(config: RunFile, plugins: Plugins, args: argparse.Namespace) -> int:
 
 
 class _RunStream:
-    """A standard stream of a run. The run goes on while its stream cannot be written: on a full disk, or into a pipe
-    that was closed. ``metrics.jsonl`` and ``manifest.json`` have its steps and notes."""
+    """A standard stream of a run. The run goes on while its stream cannot be written: on a full disk, into a pipe that
+    was closed, to a terminal that is gone. ``metrics.jsonl`` and ``manifest.json`` have its steps and notes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -95,9 +95,6 @@ class _RunStream:
 @contextlib.contextmanager
 def _standard_streams() -> Iterator[None]:
     out, err = sys.stdout, sys.stderr
-    if out.isatty():  # it has no disk, and the table on it redirects the streams by itself
-        yield
-        return
     try:
         with contextlib.redirect_stdout(_RunStream(out)), contextlib.redirect_stderr(_RunStream(err)):
             yield

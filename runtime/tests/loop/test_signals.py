@@ -8,7 +8,7 @@ import pytest
 from rlhf_runtime.loop.signals import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
     before = signal.getsignal(number)
     with StopRequest() as stop:
@@ -19,6 +19,17 @@ def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
         os.kill(os.getpid(), signal.SIGTERM)  # a second SIGTERM changes nothing
     assert signal.getsignal(number) is before
     assert f"{number.name}: stopping after this step, with a checkpoint" in capfd.readouterr().err
+
+
+def test_a_hang_up_that_is_ignored_stays_so():
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
 
 
 @pytest.mark.linux("elsewhere there is no /dev/full")

@@ -12,7 +12,8 @@ from typing import Any
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C set ``requested``, which the controller reads between steps. A second Ctrl-C stops at once::
+    """SIGTERM, Ctrl-C and SIGHUP, which a terminal sends when it is closed, set ``requested``, which the controller reads
+    between steps. A second Ctrl-C stops at once. SIGHUP stays ignored where it was (``nohup``)::
 
         with StopRequest() as stop:
             for step in steps:
@@ -28,7 +29,7 @@ class StopRequest:
         show: called in a signal handler with a line for the user. Returns whether it will be shown.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            for number in self.SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
