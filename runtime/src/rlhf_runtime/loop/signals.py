@@ -12,8 +12,8 @@ from typing import Any
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C and SIGHUP, which a terminal sends when it is closed, set ``requested``, which the controller reads
-    between steps. A second Ctrl-C stops at once. SIGHUP stays ignored where it was (``nohup``)::
+    """SIGTERM, Ctrl-C and SIGHUP (a terminal was closed) set ``requested``, which the controller reads between steps. A
+    second Ctrl-C stops at once. SIGHUP stays ignored where it was (``nohup``)::
 
         with StopRequest() as stop:
             for step in steps:
