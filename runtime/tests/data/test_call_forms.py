@@ -4,6 +4,7 @@ how a call is written."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -52,6 +53,14 @@ QUOTED = (
     "{{ k }}:{{ q(x) }}{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}"
     "{% elif v is iterable %}[{% for x in v %}{{ q(x) }}{{ '' if loop.last else ',' }}{% endfor %}]"
     "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
+NS = "]<]minimax[>["
+NESTED = (
+    "{% macro x(v) %}{% if v is string %}{{ v }}{% elif v is mapping %}{% for k, y in v.items() %}"
+    + f"{NS}<{{{{ k }}}}>{{{{ x(y) }}}}{NS}</{{{{ k }}}}>"
+    + "{% endfor %}{% elif v is iterable %}{% for y in v %}"
+    + f"{NS}<item>{{{{ x(y) }}}}{NS}</item>"
+    + "{% endfor %}{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
 )
 PYTHON = "{{ f.name }}(" + arguments("{{ k }}={{ v | tojson }}{{ '' if loop.last else ', ' }}") + ")"
 FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -153,6 +162,63 @@ FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
             "{{ BR }}</minimax:tool_call>",
         ),
         (),
+    ),
+    "minimax m3": (
+        NESTED
+        + within(
+            NS + "<tool_call>{{ BR }}",
+            each(
+                NS
+                + '<invoke name="{{ f.name }}">'
+                + arguments(f"{NS}<{{{{ k }}}}>{{{{ x(v) }}}}{NS}</{{{{ k }}}}>")
+                + NS
+                + "</invoke>{{ BR }}"
+            ),
+            NS + "</tool_call>",
+        ),
+        (NS,),
+    ),
+    "hunyuan 3": (
+        within(
+            "<tool_calls:opensource>{{ BR }}",
+            each(
+                "<tool_call:opensource>{{ f.name }}<tool_sep:opensource>{{ BR }}"
+                + arguments(
+                    "<arg_key:opensource>{{ k }}</arg_key:opensource>{{ BR }}<arg_value:opensource>"
+                    + VALUE
+                    + "</arg_value:opensource>{{ BR }}"
+                )
+                + "</tool_call:opensource>{{ BR }}"
+            ),
+            "</tool_calls:opensource>",
+        ),
+        ("<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>"),
+    ),
+    "types of values in attributes": (
+        within(
+            "<|open|>tools<|sep|>",
+            each(
+                '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+                + arguments(
+                    '<|open|>argument key="{{ k }}" type="'
+                    "{{ 'string' if v is string else 'null' if v is none else 'object' if v is mapping else 'number' }}"
+                    '"<|sep|>' + VALUE + "<|close|>argument<|sep|>"
+                )
+                + "<|close|>call<|sep|>"
+            ),
+            "<|close|>tools<|sep|>",
+        ),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    "solar open": (
+        within(
+            "<|tool_calls|>",
+            each("<|tool_call:begin|>{{ call.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>" + JSON).replace(
+                "{% endfor %}", "<|tool_call:end|>{% endfor %}"
+            ),
+            "<|calls|>",
+        ),
+        tuple(f"<|{tag}|>" for tag in ("tool_calls", "tool_call:begin", "tool_call:name", "tool_call:args", "calls")),
     ),
     "seed-oss": (
         within("<seed:tool_call>{{ BR }}", elements("<function=NAME>", "<parameter=KEY>"), "{{ BR }}</seed:tool_call>"),
@@ -292,7 +358,7 @@ def test_calls_are_read_as_a_template_of_these_models_writes_them(template_of, m
 def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
     text = written(template, models).removesuffix("<eos>")
-    forms = [form for form in FORMS_READ if form.mark in template.tokenizer.chat_template]
+    forms = template._parsed_answers._forms
     for end in range(len(text)):
         content, calls = read_calls(text[:end], forms, argument_types([ADD]))
         if "gpt-oss" in models:
@@ -301,9 +367,8 @@ def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, 
         assert calls or content == text[:end], "what is no call stays in the text"
 
 
-@pytest.mark.parametrize("models", [models for models in FORMS if models != "xlam, alone"])
+@pytest.mark.parametrize("models", FORMS)
 def test_a_call_that_cannot_be_read_is_noticed(template_of, models: str) -> None:
-    """xLAM's are JSON without a mark."""
     template = template_of(*FORMS[models])
     whole = written(template, models)
     assert not template.has_unread_call(parsed(template, whole))
@@ -373,6 +438,7 @@ def test_a_call_after_the_tag_of_python_and_an_answer_in_json(template_of) -> No
     call = json.dumps({"name": "add", "parameters": ARGUMENTS})
     for form in (f"<|python_tag|>{call}", call.replace("parameters", "arguments", 1)):
         assert calls_of(parsed(template, f"{form}<eos>")) == [("add", ARGUMENTS)]
+    assert calls_of(parsed(template, f"{call}; {call}<eos>")) == [("add", ARGUMENTS)] * 2
     for text in ('{"name": "Ada", "born": 1815}', f"So: {call}", f"{call} {call}", '{"name": "add", "parameters": 3}'):
         assert parsed(template, f"{text}<eos>") == {"role": "assistant", "content": text}
 
@@ -441,6 +507,83 @@ def test_strings_with_line_breaks_or_tags_of_other_forms_and_arguments_as_text(
     template_of, models: str, text: str, note: str
 ) -> None:
     assert calls_of(parsed(template_of(*FORMS[models]), f"{text}<eos>")) == [("add", {"note": note})]
+
+
+CALL_OF_CODER = "<tool_call>\n<function=add>\n<parameter=note>\nx\n</parameter>\n</function>\n</tool_call>"
+CALLS_OF_KIMI = "".join(
+    f'<|tool_call_begin|>functions.add:{n}<|tool_call_argument_begin|>{{"note": "x"}}<|tool_call_end|>' for n in (0, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("models", "text", "content"),
+    [
+        ("qwen3-coder", CALL_OF_CODER.removeprefix("<tool_call>\n"), ""),
+        ("qwen3-coder", "Wait.\n" + CALL_OF_CODER.replace("<tool_call>", "").replace("</tool_call>", ""), "Wait."),
+        ("qwen3-coder", f"{CALL_OF_CODER.removesuffix('</tool_call>')} So.", "So."),
+        ("qwen3-coder", CALL_OF_CODER.replace("\n", ""), ""),
+        ("qwen3-coder", '<tool_call>{"name": "add", "arguments": {"note": "x"}}</tool_call>', ""),
+        ("minimax m2", '<invoke name="add"><parameter name="note">x</parameter></invoke>', ""),
+        ("minicpm5", '<function name="add"><param name="note">x</param></function>', ""),
+        ("kimi k2", CALLS_OF_KIMI.replace("<|tool_call_end|>", "", 1), ""),
+        ("kimi k2", CALLS_OF_KIMI.removesuffix("<|tool_call_end|>") + "<|tool_calls_section_end|>", ""),
+        ("solar open", '<|tool_call:name|>add<|tool_call:args|>{"note": "x"}<|tool_call:end|>', ""),
+    ],
+)
+def test_calls_without_a_tag_that_says_nothing_are_read(template_of, models: str, text: str, content: str) -> None:
+    template = template_of(*FORMS[models])
+    answer = parsed(template, f"{text}<eos>")
+    assert calls_of(answer) == [("add", {"note": "x"})] * text.count("add")
+    assert answer["content"] == content
+    assert not template.has_unread_call(answer)
+
+
+@pytest.mark.parametrize("models", ["qwen3-coder", "glm 4.5", "hermes, qwen 2.5 and 3, smollm3, granite 4"])
+def test_a_closing_tag_alone_shows_a_call_that_was_tried(template_of, models: str) -> None:
+    template = template_of(*FORMS[models])
+    assert template.has_unread_call(parsed(template, 'add {"a": 1}</tool_call><eos>'))
+
+
+def test_values_within_objects_and_lists_are_read_by_their_schema(template_of) -> None:
+    template = template_of(*FORMS["minimax m3"])
+    code = {"type": "object", "properties": {"code": {"type": "string"}}}
+    schema = {"type": "object", "properties": {"places": {"type": "array", "items": code}, "one": {"type": "array"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    values = {"places": [{"code": "10"}, {"code": "true"}], "one": [1]}
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": values}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = template.chat.text(messages, False, [tool]).rpartition("<|assistant|>")[2]
+    answer = template.parse_answer(Turn(template.tokens.ids(text), True), [], (0, 0, 0), [tool])
+    assert calls_of(answer) == [("add", values)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "special", "message"),
+    [
+        (elements("<call=NAME>", "<part=KEY>", "{{ v | string | e }}"), (), "tools would never be called"),
+        (elements("<call=NAME>", "<part=KEY>", "{{ v | string | replace('70', '71') }}"), (), "never be called"),
+        (each("[{{ f.name }}]" + JSON), (), "tools would never be called"),
+        (
+            within("<|to|>tool<|say|>", each("<call={{ f.name }}>" + JSON + "</call>"), "") + "<|say|>",
+            ("<|to|>", "<|say|>"),
+            "writes '<|say|>' in calls and in the answer",
+        ),
+        ("<eos>" + each("<call={{ f.name }}>" + JSON + "</call>"), (), "the end token '<eos>' before a call"),
+    ],
+    ids=["another text", "another number", "no tag", "a token of answers", "after the end token"],
+)
+def test_a_form_that_cannot_be_told_or_read_is_refused(template_of, calls: str, special: tuple, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        template_of(calls, special).check_tools()
+
+
+@pytest.mark.parametrize("models", ["qwen3-coder", "glm 4.5", "minimax m3", "types of values in attributes"])
+def test_repeated_tags_of_a_learned_form_are_read_in_linear_time(template_of, models: str) -> None:
+    template = template_of(*FORMS[models])
+    forms = template._parsed_answers._forms
+    text = written(template, models).removesuffix("<eos>").partition("7")[0]
+    for tag in ("<", "<tool_call>", "<function=", text.partition("a")[2][:40]):
+        assert read_calls(text + tag * 20_000, forms, {})[1] == []
 
 
 @pytest.mark.parametrize(

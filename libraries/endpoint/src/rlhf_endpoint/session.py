@@ -36,7 +36,7 @@ class Session:
         self.answers: dict[str, Message] = {}
         """By the number that the ids of an answer's parts have."""
         self._reasons = Counter(dict.fromkeys(get_args(Reason), 0))
-        self._calls = Counter({"calls_unknown": 0})
+        self._calls = Counter({"calls_unknown": 0, "calls_unreadable": 0})
         self._tree, self._number = Tree(), 0
         self._lock = asyncio.Lock()
         self._answer_tasks: dict[str, asyncio.Task[Any]] = {}
@@ -160,6 +160,8 @@ class Session:
         for call in (message.get("tool_calls") or []) if request.calls else []:
             name = f"calls/{call['function']['name']}"
             self._calls[name if name in offered else "calls_unknown"] += 1
+        if request.calls and request.tools and self.ctx.has_unread_call(message):
+            self._calls["calls_unreadable"] += 1
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

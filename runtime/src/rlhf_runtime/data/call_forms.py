@@ -31,7 +31,8 @@ class AnswerCall(NamedTuple):
 
 
 Types = Mapping[tuple[str, str], frozenset[str]]
-"""{(function, argument): the types of JSON that its schema allows, none if it does not say}."""
+"""{(function, argument): the types of JSON that its schema allows, none if it does not say}. What is within an argument
+has a path, such as ``places.*.city`` of a list of objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +46,61 @@ class CallForm:
     read: Callable[[str, Types], list[AnswerCall]] | None = None
     """Reads the text between the two; no calls if it is not in this form. None for JSON, which is read up to its end,
     so that its strings may contain tags: the arguments if the opening has the name, else what :attr:`convert` reads."""
-    convert: Callable[[list[Any]], list[AnswerCall]] = lambda values: _objects(values)
+    convert: Callable[[list[Any]], list[AnswerCall]] = lambda values: calls_in_objects(values)
     """The calls in the JSON values that follow an opening."""
     tags: str = ""
     """Tags within a call."""
+    trace: str = ""
+    """Pattern of what shows that a call was tried, besides the mark. Without it, the tags of the opening do."""
+    separator: str = ""
+    """Pattern of what may stand between calls as JSON that follow one opening."""
 
     def visible(self, token: str) -> bool:
         """Whether a token is a tag of this form. Some tokenizers have such tags among their special tokens."""
         return token in re.sub(r"\\(.)", r"\1", f"{self.opening} {self.closing} {self.tags}")
 
+    def is_tried(self, text: str, has_calls: bool) -> bool:
+        """Whether a text without the calls that were read shows that another one was tried.
+
+        Args:
+            has_calls: whether calls were read. If so, a closing tag may be left over from them.
+        """
+        source = "" if self.trace else self.opening
+        source = re.sub(
+            r"\\(.)", r"\1", re.sub(r"\?P<\w+>|\?<[=!]", "", source if has_calls else source + self.closing)
+        )
+        tags = re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", source)
+        is_traced = bool(self.trace) and re.search(self.trace, text) is not None
+        return is_traced or any(tag in text for tag in (self.mark, *tags))
+
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
     """The types of all arguments, for forms that write values as text."""
-    types = {}
+    types = dict[tuple[str, str], frozenset[str]]()
     for tool in tools:
         function = tool.get("function", tool)
         schema = function.get("parameters") or {}
-        for argument, its_schema in (schema.get("properties") or {}).items():
-            types[function.get("name", ""), argument] = _types(its_schema, schema.get("$defs") or {})
+        _add_types(types, function.get("name", ""), "", schema, schema.get("$defs") or {})
     return types
+
+
+def _add_types(
+    types: dict[tuple[str, str], frozenset[str]],
+    function: str,
+    prefix: str,
+    schema: Any,
+    definitions: Mapping[str, Any],
+    depth: int = 4,
+) -> None:
+    """Add the types of the values of an object or of the items of a list, and of what is within them."""
+    if not isinstance(schema, Mapping) or not depth:
+        return
+    if isinstance(reference := schema.get("$ref"), str):
+        schema = definitions.get(reference.rpartition("/")[2]) or {}
+    items = {"*": schema["items"]} if "items" in schema else {}
+    for key, its_schema in {**(schema.get("properties") or {}), **items}.items():
+        types[function, prefix + key] = _types(its_schema, definitions)
+        _add_types(types, function, f"{prefix}{key}.", its_schema, definitions, depth - 1)
 
 
 def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 4) -> frozenset[str]:
@@ -79,16 +116,16 @@ def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 4) -> froze
     if types := schema.get("type"):
         return frozenset([types] if isinstance(types, str) else types)
     alternatives = [_types(s, definitions, depth - 1) for s in schema.get("anyOf") or schema.get("oneOf") or ()]
-    alternatives += [frozenset([_type(value)]) for value in schema.get("enum") or ()]
+    alternatives += [frozenset([type_of(value)]) for value in schema.get("enum") or ()]
     return frozenset().union(*alternatives) if all(alternatives) else frozenset()
 
 
-def _type(value: Any) -> str:
+def type_of(value: Any) -> str:
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "null")
 
 
-def _value(text: str, types: frozenset[str]) -> Any:
+def value_of(text: str, types: frozenset[str]) -> Any:
     """A value that is written as text: what it is as JSON, but the text itself if the schema allows a string and not
     that. Several templates write what is no string as Python does (``True``, ``None``)."""
     if types == {"string"}:
@@ -103,7 +140,7 @@ def _value(text: str, types: frozenset[str]) -> Any:
             value = _literal(node)
         except (ValueError, RecursionError):
             return text
-    kinds = {_type(value), "number"} if _type(value) == "integer" else {_type(value)}
+    kinds = {type_of(value), "number"} if type_of(value) == "integer" else {type_of(value)}
     return text if isinstance(value, str) or ("string" in types and not kinds & types) else value
 
 
@@ -133,7 +170,7 @@ def _literal(node: ast.expr) -> Any:
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             names = [k.value if isinstance(k, ast.Constant) and isinstance(k.value, str) else _no_call() for k in keys]
-            return _arguments([(name, _literal(value)) for name, value in zip(names, values, strict=True)])
+            return arguments_of([(name, _literal(value)) for name, value in zip(names, values, strict=True)])
     return _no_call()
 
 
@@ -156,7 +193,7 @@ def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[Answer
 # ---------------------------------------------------------------------------------------- calls as JSON
 
 
-def _objects(values: list[Any]) -> list[AnswerCall]:
+def calls_in_objects(values: list[Any]) -> list[AnswerCall]:
     """``{"name": ..., "arguments": {...}}`` or lists of these. Some templates say ``parameters`` or ``tool_name``."""
     calls = []
     for value in values:
@@ -168,7 +205,7 @@ def _objects(values: list[Any]) -> list[AnswerCall]:
                 arguments = decoded(arguments.strip())
             new = call_of(name, arguments, its_id if re.fullmatch("[A-Za-z0-9]{9}", str(its_id)) else "")
         else:
-            new = _objects(value) if isinstance(value, list) else []
+            new = calls_in_objects(value) if isinstance(value, list) else []
         if not new:
             return []
         calls += new
@@ -176,9 +213,9 @@ def _objects(values: list[Any]) -> list[AnswerCall]:
 
 
 def _bare(values: list[Any]) -> list[AnswerCall]:
-    """An answer that is one JSON object and nothing else (Llama 3). Any other object is an answer in JSON."""
-    value = values[0] if len(values) == 1 and isinstance(values[0], dict) else {}
-    return _objects(values) if "parameters" in value or "arguments" in value else []
+    """An answer that is JSON objects and nothing else (Llama 3). Any other object is an answer in JSON."""
+    are_calls = all(isinstance(value, dict) and {"parameters", "arguments"} & value.keys() for value in values)
+    return calls_in_objects(values) if are_calls else []
 
 
 def _keys(values: list[Any]) -> list[AnswerCall]:
@@ -190,27 +227,11 @@ def _keys(values: list[Any]) -> list[AnswerCall]:
 
 # ---------------------------------------------------------------------------------------- calls in other notations
 
-# A value ends before the next opening tag: where its end is missing, it would hold the next argument.
-_ELEMENT = re.compile(
-    r"\s*<(?P<tag>(?:｜DSML｜|steptml:)?(?:function|invoke))(?:=| name=)\"?(?P<name>[^\">\n]+)\"?>"
-    r"(?P<body>.*?)</(?P=tag)>",
-    re.DOTALL,
-)
-_PARAMETER = re.compile(
-    r"\s*<(?P<tag>(?:｜DSML｜|steptml:)?param(?:eter)?)(?P<is>=| name=)\"?(?P<key>[^<>\"\n]+)\"?"
-    r"(?: string=\"(?P<string>true|false)\")?>"
-    r"(?:<!\[CDATA\[(?P<data>.*?)\]\]>|(?P<value>(?:(?!<(?P=tag)(?P=is)).)*?))</(?P=tag)>",
-    re.DOTALL,
-)
-_PAIR = re.compile(
-    r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL
-)
-_STEP = re.compile("<｜tool_call_(?:begin｜>function<｜tool_sep|end)｜>")
 _FENCE = re.compile(r"\s*```(?:python)?\n(.*?)\n?```\s*", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
-def _all(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+def matches_of(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     """The matches that make up the text, without white space. Raises ValueError if there is other text."""
     matches: list[re.Match[str]] = []
     position = 0
@@ -220,38 +241,9 @@ def _all(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     return _no_call() if text[position:].strip() else matches
 
 
-def _arguments(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def arguments_of(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Raises ValueError if one is there twice."""
     return _no_call() if len({key for key, _ in values}) < len(values) else dict(values)
-
-
-def _elements(text: str, types: Types, trim: bool = False) -> list[AnswerCall]:
-    """``<function=NAME><parameter=KEY>value</parameter></function>``, one or several.
-
-    Args:
-        trim: the template writes a line break before and after each value.
-    """
-    calls = []
-    for element in _all(_ELEMENT, _STEP.sub("", text)):
-        name, values = element["name"].strip(), []
-        for parameter in _all(_PARAMETER, element["body"]):
-            key, value = parameter["key"].strip(), parameter["data"] or parameter["value"] or ""
-            if trim:
-                value = value.removeprefix("\n").removesuffix("\n")
-            kinds = types.get((name, key), frozenset()) - ({"string"} if parameter["string"] == "false" else set())
-            values.append((key, _value(value, frozenset({"string"}) if parameter["string"] == "true" else kinds)))
-        calls += call_of(name, _arguments(values))
-    return calls
-
-
-def _pairs(text: str, types: Types) -> list[AnswerCall]:
-    """The name, and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument (GLM)."""
-    name, tag, rest = text.partition("<arg_key>")
-    name = name.strip()
-    if not re.fullmatch(r"[^\s<>{}\[\]\"]+", name):
-        return []
-    pairs = [(pair["key"].strip(), pair["value"]) for pair in _all(_PAIR, tag + rest)]
-    return call_of(name, _arguments([(k, _value(v, types.get((name, k), frozenset()))) for k, v in pairs]))
 
 
 def _python(text: str, types: Types) -> list[AnswerCall]:
@@ -264,7 +256,7 @@ def _python(text: str, types: Types) -> list[AnswerCall]:
             if not isinstance(call, ast.Call) or call.args:
                 return []
             values = [(keyword.arg or _no_call(), _literal(keyword.value)) for keyword in call.keywords]
-            calls += call_of(ast.unparse(call.func), _arguments(values))
+            calls += call_of(ast.unparse(call.func), arguments_of(values))
     return calls
 
 
@@ -284,10 +276,6 @@ def _quoted(text: str, types: Types, quote: str) -> list[AnswerCall]:
 
 FORMS: Sequence[CallForm] = (
     CallForm("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
-    CallForm("<function=", r"<tool_call>", r"</tool_call>|(?<=</function>)\s*\Z", partial(_elements, trim=True)),
-    CallForm(
-        "<arg_key>", r"<tool_call>", r"</tool_call>", _pairs, tags="<arg_key> </arg_key> <arg_value> </arg_value>"
-    ),
     CallForm("[TOOL_CALLS]", r"\[TOOL_CALLS\]", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
     CallForm(
         "[TOOL_CALLS]",
@@ -305,25 +293,8 @@ FORMS: Sequence[CallForm] = (
         "<|tool_call_argument_begin|>",
         r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
-        r"\s*(?:<\|tool_call_end\|>|\Z)(?:\s*<\|tool_calls_section_end\|>)?",
+        r"\s*(?:<\|tool_call_end\|>|\Z)?(?:\s*<\|tool_calls_section_end\|>|(?<=<\|tool_call_end\|>)|\Z)",
     ),
-    CallForm("<minimax:tool_call>", r"<minimax:tool_call>", r"</minimax:tool_call>", _elements),
-    CallForm("<seed:tool_call>", r"<seed:tool_call>", r"</seed:tool_call>", _elements),
-    CallForm(
-        "｜DSML｜",
-        r"<｜DSML｜(?:function|tool)_calls>",
-        r"</｜DSML｜(?:function|tool)_calls>",
-        _elements,
-        tags="｜DSML｜",
-    ),
-    CallForm(
-        "<steptml:",
-        r"<｜tool_calls_begin｜>",
-        r"<｜tool_calls_end｜>",
-        _elements,
-        tags="<｜tool_call_begin｜> <｜tool_sep｜> <｜tool_call_end｜>",
-    ),
-    CallForm("<param name=", r"(?=<function name=)", r"(?<=</function>)", _elements),
     CallForm("<|tool_call>", r"<\|tool_call>", r"<tool_call\|>", partial(_quoted, quote='<|"|>'), tags='<|"|>'),
     CallForm(
         "<start_function_call>",
@@ -337,13 +308,20 @@ FORMS: Sequence[CallForm] = (
     CallForm("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
     CallForm("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
     CallForm("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
-    CallForm("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>"),
+    CallForm("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>", trace="<function="),
     CallForm("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
     CallForm("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
     CallForm("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
     CallForm("<|python_end|>", r"<\|python_end\|>", r"\s*\Z"),
-    CallForm('[{"name": "tool_call_name"', r"\A", r"\s*\Z"),
-    CallForm('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?", r"\s*\Z", convert=_bare),
+    CallForm('[{"name": "tool_call_name"', r"\A", r"\s*\Z", trace=r'"arguments"\s*:'),
+    CallForm(
+        '"parameters": ',
+        r"\A\s*(?:<\|python_tag\|>)?",
+        r"\s*\Z",
+        convert=_bare,
+        trace=r'"(?:parameters|arguments)"\s*:',
+        separator=";",
+    ),
 )
 
 
@@ -372,16 +350,21 @@ def _read_json(form: CallForm, opening: re.Match[str]) -> tuple[list[AnswerCall]
     if not _JSON.match(text, position):  # an error of the decoder counts all lines before it
         return [], opening.end()
     try:
-        while not values or ("name" not in groups and text.startswith("{", position)):
+        while not values or "name" not in groups:
             value, position = STRICT.raw_decode(text, position)
             values.append(value)
             position = _after_space(text, position)
+            if separator := re.compile(rf"{form.separator}\s*(?=\{{)").match(text, position):
+                position = separator.end()
+            else:
+                break
     except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
         return [], opening.end()
-    end = re.compile(form.closing).match(text, position)
+    end = re.compile(form.closing).match(text, position) or re.compile(form.opening).match(text, position)
     if end is None:
         return [], opening.end()
-    return call_of(groups["name"], values[0], groups.get("id")) if "name" in groups else form.convert(values), end.end()
+    boundary = position if end.re.pattern == form.opening else end.end()
+    return call_of(groups["name"], values[0], groups.get("id")) if "name" in groups else form.convert(values), boundary
 
 
 def _read_text(form: CallForm, opening: re.Match[str], types: Types) -> tuple[list[AnswerCall], int]:

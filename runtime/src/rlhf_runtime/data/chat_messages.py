@@ -9,8 +9,17 @@ from typing import Any
 
 from rlhf.errors import DataError
 
-from rlhf_runtime.data.call_forms import CHANNELS, FORMS, AnswerCall, argument_types, read_calls, read_channels
+from rlhf_runtime.data.call_forms import (
+    CHANNELS,
+    FORMS,
+    AnswerCall,
+    CallForm,
+    argument_types,
+    read_calls,
+    read_channels,
+)
 from rlhf_runtime.data.conversation import ChatTemplate
+from rlhf_runtime.data.learned_calls import CALL_IDS, PROBE_TOOLS, Call, learned_form
 from rlhf_runtime.data.messages import Messages, as_json, text_of
 from rlhf_runtime.data.strict_json import decoded
 from rlhf_runtime.data.text_tokens import TextTokens
@@ -73,12 +82,13 @@ class ChatMessages:
 _THOUGHTS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-"""What stands around reasoning: for most models, Seed-OSS, Magistral, Command A, Gemma 4 and Apriel."""
+"""What stands around reasoning: for most models, Seed-OSS, MiniMax M3, Magistral, Command A, Gemma 4 and Apriel."""
 _PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
 _PROBE_TOOL = {
     "type": "function",
@@ -99,14 +109,14 @@ _PROBE_TOOL = {
 
 class ParsedAnswers:
     """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and the like,
-    and calls in the forms of :data:`FORMS` and of gpt-oss are found if the chat template contains their tags; all else
-    is content.
+    and calls in the forms of :data:`FORMS` and of gpt-oss are found if the chat template contains their tags. If none
+    of these reads a call as the template writes it, its form is learned (:func:`learned_form`). All else is content.
 
     Raises DataError: the ``response_template`` is not valid.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._decode = tokenizer, decoder_of(tokenizer)
+    def __init__(self, tokenizer: Any, chat: ChatTemplate) -> None:
+        self._tokenizer, self._decode, self._chat = tokenizer, decoder_of(tokenizer), chat
         templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
         source = templates if isinstance(templates, str) else "".join(templates.values())
         self._has_response_template = getattr(tokenizer, "response_template", None) is not None
@@ -115,7 +125,15 @@ class ParsedAnswers:
         self._ids_name = "<|tool_call_argument_begin|>" in source
         """Whether the template writes the id of a call in place of its name (Kimi K2)."""
         self._in_channels = all(tag in source for tag in ("<|channel|>", "<|message|>", "<|call|>"))
+        self._marks = ["<|message|>"] if self._in_channels else []
+        """Texts that show that a call was tried, besides those of the forms."""
+        self._learned: CallForm | None = None
+        if not (self._has_response_template or self._in_channels or self._reads_template()):
+            self._learned = learned_form(self._written)
+            self._forms = [*filter(None, [self._learned]), *self._forms]
         if self._has_response_template:
+            opening = (tokenizer.response_template.get("fields") or {}).get("tool_calls", {}).get("open")
+            self._marks += [opening] if isinstance(opening, str) else []
             try:
                 tokenizer.get_response_parser(prefix="")
             except Exception as error:  # of the template, which somebody wrote for this tokenizer
@@ -154,11 +172,34 @@ class ParsedAnswers:
         return message
 
     def has_unread_call(self, message: Mapping[str, Any]) -> bool:
-        """Whether the content of a parsed answer has the mark of a call, or the header of a part (gpt-oss); whether its
-        reasoning has it, if it has neither content nor calls: the end of the reasoning may be missing."""
-        marks = [form.mark for form in self._forms] + ["<|message|>"] * self._in_channels
-        text = message.get("content") or ("" if message.get("tool_calls") else message.get("reasoning_content")) or ""
-        return any(mark in text for mark in marks)
+        """Whether the content of a parsed answer begins a call, or has the header of a part (gpt-oss); whether its
+        reasoning does, if it has neither content nor calls: the end of the reasoning may be missing."""
+        calls = message.get("tool_calls")
+        text = message.get("content") or ("" if calls else message.get("reasoning_content")) or ""
+        return any(form.is_tried(text, bool(calls)) for form in self._forms) or any(m in text for m in self._marks)
+
+    def _written(self, content: str, calls: Sequence[Call]) -> str:
+        """What the template writes as an answer, up to its end token. Raises DataError."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+        written_calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, (name, arguments) in zip(CALL_IDS, calls, strict=False)
+        ]
+        answer = {"role": "assistant", "content": content, **({"tool_calls": written_calls} if calls else {})}
+        opened, closed = (self._chat.text(messages, answer, PROBE_TOOLS) for answer in (True, False))
+        text = self._chat.text([*messages, answer], False, PROBE_TOOLS)
+        text = text[len(next((prefix for prefix in (opened, closed) if text.startswith(prefix)), "")) :].rstrip()
+        for end in filter(None, (self._tokenizer.eos_token, self._chat.end)):
+            text = text.removesuffix(end).rstrip()
+        return text
+
+    def _reads_template(self) -> bool:
+        """Whether one of the known forms reads a call as the template writes it."""
+        try:
+            text = self._written("", [("zqname", {"zqkey": "zqtext"})])
+        except DataError:
+            return True  # it writes none, so none is learned
+        return [call[:2] for call in read_calls(text, self._forms, {})[1]] == [("zqname", '{"zqkey": "zqtext"}')]
 
     def check_tools(self, chat: ChatTemplate, tokens: TextTokens) -> None:
         """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
@@ -178,6 +219,23 @@ class ParsedAnswers:
         )
         prefix = next((text for text in (opened, closed) if answered.startswith(text)), "")
         call_text = answered[len(prefix) :]
+        before_name, name, _ = call_text.partition("forecast")
+        for end in filter(None, chat.ends):
+            if prefix and name and end in before_name:
+                raise DataError(
+                    f"the chat template writes the end token {end!r} before a call: {call_text[:200]!r}. A sample ends "
+                    "with it, so tools would never be called. Name a file with a template that writes calls within the "
+                    "answer as data.chat_template."
+                )
+        plain = chat.text([*question, {"role": "assistant", "content": "Yes."}], False, [_PROBE_TOOL])
+        plain = plain.removeprefix(opened) if plain.startswith(opened) else ""
+        for token in special_tokens(self._tokenizer):
+            if self._learned is not None and self._learned.visible(token) and token in plain:
+                raise DataError(
+                    f"the chat template writes {token!r} in calls and in the answer {plain[:200]!r}, so calls cannot "
+                    "be told from other answers. Add a response_template to tokenizer_config.json, or name a file with "
+                    "another template as data.chat_template."
+                )
         message = self.parse(tokens.ids(call_text), tokens.ids(prefix), "", [_PROBE_TOOL])
         calls = [call["function"] for call in message.get("tool_calls", ())]
         if [(c["name"], decoded(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:

@@ -202,8 +202,7 @@ class Prompts:
 
     @cached_property
     def _parsed_answers(self) -> ParsedAnswers:
-        _ = self._required_chat
-        return ParsedAnswers(self.tokenizer)
+        return ParsedAnswers(self.tokenizer, self._required_chat)
 
     @property
     def _required_chat(self) -> ChatTemplate:
