@@ -315,6 +315,7 @@ def test_the_tokenizers_own_format_comes_first(tokenizer_with):
     assert parsed(template, "hi<eos>", prompt=head) == {"role": "assistant", "content": "hi"}
     broken = parsed(template, "[call]{nothing[/call]<eos>", prompt=head)
     assert broken == {"role": "assistant", "content": "[call]{nothing[/call]"}
+    assert template.has_unread_call(broken)
     tokenizer.response_template = {"fields": {}}
     with pytest.raises(DataError, match=r"response_template is not valid: ValueError: .*fields must be"):
         Template(tokenizer, DataSection()).check_messages()
