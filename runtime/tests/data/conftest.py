@@ -134,3 +134,23 @@ def refusal(load):
         return text
 
     return why
+
+
+@pytest.fixture(scope="session")
+def template_of(tmp_path_factory):
+    """Loads a chat template of ``call_templates.py``."""
+    from transformers import AutoTokenizer
+
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+    def load(written: str, special: tuple[str, ...]) -> Template:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+        tokenizer.chat_template = (
+            "{% set BR = '\\n' %}{% if tools %}{{ (tools | tojson) + '<eos>' }}{% endif %}{% for m in messages %}"
+            "{{ '<|' + m.role + '|>' + m.content }}" + written + "{{ '<eos>' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+        )
+        return Template(tokenizer, DataSection())
+
+    return load

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rlhf_testing.chat_templates import HERMES
+
+from tests.laboratory import CALL
 
 SAYS = """
 def say(messages, **fields):
@@ -53,6 +56,22 @@ for _ in range(4):
     assert begun(trajectory) == {}
     used = [a["usage"] for [a] in wire()]
     assert [u["prompt_tokens"] for u in used[1:]] > [u["total_tokens"] for u in used[:-1]]
+
+
+def test_calls_that_cannot_be_read_are_counted(laboratories, program, wire):
+    lab = laboratories(HERMES, CALL.replace("}}", "}"))
+    body = """
+messages = [USER]
+for _ in range(4):
+    message = say(messages, tools=[add()])
+    messages += [message, *replies(message)]
+"""
+    trajectory, _ = run(lab, program, wire, body)
+    messages = [answer["choices"][0]["message"] for [answer] in wire()]
+    texts = [message.get("content") or message.get("reasoning_content") or "" for message in messages]
+    assert trajectory.info["rollout/calls_unreadable"] == sum("<tool_call>" in text for text in texts) > 0
+    assert not any(message.get("tool_calls") for message in messages)
+    assert trajectory.info["rollout/calls/add"] == 0
 
 
 def test_parallel_calls(lab, program, wire):

@@ -129,7 +129,7 @@ class ParsedAnswers:
         """Texts that show that a call was tried, besides those of the forms."""
         self._learned: CallForm | None = None
         if not (self._has_response_template or self._in_channels or self._reads_template()):
-            self._learned = learned_form(self._written)
+            self._learned = learned_form(self._render)
             self._forms = [*filter(None, [self._learned]), *self._forms]
         if self._has_response_template:
             opening = (tokenizer.response_template.get("fields") or {}).get("tool_calls", {}).get("open")
@@ -178,7 +178,7 @@ class ParsedAnswers:
         text = message.get("content") or ("" if calls else message.get("reasoning_content")) or ""
         return any(form.is_tried(text, bool(calls)) for form in self._forms) or any(m in text for m in self._marks)
 
-    def _written(self, content: str, calls: Sequence[Call]) -> str:
+    def _render(self, content: str, calls: Sequence[Call]) -> str:
         """What the template writes as an answer, up to its end token. Raises DataError."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
         written_calls = [
@@ -196,7 +196,7 @@ class ParsedAnswers:
     def _reads_template(self) -> bool:
         """Whether one of the known forms reads a call as the template writes it."""
         try:
-            text = self._written("", [("zqname", {"zqkey": "zqtext"})])
+            text = self._render("", [("zqname", {"zqkey": "zqtext"})])
         except DataError:
             return True  # it writes none, so none is learned
         return [call[:2] for call in read_calls(text, self._forms, {})[1]] == [("zqname", '{"zqkey": "zqtext"}')]

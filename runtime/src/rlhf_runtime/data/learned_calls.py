@@ -1,7 +1,26 @@
 """The form in which a chat template writes tool calls, learned from what it writes for calls of known functions.
 
-A call has an opening, a name, the arguments as JSON or each between texts of the template, and a closing. What two
-calls have in common is the template's.
+What the template writes is cut at the known names, keys and values, and compared: what stands before each of two calls
+is the opening, what stands before the first one only is outer, and so on. An example (MiniMax M2)::
+
+    <minimax:tool_call>                        outer
+    <invoke name="NAME">                       opening: <invoke name="         head: ">
+    <parameter name="KEY">VALUE</parameter>    key opening: <parameter name="  middle: ">  value end: </parameter>
+    </invoke>                                  closing
+    </minimax:tool_call>                       outer end
+
+Of these come the patterns that read an answer::
+
+    (?:<minimax:tool_call>\\s*)?<invoke\\s*name="    before a call
+    NAME">                                           at its start
+    <parameter\\s*name="KEY">VALUE</parameter>       each argument
+    </invoke>(?:\\s*</minimax:tool_call>)?           after the call
+
+Models leave out what is optional here. Where the opening has several tags (Qwen3-Coder: ``<tool_call>`` and
+``<function=``), all but the last one are optional, and so are all but the first one of the closing. Arguments in JSON
+(Solar Open) have no key opening, middle and value end. The middle may depend on the type of the value (DeepSeek V3.2).
+
+Answers are arbitrary text. So no pattern that is searched for begins with white space, which would take quadratic time.
 """
 
 from __future__ import annotations
@@ -9,7 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlhf.errors import DataError
@@ -61,11 +80,12 @@ PROBE_TOOLS = [
     for name in _NAMES
 ]
 
-_ID, _NUMBER, _KEY = "\ue000", "\ue001", "\ue002"
-"""In a text of the template: the id of a call, a number such as its index, and the key of the argument before it."""
-_OF_PLACES = {_ID: r"[^\s<>]*?", _NUMBER: r"\d+", _KEY: "(?P=key)"}
-_NAME = r"(?P<name>[^\s<>{}\[\]\"]+)"
+_ID, _KEY = "\ue000", "\ue001"
+"""In a text of the template: the id of a call, and the key of the argument before it."""
+_OF_PLACES = {_ID: r"[^\s<>]*?", _KEY: "(?P=key)"}
 _CDATA = ("<![CDATA[", "]]>")
+"""Around strings of MiniCPM5 that have tags or lines. Those of other templates are part of the string."""
+_NAME = r"(?P<name>[^\s<>{}\[\]\"]+)"
 _PIECE = re.compile(r"<[^<>\s]*>|\s+|\w+|.")
 
 
@@ -93,8 +113,8 @@ class _Elements:
     """What stands before a key."""
     kinds: Sequence[frozenset[str]]
     """The types of values for each way to write what stands between key and value; one if there is one way."""
-    item: str = ""
-    """The key of the items of a list, if objects and lists are written as the arguments are; else they are JSON."""
+    item: str
+    """The key of the items of a list, if objects and lists are written as the arguments are. Empty if they are JSON."""
 
     def read(self, text: str, types: Types) -> list[AnswerCall]:
         head = self.head.match(text)
@@ -105,7 +125,7 @@ class _Elements:
     def _pairs(self, text: str, types: Types, name: str, prefix: str) -> list[tuple[str, Any]]:
         pairs = []
         for match in matches_of(self.argument, text):
-            key, value = match["key"].strip(), match["value"] if match["data"] is None else match["data"]
+            key, value = match["key"].strip(), match["value"] or match.groupdict().get("data") or ""
             path = prefix + ("*" if key == self.item and (name, prefix + "*") in types else key)
             kinds = types.get((name, path), frozenset())
             if len(self.kinds) > 1:
@@ -114,6 +134,9 @@ class _Elements:
         return pairs
 
     def _value(self, text: str, types: Types, name: str, path: str, kinds: frozenset[str]) -> Any:
+        if self.item and not text:  # the template writes nothing for an empty list, object or string
+            possible = kinds & {"array", "object", "string"}
+            return [] if possible == {"array"} else {} if possible == {"object"} else ""
         if not self.opening.search(text):
             value = value_of(text, kinds)
             if len(self.kinds) > 1 and type_of(value) not in {*kinds, "null"} and "number" not in kinds:
@@ -130,7 +153,7 @@ def learned_form(write: Writer) -> CallForm | None:
     """None if the template writes no calls, or in no such form, or in one that an answer without a call may have."""
     with suppress(DataError):
         text = _text(write, "", [_FIRST])
-        place = _found(text, 0, _FIRST)
+        place = _place_of(text, 0, _FIRST)
         form = None if place is None else _form(write, text, place)
         return form if form is not None and _reads(write, form) else None
     return None
@@ -141,41 +164,58 @@ def _form(write: Writer, text: str, place: _Place) -> CallForm | None:
     Args:
         text: an answer with the first call.
     """
-    plain, talk = _text(write, _CONTENT, []), _text(write, _CONTENT, [_FIRST])
-    before_content, _, after_content = plain.partition(_CONTENT)
-    fronts = [text[: place.start].removeprefix(before_content)]
-    if _CONTENT in talk and (other := _found(talk, 0, _FIRST)):
-        fronts.append(talk[: other.start].rpartition(_CONTENT)[2])
-    between, tail = _between(write), text[place.end :]
-    tail = tail.removesuffix(after_content) if after_content.strip() else tail
-    wrapping = _common_end(fronts)
-    opening = wrapping if between is None else _common_end([*fronts, between])
-    rest = None if between is None else between.removesuffix(opening)
-    middle, elements = text[place.name_end : place.arguments], None
+    plain = _text(write, _CONTENT, [])
+    elements, value_end, texts_within = None, "", text[place.name_end : place.arguments]
     if not place.is_json:
         parts = _elements(write, text, place)
         if parts is None:
             return None
-        elements, value_end, middle = parts
-        tail = _with_key(tail, _KEYS[1]).removeprefix(value_end)
-        rest = None if rest is None else _with_key(rest, _KEYS[0]).removeprefix(value_end)
-    closing = _closing(rest, tail)
-    outer, outer_end = wrapping.removesuffix(opening), tail.removeprefix(closing).strip()
+        elements, value_end, texts_within = parts
+    outer, opening, closing, outer_end = _around(write, text, place, plain, value_end)
     tags = [piece for piece in _PIECE.findall(outer + opening) if _is_tag(piece) and piece not in plain]
-    mark, end = (tags or [opening.strip()])[0], _required(closing.strip(), opening + middle)
-    if len(mark) < 4 or not re.search(r"[<>|\[\]]", mark) or not (end or place.is_json):
+    mark = (tags or [opening])[0]
+    if len(mark) < 4 or not re.search(r"[<>|\[\]]", mark) or not (closing or place.is_json):
         return None
-    begin = _loose(opening, plain)
-    name_pattern = _NAME + _pattern(middle) if place.is_json and middle else ""
+    front, tag = _before_tag(opening, plain)
+    end, rest = _after_tag(closing, opening + texts_within)
+    end = _pattern(end) + _optional(r"\s*", rest)
+    if place.is_json:  # a call as JSON may lack what closes it
+        end = rf"(?:{end}|\Z)" if closing else r"\Z"
     return CallForm(
         mark,
-        (rf"(?:{_pattern(outer)}\s*)?" if outer.strip() else "") + begin + name_pattern,
-        rf"\s*{end if elements else f'(?:{end}|' + chr(92) + 'Z)' if end else chr(92) + 'Z'}"
-        + (rf"(?:\s*{_pattern(outer_end)})?" if outer_end else ""),
+        _optional("", outer, r"\s*")
+        + _optional("", front, r"\s*")
+        + _pattern(tag)
+        + (_NAME + _pattern(texts_within) if place.is_json and texts_within else ""),
+        end + _optional(r"\s*", outer_end),
         None if elements is None else elements.read,
-        tags=f"{outer} {opening} {middle} {closing} {outer_end}",
-        trace="|".join([*map(re.escape, tags), begin]),
+        tags=f"{outer} {opening} {texts_within} {closing} {outer_end}",
+        trace="|".join([*map(re.escape, tags), _pattern(tag)]),
     )
+
+
+def _around(write: Writer, text: str, place: _Place, plain: str, value_end: str) -> tuple[str, str, str, str]:
+    """Outer, opening, closing and outer end.
+
+    Args:
+        plain: an answer without a call.
+    """
+    before_content, _, after_content = plain.partition(_CONTENT)
+    fronts = [text[: place.start].removeprefix(before_content)]
+    talk = _text(write, _CONTENT, [_FIRST])
+    if _CONTENT in talk and (other := _place_of(talk, 0, _FIRST)):
+        fronts.append(talk[: other.start].rpartition(_CONTENT)[2])
+    wrapping, between, tail = _common_end(fronts), _between(write), text[place.end :]
+    tail = tail.removesuffix(after_content) if after_content.strip() else tail
+    tail = _with_key(tail, _KEYS[1]).removeprefix(value_end)
+    if between is None:
+        opening, closing = wrapping, tail.rstrip()
+    else:
+        opening = _common_end([*fronts, between])
+        rest = _with_key(between.removesuffix(opening), _KEYS[0]).removeprefix(value_end).rstrip()
+        closing = rest if tail.startswith(rest) else _common_start([rest, tail])
+    outer, outer_end = wrapping.removesuffix(opening), tail.removeprefix(closing)
+    return outer.strip(), opening.strip(), closing.strip(), outer_end.strip()
 
 
 def _text(write: Writer, content: str, calls: Sequence[Call]) -> str:
@@ -185,7 +225,7 @@ def _text(write: Writer, content: str, calls: Sequence[Call]) -> str:
     return text
 
 
-def _found(text: str, start: int, call: Call) -> _Place | None:
+def _place_of(text: str, start: int, call: Call) -> _Place | None:
     """The place of a call from ``start`` on."""
     name, arguments = call
     for match in re.compile(r"[{\[]").finditer(text, start):
@@ -207,7 +247,7 @@ def _between(write: Writer) -> str | None:
     first: Call = (_NAMES[0], {_KEYS[0]: _TEXTS[0]})
     with suppress(DataError):
         two = _text(write, "", [first, _SECOND])
-        if (place := _found(two, 0, first)) and (other := _found(two, place.end, _SECOND)):
+        if (place := _place_of(two, 0, first)) and (other := _place_of(two, place.end, _SECOND)):
             return two[place.end : other.start]
     return None
 
@@ -221,43 +261,36 @@ def _elements(write: Writer, text: str, place: _Place) -> tuple[_Elements, str, 
             return None
         bounds.append((position, position + len(part)))
         position += len(part)
-    (key, key_end), (value, after_value), (other, other_end), (last, last_end) = bounds
-    head, middle = text[place.name_end : key], text[key_end:value]
-    between, tail = _with_key(text[after_value:other], _KEYS[0]), _with_key(text[last_end:], _KEYS[1])
+    (key, key_end), (first, first_end), (other, other_end), (last, last_end) = bounds
+    head, middle = text[place.name_end : key], text[key_end:first]
+    between, tail = _with_key(text[first_end:other], _KEYS[0]), _with_key(text[last_end:], _KEYS[1])
     opening = _common_end([head, between])
     if middle != text[other_end:last] or not opening.strip():
         return None
-    end = between.removesuffix(opening)
-    end = end if tail.startswith(end) else _common_start([end, tail])
-    value_end = end
-    if middle.endswith(_CDATA[0]) and end.startswith(_CDATA[1]):  # a value may stand without them
+    head, end, opening = head.removesuffix(opening), between.removesuffix(opening), opening.strip()
+    value_end = end = end if tail.startswith(end) else _common_start([end, tail])
+    has_cdata = _CDATA[0] in write("", [(_NAMES[0], {_KEYS[0]: "<&\n"})])
+    if middle.endswith(_CDATA[0]) and end.startswith(_CDATA[1]):
         middle, end = middle.removesuffix(_CDATA[0]), end.removeprefix(_CDATA[1])
-    middles = _middles(write, opening, middle, end)
-    lines = [r"\n?" if t.endswith("\n") else "" for t in middles]
-    ways = "|".join(
-        f"(?P<kind{n}>{_pattern(t.rstrip() if t.endswith(chr(10)) else t)}){line}"
-        for n, (t, line) in enumerate(zip(middles, lines, strict=True))
-    )
-    closing = r"\n?" + _pattern(end[1:]) if end.startswith("\n") else _pattern(end)
     if not end.strip() or not middle.strip():
         return None
-    elements = _Elements(
-        re.compile(r"\s*" + _NAME + _pattern(head.removesuffix(opening))),
-        re.compile(
-            rf"\s*{_pattern(opening.strip())}(?P<key>[^<>\"\n]+?)(?:{ways})"
-            rf"(?:\s*<!\[CDATA\[(?P<data>.*?)\]\]>\s*|(?P<value>VALUE)){closing}".replace(
-                "VALUE", f"(?:(?!{_pattern(opening.strip())}).)*?"
-            ),
-            re.DOTALL,
-        ),
-        re.compile(_pattern(opening.strip())),
-        tuple(middles.values()),
+    middles = _middles(write, opening, middle, end)
+    keys = rf"\s*{_pattern(opening)}(?P<key>[^<>\"\n]+?)(?:" + "|".join(
+        f"(?P<kind{n}>{_with_line(text)})" for n, text in enumerate(middles)
     )
-    item = _item(write, elements, closing)
-    if item:
-        nested = elements.argument.pattern.replace(f"(?:(?!{_pattern(opening.strip())}).)*?", ".*?")
-        elements = replace(elements, argument=re.compile(nested, re.DOTALL), item=item)
-    return elements, value_end, " ".join([head, *middles, value_end])
+    closing = r"\n?" + _pattern(end[1:]) if end.startswith("\n") else _pattern(end)
+    item = _item(write, f"{keys}){_TEXTS[0]}{closing}")
+    value = "(?P<value>.*?)" if item else f"(?P<value>(?:(?!{_pattern(opening)}).)*?)"
+    if has_cdata:
+        value = rf"(?:\s*<!\[CDATA\[(?P<data>.*?)\]\]>\s*|{value})"
+    elements = _Elements(
+        re.compile(r"\s*" + _NAME + _pattern(head.rstrip())),
+        re.compile(f"{keys}){value}{closing}", re.DOTALL),
+        re.compile(_pattern(opening)),
+        tuple(middles.values()),
+        item,
+    )
+    return elements, value_end, " ".join([head, opening, *middles, value_end])
 
 
 def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, frozenset[str]]:
@@ -266,7 +299,7 @@ def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, fr
     for value, forms in ((70, ("70",)), (7.5, ("7.5",)), (True, ("true", "True")), (None, ("null", "None")),
                          ([71], ("[71]",)), ({"zqx": 72}, ('{"zqx": 72}', '{"zqx":72}'))):  # fmt: skip
         with suppress(DataError):
-            rest = write("", [(_NAMES[0], {_KEYS[0]: value})]).rpartition(opening.strip() + _KEYS[0])[2]
+            rest = write("", [(_NAMES[0], {_KEYS[0]: value})]).rpartition(opening + _KEYS[0])[2]
             rest = _with_key(rest, _KEYS[0])
             places = [i for form in forms if (i := rest.find(form + end)) >= 0]
             if not rest.startswith(middle) and places:
@@ -276,26 +309,18 @@ def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, fr
     return {text: frozenset(types) for text, types in kinds.items()}
 
 
-def _item(write: Writer, elements: _Elements, closing: str) -> str:
-    """The key of the items of a list; empty if lists are not written as the arguments are."""
+def _item(write: Writer, argument: str) -> str:
+    """The key of the items of a list; empty if lists are not written as the arguments are (MiniMax M3).
+
+    Args:
+        argument: pattern of a key with the first text as its value.
+    """
     with suppress(DataError):
         text = write("", [(_NAMES[0], {_KEYS[0]: [_TEXTS[0]]})])
-        ways = elements.argument.pattern.partition(r"(?:\s*<!\[CDATA")[0]
-        for match in re.finditer(f"(?={ways}{_TEXTS[0]}{closing})", text):
+        for match in re.finditer(f"(?={argument})", text):
             if match["key"] != _KEYS[0]:
                 return match["key"]
     return ""
-
-
-def _closing(rest: str | None, tail: str) -> str:
-    """What follows each call, also the last one.
-
-    Args:
-        rest: the text between two calls, without what opens the second.
-    """
-    if rest is None:
-        return tail.rstrip()
-    return rest.rstrip() if tail.startswith(rest.rstrip()) else _common_start([rest, tail])
 
 
 def _reads(write: Writer, form: CallForm) -> bool:
@@ -326,27 +351,36 @@ def _pattern(text: str) -> str:
     )
 
 
-def _loose(opening: str, plain: str) -> str:
-    """Matches what opens a call, also without what stands before its last tag: models leave that out at times.
+def _with_line(text: str) -> str:
+    """Matches a text of the template, with the end of its last line or without."""
+    return _pattern(text.rstrip()) + r"\n?" if text.endswith("\n") else _pattern(text)
+
+
+def _optional(start: str, text: str, end: str = "") -> str:
+    """Matches a text of the template with the patterns around it, or nothing."""
+    return f"(?:{start}{_pattern(text)}{end})?" if text else ""
+
+
+def _before_tag(opening: str, plain: str) -> tuple[str, str]:
+    """What models leave out at times, and the last tag, which opens a call by itself if other answers have none.
 
     Args:
         plain: an answer without a call.
     """
-    front, tag = opening[: opening.rfind("<")].strip(), opening[opening.rfind("<") :]
-    is_known = re.match(r"<[^\s<>]*[A-Za-z]{3}", tag) and tag.strip() not in plain
-    return f"(?:{_pattern(front)}\\s*)?{_pattern(tag)}" if front and is_known else _pattern(opening.strip())
+    index = opening.rfind("<")
+    front, tag = opening[:index].strip(), opening[index:]
+    is_enough = re.match(r"<[^\s<>]*[A-Za-z]{3}", tag) and tag not in plain
+    return (front, tag) if index > 0 and is_enough else ("", opening)
 
 
-def _required(closing: str, other_texts: str) -> str:
-    """Matches what closes a call, also without what follows its first tag.
+def _after_tag(closing: str, other_texts: str) -> tuple[str, str]:
+    """The first tag, which closes a call by itself if nothing else in it has this tag, and what models leave out.
 
     Args:
         other_texts: the other texts of the template within a call.
     """
-    pieces = _PIECE.findall(closing)
-    if len(pieces) > 1 and _is_tag(pieces[0]) and pieces[0] not in other_texts:
-        return rf"{_pattern(pieces[0])}(?:\s*{_pattern(''.join(pieces[1:]).strip())})?"
-    return _pattern(closing)
+    tag = next(iter(_PIECE.findall(closing)), "")
+    return (tag, closing.removeprefix(tag).strip()) if _is_tag(tag) and tag not in other_texts else (closing, "")
 
 
 def _is_tag(piece: str) -> bool:
