@@ -68,7 +68,10 @@ def test_rows_for_fine_tuning_can_show_the_tools_of_a_run(tmp_path, capsys) -> N
 
 @pytest.mark.parametrize(
     ("chat_template", "message"),
-    [(CHATML, "does not write the descriptions"), (HERMES.replace("tool_call>", "call>"), "no call")],
+    [
+        (CHATML, "does not write the descriptions"),
+        (HERMES.replace("<tool_call>", "").replace("</tool_call>", ""), "no call"),  # no tag tells its calls from text
+    ],
 )
 def test_a_template_that_cannot_be_used_for_tools_is_refused_before_anything_is_loaded(
     tmp_path, capsys, chat_template, message
