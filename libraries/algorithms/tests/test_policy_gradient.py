@@ -261,6 +261,9 @@ def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
         def load_state_dict(self, state):
             self.held = state
 
+        def summary(self, means):
+            return {"double": 2 * means["entropy"]}
+
     inner = Other()
     loss = WithKL(inner, "k1")
     assert loss.reduce() == {"first": own, "second": Reduce("seq_mean"), "kl": kl}
@@ -268,6 +271,7 @@ def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
     assert WithKL(Ratio(), "k1").outputs() == Ratio().outputs(), "log-probs are computed once"
     loss.load_state_dict({"x": 1})
     assert inner.held == {"x": 1}
+    assert loss.summary({"entropy": 1.5}) == {"double": 3.0}
 
 
 def test_the_reference_is_updated_after_the_policy():

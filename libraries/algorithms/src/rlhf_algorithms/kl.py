@@ -113,6 +113,9 @@ class Beside(Loss):
     def prepare(self, batch: Batch) -> Batch:
         return self.inner.prepare(batch)
 
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        return self.inner.summary(means)
+
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 

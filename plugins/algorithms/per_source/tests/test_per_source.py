@@ -128,6 +128,13 @@ def test_metrics_of_a_member_are_those_of_its_algorithm_alone() -> None:
         )
 
 
+def test_a_summary_of_a_member_is_of_its_own_means() -> None:
+    loss = algorithm("pairs").parts["loss"]
+    loss.losses["chat"].summary = lambda means: {"double": 2 * means["accuracy"]} if means else {}
+    assert loss.summary({"math/accuracy": 0.1, "chat/accuracy": 0.4, "loss": 0.2}) == {"chat/double": 0.8}
+    assert loss.summary({"math/accuracy": 0.1}) == {}
+
+
 def test_a_micro_batch_without_a_member_reaches_all_outputs() -> None:
     """Stage 3 of ZeRO fails where one rank's backward pass does not reach an output that another one's reaches."""
     made = algorithm("clipped")

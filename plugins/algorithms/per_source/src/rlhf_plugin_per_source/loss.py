@@ -87,6 +87,14 @@ class LossOfMembers(Loss):
                 joined = joined.with_column("tok", mask, torch.zeros(joined.tokens, dtype=torch.bool), over=None)
         return joined
 
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        summary: dict[str, float] = {}
+        for name, loss in self.losses.items():
+            start = f"{name}/"
+            part_means = {key.removeprefix(start): mean for key, mean in means.items() if key.startswith(start)}
+            summary |= {f"{start}{key}": value for key, value in loss.summary(part_means).items()}
+        return summary
+
     def __call__(self, x: LossInput) -> LossOutput:
         terms: dict[str, Tensor] = {}
         metrics: dict[str, tuple[Any, ...]] = {}
