@@ -168,6 +168,7 @@ def test_a_run_stops_with_a_checkpoint_where_its_terminal_is_closed(shop: Worksh
     arguments = shop.arguments(shop.config("rloo", "run", run={"steps": 10_000}, checkpoint={"every": 10_000}))
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execv(sys.executable, [sys.executable, "-m", "rlhf_cli.main", *arguments])
     run = Finished(shop.folder / "run", 0)
     while not (run.path / "metrics.jsonl").exists() or len(run.lines()) < 2:

@@ -9,7 +9,9 @@ from rlhf_runtime.loop.signals import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
+def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd, request):
+    inherited = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    request.addfinalizer(lambda: signal.signal(number, inherited))
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
