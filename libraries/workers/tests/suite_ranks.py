@@ -82,7 +82,7 @@ def test_errors_of_begin_are_raised_with_its_results(steady):
 def test_wrong_numbers_of_arguments_are_refused(steady):
     for wrong in (1, 3):
         with pytest.raises(
-            CapabilityError, match=f"policy has 2 ranks; nothing.. was called with arguments for {wrong}"
+            CapabilityError, match=f"policy has 2 ranks; world_size.. was called with arguments for {wrong}"
         ):
             steady.call("world_size", [()] * wrong)
 
@@ -113,7 +113,7 @@ def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair, bri
     with pytest.raises(TrainingError, match=r"policy rank 1 .*raises_on\(\) raised ValueError: first cause on 1"):
         pair.call("raises_on", [(1, 60.0)] * 2)
     assert time.monotonic() - start < 50
-    with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 did not return"):
+    with pytest.raises(WorkerError, match=r"world_size\(\) cannot be called any more: policy rank 0 did not return"):
         pair.call("world_size", [()] * 2)
 
 

@@ -60,7 +60,10 @@ def test_bad_requests_are_errors_of_the_api_and_the_sample_goes_on(lab, program,
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [(CHATML, "does not write the descriptions of tools"), (HERMES.replace("tool_call>", "call>"), "no call")],
+    [
+        (CHATML, "does not write the descriptions of tools"),
+        (HERMES.replace("<tool_call>", "").replace("</tool_call>", ""), "no call"),  # no tag tells its calls from text
+    ],
 )
 def test_tools_that_the_chat_template_cannot_offer_are_refused(laboratories, program, wire, template, message):
     body = "note(task, *ask(base_url, api_key, tools=[add()]))\nask(base_url, api_key)"

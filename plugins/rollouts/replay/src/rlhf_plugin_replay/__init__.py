@@ -140,7 +140,10 @@ def _turns(turn_list: Any) -> list[dict[str, Any]]:
 
 
 def _turn(recorded: dict[str, Any]) -> Turn:
-    images = tuple(Image(**{**image, "data": b64decode(image["data"])}) for image in recorded.get("images") or ())
+    images = tuple(
+        Image(b64decode(image["data"]), image["at"], image["tokens"], image["short"])
+        for image in recorded.get("images") or ()
+    )
     experts = recorded.get("experts")
     if experts is not None:
         experts = ExpertRecord(**{**experts, "choices": b64decode(experts["choices"])})
