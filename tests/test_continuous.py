@@ -103,7 +103,9 @@ def test_no_answer_mixes_weights_unless_it_continues(shop: Workshop, in_flight: 
         run={"steps": 8},
         stream={"staleness": 2},
         sync={"in_flight": in_flight},
-        generator={"tokens": 60.0, "tokens_sigma": 0.2},
+        generator={"tokens": 60.0, "tokens_sigma": 0.2, "speed": 20.0},  # slow: some answers outlast a step
+        trainer={"speed": 20.0},
+        env={"speed": 20.0},
     )
     spans = [len(turn["versions"]) for sample in run.samples() for turn in sample["turns"] if turn["sampled"]]
     assert set(spans) == {1}
