@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 56, 28, 40, 86
+WIDTH, HEIGHT = 720, 336
+LEFT, RIGHT, TOP, BOTTOM = 56, 28, 40, 102
 FONT = 'font-family="sans-serif" font-size="12"'
 COLOURS = ("#d9541e", "#2e8b57")
 SMOOTH = 3
@@ -66,11 +66,9 @@ def draw(lines: list[dict[str, Any]], start: dict[str, Any], title: str) -> str:
             *(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in dots),
             key(340, 20 * place, colour, text),
         ]
-    parts += [
-        f'<text x="{LEFT}" y="{HEIGHT - 8}" fill="#555" font-size="11">{machine(start)}</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    for place, text in enumerate(machine(start)):
+        parts.append(f'<text x="{LEFT}" y="{HEIGHT - 24 + 16 * place}" fill="#555" font-size="11">{text}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def sources(lines: list[dict[str, Any]]) -> list[str]:
@@ -86,17 +84,17 @@ def line_of(points: list[tuple[int, float]], at: Any, colour: str, width: int) -
 
 
 def key(x: int, y: int, colour: str, text: str) -> str:
-    y += HEIGHT - 48
+    y += HEIGHT - 64
     bar = f'<rect x="{LEFT + x}" y="{y - 9}" width="18" height="4" fill="{colour}"/>'
     return f'{bar}<text x="{LEFT + x + 24}" y="{y - 3}">{text}</text>'
 
 
-def machine(start: dict[str, Any]) -> str:
-    """Hardware, versions and date of the run."""
+def machine(start: dict[str, Any]) -> tuple[str, str]:
+    """Hardware of the run; versions and date."""
     e = start["environment"]
     versions = ", ".join(f"{name} {e['packages'][name]}" for name in ("torch", "transformers"))
     gpu = "" if e.get("gpus") else " without a GPU"
-    return f"{e['cores']} cores of an {e['cpu']}{gpu}, Python {e['python']}, {versions}; {start['time'][:10]}"
+    return f"{e['cores']} cores of an {e['cpu']}{gpu}", f"Python {e['python']}, {versions}; {start['time'][:10]}"
 
 
 def write(run: Path, picture: Path, title: str) -> None:
