@@ -9,6 +9,8 @@ const colour = (number) => COLOURS[number % COLOURS.length];
 const number = (value, digits = 4) =>
   typeof value !== "number" ? (value ?? "") : Number.isInteger(value) && Math.abs(value) < 1e9
     ? value.toLocaleString("en") : String(parseFloat(value.toPrecision(digits)));
+// Digits with which a number differs from the next ones of an axis.
+const digits = (value, step) => Math.max(3, 1 + Math.ceil(Math.log10(Math.abs(value) / step)));
 const many = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 for (const run of runs) run.label = runs.filter((other) => other.name === run.name).length > 1 ? run.path : run.name;
 
@@ -105,11 +107,12 @@ function chart(title, series, { log = false, height = 170, stacked = null } = {}
     place.replaceChildren();
     if (!table[0].length) { place.append(make("p", { class: "faint" }, "no value that can be drawn")); return; }
     const axis = { stroke: css("--faint"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false },
-      font: "11px system-ui", gap: 3 };
+      font: "11px system-ui", gap: 5 };
     plot = new uPlot({
       width: Math.max(200, place.clientWidth), height, cursor: { sync: { key: "steps" }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: log ? { distr: 3 } : { range: stacked ? fromZero : bounds } },
-      axes: [{ ...axis, size: 22, incrs: STEPS_BETWEEN_TICKS }, { ...axis, size: 52, values: (_, ticks) => ticks.map((t) => t === null ? "" : number(t, 3)) }],
+      axes: [{ ...axis, size: 24, incrs: STEPS_BETWEEN_TICKS }, { ...axis, size: 52,
+        values: (_, ticks, axisNumber, space, step) => ticks.map((t) => t === null ? "" : number(t, log ? 3 : digits(t, step))) }],
       series: [{}, ...lines.map((one) => ({
         stroke: one.colour, width: one.quiet ? 1 : 1.6, fill: one.fill, spanGaps: true,
         points: { show: one.steps.length < 12 && !one.fill, size: 5 },
