@@ -62,10 +62,10 @@ unexport PYTHONDONTWRITEBYTECODE
 QUICK := core libraries runtime plugins/algorithms plugins/rewards plugins/curricula plugins/rollouts/turns plugins/rollouts/replay plugins/envs/number_game
 
 quick: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --longest-case 1 -m "not slow and not cluster and not full" $(QUICK)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --longest-case 1 -m "not slow and not cluster and not full" $(QUICK)
 
 # A test that fails runs once more, three of them at most. The summary shows the first error: such a test is to be mended.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
 
 test: install
 	$(PYTEST) -m "not full"
