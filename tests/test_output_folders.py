@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from contextlib import closing
 
 import pytest
 import tomli_w
+from rlhf.errors import ConfigError
+from rlhf.plugins import Plugins
 from rlhf_cli.main import main
+from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.run import Run
 from rlhf_runtime.output.run_directory import RunDirectory
+from rlhf_runtime.setup.build import build
+from rlhf_runtime.setup.prepare import prepare
 
-from tests.runs import Workshop
+from tests.runs import Workshop, merged
 
 
 def test_a_run_that_is_killed_while_it_records_its_start_does_not_block_the_next(
@@ -80,3 +87,32 @@ def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: p
     assert main(["train", str(file), "--policy.model", "runs/2/model"]) == 0
     third = shop.command("train", str(file), "--policy.model", "runs/latest/model", "--output", str(shop.folder / "a"))
     assert third.code == 0, third.said
+
+
+def test_starts_at_the_same_time_get_a_folder_each(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are prepared before the first of them claims its folder."""
+    monkeypatch.chdir(shop.folder)
+    config = shop.config("sft", "unnamed")
+    del config["run"]["output"]
+    starts = [prepare(RunFile.model_validate(config), Plugins.discover()) for _ in range(3)]
+    assert {start.config.run.output for start in starts} == {"runs/1"}
+    runs = [build(start, "quiet") for start in starts]
+    for number, run in enumerate(runs, 1):
+        run.close()
+        written = tomllib.loads((shop.folder / "runs" / str(number) / "config.toml").read_text())
+        assert run.config.run.output == written["run"]["output"] == f"runs/{number}"
+    assert (shop.folder / "runs" / "latest").resolve() == shop.folder / "runs" / "3"
+
+
+def test_a_named_folder_and_that_of_a_resume_are_refused_while_a_run_is_at_work(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shop.folder)
+    config = shop.config("sft", "unnamed", run={"output": "runs/1"})
+    unnamed = {**config, "run": {key: value for key, value in config["run"].items() if key != "output"}}
+    starts = [prepare(RunFile.model_validate(config), Plugins.discover()) for _ in range(2)]
+    with closing(build(starts[0], "quiet")):
+        resumed = RunFile.model_validate(merged(unnamed, {"run": {"resume": True}}))
+        for start in (starts[1], prepare(resumed, Plugins.discover())):
+            with pytest.raises(ConfigError, match="another run of this process is at work in runs/1"):
+                build(start, "quiet")

@@ -18,9 +18,13 @@ _FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
 """The system's ``struct flock``, and the position of ``l_type`` in it."""
 
 
+class BusyFolderError(ConfigError):
+    """Another run is at work in the folder, or finished a step there."""
+
+
 class FolderLock:
-    """Held from construction to :meth:`release` or the end of the process. Raises ConfigError where another run holds
-    it.
+    """Held from construction to :meth:`release` or the end of the process. Raises BusyFolderError where another run
+    holds it.
 
     It is a POSIX record lock. Unlike ``flock``, it is not inherited by forked worker processes, which may outlive a
     killed driver. A record lock does not exclude a second lock of the same process, so ``_locked_folders``
@@ -89,7 +93,7 @@ class FolderLock:
     @classmethod
     def _require_other(cls, folder: Path) -> None:
         if os.path.realpath(folder) in cls._locked_folders:
-            raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
+            raise BusyFolderError(f"another run of this process is at work in {folder}. Choose another --output.")
 
     def release(self) -> None:
         """Release the lock. Safe to call twice."""
@@ -107,9 +111,9 @@ def _is_locked(descriptor: int) -> bool:
     return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
 
 
-def _busy_error(folder: Path, descriptor: int) -> ConfigError:
+def _busy_error(folder: Path, descriptor: int) -> BusyFolderError:
     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
-    return ConfigError(
+    return BusyFolderError(
         f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
     )
 

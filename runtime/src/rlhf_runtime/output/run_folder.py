@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError, RlhfError
 
 from rlhf_runtime.checkpoint.atomic_files import discard_folder
 from rlhf_runtime.checkpoint.json_values import read_json
-from rlhf_runtime.output.folder_lock import FolderLock, unusable
+from rlhf_runtime.output.folder_lock import BusyFolderError, FolderLock, unusable
 from rlhf_runtime.output.metrics import read_metrics
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
@@ -66,7 +66,7 @@ def require_free(path: Path, resume: bool, overwrite: bool) -> None:
     if not overwrite:
         begun = "checkpoints" in present
         way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
-        raise ConfigError(
+        raise BusyFolderError(
             f"{path} already holds a run ({', '.join(present)}). {way}, delete it with --overwrite, or choose another "
             "folder with --output. Nothing was changed."
         )
@@ -160,7 +160,7 @@ def link_latest(folder: Path) -> None:
     where ``runs/latest`` is a real folder."""
     if not _is_linked(folder):
         return
-    link = LATEST.with_name(f".{LATEST.name}-{os.getpid()}")
+    link = LATEST.with_name(f".{LATEST.name}-{folder.name}")  # of this run alone, which holds the folder
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress, Show, muted, phase
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
+from rlhf_runtime.output.folder_lock import BusyFolderError
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import link_latest
 from rlhf_runtime.report.page import try_report
@@ -58,7 +60,7 @@ from rlhf_runtime.samples.sampling import (
 )
 from rlhf_runtime.samples.stream import RecordedStream, Stream, WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
-from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
+from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare, with_folder
 from rlhf_runtime.setup.resume import (
     check_latest,
     check_observers,
@@ -134,12 +136,12 @@ def build(prepared: Prepared, show: Show = "all") -> Run:
 
 def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
     """Build the run. ``resources`` receives a callback that releases each part as soon as the part is started."""
+    check_latest(prepared)
+    prepared, directory = _claim_folder(prepared)
+    resources.callback(directory.close)
     config, data, algorithm = prepared.config, prepared.data, prepared.algorithm
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    check_latest(prepared)
-    directory = RunDirectory.create(config.run.output, config.run.resume, config.run.overwrite)
-    resources.callback(directory.close)
     link_latest(directory.path)
     launcher: Launcher = prepared.parts["launcher"].build()
     resources.callback(launcher.shutdown)
@@ -242,6 +244,19 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
         "resources": resources,
     }
     return OnlineRun(**parts, stream=stream) if stream is not None else Run(**parts)
+
+
+def _claim_folder(prepared: Prepared) -> tuple[Prepared, RunDirectory]:
+    """Make and lock the run directory. Where the user named none and another start was faster, take the next one."""
+    while True:
+        run = prepared.config.run
+        try:
+            return prepared, RunDirectory.create(run.output, run.resume, run.overwrite)
+        except BusyFolderError:
+            config = with_folder(prepared.config)
+            if config is prepared.config or run.resume or run.overwrite:
+                raise
+            prepared = replace(prepared, config=config)
 
 
 def _save_answers(

@@ -88,7 +88,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
 
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
-    config = _with_folder(config)
+    config = with_folder(config)
     return prepare_run(checked(config, plugins, scored, Commits(last_start(config).get("hub"))), plugins)
 
 
@@ -197,12 +197,12 @@ def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
     return tokens
 
 
-def _with_folder(config: RunFile) -> RunFile:
-    """The run file, with ``run.output`` filled in where it is not set."""
+def with_folder(config: RunFile) -> RunFile:
+    """The run file, with ``run.output`` filled in where the user did not set it."""
     run = config.run
     if run.resume and run.overwrite:
         raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Leave one out.")
-    if "output" in run.model_fields_set:
+    if "run.output" in config.origins.options:
         return config
     output = str(default_folder(run.resume or run.overwrite))
     return config.model_copy(update={"run": run.model_copy(update={"output": output})})
