@@ -156,6 +156,16 @@ def test_too_small_a_machine_is_refused_before_a_download(quickstart: Quickstart
     assert quickstart.cached() == []
 
 
+@pytest.mark.parametrize(("limit", "memory"), [(None, 6), (3, 3)])
+def test_the_room_is_that_of_the_control_group(quickstart: Quickstart, limit: int | None, memory: int) -> None:
+    sizes = f"control_groups.MachineMemory(8, 6, {limit})"
+    code, output = quickstart(
+        "import room; from rlhf_cli import control_groups; "
+        f"room.machine_memory = lambda: {sizes}; print(room.available_memory())"
+    )
+    assert (code, output) == (0, f"{memory}\n")
+
+
 def test_an_old_python_is_refused_and_leaves_no_environment(tmp_path: Path) -> None:
     old = tmp_path / "python3.9"
     set_version = "import sys; sys.version_info = (3, 9); $2"

@@ -1,6 +1,6 @@
 """Is there room for the quick start: disk and memory? `make quickstart` asks before it installs or downloads anything.
 
-Standard library only, because nothing is installed yet.
+Standard library only, because nothing is installed yet: a module of the checkout that it imports is too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "cli" / "src"))
+from rlhf_cli.control_groups import machine_memory
 
 MODEL_BYTES = 800_000_000
 """The download, and the model's folder in the cache."""
@@ -59,15 +62,8 @@ def existing(folder: Path) -> Path:
 
 def available_memory() -> int | None:
     """Bytes that programs can still get, a container's limit included; None where the system does not say."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return available
+    memory = machine_memory()
+    return None if memory is None else min(memory.available, memory.limit or memory.total)
 
 
 def main() -> None:

@@ -110,15 +110,6 @@ def test_the_lowest_limit_of_the_groups_counts(tmp_path):
     assert machine.cores(fs, own, {"OMP_NUM_THREADS": "1"}).status == "ok"
 
 
-def test_a_limit_of_version_1(tmp_path):
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert machine.cpu_limit(tmp_path, tmp_path / "absent") == 2
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert machine.cpu_limit(tmp_path, tmp_path / "absent") is None
-
-
 def test_more_threads_than_cores(tmp_path):
     cores = len(os.sched_getaffinity(0))
     check = machine.cores(tmp_path, tmp_path / "absent", {"OMP_NUM_THREADS": str(cores + 1)})

@@ -11,7 +11,8 @@ import pytest
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
-from rlhf_cli.plan.command import cpu_memory, target
+from rlhf_cli.control_groups import MachineMemory
+from rlhf_cli.plan.command import target
 from rlhf_cli.plan.from_run_file import layout_of, planned_run, work_of
 from rlhf_cli.plan.layout import Machine
 from rlhf_cli.plan.nearest_change import nearest
@@ -496,11 +497,7 @@ def test_the_machine_is_given_by_flags_or_detected(tmp_path, monkeypatch):
         target(devices_per_node=0)
 
 
-def test_a_cgroup_limits_the_host_memory(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       2097152 kB\nMemFree: 1 kB\n")
-    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
-    (tmp_path / "memory.max").write_text("1073741824\n")
-    assert cpu_memory(tmp_path / "meminfo", tmp_path) == GIB
-    assert cpu_memory(tmp_path / "absent", tmp_path) is None
+@pytest.mark.parametrize(("limit", "memory"), [(None, 8 * GIB), (3 * GIB, 3 * GIB)])
+def test_a_control_group_limits_the_host_memory(monkeypatch, limit, memory):
+    monkeypatch.setattr("rlhf_cli.plan.command.machine_memory", lambda: MachineMemory(8 * GIB, 6 * GIB, limit))
+    assert target("cpu").memory == memory

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhf.interfaces import Finding
 
+from rlhf_cli.control_groups import MEMBERSHIP, MEMINFO, ROOT, cpu_limit, machine_memory
 from rlhf_cli.doctor.findings import GIB, gib, short_list
 
 SHM_MINIMUM = 2 * GIB
@@ -31,14 +32,10 @@ ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
 """Variables (or their prefixes) that change what torch, Ray, vLLM and DeepSpeed do."""
 
 
-def cores(
-    cgroup: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-    environment: Mapping[str, str] = os.environ,
-) -> Finding:
+def cores(root: Path = ROOT, membership: Path = MEMBERSHIP, environment: Mapping[str, str] = os.environ) -> Finding:
     """Cores that this process may use, and whether torch would start more threads."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cpu_limit(cgroup, membership)
+    limit = cpu_limit(root, membership)
     usable = available if limit is None else min(available, limit)
     text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
     setting = environment.get("OMP_NUM_THREADS", "")
@@ -52,35 +49,13 @@ def cores(
     return Finding("cores", "ok", text)
 
 
-def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Limit of processor time, in cores, by the control group (version 2, or 1) and its parents; None: no limit."""
-    limits = []
-    for folder in _folders(cgroup, membership):
-        words = _words(folder / "cpu.max")
-        if len(words) == 2 and words[0] != "max":
-            limits.append(int(words[0]) / int(words[1]))
-    for folder in (cgroup / "cpu", cgroup / "cpu,cpuacct"):
-        quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
-        if quota and period and int(quota[0]) > 0:
-            limits.append(int(quota[0]) / int(period[0]))
-    return min(limits, default=None)
-
-
-def memory(
-    cgroup: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-    meminfo: Path = Path("/proc/meminfo"),
-) -> Finding:
+def memory(root: Path = ROOT, membership: Path = MEMBERSHIP, meminfo: Path = MEMINFO) -> Finding:
     """Memory of the machine and of the control group."""
-    lines = dict(line.split(":", 1) for line in _text(meminfo).splitlines() if ":" in line)
-    if "MemTotal" not in lines:
+    sizes = machine_memory(root, membership, meminfo)
+    if sizes is None:
         return Finding("memory", "skipped", f"this system has no {meminfo}")
-    total, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    words = [_words(folder / "memory.max") for folder in _folders(cgroup, membership)]
-    words.append(_words(cgroup / "memory" / "memory.limit_in_bytes"))
-    limits = [int(w[0]) for w in words if w and w[0] != "max" and int(w[0]) < total]
-    limit = f", limited to {gib(min(limits))} by the cgroup" if limits else ""
-    return Finding("memory", "ok", f"{gib(total)}, {gib(free)} available{limit}")
+    limit = "" if sizes.limit is None else f", limited to {gib(sizes.limit)} by the cgroup"
+    return Finding("memory", "ok", f"{gib(sizes.total)}, {gib(sizes.available)} available{limit}")
 
 
 def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> Finding:
@@ -151,21 +126,3 @@ def environment_variables(environment: Mapping[str, str] = os.environ) -> Findin
     """Names, never values, of the variables that change what the libraries do."""
     names = sorted(name for name in environment if name.startswith(ENVIRONMENT))
     return Finding("environment", "ok", short_list(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
-
-
-def _folders(cgroup: Path, membership: Path) -> list[Path]:
-    """The control group's folder and those above it, version 2."""
-    line = next((x for x in _text(membership).splitlines() if x.startswith("0::")), "0::/")
-    folder = cgroup / line.removeprefix("0::").strip().lstrip("/")
-    return [folder, *[p for p in folder.parents if p == cgroup or cgroup in p.parents]]
-
-
-def _words(path: Path) -> list[str]:
-    return _text(path).split()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.control_groups import machine_memory
 from rlhf_cli.plan.speeds import FLAGS
 from rlhf_cli.plan.units import parse, text
 
@@ -149,19 +150,10 @@ def gpu_memory() -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def cpu_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of this host, or the limit of this process's cgroup; None if neither is known."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        total = int(lines["MemTotal"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int((cgroup / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return total
+def cpu_memory() -> int | None:
+    """Bytes of this host that this process may use; None where the system does not say."""
+    memory = machine_memory()
+    return None if memory is None else memory.limit or memory.total
 
 
 def _show(plan: Plan, change: Nearest | None, notes: Iterable[str], times: StepTimes | None) -> None:
