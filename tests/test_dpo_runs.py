@@ -45,6 +45,19 @@ def runs(forks: Forks, shop: Workshop) -> Runs:
     return Runs(forks, shop)
 
 
+def test_the_loss_of_each_source_is_that_of_the_source_alone(shop: Workshop) -> None:
+    sources = [{"path": str(shop.rows(f"{name}.jsonl", PAIRS[rows])), "name": name}
+               for name, rows in {"few": slice(3), "many": slice(5, 12)}.items()]  # fmt: skip
+    run = offline(shop, "both", data={"eval": sources}, eval={"metric": "many/accuracy"})
+    both = shop.train_config(run).lines()[-1]
+    for source in sources:
+        alone = shop.train_config(offline(shop, source["name"], data={"eval": [source]})).lines()[-1]
+        of_source = {name.replace(f"eval/{source['name']}/", "eval/"): value
+                     for name, value in both.items() if name.startswith(f"eval/{source['name']}/")}  # fmt: skip
+        assert of_source == {name: value for name, value in alone.items() if name.startswith("eval/")}
+    assert both["eval/few/loss"] != both["eval/many/loss"]
+
+
 def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
     held_out = [{"path": str(shop.rows("held_out.jsonl", PAIRS[::3])), "name": "held_out"}]
     run = offline(shop, "run", {"beta": 0.5}, run={"steps": 16}, eval={"every": 16}, data={"eval": held_out})

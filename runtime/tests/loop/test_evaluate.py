@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.types import Annotation, Group, Row, Sampling, Snapshot, Trajectory, Turn, Update
+from rlhf.types import Annotation, Group, Needs, Row, Sampling, Snapshot, Trajectory, Turn, Update
+from rlhf.types.examples import Example, Sequence
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
@@ -95,6 +96,19 @@ def test_losses_are_those_of_training_under_names_of_their_roles():
     columns = ["loss_mask", "now", "old", "weight/nll"]
     assert policy.asked == [(columns, ["credit", "prepared"], {"kl": 0.5})]
     assert critic.asked == [(columns, ["credit", "prepared"], {})]
+
+
+def test_a_source_with_fewer_rows_than_the_algorithm_needs_has_no_losses():
+    batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [True, True]})])])
+    method, calls = algorithm(batch), []
+    method.needs = lambda: Needs((), rows_min=2)
+    method.assemble = lambda examples: (calls.append([e.row.source for e in examples]), (batch, {}))[1]
+    roles = {"policy": Measured({"loss": (2.0, 0.0)}), "critic": Measured({"loss": (3.0, 0.0)})}
+    examples = [Example(Row({}, source, i), [Sequence([1], [True])]) for i, source in enumerate("bbaca")]
+    metrics = evaluate_loss(method, roles, examples)
+    assert calls == [["b", "b", "a", "c", "a"], ["a", "a"], ["b", "b"]]
+    assert {*metrics} == {f"eval/{source}{role}loss" for source in ("", "a/", "b/") for role in ("", "critic/")}
+    assert {*evaluate_loss(method, roles, examples[:2])} == {"eval/loss", "eval/critic/loss"}
 
 
 def test_examples_that_give_no_batch_give_no_metrics():

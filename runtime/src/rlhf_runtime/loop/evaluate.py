@@ -3,6 +3,7 @@ are evaluated, which may be a moving average."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -94,7 +95,18 @@ def check_metric(
 
 
 def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
-    """The algorithm's losses on held-out examples as one batch, without training."""
+    """The algorithm's losses on held-out examples as one batch, without training. Where they have several sources, also
+    on those of each source, ``eval/SOURCE/...``, if they are as many as the algorithm needs."""
+    metrics = _losses(algorithm, roles, examples)
+    sources = Counter(example.row.source for example in examples)
+    for source in sorted(sources) if len(sources) > 1 else ():
+        if sources[source] >= algorithm.needs().rows_min:
+            part = _losses(algorithm, roles, [example for example in examples if example.row.source == source])
+            metrics |= {f"{source}/{name}": value for name, value in part.items()}
+    return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+def _losses(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
     batch, _ = assemble(algorithm, examples)
     if batch is None:
         return {}
@@ -112,8 +124,8 @@ def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Seq
             weighted = reader.annotate(weighted, [annotation])
         weighted = weigh(loss.prepare(weighted), loss.reduce())
         means = finish_sums(roles[update.role].evaluate(weighted, loss, update))
-        metrics |= {f"eval/{name}" if update.role == "policy" else f"eval/{update.role}/{name}": value
-                    for name, value in (means | loss.summary(means)).items()}  # fmt: skip
+        prefix = "" if update.role == "policy" else f"{update.role}/"
+        metrics |= {f"{prefix}{name}": value for name, value in (means | loss.summary(means)).items()}
     return metrics
 
 
