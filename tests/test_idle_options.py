@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sft", {"data": {"eval": "TRAIN"}, "eval": {"pass_threshold": 0.5}},
         "eval.pass_threshold = 0.5 is of answers",
     ),
+    "metric": ("sft", {"data": {"eval": "TRAIN"}, "eval": {"metric": "pass@1"}}, "metric = 'pass@1' is of answers"),
     "several": ("sft", {"data": {"eval": "TRAIN"}, "eval": {"samples": 4}}, "eval.samples = 4 is of answers"),
     "warm-up": (
         "sft", {"trainer": {"warmup_steps": 500}, "run": {"steps": 2}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -219,7 +220,9 @@ def offline(run: RunPlugins) -> list[str]:
     answers = bool(config.data.eval) and (bool(config.reward) or config.env is not None)
     for name in _not_default(config.sampling, *([] if not answers else ["max_new_tokens", "stop"])):
         problems.append(f"sampling.{name} = {getattr(config.sampling, name)!r}: {reason}. Remove it.")
-    of_answers = ("samples", "temperature", "max_new_tokens", "pass_threshold")
+    of_answers = ["samples", "temperature", "max_new_tokens", "pass_threshold"]
+    if re.search(r"\b(pass|avg)@\d", config.eval.metric or ""):  # only a loss knows the other names of its metrics
+        of_answers.append("metric")
     for name in [n for n in _not_default(config.eval) if n in of_answers and config.data.eval and not answers]:
         problems.append(
             f"eval.{name} = {getattr(config.eval, name)!r} is of answers, and without a reward or an environment "
