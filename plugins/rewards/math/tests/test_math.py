@@ -116,6 +116,11 @@ def test_equal(given: str, truth: str) -> None:
     assert normalise(normalise(given)) == normalise(given)
 
 
+def test_braces_around_the_number_of_a_percentage() -> None:
+    assert all(equivalent(r"-{1,020.5}\%", truth) for truth in ("-1020.5%", r"-10.205", r"-{1020.50} \%"))
+    assert not any(equivalent(r"{20}\%", truth) for truth in ("2", r"\frac{1}{20}\%", r"{2}0.5\%"))
+
+
 @pytest.mark.parametrize(
     ("given", "truth"),
     [

@@ -47,6 +47,7 @@ def normalise(answer: str) -> str:
     text = _CHARACTERS.sub(lambda m: " " + unicodedata.normalize("NFKC", m[1]).replace("\u2044", "/"), text)
     text = _DROP.sub(" ", text)
     text = text.replace("−", "-").replace("–", "-").replace("\\%", "%").replace("²", "^2").replace("³", "^3")
+    text = re.sub(r"^([+-]?)\{([\d.,]+)\}\s*%", r"\1\2%", text, flags=re.ASCII)
     text = _LATEX_THOUSANDS.sub("", text)
     text = _THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text)
     text = _DEGREES.sub("", text)
