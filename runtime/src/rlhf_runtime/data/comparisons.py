@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +52,14 @@ class Shape:
     def layout(self, margin: str | None) -> tuple[dict[str, str], str]:
         """({field: column} without the prompt, name of the conversion). ``margin``: the column that is named so."""
         fields_of_answers = ("first", "second") if len(self.answers) == 2 else ("answers",)
-        fields = dict(zip(fields_of_answers, self.answers, strict=True)) | dict(
-            zip(_SCORES, self.preference, strict=False)
-        )
+        columns = (*self.answers, *self.preference)
+        fields = dict(zip((*fields_of_answers, *_PREFERENCE), columns, strict=False))
         if margin in (self.preference or self.answers):
             return {"margin" if c == margin else f: c for f, c in fields.items()}, self.meaning + OF_MARGIN
         return fields | ({"margin": margin} if margin is not None else {}), self.meaning
 
 
-_SCORES = ("preference", "other_preference")
+_PREFERENCE = ("preference", "other_preference")
 
 SHAPES = (
     Shape("sign", ("response1", "response2"), ("overall_preference",), "context"),  # HelpSteer3
@@ -93,64 +92,54 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     answers = values.get("answers", default) if "first" not in values else [values["first"], values.get("second")]
     if not isinstance(answers, list) or len(answers) < 2:
         raise DataError(f"there must be at least two answers, got {brief(answers)}")
-    preference, other = (values.get(f, default) for f in _SCORES)
-    scores = PREFERENCES[meaning][1](preference, other, answers)
+    scores = _scores(meaning, *(values.get(field, default) for field in _PREFERENCE), answers)
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if best == worst:
         raise DataError("no answer is better than the others (a tie), so nothing can be preferred")
-    rest = {f: v for f, v in values.items() if f not in ("answers", "first", "second", *_SCORES)}
+    rest = {f: v for f, v in values.items() if f not in ("answers", "first", "second", *_PREFERENCE)}
     pair = {"chosen": _answer(answers[best]), "rejected": _answer(answers[worst])}
     margin = {"margin": scores[best] - scores[worst]} if of_margin else {}
     return (_turns({**rest, **pair}) if meaning == "votes" else {**rest, **pair, **_question(rest)}) | margin
 
 
-def _winner(preference: Any, answers: list[Any]) -> list[float]:
-    name = str(preference).strip().lower()
-    if name.startswith("tie") or name == "both_bad":
-        return [0.0, 0.0]
-    return _better({"model_a": 0, "a": 0, "model_b": 1, "b": 1}.get(name, -1), preference, answers)
-
-
-PREFERENCES: Mapping[str, tuple[str, Callable[[Any, Any, list[Any]], list[float]]]] = {
-    "sign": (
-        "below 0 the first answer is better, above 0 the second",
-        lambda value, other, answers: [0.0, _number(value)],
-    ),
-    "index": (
-        "the number of the better answer, from 0",
-        lambda value, other, answers: _better(_number(value), value, answers),
-    ),
-    "count": (
-        "the number of the better answer, from 1",
-        lambda value, other, answers: _better(_number(value) - 1, value, answers),
-    ),
-    "first": (
-        "1 where the first answer is better, 0 where the second is",
-        lambda value, other, answers: _better(1 - _number(value), value, answers),
-    ),
-    "winner": (
-        "the better answer is that of model_a or model_b",
-        lambda value, other, answers: _winner(value, answers),
-    ),
-    "votes": (
-        "the answer with more votes is better; prompt and answers are lists of turns",
-        lambda value, other, answers: [_number(value), _number(other)],
-    ),
-    "scores": (
-        "the answer with the higher score is better",
-        lambda value, other, answers: [_number(value), _number(other)],
-    ),
-    "overall_score": (
-        "the answers with the highest and the lowest overall_score",
-        lambda value, other, answers: [_number(a.get("overall_score")) for a in _objects(answers)],
-    ),
-    "rank": (
-        "the answers with the lowest and the highest rank",
-        lambda value, other, answers: [-_number(a.get("rank")) for a in _objects(answers)],
-    ),
+PREFERENCES = {
+    "sign": "below 0 the first answer is better, above 0 the second",
+    "index": "the number of the better answer, from 0",
+    "count": "the number of the better answer, from 1",
+    "first": "1 where the first answer is better, 0 where the second is",
+    "winner": "the better answer is that of model_a or model_b",
+    "votes": "the answer with more votes is better; prompt and answers are lists of turns",
+    "scores": "the answer with the higher score is better",
+    "overall_score": "the answers with the highest and the lowest overall_score",
+    "rank": "the answers with the lowest and the highest rank",
 }
-"""{meaning: (words for messages, scores of the answers, of the values of the columns of the preference and the list of
-answers)}. Every function raises DataError."""
+"""{meaning: words for messages}."""
+
+
+def _scores(meaning: str, preference: Any, other: Any, answers: list[Any]) -> list[float]:
+    """The scores of the answers. Raises DataError.
+
+    Args:
+        preference, other: the values of the columns of the preference.
+    """
+    match meaning:
+        case "sign":
+            return [0.0, _number(preference)]
+        case "index" | "count":
+            return _better(_number(preference) - (meaning == "count"), preference, answers)
+        case "first":
+            return _better(1 - _number(preference), preference, answers)
+        case "winner":
+            name = str(preference).strip().lower()
+            if name.startswith("tie") or name == "both_bad":
+                return [0.0, 0.0]
+            return _better({"model_a": 0, "a": 0, "model_b": 1, "b": 1}.get(name, -1), preference, answers)
+        case "votes" | "scores":
+            return [_number(preference), _number(other)]
+    if not all(isinstance(a, Mapping) for a in answers):
+        raise DataError(f"each answer must be an object with its text and score, got {brief(answers)}")
+    sign = -1 if meaning == "rank" else 1
+    return [sign * _number(answer.get(meaning)) for answer in answers]
 
 
 # ---------------------------------------------------------------------------------------------- parts
@@ -170,12 +159,6 @@ def _number(value: Any) -> float:
     if not math.isfinite(number):
         raise DataError(f"a preference, score or rank is a finite number, got {brief(value)}")
     return number
-
-
-def _objects(answers: list[Any]) -> list[Mapping[str, Any]]:
-    if not all(isinstance(a, Mapping) for a in answers):
-        raise DataError(f"each answer must be an object with its text and score, got {brief(answers)}")
-    return answers
 
 
 def _answer(answer: Any) -> Any:

@@ -173,7 +173,7 @@ CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
     "context": ("the instruction, a blank line, its context; a history comes before them", context),
 } | {
     meaning + end: (words + suffix, partial(compared, meaning=meaning, of_margin=bool(end)))
-    for meaning, (words, _) in PREFERENCES.items()
+    for meaning, words in PREFERENCES.items()
     for end, suffix in (("", ""), (OF_MARGIN, "; the difference is the margin"))
 }
 """{conversion: (words for messages, function of the values and of whether a chat template is used)}."""
