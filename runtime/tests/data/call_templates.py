@@ -293,7 +293,7 @@ ARGUMENTS = {"a": 3, "b": None, "unit": "10", "note": '7 "e"\n<b> \\d', "options
 
 
 def parsed(template: Template, text: str) -> dict[str, Any]:
-    return template.parse_answer(Turn(template.tokens.ids(text), True), [], (0, 0, 0), [ADD])
+    return template.messages.answers.parse(Turn(template.tokens.ids(text), True), [], (0, 0, 0), [ADD])
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from runtime.tests.data.call_templates import ADD, ARGUMENTS, FORMS, calls_of, c
 @pytest.mark.parametrize("models", FORMS)
 def test_calls_are_read_as_a_template_of_these_models_writes_them(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
-    template.check_tools()
+    template.messages.answers.check_tools()
     text = written(template, models)
     answer = parsed(template, text)
     assert calls_of(answer) == [("add", ARGUMENTS)] * count(models)
@@ -28,7 +28,7 @@ def test_calls_are_read_as_a_template_of_these_models_writes_them(template_of, m
 def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
     text = written(template, models).removesuffix("<eos>")
-    forms = template._parsed_answers._forms
+    forms = template.messages.answers._forms
     for end in range(len(text)):
         content, calls = read_calls(text[:end], forms, argument_types([ADD]))
         if "gpt-oss" in models:
@@ -41,17 +41,17 @@ def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, 
 def test_a_call_that_cannot_be_read_is_noticed(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
     whole = written(template, models)
-    assert not template.has_unread_call(parsed(template, whole))
+    assert not template.messages.answers.has_unread_call(parsed(template, whole))
     answer = parsed(template, whole[: whole.rindex("7")])
-    assert template.has_unread_call(answer), answer
-    assert not template.has_unread_call(parsed(template, "I would call add.<eos>"))
+    assert template.messages.answers.has_unread_call(answer), answer
+    assert not template.messages.answers.has_unread_call(parsed(template, "I would call add.<eos>"))
 
 
 @pytest.mark.parametrize("calls", ["", "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"])
 def test_templates_whose_calls_cannot_be_read_are_refused(template_of, calls: str) -> None:
     """Phi-4-mini's template, as published, writes no calls."""
     with pytest.raises(DataError, match="tools would never be called"):
-        template_of(calls, ()).check_tools()
+        template_of(calls, ()).messages.answers.check_tools()
 
 
 @pytest.mark.parametrize(
@@ -205,13 +205,13 @@ def test_calls_without_a_tag_that_says_nothing_are_read(template_of, models: str
     answer = parsed(template, f"{text}<eos>")
     assert calls_of(answer) == [("add", {"note": "x"})] * text.count("add")
     assert answer["content"] == content
-    assert not template.has_unread_call(answer)
+    assert not template.messages.answers.has_unread_call(answer)
 
 
 @pytest.mark.parametrize("models", ["qwen3-coder", "glm 4.5", "hermes, qwen 2.5 and 3, smollm3, granite 4"])
 def test_a_closing_tag_alone_shows_a_call_that_was_tried(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
-    assert template.has_unread_call(parsed(template, 'add {"a": 1}</tool_call><eos>'))
+    assert template.messages.answers.has_unread_call(parsed(template, 'add {"a": 1}</tool_call><eos>'))
 
 
 @pytest.mark.parametrize(

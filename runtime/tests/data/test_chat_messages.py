@@ -27,19 +27,19 @@ class Talk:
 
     def __init__(self, template, *messages, tools=()):
         self.template, self.tools, self.messages = template, tools, list(messages)
-        self.prompt = template.encode_messages(messages, tools)
+        self.prompt = template.messages.encode(messages, tools)
         self.ids = list(self.prompt.ids)
 
     def answer(self, text, end="<eos>"):
         ids = self.template.tokens.ids(text + end)
         self.ids += ids
         self.closed = bool(end)
-        self.said = self.template.parse_answer(Turn(ids, True), self.prompt.ids, (0, 0, len(self.messages)))
+        self.said = self.template.messages.answers.parse(Turn(ids, True), self.prompt.ids, (0, 0, len(self.messages)))
         return self.said
 
     def go_on(self, *messages):
         """The text of the whole context; None if it must be written anew."""
-        turn = self.template.encode_following(self.messages, self.said, messages, self.tools, self.closed)
+        turn = self.template.messages.encode_following(self.messages, self.said, messages, self.tools, self.closed)
         if turn is None:
             return None
         assert not turn.sampled
@@ -52,7 +52,7 @@ class Talk:
         return self.template.tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def rendered(self):
-        return self.template.tokenizer.decode(self.template.encode_messages(self.messages, self.tools).ids)
+        return self.template.tokenizer.decode(self.template.messages.encode(self.messages, self.tools).ids)
 
 
 def result(text, call_id="x"):
@@ -131,12 +131,12 @@ def test_a_message_that_the_template_leaves_out_is_refused(template_with):
         with pytest.raises(DataError, match=r"leaves out part of message \d \(system\): the text 'Be short\.'"):
             talk.go_on(*later)
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(system\)"):
-        talk.template.encode_messages([ASK, system])
+        talk.template.messages.encode([ASK, system])
 
 
 def test_the_template_decides_what_it_shows_of_earlier_answers(template_with):
     template = template_with(CHATML.replace("m.content", "(m.content if m.role != 'assistant' or loop.last else '')"))
-    assert "2" not in template.encode_messages([ASK, {"role": "assistant", "content": "2"}, ASK]).text
+    assert "2" not in template.messages.encode([ASK, {"role": "assistant", "content": "2"}, ASK]).text
 
 
 def test_an_end_token_that_only_later_messages_bring(template_with):
@@ -161,10 +161,10 @@ def test_turns_keep_the_messages_of_their_tokens(template_with):
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     asked = [ASK, {"role": "assistant", "content": "Let me add.", "tool_calls": [call]}]
     results = [{"role": "tool", "content": "2", "tool_call_id": "c"}, {"role": "user", "content": "So?"}]
-    following = template.encode_following([ASK], asked[1], results, [ADD])
+    following = template.messages.encode_following([ASK], asked[1], results, [ADD])
     assert following.messages == (("tool", "2"), ("user", "So?"))
     written = (("user", "1+1?"), ("assistant", 'Let me add.\nadd({"a": 1})'), *following.messages)
-    assert template.encode_messages([*asked, *results], [ADD]).messages == written
+    assert template.messages.encode([*asked, *results], [ADD]).messages == written
 
 
 def test_messages_are_read_as_the_api_writes_them(template_with):
@@ -177,7 +177,7 @@ def test_messages_are_read_as_the_api_writes_them(template_with):
         {"role": "assistant", "content": None, "tool_calls": [call], "provider_specific_fields": {}},
         result("2", "1"),
     ]
-    text = template.tokenizer.decode(template.encode_messages(messages).ids)
+    text = template.tokenizer.decode(template.messages.encode(messages).ids)
     assert text.startswith("<|im_start|>system\nS<eos>\n<|im_start|>user\na\nb<eos>\n")
     assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><eos>' in text
 
@@ -199,15 +199,15 @@ def test_messages_are_read_as_the_api_writes_them(template_with):
 )
 def test_messages_in_another_form_are_refused(template_with, message, why):
     with pytest.raises(DataError, match=why):
-        template_with(CHATML).encode_messages([message])
+        template_with(CHATML).messages.encode([message])
 
 
 def test_plain_prompts_have_no_messages(tokenizer_with):
     template = Template(tokenizer_with(None), DataSection())
-    for call in (template.check_messages, lambda: template.encode_messages([ASK])):
+    for call in (lambda: template.messages, lambda: template.messages.encode([ASK])):
         with pytest.raises(DataError, match="which needs a chat template, but prompts are plain text"):
             call()
-    Template(tokenizer_with(CHATML), DataSection()).check_messages()
+    _ = Template(tokenizer_with(CHATML), DataSection()).messages
 
 
 # ------------------------------------------------------------------------------------------- answers
@@ -215,7 +215,7 @@ def test_plain_prompts_have_no_messages(tokenizer_with):
 
 def parsed(template, text, key=(0, 0, 0), prompt="", tools=()):
     ids, before = template.tokens.ids(text), template.tokens.ids(prompt) if prompt else []
-    return template.parse_answer(Turn(ids, True), before, key, tools)
+    return template.messages.answers.parse(Turn(ids, True), before, key, tools)
 
 
 def test_parallel_calls_have_ids_of_their_own(template_with):
@@ -271,11 +271,11 @@ def test_a_call_ends_reasoning_that_is_not_closed(template_with):
     for text, prompt in ((f"<think>\na\n{CALL}<eos>", ""), (f"a\n{CALL}<eos>", "<|im_start|>assistant\n<think>\n")):
         message = parsed(template, text, prompt=prompt)
         assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == ("", "a", 1)
-        assert not template.has_unread_call(message)
+        assert not template.messages.answers.has_unread_call(message)
     for broken, unread in ((CALL.replace("}}", "}"), True), ("no call", False)):
         message = parsed(template, f"<think>\na\n{broken}<eos>")
         assert message["reasoning_content"] == f"a\n{broken}"
-        assert template.has_unread_call(message) == unread
+        assert template.messages.answers.has_unread_call(message) == unread
 
 
 def test_a_template_without_tags_leaves_them_in_the_text(template_with):
@@ -315,10 +315,10 @@ def test_the_tokenizers_own_format_comes_first(tokenizer_with):
     assert parsed(template, "hi<eos>", prompt=head) == {"role": "assistant", "content": "hi"}
     broken = parsed(template, "[call]{nothing[/call]<eos>", prompt=head)
     assert broken == {"role": "assistant", "content": "[call]{nothing[/call]"}
-    assert template.has_unread_call(broken)
+    assert template.messages.answers.has_unread_call(broken)
     tokenizer.response_template = {"fields": {}}
     with pytest.raises(DataError, match=r"response_template is not valid: ValueError: .*fields must be"):
-        Template(tokenizer, DataSection()).check_messages()
+        _ = Template(tokenizer, DataSection()).messages
 
 
 OPENED = QWEN3.replace("<|im_start|>assistant\\n' }}{% endif %}", "<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
@@ -332,33 +332,33 @@ LLAMA = HERMES.replace("<tool_call>\\n", "").replace("\\n</tool_call>", "")
 )
 def test_a_call_as_the_template_writes_it_is_read(template_with, text, kwargs):
     assert OPENED != QWEN3
-    template_with(text, template_kwargs=kwargs).check_tools()
+    template_with(text, template_kwargs=kwargs).messages.answers.check_tools()
 
 
 def test_a_template_whose_calls_cannot_be_read_is_refused(template_with, tokenizer_with):
     assert LLAMA != HERMES
     with pytest.raises(DataError, match=r"forecast.*no call.*response_template"):
-        template_with(LLAMA).check_tools()
+        template_with(LLAMA).messages.answers.check_tools()
     with pytest.raises(DataError, match=r"forecast.*'arguments': '\{\}'"):
-        template_with(HERMES.replace("call.function.arguments | tojson", "'{}'")).check_tools()
+        template_with(HERMES.replace("call.function.arguments | tojson", "'{}'")).messages.answers.check_tools()
     tokenizer = tokenizer_with(LLAMA)
     tokenizer.response_template = {
         **RESPONSE,
         "fields": {"tool_calls": {**RESPONSE["fields"]["tool_calls"], "open": "\n", "close": "<eos>"}},
     }
     with pytest.raises(DataError, match="no call"):
-        Template(tokenizer, DataSection()).check_tools()
+        Template(tokenizer, DataSection()).messages.answers.check_tools()
     tokenizer = tokenizer_with(HERMES.replace("<tool_call>\\n", "[call]").replace("\\n</tool_call>", "[/call]"))
     tokenizer.response_template = RESPONSE
-    Template(tokenizer, DataSection()).check_tools()
+    Template(tokenizer, DataSection()).messages.answers.check_tools()
 
 
 def test_tools_that_the_template_does_not_write_are_refused(template_with):
     template = template_with(CHATML)
-    for check in (template.check_tools, lambda: template.encode_messages([ASK], [ADD])):
+    for check in (template.messages.answers.check_tools, lambda: template.messages.encode([ASK], [ADD])):
         with pytest.raises(DataError, match="does not write the descriptions of tools"):
             check()
-    assert template.encode_messages([ASK])
+    assert template.messages.encode([ASK])
 
 
 def test_the_messages_of_a_prompt_are_those_that_it_is_encoded_with(tokenizer_with):
@@ -366,7 +366,7 @@ def test_the_messages_of_a_prompt_are_those_that_it_is_encoded_with(tokenizer_wi
     row = Row({"prompt": "1+1?"}, "rows", 0)
     messages = template.prompt_messages(row)
     assert messages == [{"role": "system", "content": "Be brief."}, ASK]
-    encoded, prompt = template.encode_messages(messages), template.encode_prompt(row)
+    encoded, prompt = template.messages.encode(messages), template.encode_prompt(row)
     assert (encoded.ids, encoded.text) == (prompt.ids, prompt.text)
     with pytest.raises(DataError, match="needs a chat template, but prompts are plain text"):
         Template(tokenizer_with(None), DataSection()).prompt_messages(row)

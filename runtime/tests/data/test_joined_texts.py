@@ -67,8 +67,8 @@ def test_no_space_is_inserted_between_a_prompt_and_a_separately_tokenised_answer
     # where the space is the answer's, one text has the tokens that sampling finds anyway
     sequence = template.encode_demonstration(row(prompt="A:", response=" 42")).sequences[0]
     assert tokenizer.convert_ids_to_tokens(sequence.ids) == [first, ":", "▁42", "</s>"]
-    assert tokenizer.convert_ids_to_tokens(template.encode_observation("42").ids) == ["42"]
-    assert tokenizer.convert_ids_to_tokens(template.encode_observation(" 42").ids) == ["▁42"]
+    assert tokenizer.convert_ids_to_tokens(template.observations.encode("42").ids) == ["42"]
+    assert tokenizer.convert_ids_to_tokens(template.observations.encode(" 42").ids) == ["▁42"]
 
 
 @pytest.mark.parametrize("scheme", ["legacy", "first", "always", "never"])
@@ -81,7 +81,7 @@ def test_an_observation_has_the_tokens_of_the_whole_conversation(scheme):
     template = Template(tokenizer, section())
     turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "42"}, {"role": "user", "content": "4"}]
     answered = template.encode_demonstration(row(prompt="A", response="42")).sequences[0].ids
-    assert answered + template.encode_observation("4").ids == template.encode_prompt(row(prompt=turns)).ids
+    assert answered + template.observations.encode("4").ids == template.encode_prompt(row(prompt=turns)).ids
 
 
 def test_a_continuation_with_uncertain_tokens_is_refused():
@@ -91,7 +91,7 @@ def test_a_continuation_with_uncertain_tokens_is_refused():
     texts = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "\n", "▁", *(a + b for a, b in merges)]
     backend.model = type(backend.model)({text: i for i, text in enumerate(texts)}, merges)
     template = Template(tokenizer, section())
-    message = refused(lambda: template.encode_observation("42"))
+    message = refused(lambda: template.observations.encode("42"))
     assert (
         "writes a space before the texts that it is given, so the tokens of '42' behind '.' cannot be told" in message
     )

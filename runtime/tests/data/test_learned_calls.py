@@ -25,7 +25,7 @@ def test_values_within_objects_and_lists_are_read_by_their_schema(template_of) -
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": values}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = template.chat.text(messages, False, [tool]).rpartition("<|assistant|>")[2]
-    answer = template.parse_answer(Turn(template.tokens.ids(text), True), [], (0, 0, 0), [tool])
+    answer = template.messages.answers.parse(Turn(template.tokens.ids(text), True), [], (0, 0, 0), [tool])
     assert calls_of(answer) == [("add", values)]
 
 
@@ -46,14 +46,14 @@ def test_values_within_objects_and_lists_are_read_by_their_schema(template_of) -
 )
 def test_a_form_that_cannot_be_told_or_read_is_refused(template_of, calls: str, special: tuple, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        template_of(calls, special).check_tools()
+        template_of(calls, special).messages.answers.check_tools()
 
 
 @pytest.mark.parametrize("models", FORMS)
 def test_patterns_of_learned_forms_take_linear_time(template_of, models: str) -> None:
     """A pattern that begins with white space is tried at each place of a run of white space, up to its end: 200 kB took
     minutes. Neither may a run be divided between two patterns."""
-    form = template_of(*FORMS[models])._parsed_answers._learned
+    form = template_of(*FORMS[models]).messages.answers._learned
     for pattern in [form.opening, form.closing, *form.trace.split("|")] if form else []:
         assert re.match(r"(?:\(\?:)*\\s", pattern) is None, pattern
         assert r"\s*\s*" not in pattern
@@ -62,7 +62,7 @@ def test_patterns_of_learned_forms_take_linear_time(template_of, models: str) ->
 @pytest.mark.parametrize("models", ["qwen3-coder", "glm 4.5", "minimax m3", "types of values in attributes"])
 def test_repeated_tags_and_white_space_in_a_learned_form_are_read_in_linear_time(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
-    forms = template._parsed_answers._forms
+    forms = template.messages.answers._forms
     text = written(template, models).removesuffix("<eos>").partition("7")[0]
     for tag in ("<", "\n", "<tool_call>", "<function=", text.partition("a")[2][:40]):
         assert read_calls(text + tag * 20_000, forms, {})[1] == []
@@ -89,10 +89,10 @@ STRINGS = (
 )
 def test_strings_are_read_as_they_are(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
-    forms = template._parsed_answers._forms
+    forms = template.messages.answers._forms
     for text in STRINGS:
         calls = [("add", {"note": text})]
-        answer = template._parsed_answers._render("", calls)
+        answer = template.messages.answers._render("", calls)
         got = read_calls(answer, forms, argument_types([ADD]))[1]
         assert [(call.name, json.loads(call.arguments)) for call in got] == calls
 
@@ -101,8 +101,8 @@ def test_strings_are_read_as_they_are(template_of, models: str) -> None:
 def test_a_value_for_which_the_template_writes_nothing_is_read_by_its_type(template_of, kind: str, value: Any) -> None:
     """MiniMax M3 writes nothing for each of the three."""
     template = template_of(*FORMS["minimax m3"])
-    text = template._parsed_answers._render("", [("add", {"a": value})])
-    [call] = read_calls(text, template._parsed_answers._forms, {("add", "a"): frozenset([kind])})[1]
+    text = template.messages.answers._render("", [("add", {"a": value})])
+    [call] = read_calls(text, template.messages.answers._forms, {("add", "a"): frozenset([kind])})[1]
     assert json.loads(call.arguments) == {"a": value}
 
 
@@ -110,7 +110,7 @@ def test_a_form_is_learned_once_for_a_tokenizer(template_of, monkeypatch) -> Non
     calls = list[Any]()
     monkeypatch.setattr(chat_messages, "learned_form", lambda write: calls.append(write) or learned_form(write))
     template = template_of(*FORMS["glm 4.5"])
-    template.check_tools()
+    template.messages.answers.check_tools()
     for _ in range(3):
         assert calls_of(parsed(template, written(template, "glm 4.5")))
     assert len(calls) == 1

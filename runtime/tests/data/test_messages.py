@@ -31,8 +31,8 @@ def call(arguments, **fields):
 def prompt_text(template, messages):
     """The text of a prompt; the same from a row and from a program."""
     turn = template.encode_prompt(Row({"prompt": messages}, "rows", 0))
-    assert turn.ids == template.encode_messages(messages).ids
-    assert template.encode_messages(template.prompt_messages(Row({"prompt": messages}, "rows", 0))).ids == turn.ids
+    assert turn.ids == template.messages.encode(messages).ids
+    assert template.messages.encode(template.prompt_messages(Row({"prompt": messages}, "rows", 0))).ids == turn.ids
     return template.tokenizer.decode(turn.ids, skip_special_tokens=False)
 
 
@@ -58,7 +58,7 @@ def test_other_roles_are_refused_with_the_message(template_with, name):
         with pytest.raises(DataError, match=r"message 1: the role is .*; allowed: system, user, assistant, tool"):
             (template if "prompt" in column else template_with(QWEN3)).encode_prompt(row)
     with pytest.raises(DataError, match="message 1: the role is"):
-        template.encode_messages(messages)
+        template.messages.encode(messages)
 
 
 def test_a_system_message_of_another_name_is_one(template_with):
@@ -109,7 +109,7 @@ def test_calls_in_other_forms(template_with, form):
 )
 def test_reasoning_that_would_be_lost_or_spoken_is_refused(template_with, answer, says):
     with pytest.raises(DataError, match=says):
-        template_with(QWEN3).encode_messages([USER, {**BOT, **answer}, USER])
+        template_with(QWEN3).messages.encode([USER, {**BOT, **answer}, USER])
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "a=1", 3, '{"a": 1, "a": 2}', '{"a": NaN}'])

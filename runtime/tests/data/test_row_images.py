@@ -370,14 +370,14 @@ def test_an_observation_with_images_is_a_users_message(data, family):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
     parts = [PLACE, PLACE, {"type": "text", "text": "look"}]
     whole = template.chat.text([*turns, {"role": "user", "content": parts}], answer=True)
-    shown = template.encode_observation("look", closed=False, images=[RED, BLUE])
+    shown = template.observations.encode("look", closed=False, images=[RED, BLUE])
     before = template.chat.text(turns[:1], answer=True) + "a"
     assert [i.data for i in shown.images] == [RED, BLUE]
     assert list(short_ids(shown.ids, shown.images)) == template.tokenizer(whole.removeprefix(before))["input_ids"]
-    marked = template.encode_observation("look " + template.images.marks(1), images=[RED])
+    marked = template.observations.encode("look " + template.images.marks(1), images=[RED])
     assert [i.data for i in marked.images] == [RED]
     with pytest.raises(DataError, match="image 0: the image cannot be read"):
-        template.encode_observation("look", images=[b"x"])
+        template.observations.encode("look", images=[b"x"])
 
 
 def test_a_chat_with_images_goes_on_token_by_token(data):
@@ -386,17 +386,17 @@ def test_a_chat_with_images_goes_on_token_by_token(data):
     template = rows.template
     messages = template.prompt_messages(row)
     assert json.loads(json.dumps(messages))[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
-    first = template.encode_messages(messages)
+    first = template.messages.encode(messages)
     assert replace(first, messages=()) == template.encode_prompt(row)
     more = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
     answer = {"role": "assistant", "content": "a"}
-    following = template.encode_following(messages, answer, more, closed=False)
+    following = template.messages.encode_following(messages, answer, more, closed=False)
     sampled = template.tokenizer("a")["input_ids"]
-    whole = template.encode_messages([*messages, answer, *more])
+    whole = template.messages.encode([*messages, answer, *more])
     assert [*first.ids, *sampled, *following.ids] == list(whole.ids)
     assert [i.data for i in following.images] == [RED]
     with pytest.raises(DataError, match="only rows of files here may name one"):
-        template.encode_messages([{"role": "user", "content": [{"type": "image", "path": "red.png"}]}])
+        template.messages.encode([{"role": "user", "content": [{"type": "image", "path": "red.png"}]}])
 
 
 def test_an_image_of_a_tool_stands_between_its_texts(data):
@@ -406,8 +406,8 @@ def test_an_image_of_a_tool_stands_between_its_texts(data):
     answer = {"role": "assistant", "content": "a", "tool_calls": [call]}
     parts = [{"type": "text", "text": "here"}, {"type": "image_url", "image_url": {"url": url(BLUE)}}]
     shown = [{"role": "tool", "tool_call_id": "1", "content": [*parts, {"type": "text", "text": "there"}]}]
-    first, whole = template.encode_messages(asked), template.encode_messages([*asked, answer, *shown])
-    following = template.encode_following(asked, answer, shown, closed=False)
+    first, whole = template.messages.encode(asked), template.messages.encode([*asked, answer, *shown])
+    following = template.messages.encode_following(asked, answer, shown, closed=False)
     assert [*first.ids, *template.tokenizer("a")["input_ids"], *following.ids] == list(whole.ids)
     assert [i.data for i in whole.images] == [RED, BLUE]
     [image] = following.images
@@ -421,9 +421,9 @@ def test_an_image_of_a_tool_stands_between_its_texts(data):
 def test_a_placeholder_that_a_program_writes_is_refused(data):
     template = data([{"prompt": "hi"}]).template
     with pytest.raises(DataError, match="1 placeholder of images in the text and 0 images"):
-        template.encode_messages([{"role": "user", "content": "what is <|image_pad|>?"}])
+        template.messages.encode([{"role": "user", "content": "what is <|image_pad|>?"}])
     with pytest.raises(DataError, match="1 placeholder of images in the text and 0 images"):
-        template.encode_observation("what is <|image_pad|>?")
+        template.observations.encode("what is <|image_pad|>?")
 
 
 def test_the_preview_shows_images_as_their_size(data):
@@ -483,4 +483,4 @@ def test_a_template_that_reads_parts_only_gets_parts(data, tmp_path):
         assert text == f"<|im_start|>user\n{image}hi<eos>\n<|im_start|>assistant\n{row['response']}<eos>"
         trained = [i for i, m in zip(sequence.ids, sequence.loss_mask, strict=True) if m]
         assert decode(trained) == f"{row['response']}<eos>"
-    assert demos.template.encode_observation("more").text == "\nuser\nmore\nassistant\n"
+    assert demos.template.observations.encode("more").text == "\nuser\nmore\nassistant\n"

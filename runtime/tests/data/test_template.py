@@ -142,13 +142,13 @@ def test_observations_continue_as_the_template_would_have_rendered(chat, with_te
         template = Template(tokenizer, section())
         prompt = template.encode_prompt(row(prompt="a")).ids
         sampled, cut_off = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("4!" + end, "4!"))
-        ids = prompt + array("i", sampled) + template.encode_observation("ok?").ids
+        ids = prompt + array("i", sampled) + template.observations.encode("ok?").ids
         turns = talk("a", "4!", "ok?")
         expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-        cut = prompt + array("i", cut_off) + template.encode_observation("ok?", closed=False).ids
+        cut = prompt + array("i", cut_off) + template.observations.encode("ok?", closed=False).ids
         assert tokenizer.decode(cut, skip_special_tokens=False) == expected
-        assert template.encode_observation("ok?").text.strip().endswith("ok?" if tokenizer is chat else "assistant")
+        assert template.observations.encode("ok?").text.strip().endswith("ok?" if tokenizer is chat else "assistant")
 
 
 def test_an_observation_after_an_answer_that_the_template_does_not_end(chat, monkeypatch):
@@ -157,12 +157,12 @@ def test_an_observation_after_an_answer_that_the_template_does_not_end(chat, mon
     template = Template(chat, section())
     prompt = template.encode_prompt(row(prompt="a")).ids
     for end, closed in (("<eos>", True), ("", False)):
-        ids = prompt + array("i", template.tokens.ids("4!" + end)) + template.encode_observation("ok?", closed).ids
+        ids = prompt + array("i", template.tokens.ids("4!" + end)) + template.observations.encode("ok?", closed).ids
         assert chat.decode(ids) == f"<|user|>a<|assistant|>4!{end}<|user|>ok?<|assistant|>"
 
 
 def test_plain_observations_are_the_text(chars):
-    assert Template(chars, section()).encode_observation("higher").text == "higher"
+    assert Template(chars, section()).observations.encode("higher").text == "higher"
 
 
 def test_opening_is_in_the_users_message(chat, chars):
@@ -192,9 +192,9 @@ def test_turns_of_an_environment_keep_the_messages_that_a_template_wrote(chat, c
     template, rules = Template(chat, section()), {"role": "system", "content": "Rules."}
     [turn] = template.encode_opening(row(prompt=[rules, {"role": "user", "content": "a"}]), "Guess.")
     assert turn.messages == (("system", "Rules."), ("user", "a\n\nGuess."))
-    assert template.encode_observation("higher").messages == (("user", "higher"),)
+    assert template.observations.encode("higher").messages == (("user", "higher"),)
     assert template.encode_prompt(row(prompt="a")).messages == (), "samples are saved with their row's prompt"
-    assert Template(chars, section()).encode_observation("higher").messages == ()
+    assert Template(chars, section()).observations.encode("higher").messages == ()
 
 
 @pytest.mark.parametrize(
@@ -203,16 +203,16 @@ def test_turns_of_an_environment_keep_the_messages_that_a_template_wrote(chat, c
 def test_templates_that_rewrite_history_are_refused_for_several_turns(with_template, kwargs, what):
     template = Template(with_template(THINKING), section(template_kwargs=kwargs))
     template.encode_prompt(row(prompt="one turn is fine"))
-    for call in (template.check_multi_turn, lambda: template.encode_observation("x")):
+    for call in (template.observations.check, lambda: template.observations.encode("x")):
         message = refused(call)
         assert "the chat template rewrites history" in message
         assert what in message
         assert 'data.earlier_answers = "sampled"' in message
     sampled = Template(with_template(THINKING), section(template_kwargs=kwargs, earlier_answers="sampled"))
-    sampled.check_multi_turn()
+    sampled.observations.check()
     turns = talk("q", "A", "x")
     text = sampled.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **kwargs)
-    observation = sampled.encode_observation("x", closed=False)
+    observation = sampled.observations.encode("x", closed=False)
     assert sampled.tokenizer.decode(observation.ids, skip_special_tokens=False) == text.partition("A")[2]
 
 

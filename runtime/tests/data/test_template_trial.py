@@ -9,7 +9,7 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data import template_render
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.prompts import LARGEST, named_template
+from rlhf_runtime.data.template_options import LARGEST, named_template
 from rlhf_runtime.data.tokenizer import load_tokenizer
 from rlhf_testing.tiny import tiny_tokenizer
 

@@ -55,8 +55,8 @@ def test_text_calls_and_end_token_are_trained_on(template_with, text, content, c
     thought = EMPTY_THOUGHT if text is QWEN3 else ""
     [trained] = answers(template, ASK, said(content, *calls))
     assert trained == thought + written
-    prompt = template.encode_messages([ASK])
-    sampled = template.parse_answer(Turn(template.tokens.ids(trained), True), prompt.ids, (0, 0, 0))
+    prompt = template.messages.encode([ASK])
+    sampled = template.messages.answers.parse(Turn(template.tokens.ids(trained), True), prompt.ids, (0, 0, 0))
     assert sampled["content"].strip() == content.strip()
     functions = [c["function"] for c in sampled["tool_calls"]]
     assert [{**f, "arguments": json.loads(f["arguments"])} for f in functions] == [c["function"] for c in calls]

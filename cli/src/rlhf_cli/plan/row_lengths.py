@@ -179,8 +179,8 @@ def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
     if not tools or not len(source):
         return 0
     messages = data.template.prompt_messages(source[0])
-    prompt = data.template.encode_messages(messages)
-    extended = data.template.encode_messages(messages, tools)
+    prompt = data.template.messages.encode(messages)
+    extended = data.template.messages.encode(messages, tools)
     return len(extended.ids) - len(prompt.ids)
 
 

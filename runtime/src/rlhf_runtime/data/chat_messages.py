@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import DataError
+from rlhf.types import Turn
 
 from rlhf_runtime.data.call_forms import (
     CHANNELS,
@@ -20,7 +21,8 @@ from rlhf_runtime.data.call_forms import (
 )
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.learned_calls import CALL_IDS, PROBE_TOOLS, Call, learned_form
-from rlhf_runtime.data.messages import Messages, as_json, text_of
+from rlhf_runtime.data.messages import Messages, as_json, as_people_read, as_template_reads, text_of
+from rlhf_runtime.data.row_images import RowImages
 from rlhf_runtime.data.strict_json import decoded
 from rlhf_runtime.data.text_tokens import TextTokens
 from rlhf_runtime.data.tokenizer import decoder_of, special_tokens
@@ -29,34 +31,51 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatMessages:
-    """Encodes conversations with a chat template.
+    """Encodes conversations with a chat template, and parses answers.
 
     Args:
         ends: texts of the tokens that end an answer.
 
-    Messages are those of :func:`rlhf_runtime.data.messages.as_template_reads`. The methods raise DataError for messages
-    that the template refuses, and where it leaves out a message that the policy did not write.
+    Raises DataError: the tokenizer's ``response_template`` is not valid. The methods raise DataError for messages that
+    the template refuses, and where it leaves out a message that the policy did not write.
     """
 
-    def __init__(self, chat: ChatTemplate, tokens: TextTokens, ends: Sequence[str]) -> None:
-        self._chat, self._tokens, self._ends = chat, tokens, tuple(end for end in ends if end)
+    def __init__(
+        self, tokenizer: Any, chat: ChatTemplate, tokens: TextTokens, images: RowImages, ends: Sequence[str]
+    ) -> None:
+        self._chat, self._tokens, self._images = chat, tokens, images
+        self._ends = tuple(end for end in ends if end)
+        self.answers = ParsedAnswers(tokenizer, chat, tokens)
 
-    def encode(self, messages: Messages, tools: Tools = ()) -> list[int]:
+    def encode(self, messages: Messages, tools: Tools = ()) -> Turn:
         """A whole conversation, which the policy can answer."""
-        self._chat.check_context(messages, tools)
-        return self._tokens.ids(self._chat.text(messages, answer=True, tools=tools))
+        if tools:
+            self.answers.check_tools()
+        conversation, images = as_template_reads(messages)
+        files = self._images.files(images)
+        self._chat.check_context(conversation, tools)
+        ids = self._tokens.ids(self._chat.text(conversation, answer=True, tools=tools))
+        return self._images.turn(ids, files, as_people_read(conversation))
 
-    def encode_following(self, messages: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
-        """What the template writes after an answer. The tokens up to its end are kept as they are.
+    def encode_following(
+        self, messages: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
+    ) -> Turn | None:
+        """What the template writes after a sampled answer. The tokens up to its end are kept as they are.
 
         Args:
-            messages: the messages up to the answer, which is the last one.
-            new: the messages after it.
             closed: whether the sampled answer ended with its end token. If not, the tokens begin with it.
 
         Returns: None if the template writes ``messages`` otherwise once other messages follow, so that the tokens
             so far are not what the template would show the policy.
         """
+        new, images = as_template_reads(following)
+        conversation, _ = as_template_reads([*messages, answer])
+        files = self._images.files(images)
+        ids = self._ids_after(conversation, new, tools, closed)
+        return None if ids is None else self._images.turn(ids, files, as_people_read(new))
+
+    def _ids_after(self, messages: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
+        """The tokens of ``new`` messages after an answer, which is the last of ``messages``."""
         self._chat.check_context([*messages, *new], tools, start=len(messages))
         opened = self._chat.text(messages[:-1], answer=True, tools=tools)
         answered = self._chat.text(messages, answer=False, tools=tools)
@@ -115,8 +134,9 @@ class ParsedAnswers:
     Raises DataError: the ``response_template`` is not valid.
     """
 
-    def __init__(self, tokenizer: Any, chat: ChatTemplate) -> None:
-        self._tokenizer, self._decode, self._chat = tokenizer, decoder_of(tokenizer), chat
+    def __init__(self, tokenizer: Any, chat: ChatTemplate, tokens: TextTokens) -> None:
+        self._tokenizer, self._decode, self._chat, self._tokens = tokenizer, decoder_of(tokenizer), chat, tokens
+        self._tools_checked = False
         templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
         source = templates if isinstance(templates, str) else "".join(templates.values())
         self._has_response_template = getattr(tokenizer, "response_template", None) is not None
@@ -143,30 +163,26 @@ class ParsedAnswers:
                 ) from error
         self._hidden = frozenset(i for token, i in special_tokens(tokenizer).items() if not self._is_tag(token))
 
-    def parse(self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
-        """The assistant message.
+    def parse(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
+        """The assistant message of a sampled turn.
 
         Args:
             prompt: tokens before the answer, at least from the text that opens it. It may begin with ``<think>``.
             key: the ids of tool calls are made from it. Equal keys give equal ids.
         """
         if self._has_response_template:
-            content, reasoning, calls = self._by_template(ids, prompt, tools)
+            content, reasoning, calls = self._by_template(turn.ids, prompt, tools)
         elif self._in_channels:
-            content, reasoning, calls = read_channels(self._text(ids))
+            content, reasoning, calls = read_channels(self._text(turn.ids))
         else:
-            content, reasoning, calls = self._by_tags(self._text(ids), self._text(prompt[-16:]), tools)
+            content, reasoning, calls = self._by_tags(self._text(turn.ids), self._text(prompt[-16:]), tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             call_ids = [call.id for call in calls]
             message["tool_calls"] = [
-                {
-                    "id": call.id if call.id and call_ids.count(call.id) == 1 else _id(key, n),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
+                _call(call.id if call_ids.count(call.id) == 1 and call.id else _id(key, n), call.name, call.arguments)
                 for n, call in enumerate(calls)
             ]
         return message
@@ -178,17 +194,20 @@ class ParsedAnswers:
         text = message.get("content") or ("" if calls else message.get("reasoning_content")) or ""
         return any(form.is_tried(text, bool(calls)) for form in self._forms) or any(m in text for m in self._marks)
 
+    def _written(self, question: str, answer: Mapping[str, Any], tools: Tools) -> tuple[str, str]:
+        """What the template writes before an answer, and as the answer. Raises DataError."""
+        messages = [{"role": "user", "content": question}]
+        text = self._chat.text([*messages, {"role": "assistant", **answer}], False, tools)
+        openings = (self._chat.text(messages, answer, tools) for answer in (True, False))
+        prefix = next((opening for opening in openings if text.startswith(opening)), "")
+        return prefix, text[len(prefix) :]
+
     def _render(self, content: str, calls: Sequence[Call]) -> str:
         """What the template writes as an answer, up to its end token. Raises DataError."""
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
-        written_calls = [
-            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for call_id, (name, arguments) in zip(CALL_IDS, calls, strict=False)
-        ]
-        answer = {"role": "assistant", "content": content, **({"tool_calls": written_calls} if calls else {})}
-        opened, closed = (self._chat.text(messages, answer, PROBE_TOOLS) for answer in (True, False))
-        text = self._chat.text([*messages, answer], False, PROBE_TOOLS)
-        text = text[len(next((prefix for prefix in (opened, closed) if text.startswith(prefix)), "")) :].rstrip()
+        answer: dict[str, Any] = {"content": content}
+        if calls:
+            answer["tool_calls"] = [_call(call_id, *call) for call_id, call in zip(CALL_IDS, calls, strict=False)]
+        text = self._written("x", answer, PROBE_TOOLS)[1].rstrip()
         for end in filter(None, (self._tokenizer.eos_token, self._chat.end)):
             text = text.removesuffix(end).rstrip()
         return text
@@ -201,42 +220,40 @@ class ParsedAnswers:
             return True  # it writes none, so none is learned
         return [call[:2] for call in read_calls(text, self._forms, {})[1]] == [("zqname", '{"zqkey": "zqtext"}')]
 
-    def check_tools(self, chat: ChatTemplate, tokens: TextTokens) -> None:
+    def check_tools(self) -> None:
         """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
         is not parsed back. The policy would never know of the tools, or they would never be called."""
-        question = [{"role": "user", "content": "Will it rain in Paris?"}]
-        opened, closed = (chat.text(question, answer, [_PROBE_TOOL]) for answer in (True, False))
-        if opened == chat.text(question, True):
+        if self._tools_checked:
+            return
+        question, tools = "Will it rain in Paris?", [_PROBE_TOOL]
+        messages = [{"role": "user", "content": question}]
+        opened = self._chat.text(messages, True, tools)
+        if opened == self._chat.text(messages, True):
             raise DataError(
                 "the chat template does not write the descriptions of tools, so the policy would never know of them. "
                 "Use a model whose chat template writes them, or name a file with such a template as "
                 "data.chat_template."
             )
-        its_id = "functions.forecast:0" if self._ids_name else _id("", 0)
-        call = {"id": its_id, "type": "function", "function": {"name": "forecast", "arguments": _PROBE_ARGUMENTS}}
-        answered = chat.text(
-            [*question, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [_PROBE_TOOL]
-        )
-        prefix = next((text for text in (opened, closed) if answered.startswith(text)), "")
-        call_text = answered[len(prefix) :]
+        call_id = "functions.forecast:0" if self._ids_name else _id("", 0)
+        answer = {"content": "", "tool_calls": [_call(call_id, "forecast", _PROBE_ARGUMENTS)]}
+        prefix, call_text = self._written(question, answer, tools)
         before_name, name, _ = call_text.partition("forecast")
-        for end in filter(None, chat.ends):
+        for end in filter(None, self._chat.ends):
             if prefix and name and end in before_name:
                 raise DataError(
                     f"the chat template writes the end token {end!r} before a call: {call_text[:200]!r}. A sample ends "
                     "with it, so tools would never be called. Name a file with a template that writes calls within the "
                     "answer as data.chat_template."
                 )
-        plain = chat.text([*question, {"role": "assistant", "content": "Yes."}], False, [_PROBE_TOOL])
-        plain = plain.removeprefix(opened) if plain.startswith(opened) else ""
-        for token in special_tokens(self._tokenizer):
-            if self._learned is not None and self._learned.visible(token) and token in plain:
+        plain_prefix, plain = self._written(question, {"content": "Yes."}, tools)
+        for token in special_tokens(self._tokenizer) if self._learned is not None and plain_prefix == opened else ():
+            if self._learned.visible(token) and token in plain:
                 raise DataError(
                     f"the chat template writes {token!r} in calls and in the answer {plain[:200]!r}, so calls cannot "
                     "be told from other answers. Add a response_template to tokenizer_config.json, or name a file with "
                     "another template as data.chat_template."
                 )
-        message = self.parse(tokens.ids(call_text), tokens.ids(prefix), "", [_PROBE_TOOL])
+        message = self.parse(Turn(self._tokens.ids(call_text), sampled=True), self._tokens.ids(prefix), "", tools)
         calls = [call["function"] for call in message.get("tool_calls", ())]
         if [(c["name"], decoded(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
             raise DataError(
@@ -246,6 +263,7 @@ class ParsedAnswers:
                 "as JSON with name and arguments in <tool_call> ... </tool_call>. Add a response_template to "
                 "tokenizer_config.json, or name a file with a template that writes calls so as data.chat_template."
             )
+        self._tools_checked = True
 
     def _by_template(
         self, ids: Sequence[int], prompt: Sequence[int], tools: Tools
@@ -283,6 +301,10 @@ class ParsedAnswers:
     def _text(self, ids: Sequence[int]) -> str:
         """Text without special tokens, except tags."""
         return self._decode([i for i in ids if i not in self._hidden])
+
+
+def _call(call_id: str, name: str, arguments: object) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _id(key: object, number: int) -> str:

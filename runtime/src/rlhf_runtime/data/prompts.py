@@ -1,45 +1,32 @@
-"""Prompts and observations as tokens, encoded with the chat template or as plain text.
-
-A chat template is used as it shows the tools of the row (:class:`RowTools`). Observations get the text that it puts
-around turns (:class:`Frame`).
-"""
+"""Prompts of rows as tokens, encoded with the chat template, which shows the tools of the row, or as plain text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 from rlhf.types import Row, Trajectory, Turn
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.chat_messages import ChatMessages, ParsedAnswers, Tools
+from rlhf_runtime.data.chat_messages import ChatMessages, Tools
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
-from rlhf_runtime.data.messages import (
-    Messages,
-    as_api_writes,
-    as_people_read,
-    as_template_reads,
-    text_of,
-    with_images,
-    with_text,
-)
+from rlhf_runtime.data.messages import as_api_writes, as_people_read, text_of, with_text
+from rlhf_runtime.data.observations import Observations
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
 from rlhf_runtime.data.sources import DEFAULTS, TOOLS, SourceLayout, named_columns
-from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
+from rlhf_runtime.data.template_options import check_options, named_template, uses_chat
+from rlhf_runtime.data.text_tokens import TextTokens
 from rlhf_runtime.data.tokenizer import decoder_of
-from rlhf_runtime.data.written_parts import check_options, mark
+from rlhf_runtime.data.written_parts import mark
 
-LARGEST = 2**20
-"""Largest number of bytes of a chat template."""
 _CACHED_PROMPTS = 4096
 _CACHED_BYTES = 2**28
 """Largest number of bytes of images in cached prompts."""
@@ -81,16 +68,15 @@ class Prompts:
         self.layout = SourceLayout({**DEFAULTS, TOOLS: TOOLS, **named_columns(section)}, chat=self.chat is not None)
         """How rows without a layout are read."""
         self.tokens = TextTokens(tokenizer)
+        self.observations = Observations(self.chat, self.tokens, self.images, section.earlier_answers == "sampled")
         self.decode = decoder_of(tokenizer, special_tokens=False)
         """Text of tokens, without special tokens."""
         self.require_text = False
         """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self.shows_tools = True
         """Whether prompts show the tools of their rows. A rollout that encodes messages shows tools of its own."""
-        self._frames: dict[int, Frame] = {}
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
         self._cached_bytes = 0
-        self._tools_checked = False
 
     def encode_prompt(self, row: Row) -> Turn:
         """The row's prompt, which the policy can answer."""
@@ -121,7 +107,7 @@ class Prompts:
         if not text:
             return [self.encode_prompt(row)]
         if self.chat is None:
-            return [self.encode_prompt(row), self.encode_observation(text)]
+            return [self.encode_prompt(row), self.observations.encode(text)]
         cells = self._cells(row)
         messages, images = self._read_prompt(cells)
         if messages[-1]["role"] == "user":
@@ -130,99 +116,29 @@ class Prompts:
         else:
             messages.append({"role": "user", "content": text})
         opened = self._chat_of(cells).text(messages, answer=True)
-        return [self._turn(self.tokens.ids(opened), images, as_people_read(messages))]
+        return [self.images.turn(self.tokens.ids(opened), images, as_people_read(messages))]
 
     def opening_ids(self, row: Row, text: str) -> list[int]:
         """The tokens of :meth:`encode_opening`, in plain text too with a blank line before ``text``."""
         separated = f"\n\n{text}" if text and self.chat is None else text
         return [i for turn in self.encode_opening(row, separated) for i in turn.ids]
 
-    def encode_observation(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
-        """An observation, as the chat template writes a user's message after an answer.
-
-        Args:
-            closed: whether the sampled turn before it ended with its end token. If not, the observation begins with
-                the end token, so that the answer is closed before the next message.
-            images: contents of image files. They come before the text, unless it has their placeholders.
-
-        Raises DataError: the template rewrites history (:func:`frame`); images, where
-            the run can have none or one cannot be read.
-        """
-        images = self.images.files(images)
-        added = 0 if self.images.marked(text) else len(images)
-        if self.chat is None:
-            return self._turn(self.tokens.ids_after(ANCHORS[0], self.images.marks(added) + text), images)
-        frame = self._history(added)
-        front = frame.prefix.partition(frame.end)[2] if closed and frame.end else frame.prefix
-        turn_text = f"{front}{text}{frame.suffix}"
-        ids = self.tokens.ids_after(frame.end, turn_text) if closed else self.tokens.ids(turn_text)
-        return self._turn(ids, images, (("user", text),))
-
-    def check_multi_turn(self) -> None:
-        """Raises DataError if observations cannot be encoded. Called before a run with several turns starts."""
-        if self.chat is not None:
-            self._history()
-
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs. Raises DataError."""
-        self.check_messages()
+        _ = self.messages
         cells = self._cells(row)
         return as_api_writes(with_urls(*self._read_prompt(cells)))
 
-    def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
-        """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
-        if tools:
-            self.check_tools()
-        conversation, images = as_template_reads(messages)
-        files = self.images.files(images)
-        return self._turn(self._chat_messages.encode(conversation, tools), files, as_people_read(conversation))
-
-    def encode_following(
-        self, messages: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
-    ) -> Turn | None:
-        """What the template writes after a sampled answer (:meth:`ChatMessages.encode_following`)."""
-        new, images = as_template_reads(following)
-        conversation, _ = as_template_reads([*messages, answer])
-        files = self.images.files(images)
-        ids = self._chat_messages.encode_following(conversation, new, tools, closed)
-        return None if ids is None else self._turn(ids, files, as_people_read(new))
-
-    def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
-        """The assistant message of a sampled turn (:meth:`ParsedAnswers.parse`)."""
-        return self._parsed_answers.parse(turn.ids, prompt, key, tools)
-
-    def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
-        """Whether a call in a parsed answer could not be read (:meth:`ParsedAnswers.has_unread_call`)."""
-        return self._parsed_answers.has_unread_call(answer)
-
     @cached_property
-    def _chat_messages(self) -> ChatMessages:
-        ends = self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))
-        return ChatMessages(self._required_chat, self.tokens, ends)
-
-    @cached_property
-    def _parsed_answers(self) -> ParsedAnswers:
-        return ParsedAnswers(self.tokenizer, self._required_chat)
-
-    @property
-    def _required_chat(self) -> ChatTemplate:
+    def messages(self) -> ChatMessages:
+        """Encodes conversations, as programs write them. Raises DataError: prompts are plain text."""
         if self.chat is None:
             raise DataError(
                 "the rollout encodes messages, which needs a chat template, but prompts are plain text. Use a "
                 "tokenizer with a chat template, or name a file with one as data.chat_template."
             )
-        return self.chat
-
-    def check_messages(self) -> None:
-        """Raises DataError if messages cannot be encoded. Called before a run whose rollout needs them starts."""
-        _ = self._chat_messages, self._parsed_answers
-
-    def check_tools(self) -> None:
-        """Raises DataError if the policy cannot be shown tools, or its calls cannot be read
-        (:meth:`ParsedAnswers.check_tools`)."""
-        if not self._tools_checked and self.chat is not None:
-            self._parsed_answers.check_tools(self.chat, self.tokens)
-            self._tools_checked = True
+        ends = self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))
+        return ChatMessages(self.tokenizer, self.chat, self.tokens, self.images, ends)
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -253,14 +169,14 @@ class Prompts:
             if self.require_text and not text.strip():
                 raise DataError(f"{EMPTY}; there is nothing to answer")
             ids = self.tokens.ids(text)
-            return self._turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
+            return self.images.turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
         messages, images = self._read_prompt(cells)
         has_text = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
         if self.require_text and not has_text and not images:
             raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
         chat = self._chat_of(cells)
         chat.check(messages, source=row.source)
-        return self._turn(self.tokens.ids(chat.text(messages, answer=True)), images)
+        return self.images.turn(self.tokens.ids(chat.text(messages, answer=True)), images)
 
     def _read_prompt(self, cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:
         """The row's prompt as the chat template reads it, and its images."""
@@ -319,19 +235,6 @@ class Prompts:
         """The row's system message; None if its layout has no column for it, or it is empty."""
         return (cells.values.get("system") and cells.text("system")) or None
 
-    def _turn(
-        self, ids: Sequence[int], images: Sequence[bytes] = (), messages: tuple[tuple[str, str], ...] = ()
-    ) -> Turn:
-        """A turn of tokens with a placeholder for each image."""
-        all_ids, _, turn_images = self.images.place(ids, images)
-        return Turn(all_ids, sampled=False, text=self.decode(ids), images=turn_images, messages=messages)
-
-    def _history(self, images: int = 0) -> Frame:
-        assert self.chat is not None
-        if images not in self._frames:
-            self._frames[images] = frame(self.chat, images, self.section.earlier_answers == "sampled")
-        return self._frames[images]
-
 
 _CACHED = 256
 
@@ -381,100 +284,3 @@ def _renamed(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "function" in tool:
         return {**tool, "function": {**tool["function"], "name": name}}
     return {**tool, "name": name}
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The text that a template puts around turns."""
-
-    end: str
-    """What ends an answer before another message; empty if the template writes no end token there."""
-    prefix: str
-    """Text from the end of an answer (after its end token) to the text of the user's next message."""
-    suffix: str
-    """Text from the end of the user's text to the start of the policy's answer."""
-
-
-def frame(chat: ChatTemplate, images: int = 0, as_sampled: bool = False) -> Frame:
-    """The text that the template puts around an observation. Also checks that earlier turns do not change.
-
-    Args:
-        images: number of images before the text of the observation; their placeholders are in ``Frame.prefix``.
-        as_sampled: whether earlier turns stay as they were sampled, so that they may change in the template's render.
-
-    Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
-    reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
-    template's render.
-    """
-    content = with_images(mark(2), images) if images else mark(2)
-    user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": content}
-    prompt = chat.text([user], answer=True)
-    for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
-        text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
-        _, answer_mark, following = text.rpartition(mark(1))
-        if not answer_mark or mark(2) not in following or not (as_sampled or text.startswith(prompt + answer)):
-            change = "drops its reasoning" if "think" in answer else "writes it otherwise"
-            raise DataError(
-                "the chat template rewrites history: once a message follows an answer, it "
-                f"{change}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
-                "trained on a context that the template never shows it. Give the tokenizer a chat template that "
-                "keeps earlier answers as they were, or other data.template_kwargs; or accept that context: "
-                'data.earlier_answers = "sampled".'
-            )
-        if answer == mark(1):
-            front, _, rest = following.partition(mark(2))
-    end = chat.end_token(front)  # or the token that opens the user's message, where the template ends no answer
-    return Frame(end if end.endswith(chat.ends) else "", front, rest)
-
-
-def named_template(section: DataSection) -> str:
-    """The text of ``data.chat_template``.
-
-    Raises ConfigError: rows are plain text, or the file is missing, cannot be read or is empty.
-    """
-    path = Path(section.chat_template or "").expanduser()
-    if section.template == "plain":
-        raise ConfigError(
-            f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
-        )
-    try:
-        with path.open("rb") as file:  # which may be without an end
-            content = file.read(LARGEST + 1)
-        text = content[:LARGEST].decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.chat_template: cannot read {str(path)!r}: {error}. It is the path of a file with a Jinja template, "
-            "such as chat_template.jinja beside a model."
-        ) from None
-    if len(content) > LARGEST:
-        raise ConfigError(f"data.chat_template: {path} has more than {LARGEST:,} bytes; a template has some thousands")
-    if not text.strip():
-        raise ConfigError(f"data.chat_template: {path} is empty")
-    return text
-
-
-def uses_chat(tokenizer: Any, section: DataSection) -> bool:
-    """Whether rows are written with the tokenizer's chat template.
-
-    Raises ConfigError: there is none and the section asks for one, or an option is for the other kind of template.
-    """
-    has = bool(tokenizer.chat_template)
-    if section.template == "chat" and not has:
-        raise ConfigError(
-            "data.template = 'chat', but the tokenizer has no chat template. Name a file with one as "
-            'data.chat_template, or use data.template = "plain".'
-        )
-    chat = has and section.template != "plain"
-    only_chat = {
-        "template_kwargs": bool(section.template_kwargs),
-        "messages": section.messages is not None,
-        "earlier_answers = 'sampled'": section.earlier_answers == "sampled",
-    }
-    only_plain = {"add_eos = false": not section.add_eos}
-    for key, is_set in (only_plain if chat else only_chat).items():
-        if is_set and chat:
-            raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")
-        if is_set:
-            reason = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
-            raise ConfigError(f"data.{key} needs a chat template, but {reason}")
-    return chat

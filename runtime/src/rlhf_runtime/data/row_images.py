@@ -10,7 +10,8 @@ from typing import Any
 
 import xxhash
 from rlhf.errors import DataError
-from rlhf.types import Image
+from rlhf.types import Image, Turn
+from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.data.conversions import conversation
 from rlhf_runtime.data.image_files import data_url, image_file, image_path, may_be_image
@@ -18,6 +19,7 @@ from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.messages import PLACE, as_shown, image_of, is_image, places, with_images
 from rlhf_runtime.data.row_fields import Cells
 from rlhf_runtime.data.sources import ONE_IMAGE, Source
+from rlhf_runtime.data.tokenizer import decoder_of
 
 NO_IMAGES = "the policy is a model of text"
 COMMON_MARK = "<image>"
@@ -40,6 +42,7 @@ class RowImages:
         self._tokens = f"data.max_images = {limit}" if isinstance(tokens, ImageTokens) and not limit else tokens
         self.limit = limit if isinstance(self._tokens, ImageTokens) else 0
         """Largest number of images of a sequence; 0 where the run cannot have images."""
+        self._decode = decoder_of(tokenizer, special_tokens=False)
         mark = None
         if isinstance(tokens, ImageTokens) and tokens.placeholder >= 0:
             mark = tokenizer.convert_ids_to_tokens(tokens.placeholder)
@@ -86,7 +89,7 @@ class RowImages:
                 f"{images.count(None)} image parts (or {COMMON_MARK!r} in texts) of the messages hold no image, and "
                 f"{cells.name('images')} holds {len(column)}; they must be equal"
             )
-        else:  # :meth:`place` will say how a placeholder is spelt
+        else:  # :meth:`ImageTokens.place` will say how a placeholder is spelt
             images = [*(image for image in images if image is not MARKED), *column]
         return conversation, self._check_count(self._files(images, cells))
 
@@ -111,13 +114,26 @@ class RowImages:
         """The placeholders of ``count`` images in plain text."""
         return (self._mark or "") * count
 
-    def place(
-        self, ids: Sequence[int], images: Sequence[bytes], mask: Sequence[bool] = ()
+    def turn(
+        self, ids: Sequence[int], images: Sequence[bytes] = (), messages: tuple[tuple[str, str], ...] = ()
+    ) -> Turn:
+        """A turn that is not sampled, of tokens with a placeholder for each image.
+
+        Args:
+            messages: its messages, as :func:`as_people_read` returns them.
+        """
+        all_ids, _, turn_images = self._place(ids, images, ())
+        return Turn(all_ids, sampled=False, text=self._decode(ids), images=turn_images, messages=messages)
+
+    def sequence(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[bytes]) -> TokenSequence:
+        """A sequence of tokens with a placeholder for each image."""
+        all_ids, all_mask, all_images = self._place(ids, images, mask)
+        return TokenSequence(all_ids, all_mask, images=all_images)
+
+    def _place(
+        self, ids: Sequence[int], images: Sequence[bytes], mask: Sequence[bool]
     ) -> tuple[Sequence[int], list[bool], tuple[Image, ...]]:
-        """Tokens, mask and images of a text with a placeholder for each image (:meth:`ImageTokens.place`)."""
-        if isinstance(self._tokens, ImageTokens):
-            return self._tokens.place(ids, images, mask)
-        return ids, list(mask), ()
+        return (ids, list(mask), ()) if self.tokens is None else self.tokens.place(ids, images, mask)
 
     def _read(self, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
         """A message as chat templates read it. ``images`` gets the image of each of its places: None for a part that

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 from rlhf.steps import StepEnds
 from rlhf.types import DataForm, Row, Turn
 from rlhf.types.examples import Example
@@ -22,9 +21,9 @@ from rlhf_runtime.data.messages import REASONING, UNTRAINED, text_of
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
+from rlhf_runtime.data.template_options import reasoning_field
 from rlhf_runtime.data.text_tokens import Span, edges_are_between
 from rlhf_runtime.data.tokenizer import decoder_of
-from rlhf_runtime.data.written_parts import mark
 
 
 class Template(Prompts):
@@ -39,7 +38,7 @@ class Template(Prompts):
     ) -> None:
         super().__init__(tokenizer, section, images, day)
         self._parting = frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
-        self._reasoning = "" if section.reasoning is None else _reasoning_field(self.chat)
+        self._reasoning = "" if section.reasoning is None else reasoning_field(self.chat)
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
     def encode_answer(self, row: Row, text: str | None = None) -> list[Turn]:
@@ -218,12 +217,7 @@ class Template(Prompts):
             prompt = chat.text(messages, answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
         begin = self.tokens.begin(ids) if self.chat is None else []
-        return self._sequence([*begin, *ids], [*(False for _ in begin), *mask], images)
-
-    def _sequence(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[bytes]) -> TokenSequence:
-        """A sequence of tokens with a placeholder for each image."""
-        new_ids, new_mask, new_images = self.images.place(ids, images, mask)
-        return TokenSequence(new_ids, new_mask, images=new_images)
+        return self.images.sequence([*begin, *ids], [*(False for _ in begin), *mask], images)
 
     def _conversation(self, row_messages: Sequence[Message], cells: Cells) -> TokenSequence:
         chat = self._chat_of(cells)
@@ -236,7 +230,7 @@ class Template(Prompts):
             text = chat.text(messages, answer=False)
             end = self._missing_end(text.rstrip()) if messages[-1]["role"] == "assistant" else []
             ids = [*self.tokens.ids(text), *end]
-            return self._sequence(ids, [True] * len(ids), images)
+            return self.images.sequence(ids, [True] * len(ids), images)
         if not answers or answers[-1] != len(messages) - 1:
             raise DataError(
                 f"a conversation must end with the assistant's answer, got the roles "
@@ -256,7 +250,7 @@ class Template(Prompts):
         # have it, so it must not be trained on, and scores must not be read there.
         last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
         end = self._missing_end(render.text[: render.answers[-1][1]])
-        return self._sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], images)
+        return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], images)
 
     def _missing_end(self, text: str) -> list[int]:
         """The end token of an answer with which a render ends, if the template writes none after it. A sample ends with
@@ -271,7 +265,7 @@ class Template(Prompts):
         begin, end = self.tokens.begin(ids), [] if is_complete else [self.tokenizer.eos_token_id]
         ids, mask = [*begin, *ids, *end], [*(False for _ in begin), *mask, *(True for _ in end)]
         mask = [True] * len(ids) if self.section.loss_on == "all" else mask
-        return self._sequence(ids, mask, self.images.of_row(cells))
+        return self.images.sequence(ids, mask, self.images.of_row(cells))
 
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text`` and which of them are in ``spans``.
@@ -325,19 +319,3 @@ def _check_weights(untrained: set[int], answers: Sequence[int], loss_on: str) ->
         )
     if answers and untrained.issuperset(answers):
         raise DataError("every answer has the weight 0; there is nothing to learn from")
-
-
-def _reasoning_field(chat: ChatTemplate | None) -> str:
-    """The field of a message in which the chat template reads reasoning. Raises ConfigError: it reads none."""
-    reason = "no chat template is used"
-    if chat is not None:
-        reason = f"the chat template writes none of {', '.join(REASONING)}"
-        for field in REASONING:
-            answer = {"role": "assistant", "content": "x", field: mark(0)}
-            with suppress(DataError):
-                if mark(0) in chat.text([{"role": "user", "content": "x"}, answer], answer=False):
-                    return field
-    raise ConfigError(
-        f"data.reasoning: {reason}, so the reasoning would be lost. Use a template that writes it "
-        "(data.chat_template), or join reasoning and answer in one column."
-    )

@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 
-from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.messages import REASONING, text_of
 from rlhf_runtime.data.row_fields import Message
 
@@ -140,29 +138,6 @@ def check_parts(
             after = _attempt(writer, [*messages[:m], other, *messages[m + 1 :]])
             if after and after[m] == original[m]:
                 raise _left_out(m, messages, trained, part)
-
-
-def check_options(text: Callable[..., str], section: DataSection) -> None:
-    """Raises ConfigError: the template does not write ``data.system``, or a tool of ``data.template_kwargs``.
-
-    Args:
-        text: ``ChatTemplate.text``.
-    """
-    user = {"role": "user", "content": "x"}
-    with suppress(DataError):  # the error about the first row says what the template refuses
-        if section.system and mark(0) not in text([{"role": "system", "content": mark(0)}, user], answer=True):
-            raise ConfigError(
-                "data.system: the chat template leaves out system messages, so it would change nothing. Put the text "
-                "into the prompts, or use a template that writes system messages: see data.chat_template."
-            )
-        tools = section.template_kwargs.get("tools")
-        for tool in tools if isinstance(tools, list) else ():
-            name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
-            if isinstance(name, str) and name not in text([user], answer=True):
-                raise ConfigError(
-                    f"data.template_kwargs: the chat template leaves out the tool {name!r}, so the policy would not "
-                    "know of it. Use a template that writes tools: see data.chat_template."
-                )
 
 
 def _attempt(writer: Written, messages: Sequence[Message]) -> Sequence[str]:

@@ -65,14 +65,14 @@ class SampleContext(RolloutContext):
     def encode_observation(self, text: str, images: Sequence[bytes] = (), turn: Turn | None = None) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
         last = self._last if turn is None else turn
-        observation = self._template.encode_observation(text, self._is_closed(last), images)
+        observation = self._template.observations.encode(text, self._is_closed(last), images)
         return self._without_repeated_end(observation, last)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         return self._template.prompt_messages(row)
 
     def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn:
-        return self._template.encode_messages(messages, tools)
+        return self._template.messages.encode(messages, tools)
 
     def encode_following(
         self,
@@ -83,17 +83,17 @@ class SampleContext(RolloutContext):
         turn: Turn | None = None,
     ) -> Turn | None:
         last = self._last if turn is None else turn
-        context = self._template.encode_following(messages, answer, following, tools, self._is_closed(last))
+        context = self._template.messages.encode_following(messages, answer, following, tools, self._is_closed(last))
         return None if context is None else self._without_repeated_end(context, last)
 
     def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
         number, prompt, _ = self._answers.get(id(turn), (0, None, None))
         if prompt is None:
             raise RolloutError("parse_answer() takes a turn that generate() of the same sample returned")
-        return self._template.parse_answer(turn, prompt.ids, (*self._index, number), tools)
+        return self._template.messages.answers.parse(turn, prompt.ids, (*self._index, number), tools)
 
     def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
-        return self._template.has_unread_call(answer)
+        return self._template.messages.answers.has_unread_call(answer)
 
     def _is_closed(self, turn: Turn | None) -> bool:
         return turn is None or (bool(turn.ids) and turn.ids[-1] in self._template.end_token_ids)

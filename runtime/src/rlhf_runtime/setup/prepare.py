@@ -126,12 +126,12 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     if config.data.margin is not None and plugins_of_run.trains:
         check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
-        data.template.check_multi_turn()
+        data.template.observations.check()
     if rollout is not None and rollout.needs_messages:
-        data.template.check_messages()
+        _ = data.template.messages  # raises where there is no chat template
         data.template.shows_tools = False
     if rollout is not None and rollout.needs_tools:
-        data.template.check_tools()
+        data.template.messages.answers.check_tools()
     # An environment, or a program that speaks the chat API, may give the policy what a row does not have.
     data.template.require_text = rollout is not None and not (rollout.needs_env or rollout.needs_messages)
     steps = total_steps(config, data.rows_per_epoch)

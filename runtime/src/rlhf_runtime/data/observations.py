@@ -1,0 +1,97 @@
+"""Observations of an environment as tokens, with the text that a chat template puts around a user's message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import DataError
+from rlhf.types import Turn
+
+from rlhf_runtime.data.conversation import ChatTemplate
+from rlhf_runtime.data.messages import with_images
+from rlhf_runtime.data.row_images import RowImages
+from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
+from rlhf_runtime.data.written_parts import mark
+
+
+class Observations:
+    """Encodes observations.
+
+    Args:
+        chat: None: observations are plain text.
+        as_sampled: whether earlier turns stay as they were sampled, so that they may change in the template's render.
+    """
+
+    def __init__(self, chat: ChatTemplate | None, tokens: TextTokens, images: RowImages, as_sampled: bool) -> None:
+        self._chat, self._tokens, self._images, self._as_sampled = chat, tokens, images, as_sampled
+        self._frames: dict[int, _Frame] = {}
+
+    def encode(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
+        """An observation, as the chat template writes a user's message after an answer.
+
+        Args:
+            closed: whether the sampled turn before it ended with its end token. If not, the observation begins with
+                the end token, so that the answer is closed before the next message.
+            images: contents of image files. They come before the text, unless it has their placeholders.
+
+        Raises DataError: the template rewrites history (:meth:`check`); images, where the run can have none or one
+            cannot be read.
+        """
+        images = self._images.files(images)
+        added = 0 if self._images.marked(text) else len(images)
+        if self._chat is None:
+            return self._images.turn(self._tokens.ids_after(ANCHORS[0], self._images.marks(added) + text), images)
+        frame = self._frame(self._chat, added)
+        front = frame.prefix.partition(frame.end)[2] if closed and frame.end else frame.prefix
+        turn_text = f"{front}{text}{frame.suffix}"
+        ids = self._tokens.ids_after(frame.end, turn_text) if closed else self._tokens.ids(turn_text)
+        return self._images.turn(ids, images, (("user", text),))
+
+    def check(self) -> None:
+        """Raises DataError if observations cannot be encoded. Called before a run with several turns starts."""
+        if self._chat is not None:
+            self._frame(self._chat, 0)
+
+    def _frame(self, chat: ChatTemplate, images: int) -> _Frame:
+        """The text around an observation with images before its text, whose placeholders are in ``_Frame.prefix``.
+
+        Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
+        reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
+        template's render.
+        """
+        if images in self._frames:
+            return self._frames[images]
+        content = with_images(mark(2), images) if images else mark(2)
+        user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": content}
+        prompt = chat.text([user], answer=True)
+        for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
+            text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
+            _, answer_mark, following = text.rpartition(mark(1))
+            is_kept = self._as_sampled or text.startswith(prompt + answer)
+            if not (is_kept and answer_mark and mark(2) in following):
+                change = "drops its reasoning" if "think" in answer else "writes it otherwise"
+                raise DataError(
+                    "the chat template rewrites history: once a message follows an answer, it "
+                    f"{change}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
+                    "trained on a context that the template never shows it. Give the tokenizer a chat template that "
+                    "keeps earlier answers as they were, or other data.template_kwargs; or accept that context: "
+                    'data.earlier_answers = "sampled".'
+                )
+            if answer == mark(1):
+                front, _, rest = following.partition(mark(2))
+        end = chat.end_token(front)  # or the token that opens the user's message, where the template ends no answer
+        self._frames[images] = _Frame(end if end.endswith(chat.ends) else "", front, rest)
+        return self._frames[images]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The text that a template puts around turns."""
+
+    end: str
+    """What ends an answer before another message; empty if the template writes no end token there."""
+    prefix: str
+    """Text from the end of an answer (after its end token) to the text of the user's next message."""
+    suffix: str
+    """Text from the end of the user's text to the start of the policy's answer."""
