@@ -42,11 +42,9 @@ class Shape:
             return False
         if not {*self.answers, *self.preference, names.get("margin") or self.answers[0]} <= {*columns}:
             return False
-        answers = row.get(self.answers[0])
-        return len(self.answers) == 2 or (isinstance(answers, list) and bool(answers) and self._are_answers(answers))
-
-    def _are_answers(self, answers: list[Any]) -> bool:
-        needed = () if self.preference else (self.meaning,)
+        answers, needed = row.get(self.answers[0]), () if self.preference else (self.meaning,)
+        if len(self.answers) == 2 or not isinstance(answers, list) or not answers:
+            return len(self.answers) == 2
         return all(isinstance(a, Mapping) and any(t in a for t in _TEXTS) and a.keys() >= {*needed} for a in answers)
 
     def layout(self, margin: str | None) -> tuple[dict[str, str], str]:

@@ -138,10 +138,6 @@ STEP_CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
 # ------------------------------------------------------------------- what a value looks like
 
 
-def is_marked(value: Any) -> bool:
-    return isinstance(value, str) and MARK in value
-
-
 def is_rated(value: Any) -> bool:
     """``[{text, rating or label}, ...]``."""
     return (
@@ -201,7 +197,7 @@ class StepShape:
 SHAPES = (
     StepShape("rated_steps", ("steps", "steps_with_score"), (), lambda row, steps, labels: is_rated(row.get(steps))),
     StepShape("marked_steps", ("steps", "input"), ("step_labels", "label", "value"),
-              lambda row, steps, labels: is_marked(row.get(steps)), prompt=""),
+              lambda row, steps, labels: isinstance(text := row.get(steps), str) and MARK in text, prompt=""),
     StepShape("wrong_steps", ("modified_process",), ("error_steps",),
               lambda row, steps, labels: labels == "error_steps", prompt="modified_question"),
     StepShape("first_wrong", ("steps",), ("label",),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rlhf.types import Row
-from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_files import image_size
-from rlhf_runtime.data.row_rules import RowVerdict
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tokenizer import decoder_of
 
@@ -103,49 +101,35 @@ def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:
 def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     answered = use == "train" and source.name in data.answered
     verdict = data.judge(row, answered)
-    entry: dict[str, Any] = {"where": source.location(row.index), "use": use, **_status(data, verdict)}
-    example = verdict.example
+    status = "ok" if not verdict.kind else "left out" if getattr(data.section, verdict.kind) == "drop" else "refused"
+    values, sequences = dict[str, Any](), dict[str, TokenSequence]()
     if data.form == "prompts" and verdict.kind != "bad_rows":
-        entry["sequences"] = [_prompt(data, row, decode), *([_given_answer(data, row, decode)] if answered else [])]
-    elif example is not None:
-        entry |= {k: v for k, v in example.values.items() if k != "steps"}
-        entry["sequences"] = list(_sequences(example, decode))
-    else:
-        entry["sequences"] = []
-    return entry
-
-
-def _status(data: TrainData, verdict: RowVerdict) -> dict[str, str]:
-    if not verdict.kind:
-        return {"status": "ok", "why": ""}
-    dropped = getattr(data.section, verdict.kind) == "drop"
-    return {"status": "left out" if dropped else "refused", "why": verdict.text}
-
-
-def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    turn = data.template.encode_prompt(row)
-    return _sequence("prompt", TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images), decode)
-
-
-def _given_answer(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """The row's answer, as an algorithm with ``Needs.given_share`` gets it in place of samples."""
-    prompt, answer = data.template.encode_answer(row)
-    mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
-    return _sequence("given answer", TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images), decode)
-
-
-def _sequences(example: Example, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
-    pair = len(example.sequences) > 1
-    for sequence in example.sequences:
-        name = ("chosen", "rejected")[sequence.role] if pair else "row"
-        yield _sequence(name, sequence, decode, example.values.get("steps", ()))
+        turn = data.template.encode_prompt(row)
+        sequences["prompt"] = TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images)
+        if answered:  # as an algorithm with ``Needs.given_share`` gets it in place of samples
+            prompt, answer = data.template.encode_answer(row)
+            mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
+            sequences["given answer"] = TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images)
+    elif verdict.example is not None:
+        values = dict(verdict.example.values)
+        names = ("chosen", "rejected") if len(verdict.example.sequences) > 1 else ("row",)
+        sequences = {names[sequence.role]: sequence for sequence in verdict.example.sequences}
+    steps = values.pop("steps", ())
+    return {
+        "where": source.location(row.index),
+        "use": use,
+        "status": status,
+        "why": verdict.text if verdict.kind else "",
+        **values,
+        "sequences": [_sequence(name, sequence, decode, steps) for name, sequence in sequences.items()],
+    }
 
 
 def _sequence(
     name: str,
     sequence: TokenSequence,
     decode: Callable[[Sequence[int]], str],
-    steps: Iterable[tuple[int, float]] = (),
+    steps: Iterable[tuple[int, float]],
 ) -> dict[str, Any]:
     """``name``; ``tokens`` and ``trained``, counts; ``ids``; ``texts`` of the tokens; ``mask``: which are trained on;
     ``steps``: [[position of the token that ends a step, its label], ...]. The first token of an image has the text

@@ -74,7 +74,9 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                 if reason:
                     record.left_out[reason] += 1
                     continue
-                prompt = _with_images(line["prompt"], line["turns"][0])
+                prompt, images = line["prompt"], line["turns"][0].get("images") or ()
+                if images:
+                    prompt = with_urls(prompt, [b64decode(image["data"]) for image in images])
                 members.append(RecordedAnswer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
         except CheckpointError as cause:
             raise DataError(f"{cause}. {RECORDED}") from cause
@@ -83,12 +85,6 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
             raise DataError(f"{location} is not a recorded sample: {reason}. {RECORDED}") from cause
         record.groups += groups.values()
     return record
-
-
-def _with_images(prompt: Prompt, turn: Mapping[str, Any]) -> Prompt:
-    """A recorded prompt with its images as ``data:`` URLs."""
-    images = [b64decode(image["data"]) for image in turn.get("images") or ()]
-    return [*with_urls(prompt, images)] if images and not isinstance(prompt, str) else prompt
 
 
 def _unusable(line: Mapping[str, Any], truncated: bool) -> str:

@@ -106,29 +106,22 @@ class RowOrder:
         }
 
     def _next(self) -> Row:
-        pool = self._pick() if self._cumulative is not None else 0
-        epoch, position = divmod(self._positions[pool], self._size(pool))
-        index = int(self._order(pool, epoch)[position]) if self.shuffle else position
+        pool = 0
+        if self._cumulative is not None:
+            share = derive_seed(self.seed, "order/source", self.rows_taken) / 2**63
+            pool = min(int(np.searchsorted(self._cumulative, share, side="right")), len(self._pools) - 1)
+        size = sum(len(source) for source in self._pools[pool])
+        epoch, index = divmod(self._positions[pool], size)
+        if self.shuffle:
+            if self._orders.get(pool, (-1,))[0] != epoch:
+                self._orders[pool] = epoch, permutation(size, derive_seed(self.seed, "order", pool, epoch))
+            index = int(self._orders[pool][1][index])
         self._positions[pool] += 1
         for source in self._pools[pool]:
             if index < len(source):
                 return source[index]
             index -= len(source)
         raise AssertionError
-
-    def _size(self, pool: int) -> int:
-        return sum(len(s) for s in self._pools[pool])
-
-    def _pick(self) -> int:
-        assert self._cumulative is not None
-        share = derive_seed(self.seed, "order/source", self.rows_taken) / 2**63
-        return min(int(np.searchsorted(self._cumulative, share, side="right")), len(self._pools) - 1)
-
-    def _order(self, pool: int, epoch: int) -> np.ndarray:
-        if self._orders.get(pool, (-1,))[0] != epoch:
-            seed = derive_seed(self.seed, "order", pool, epoch)
-            self._orders[pool] = (epoch, permutation(self._size(pool), seed))
-        return self._orders[pool][1]
 
 
 def permutation(n: int, seed: int) -> np.ndarray:

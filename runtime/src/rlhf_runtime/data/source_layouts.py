@@ -197,7 +197,9 @@ def recognise(
         raise DataError(
             "the columns can be read in several ways: "
             + "; ".join(f"({i}) {layout}" for i, layout in enumerate(layouts, 1))
-            + f"; {case.present()} Name those to use, e.g. {_flags(layouts[0])}."
+            + f"; {case.present()} Name those to use, e.g. "
+            + " ".join(f"--data.{f} {c}" for f, c in layouts[0].columns.items() if f in FIELDS)
+            + "."
         )
     raise DataError(case.problem())
 
@@ -381,16 +383,14 @@ class _Case:
         if self.prompt == "made":
             return
         context = self.row.get(CONTEXTS[-1], 0)
+        has_history = HISTORY in self.columns and not self.user_columns and not isinstance(self.row.get(HISTORY), str)
         for column in self._choices("prompt", *PROMPTS):
-            history = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
+            history = {"history": HISTORY} if column in ("instruction", "query") and has_history else {}
             yield {"prompt": column, **history}
             if column == "instruction":
                 yield from ({"prompt": column, "context": c, **history} for c in CONTEXTS if c in self.columns)
             elif column in PROMPTS[0] and "prompt" not in self.user_columns and isinstance(context, str | None):
                 yield {"prompt": column, "context": CONTEXTS[-1], **history}
-
-    def _has_history(self) -> bool:
-        return HISTORY in self.columns and not self.user_columns and not isinstance(self.row.get(HISTORY), str)
 
     def _choices(self, field: str, *common_names: Sequence[str]) -> list[str]:
         """Columns that a field may mean: the named one, else the default one, else those with the first common names
@@ -484,7 +484,3 @@ def _with_tools(layout: SourceLayout, case: _Case) -> SourceLayout:
     if not free or "text" in layout.columns or layout.conversion in _COMPLETE:
         return layout
     return replace(layout, columns={**layout.columns, TOOLS: TOOLS})
-
-
-def _flags(layout: SourceLayout) -> str:
-    return " ".join(f"--data.{f} {c}" for f, c in layout.columns.items() if f in FIELDS)

@@ -23,7 +23,9 @@ class TextTokens:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._rows = embedding_rows(tokenizer)
-        self._bos = _begin_ids(tokenizer)
+        ids: list[int] = tokenizer("", add_special_tokens=True)["input_ids"]
+        self._bos = [i for i in ids[:1] if i == tokenizer.bos_token_id]
+        """The begin token, if the tokenizer adds one before a text."""
 
     def begin(self, ids: Sequence[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text; none if the text already begins with them."""
@@ -83,12 +85,6 @@ class TextTokens:
         decode = decoder_of(self.tokenizer)
         joint_ids, separate_ids = self.ids(first + second), [*self.ids(first), *self.ids(second)]
         return decode(joint_ids) == first + second != decode(separate_ids)
-
-
-def _begin_ids(tokenizer: Any) -> list[int]:
-    """The begin token, if the tokenizer adds one before a text."""
-    ids: list[int] = tokenizer("", add_special_tokens=True)["input_ids"]
-    return [i for i in ids[:1] if i == tokenizer.bos_token_id]
 
 
 Span = tuple[int, int]
