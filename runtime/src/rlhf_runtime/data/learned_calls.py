@@ -39,7 +39,6 @@ from rlhf_runtime.data.call_forms import (
     Types,
     arguments_of,
     call_of,
-    calls_in_objects,
     matches_of,
     read_calls,
     type_of,
@@ -47,6 +46,7 @@ from rlhf_runtime.data.call_forms import (
 )
 from rlhf_runtime.data.strict_json import STRICT, decoded
 
+Span = tuple[int, int]
 Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 Writer = Callable[[str, Sequence[Call]], str]
@@ -92,14 +92,13 @@ _PIECE = re.compile(r"<[^<>\s]*>|\s+|\w+|.")
 class _Place(NamedTuple):
     """Where a call stands in a render."""
 
-    start: int
-    """Of its name, or of the JSON that holds the name."""
-    name_end: int
-    arguments: int
-    """Start of the arguments as JSON, or of the first key. Equal to ``start`` if the name is in the JSON."""
-    end: int
-    """Of the JSON, or of the last value."""
-    is_json: bool
+    name: Span
+    arguments: Sequence[Span]
+    """The arguments as one JSON object; or each key and each value in turn."""
+
+    @property
+    def is_json(self) -> bool:
+        return len(self.arguments) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,10 @@ class _Elements:
     """The types of values for each way to write what stands between key and value; one if there is one way."""
     item: str
     """The key of the items of a list, if objects and lists are written as the arguments are. Empty if they are JSON."""
+    value_end: str
+    """What stands after a value."""
+    texts: str
+    """All texts of the template between name and closing."""
 
     def read(self, text: str, types: Types) -> list[AnswerCall]:
         head = self.head.match(text)
@@ -152,69 +155,60 @@ class _Elements:
 def learned_form(write: Writer) -> CallForm | None:
     """None if the template writes no calls, or in no such form, or in one that an answer without a call may have."""
     with suppress(DataError):
-        text = _text(write, "", [_FIRST])
-        place = _place_of(text, 0, _FIRST)
-        form = None if place is None else _form(write, text, place)
+        form = _form(write)
         return form if form is not None and _reads(write, form) else None
     return None
 
 
-def _form(write: Writer, text: str, place: _Place) -> CallForm | None:
-    """
-    Args:
-        text: an answer with the first call.
-    """
-    plain = _text(write, _CONTENT, [])
-    elements, value_end, texts_within = None, "", text[place.name_end : place.arguments]
-    if not place.is_json:
-        parts = _elements(write, text, place)
-        if parts is None:
-            return None
-        elements, value_end, texts_within = parts
-    outer, opening, closing, outer_end = _around(write, text, place, plain, value_end)
+def _form(write: Writer) -> CallForm | None:
+    text, plain = _text(write, "", [_FIRST]), _text(write, _CONTENT, [])
+    place = _place_of(text, _FIRST)
+    if place is None:
+        return None
+    elements = None if place.is_json else _elements(write, text, place)
+    before_content, _, after_content = plain.partition(_CONTENT)
+    front, tail = text[: place.name[0]].removeprefix(before_content), text[place.arguments[-1][1] :]
+    tail = tail.removesuffix(after_content) if after_content.strip() else tail
+    value_end = "" if elements is None else elements.value_end
+    outer, opening, closing, outer_end = _around(front, tail.replace(_KEYS[1], _KEY), _between(write), value_end)
+
     tags = [piece for piece in _PIECE.findall(outer + opening) if _is_tag(piece) and piece not in plain]
     mark = (tags or [opening])[0]
     if len(mark) < 4 or not re.search(r"[<>|\[\]]", mark) or not (closing or place.is_json):
         return None
+    inner_text = text[place.name[1] : place.arguments[0][0]] if elements is None else elements.texts
     front, tag = _before_tag(opening, plain)
-    end, rest = _after_tag(closing, opening + texts_within)
-    end = _pattern(end) + _optional(r"\s*", rest)
-    if place.is_json:  # a call as JSON may lack what closes it
-        end = rf"(?:{end}|\Z)" if closing else r"\Z"
+    end, rest = _after_tag(closing, opening + inner_text)
+    starts = _optional(outer, end=r"\s*") + _optional(front, end=r"\s*") + _pattern(tag)
+    ends = _pattern(end) + _optional(rest, start=r"\s*")
+    if elements is None:  # a call as JSON may lack what closes it
+        starts += _NAME + _pattern(inner_text)
+        ends = rf"(?:{ends}|\Z)" if closing else r"\Z"
     return CallForm(
         mark,
-        _optional("", outer, r"\s*")
-        + _optional("", front, r"\s*")
-        + _pattern(tag)
-        + (_NAME + _pattern(texts_within) if place.is_json and texts_within else ""),
-        end + _optional(r"\s*", outer_end),
+        starts,
+        ends + _optional(outer_end, start=r"\s*"),
         None if elements is None else elements.read,
-        tags=f"{outer} {opening} {texts_within} {closing} {outer_end}",
+        tags=f"{outer} {opening} {inner_text} {closing} {outer_end}",
         trace="|".join([*map(re.escape, tags), _pattern(tag)]),
     )
 
 
-def _around(write: Writer, text: str, place: _Place, plain: str, value_end: str) -> tuple[str, str, str, str]:
+def _around(front: str, tail: str, between: str | None, value_end: str) -> tuple[str, str, str, str]:
     """Outer, opening, closing and outer end.
 
     Args:
-        plain: an answer without a call.
+        front: what stands before a call.
+        tail: what stands after its last value.
+        between: what stands between the last value of a call and another call; None if there is no other.
     """
-    before_content, _, after_content = plain.partition(_CONTENT)
-    fronts = [text[: place.start].removeprefix(before_content)]
-    talk = _text(write, _CONTENT, [_FIRST])
-    if _CONTENT in talk and (other := _place_of(talk, 0, _FIRST)):
-        fronts.append(talk[: other.start].rpartition(_CONTENT)[2])
-    wrapping, between, tail = _common_end(fronts), _between(write), text[place.end :]
-    tail = tail.removesuffix(after_content) if after_content.strip() else tail
-    tail = _with_key(tail, _KEYS[1]).removeprefix(value_end)
-    if between is None:
-        opening, closing = wrapping, tail.rstrip()
-    else:
-        opening = _common_end([*fronts, between])
-        rest = _with_key(between.removesuffix(opening), _KEYS[0]).removeprefix(value_end).rstrip()
-        closing = rest if tail.startswith(rest) else _common_start([rest, tail])
-    outer, outer_end = wrapping.removesuffix(opening), tail.removeprefix(closing)
+    tail = tail.removeprefix(value_end)
+    opening, closing = front, tail.rstrip()
+    if between is not None:
+        opening = _common(front, between, end=True)
+        rest = between.removesuffix(opening).removeprefix(value_end).rstrip()
+        closing = _common(rest, tail)
+    outer, outer_end = front.removesuffix(opening), tail.removeprefix(closing)
     return outer.strip(), opening.strip(), closing.strip(), outer_end.strip()
 
 
@@ -225,21 +219,23 @@ def _text(write: Writer, content: str, calls: Sequence[Call]) -> str:
     return text
 
 
-def _place_of(text: str, start: int, call: Call) -> _Place | None:
+def _place_of(text: str, call: Call, start: int = 0) -> _Place | None:
     """The place of a call from ``start`` on."""
     name, arguments = call
-    for match in re.compile(r"[{\[]").finditer(text, start):
+    for match in re.compile(r"\{").finditer(text, start):
         with suppress(ValueError):
             value, end = STRICT.raw_decode(text, match.start())
             if value == arguments and (index := text.rfind(name, start, match.start())) >= 0:
-                return _Place(index, index + len(name), match.start(), end, True)
-            if [(c.name, decoded(c.arguments)) for c in calls_in_objects([value])] == [call]:
-                return _Place(match.start(), match.start(), match.start(), end, True)
-    first, last = next(iter(arguments)), next(reversed(arguments.values()))
-    key = text.find(first, start)
-    index, value_at = text.rfind(name, start, max(key, start)), text.find(last, key)
-    is_placed = index >= 0 and key >= 0 and value_at >= 0
-    return _Place(index, index + len(name), key, value_at + len(last), False) if is_placed else None
+                return _Place((index, index + len(name)), [(match.start(), end)])
+    spans, position = list[Span](), start
+    for word in (word for pair in arguments.items() for word in pair):
+        index = text.find(word, position)
+        if index < 0:
+            return None
+        position = index + len(word)
+        spans.append((index, position))
+    index = text.rfind(name, start, spans[0][0])
+    return _Place((index, index + len(name)), spans) if index >= 0 else None
 
 
 def _between(write: Writer) -> str | None:
@@ -247,50 +243,39 @@ def _between(write: Writer) -> str | None:
     first: Call = (_NAMES[0], {_KEYS[0]: _TEXTS[0]})
     with suppress(DataError):
         two = _text(write, "", [first, _SECOND])
-        if (place := _place_of(two, 0, first)) and (other := _place_of(two, place.end, _SECOND)):
-            return two[place.end : other.start]
+        if (place := _place_of(two, first)) and (other := _place_of(two, _SECOND, place.arguments[-1][1])):
+            return two[place.arguments[-1][1] : other.name[0]].replace(_KEYS[0], _KEY)
     return None
 
 
-def _elements(write: Writer, text: str, place: _Place) -> tuple[_Elements, str, str] | None:
-    """How arguments are written, what follows a value, and all texts of the template between name and closing."""
-    bounds, position = list[tuple[int, int]](), place.arguments
-    for part in (_KEYS[0], _TEXTS[0], _KEYS[1], _TEXTS[1]):
-        position = text.find(part, position)
-        if position < 0:
-            return None
-        bounds.append((position, position + len(part)))
-        position += len(part)
-    (key, key_end), (first, first_end), (other, other_end), (last, last_end) = bounds
-    head, middle = text[place.name_end : key], text[key_end:first]
-    between, tail = _with_key(text[first_end:other], _KEYS[0]), _with_key(text[last_end:], _KEYS[1])
-    opening = _common_end([head, between])
-    if middle != text[other_end:last] or not opening.strip():
-        return None
+def _elements(write: Writer, text: str, place: _Place) -> _Elements:
+    """How arguments are written."""
+    (key, key_end), (first, first_end), (other, _), _ = place.arguments
+    head, middle = text[place.name[1] : key], text[key_end:first]
+    between = text[first_end:other].replace(_KEYS[0], _KEY)
+    opening = _common(head, between, end=True)
     head, end, opening = head.removesuffix(opening), between.removesuffix(opening), opening.strip()
-    value_end = end = end if tail.startswith(end) else _common_start([end, tail])
+    value_end = end
     has_cdata = _CDATA[0] in write("", [(_NAMES[0], {_KEYS[0]: "<&\n"})])
     if middle.endswith(_CDATA[0]) and end.startswith(_CDATA[1]):
         middle, end = middle.removesuffix(_CDATA[0]), end.removeprefix(_CDATA[1])
-    if not end.strip() or not middle.strip():
-        return None
     middles = _middles(write, opening, middle, end)
-    keys = rf"\s*{_pattern(opening)}(?P<key>[^<>\"\n]+?)(?:" + "|".join(
-        f"(?P<kind{n}>{_with_line(text)})" for n, text in enumerate(middles)
-    )
-    closing = r"\n?" + _pattern(end[1:]) if end.startswith("\n") else _pattern(end)
-    item = _item(write, f"{keys}){_TEXTS[0]}{closing}")
+    kinds = "|".join(f"(?P<kind{n}>{_value_edge(text)})" for n, text in enumerate(middles))
+    key_pattern = rf"\s*{_pattern(opening)}(?P<key>[^<>\"\n]+?)(?:{kinds})"
+    closing = _value_edge(end)
+    item = _item(write, key_pattern + _TEXTS[0] + closing)
     value = "(?P<value>.*?)" if item else f"(?P<value>(?:(?!{_pattern(opening)}).)*?)"
     if has_cdata:
         value = rf"(?:\s*<!\[CDATA\[(?P<data>.*?)\]\]>\s*|{value})"
-    elements = _Elements(
+    return _Elements(
         re.compile(r"\s*" + _NAME + _pattern(head.rstrip())),
-        re.compile(f"{keys}){value}{closing}", re.DOTALL),
+        re.compile(key_pattern + value + closing, re.DOTALL),
         re.compile(_pattern(opening)),
         tuple(middles.values()),
         item,
+        value_end,
+        " ".join([head, opening, *middles, value_end]),
     )
-    return elements, value_end, " ".join([head, opening, *middles, value_end])
 
 
 def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, frozenset[str]]:
@@ -300,7 +285,7 @@ def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, fr
                          ([71], ("[71]",)), ({"zqx": 72}, ('{"zqx": 72}', '{"zqx":72}'))):  # fmt: skip
         with suppress(DataError):
             rest = write("", [(_NAMES[0], {_KEYS[0]: value})]).rpartition(opening + _KEYS[0])[2]
-            rest = _with_key(rest, _KEYS[0])
+            rest = rest.replace(_KEYS[0], _KEY)
             places = [i for form in forms if (i := rest.find(form + end)) >= 0]
             if not rest.startswith(middle) and places:
                 kinds.setdefault(rest[: min(places)], set()).add(type_of(value))
@@ -351,12 +336,14 @@ def _pattern(text: str) -> str:
     )
 
 
-def _with_line(text: str) -> str:
-    """Matches a text of the template, with the end of its last line or without."""
-    return _pattern(text.rstrip()) + r"\n?" if text.endswith("\n") else _pattern(text)
+def _value_edge(text: str) -> str:
+    """Matches a text of the template beside a value, with a line break at its edge or without. Other white space is the
+    value's."""
+    first, last = text.startswith("\n"), text.endswith("\n")
+    return r"\n?" * first + _pattern(text[first : len(text) - last]) + r"\n?" * last
 
 
-def _optional(start: str, text: str, end: str = "") -> str:
+def _optional(text: str, start: str = "", end: str = "") -> str:
     """Matches a text of the template with the patterns around it, or nothing."""
     return f"(?:{start}{_pattern(text)}{end})?" if text else ""
 
@@ -387,23 +374,12 @@ def _is_tag(piece: str) -> bool:
     return piece.startswith("<") and piece.endswith(">")
 
 
-def _with_key(text: str, key: str) -> str:
-    return text.replace(key, _KEY)
-
-
-def _common_start(texts: Sequence[str]) -> str:
-    return "".join(_equal([_PIECE.findall(text) for text in texts]))
-
-
-def _common_end(texts: Sequence[str]) -> str:
-    return "".join(reversed(_equal([_PIECE.findall(text)[::-1] for text in texts])))
-
-
-def _equal(pieces_of_texts: Sequence[Sequence[str]]) -> list[str]:
-    """The first pieces, as far as they are equal in all texts. Numbers may differ."""
+def _common(first: str, second: str, end: bool = False) -> str:
+    """The pieces with which two texts begin, or end, as the first one has them. Numbers may differ."""
+    step = -1 if end else 1
     pieces = list[str]()
-    for column in zip(*pieces_of_texts, strict=False):
-        if len({re.sub(r"\d+", "0", piece) for piece in column}) > 1:
+    for piece, other in zip(_PIECE.findall(first)[::step], _PIECE.findall(second)[::step], strict=False):
+        if re.sub(r"\d+", "0", piece) != re.sub(r"\d+", "0", other):
             break
-        pieces.append(column[0])
-    return pieces
+        pieces.append(piece)
+    return "".join(pieces[::step])
