@@ -133,13 +133,6 @@ def _without_views(table: Any) -> Any:
 
 def saved_source(path: Path, section: SourceSection) -> TableSource:
     """A folder written by ``save_to_disk``: a dataset, or the ``split`` of a dictionary of datasets."""
-    dataset = _saved(path, section)
-    flat = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
-    stored = with_files_of_images(flat)
-    return TableSource(section, stored.data.table, stored)
-
-
-def _saved(path: Path, section: SourceSection) -> Any:
     import datasets
 
     if section.subset is not None:
@@ -154,7 +147,9 @@ def _saved(path: Path, section: SourceSection) -> Any:
                 f"{path} has no split {section.split!r}; it has {', '.join(dataset)}."
                 f"{did_you_mean(section.split, dataset)}"
             )
-        return dataset[section.split]
-    if section.split != "train":
+        dataset = dataset[section.split]
+    elif section.split != "train":
         raise DataError(f"{path}: split = {section.split!r}, but the folder holds a single dataset without splits")
-    return dataset
+    flat = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+    stored = with_files_of_images(flat)
+    return TableSource(section, stored.data.table, stored)

@@ -90,7 +90,8 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     answers = values.get("answers", default) if "first" not in values else [values["first"], values.get("second")]
     if not isinstance(answers, list) or len(answers) < 2:
         raise DataError(f"there must be at least two answers, got {brief(answers)}")
-    scores = _scores(meaning, *(values.get(field, default) for field in _PREFERENCE), answers)
+    preference, other = (values.get(field, default) for field in _PREFERENCE)
+    scores = _scores(meaning, preference, other, answers)
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if best == worst:
         raise DataError("no answer is better than the others (a tie), so nothing can be preferred")

@@ -170,21 +170,18 @@ class TrainData:
         Raises DataError: a row is not usable and such rows are not left out; or no row is usable.
         """
         if self._held_out is None:
-            self._held_out = self._usable_for_evaluation()
+            counts = Counter[str]()
+            usable = list(self._fitting(self._eval, counts))
+            self.eval_dropped, self.eval_bad_rows = counts["too_long"], counts["bad_rows"]
+            self._examples = {}
+            if self._eval and not usable:
+                raise DataError(
+                    f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
+                    f"{self.eval_bad_rows} bad. The last one: {self._verdict.text}"
+                )
+            self._held_out = usable
         of_sources = itertools.groupby(self._held_out, key=lambda row: row.source)
         return [row for _, rows in of_sources for row in itertools.islice(rows, limit)]
-
-    def _usable_for_evaluation(self) -> list[Row]:
-        counts = Counter[str]()
-        usable = list(self._fitting(self._eval, counts))
-        self.eval_dropped, self.eval_bad_rows = counts["too_long"], counts["bad_rows"]
-        self._examples = {}
-        if self._eval and not usable:
-            raise DataError(
-                f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
-                f"{self.eval_bad_rows} bad. The last one: {self._verdict.text}"
-            )
-        return usable
 
     def judge(self, row: Row, answered: bool = False) -> RowVerdict:
         """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""

@@ -190,9 +190,7 @@ def recognise(
     if not layouts and case.text():
         layouts = [SourceLayout({"text": "text"}, explicit=False)]
     if len(layouts) == 1:
-        layout = _with_column("images", _with_system(layouts[0], case), case)
-        layout = _with_column("reasoning", layout, case) if "response" in layout.columns else layout
-        return _with_tools(layout, case)
+        return case.with_further_columns(layouts[0])
     if layouts:
         raise DataError(
             "the columns can be read in several ways: "
@@ -441,6 +439,31 @@ class _Case:
             is_default = all(self.user_columns.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
             yield SourceLayout(columns, name, self.chat, explicit=is_default and not name)
 
+    def with_further_columns(self, layout: SourceLayout) -> SourceLayout:
+        """The layout with the columns of system messages, images, reasoning and tools that the source has. Columns of
+        system messages are read if the run file names no prompt, those of tools if a chat template may show them.
+
+        Raises DataError: the run file names a column that the source has not, or that is another field's.
+        """
+        columns, explicit, is_complete = dict(layout.columns), layout.explicit, layout.conversion in _COMPLETE
+        texts = [c for c in SYSTEMS if isinstance(self.row.get(c), str)]
+        systems = texts or [c for c in SYSTEMS if c in self.columns and self.row.get(c) is None]
+        has_prompt = _WITH_SYSTEM & {*columns} or (self.chat and self.prompt == "made")
+        if systems and has_prompt and not is_complete and not self.user_columns.keys() & _WITH_SYSTEM:
+            columns, explicit = {"system": systems[0], **columns}, False
+        for field in ("images", "reasoning") if "response" in columns else ("images",):
+            column = self.user_columns.get(field, DEFAULTS.get(field, ""))
+            if column in self.columns and column not in columns.values():
+                columns[field] = column
+            elif field in self.user_columns:
+                layout = replace(layout, columns=columns)
+                advice = f"{did_you_mean(column, self.columns)} Name the right one with --data.{field}."
+                raise DataError(f"has no column {column!r} of {field} beside {layout}; {self.present()}{advice}")
+        free = self.chat and TOOLS in self.columns and TOOLS not in columns.values()
+        if free and "text" not in columns and not is_complete:
+            columns[TOOLS] = TOOLS
+        return replace(layout, columns=columns, explicit=explicit)
+
     def present(self) -> str:
         return f"columns present: {', '.join(c or repr(c) for c in self.columns)}."
 
@@ -450,37 +473,3 @@ def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:
     layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     sets = [set(layout.columns.values()) for layout in layouts]
     return [layout for layout, columns in zip(layouts, sets, strict=True) if not any(columns < other for other in sets)]
-
-
-def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
-    """The layout with a column of system messages, if the source has one and the run file names no prompt."""
-    texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
-    present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
-    has_prompt = _WITH_SYSTEM & {*layout.columns} or (case.chat and case.prompt == "made")
-    if case.user_columns.keys() & _WITH_SYSTEM or not present or not has_prompt:
-        return layout
-    if layout.conversion in _COMPLETE:
-        return layout
-    return replace(layout, columns={"system": present[0], **layout.columns}, explicit=False)
-
-
-def _with_column(field: str, layout: SourceLayout, case: _Case) -> SourceLayout:
-    """The layout with the column of a further field, if the source has one.
-
-    Raises DataError: the run file names a column that the source has not, or that is another field's.
-    """
-    column = case.user_columns.get(field, DEFAULTS.get(field, ""))
-    if column in case.columns and column not in layout.columns.values():
-        return replace(layout, columns={**layout.columns, field: column})
-    if field in case.user_columns:
-        advice = f"{did_you_mean(column, case.columns)} Name the right one with --data.{field}."
-        raise DataError(f"has no column {column!r} of {field} beside {layout}; {case.present()}{advice}")
-    return layout
-
-
-def _with_tools(layout: SourceLayout, case: _Case) -> SourceLayout:
-    """The layout with the column of tools, if the source has one and the template of chats may show them."""
-    free = case.chat and TOOLS in case.columns and TOOLS not in layout.columns.values()
-    if not free or "text" in layout.columns or layout.conversion in _COMPLETE:
-        return layout
-    return replace(layout, columns={**layout.columns, TOOLS: TOOLS})

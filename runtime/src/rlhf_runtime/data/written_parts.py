@@ -161,13 +161,8 @@ def _with_other_calls(message: Message) -> Iterator[tuple[str, Message]]:
         else:
             variants["arguments"] = {**function, "arguments": _other(arguments)}
         for part, other in variants.items():
-            yield (
-                f"the {part} of its call of {name!r}",
-                {
-                    **message,
-                    "tool_calls": [*calls[:n], {**call, "function": other}, *calls[n + 1 :]],
-                },
-            )
+            other_calls = [*calls[:n], {**call, "function": other}, *calls[n + 1 :]]
+            yield f"the {part} of its call of {name!r}", {**message, "tool_calls": other_calls}
 
 
 def _other(value: Any) -> Any:
