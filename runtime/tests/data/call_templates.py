@@ -312,5 +312,5 @@ def written(template: Template, models: str) -> str:
     ]
     content = "" if "one" in models or "alone" in models else "Wait."
     message = {"role": "assistant", "content": content, "tool_calls": calls}
-    whole = template.chat.text([{"role": "user", "content": "?"}, message], False, [ADD])
+    whole = template.chat.with_tools([ADD]).text([{"role": "user", "content": "?"}, message], False)
     return whole.rpartition("<|assistant|>")[2]

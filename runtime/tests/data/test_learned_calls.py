@@ -24,7 +24,7 @@ def test_values_within_objects_and_lists_are_read_by_their_schema(template_of) -
     values = {"places": [{"code": "10"}, {"code": "true"}], "one": [1]}
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": values}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = template.chat.text(messages, False, [tool]).rpartition("<|assistant|>")[2]
+    text = template.chat.with_tools([tool]).text(messages, False).rpartition("<|assistant|>")[2]
     answer = template.messages.answers.parse(Turn(template.tokens.ids(text), True), [], (0, 0, 0), [tool])
     assert calls_of(answer) == [("add", values)]
 

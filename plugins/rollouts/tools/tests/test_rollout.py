@@ -109,7 +109,7 @@ def test_the_tokens_are_those_of_the_templates_render(template) -> None:
     ]  # fmt: skip
     assert trajectory.answer == "It is 5."
     schema = ToolsRollout(config("add"))._new()._plain[0].schema
-    whole = template.chat.text(
+    whole = template.chat.with_tools([schema]).text(
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "2+3?"},
@@ -122,7 +122,6 @@ def test_the_tokens_are_those_of_the_templates_render(template) -> None:
             {"role": "assistant", "content": "It is 5."},
         ],
         answer=False,
-        tools=[schema],
     )
     ids = [i for turn in trajectory.turns for i in turn.ids]
     assert template.tokenizer.decode(ids) + "\n" == whole

@@ -53,9 +53,11 @@ class ChatMessages:
             self.answers.check_tools()
         conversation, images = as_template_reads(messages)
         files = self._images.files(images)
-        self._chat.check_context(conversation, tools)
-        ids = self._tokens.ids(self._chat.text(conversation, answer=True, tools=tools))
-        return self._images.turn(ids, files, as_people_read(conversation))
+        chat = self._chat.with_tools(tools)
+        chat.check_context(conversation)
+        return self._images.turn(
+            self._tokens.ids(chat.text(conversation, answer=True)), files, as_people_read(conversation)
+        )
 
     def encode_following(
         self, messages: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
@@ -76,10 +78,10 @@ class ChatMessages:
 
     def _ids_after(self, messages: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
         """The tokens of ``new`` messages after an answer, which is the last of ``messages``."""
-        self._chat.check_context([*messages, *new], tools, start=len(messages))
-        opened = self._chat.text(messages[:-1], answer=True, tools=tools)
-        answered = self._chat.text(messages, answer=False, tools=tools)
-        text = self._chat.text([*messages, *new], answer=True, tools=tools)
+        chat = self._chat.with_tools(tools)
+        chat.check_context([*messages, *new], start=len(messages))
+        opened, answered = chat.text(messages[:-1], answer=True), chat.text(messages, answer=False)
+        text = chat.text([*messages, *new], answer=True)
         if not answered.startswith(opened) or not text.startswith(answered):
             return None
         answer = answered[len(opened) :].rstrip()  # a line break may follow the end token
@@ -194,11 +196,11 @@ class ParsedAnswers:
         text = message.get("content") or ("" if calls else message.get("reasoning_content")) or ""
         return any(form.is_tried(text, bool(calls)) for form in self._forms) or any(m in text for m in self._marks)
 
-    def _written(self, question: str, answer: Mapping[str, Any], tools: Tools) -> tuple[str, str]:
+    def _prefix_and_answer(self, question: str, answer: Mapping[str, Any], tools: Tools) -> tuple[str, str]:
         """What the template writes before an answer, and as the answer. Raises DataError."""
-        messages = [{"role": "user", "content": question}]
-        text = self._chat.text([*messages, {"role": "assistant", **answer}], False, tools)
-        openings = (self._chat.text(messages, answer, tools) for answer in (True, False))
+        chat, messages = self._chat.with_tools(tools), [{"role": "user", "content": question}]
+        text = chat.text([*messages, {"role": "assistant", **answer}], answer=False)
+        openings = (chat.text(messages, answer) for answer in (True, False))
         prefix = next((opening for opening in openings if text.startswith(opening)), "")
         return prefix, text[len(prefix) :]
 
@@ -207,8 +209,8 @@ class ParsedAnswers:
         answer: dict[str, Any] = {"content": content}
         if calls:
             answer["tool_calls"] = [_call(call_id, *call) for call_id, call in zip(CALL_IDS, calls, strict=False)]
-        text = self._written("x", answer, PROBE_TOOLS)[1].rstrip()
-        for end in filter(None, (self._tokenizer.eos_token, self._chat.end)):
+        text = self._prefix_and_answer("x", answer, PROBE_TOOLS)[1].rstrip()
+        for end in filter(None, (self._tokenizer.eos_token, self._chat.ends.token)):
             text = text.removesuffix(end).rstrip()
         return text
 
@@ -227,8 +229,8 @@ class ParsedAnswers:
             return
         question, tools = "Will it rain in Paris?", [_PROBE_TOOL]
         messages = [{"role": "user", "content": question}]
-        opened = self._chat.text(messages, True, tools)
-        if opened == self._chat.text(messages, True):
+        opened = self._chat.with_tools(tools).text(messages, answer=True)
+        if opened == self._chat.text(messages, answer=True):
             raise DataError(
                 "the chat template does not write the descriptions of tools, so the policy would never know of them. "
                 "Use a model whose chat template writes them, or name a file with such a template as "
@@ -236,18 +238,18 @@ class ParsedAnswers:
             )
         call_id = "functions.forecast:0" if self._ids_name else _id("", 0)
         answer = {"content": "", "tool_calls": [_call(call_id, "forecast", _PROBE_ARGUMENTS)]}
-        prefix, call_text = self._written(question, answer, tools)
+        prefix, call_text = self._prefix_and_answer(question, answer, tools)
         before_name, name, _ = call_text.partition("forecast")
-        for end in filter(None, self._chat.ends):
+        for end in filter(None, self._chat.ends.tokens):
             if prefix and name and end in before_name:
                 raise DataError(
                     f"the chat template writes the end token {end!r} before a call: {call_text[:200]!r}. A sample ends "
                     "with it, so tools would never be called. Name a file with a template that writes calls within the "
                     "answer as data.chat_template."
                 )
-        plain_prefix, plain = self._written(question, {"content": "Yes."}, tools)
-        for token in special_tokens(self._tokenizer) if self._learned is not None and plain_prefix == opened else ():
-            if self._learned.visible(token) and token in plain:
+        plain_prefix, plain = self._prefix_and_answer(question, {"content": "Yes."}, tools)
+        for token in special_tokens(self._tokenizer) if plain_prefix == opened else ():
+            if self._learned is not None and self._learned.visible(token) and token in plain:
                 raise DataError(
                     f"the chat template writes {token!r} in calls and in the answer {plain[:200]!r}, so calls cannot "
                     "be told from other answers. Add a response_template to tokenizer_config.json, or name a file with "

@@ -80,8 +80,8 @@ class Observations:
                 )
             if answer == mark(1):
                 front, _, rest = following.partition(mark(2))
-        end = chat.end_token(front)  # or the token that opens the user's message, where the template ends no answer
-        self._frames[images] = _Frame(end if end.endswith(chat.ends) else "", front, rest)
+        end = chat.ends.token_in(front)  # or the token that opens the user's message, where the template ends no answer
+        self._frames[images] = _Frame(end if end.endswith(chat.ends.tokens) else "", front, rest)
         return self._frames[images]
 
 

@@ -146,8 +146,8 @@ class Prompts:
         ids = [self.tokenizer.eos_token_id]
         if self.chat is not None:
             turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-            text = self.chat.render(turns, [1], as_asked=False)
-            last = self.tokens.ids(text.text[: text.answers[0][1]])[-1]
+            render = self.chat.render(turns, [1], as_asked=False)
+            last = self.tokens.ids(render.text[: render.answers[1][1]])[-1]
             if last in self.tokenizer.all_special_ids or last in self.tokenizer.get_added_vocab().values():
                 ids.append(last)
         return tuple(dict.fromkeys(ids))
@@ -175,7 +175,7 @@ class Prompts:
         if self.require_text and not has_text and not images:
             raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
         chat = self._chat_of(cells)
-        chat.check(messages, source=row.source)
+        chat.check(messages, row.source)
         return self.images.turn(self.tokens.ids(chat.text(messages, answer=True)), images)
 
     def _read_prompt(self, cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -49,7 +49,7 @@ class Template(Prompts):
             text: an answer to use in place of the row's.
         """
         cells = self._cells(row)
-        sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, *self._question(cells))
+        sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, self._question(cells))
         first, last = self.answer_span(row, sequence)
         answer = sequence.ids[first:last]
         return [
@@ -163,21 +163,36 @@ class Template(Prompts):
 
     def _answered(self, cells: Cells, field: str) -> TokenSequence:
         """The row's prompt and the answer in a field."""
-        prompt, front = self._question(cells)
-        if self.chat is not None and isinstance(cells.value(field), list):
-            answer = self._reasoned(cells.messages(field), cells, field)
-            question = [m for m in prompt if m["role"] != "system"]
-            if question and [m for m in answer if m["role"] != "system"][: len(question)] == question:
-                raise DataError(
-                    f"{cells.name(field)}: it begins with the prompt, which would come twice. Take the prompt out of "
-                    "it, or use the column as a whole conversation (--data.messages)"
-                )
-            return self._conversation([*prompt, *answer], cells)
-        text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
-        if cells.values.get("reasoning") and text.strip():
-            answer = self._reasoned([{"role": "assistant", "content": text}], cells, field)
-            return self._conversation([*prompt, *answer], cells)
-        return self._answered_by(cells, text, prompt, front, f"{cells.name(field)}: ")
+        question = self._question(cells)
+        if isinstance(question, str) or not isinstance(cells.value(field), list):
+            text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
+            return self._answered_by(cells, text, question, field)
+        answer = self._reasoned(cells.messages(field), cells, field)
+        messages = [m for m in question if m["role"] != "system"]
+        if messages and [m for m in answer if m["role"] != "system"][: len(messages)] == messages:
+            raise DataError(
+                f"{cells.name(field)}: it begins with the prompt, which would come twice. Take the prompt out of "
+                "it, or use the column as a whole conversation (--data.messages)"
+            )
+        return self._conversation([*question, *answer], cells)
+
+    def _answered_by(
+        self, cells: Cells, text: str, question: str | Sequence[Message], field: str = ""
+    ) -> TokenSequence:
+        """A prompt and an answer to it, which may be the one in a field."""
+        if not text.strip():
+            label = f"{cells.name(field)}: " if field else ""
+            raise DataError(f"{label}the answer is empty; there is nothing to learn from")
+        if isinstance(question, str):
+            return self._completed(cells, question, text)
+        answer: list[Message] = [{"role": "assistant", "content": text}]
+        return self._conversation([*question, *(self._reasoned(answer, cells, field) if field else answer)], cells)
+
+    def _question(self, cells: Cells) -> str | list[Message]:
+        """The row's prompt, as plain text or as messages."""
+        if self.chat is not None:
+            return self._prompt_messages(cells)
+        return self._plain_prompt(cells, optional=self.section.loss_on == "all")
 
     def _reasoned(self, answer: list[Message], cells: Cells, field: str) -> list[Message]:
         """An answer with the reasoning of its row's column."""
@@ -190,22 +205,6 @@ class Template(Prompts):
             )
         return [*answer[:-1], {**answer[-1], self._reasoning: cells.text("reasoning")}]
 
-    def _question(self, cells: Cells) -> tuple[list[Message], str]:
-        """The row's prompt: as messages, or as plain text; the other is empty."""
-        if self.chat is not None:
-            return self._prompt_messages(cells), ""
-        return [], self._plain_prompt(cells, optional=self.section.loss_on == "all")
-
-    def _answered_by(
-        self, cells: Cells, text: str, prompt: Sequence[Message], front: str, label: str = ""
-    ) -> TokenSequence:
-        """A prompt and an answer to it."""
-        if not text.strip():
-            raise DataError(f"{label}the answer is empty; there is nothing to learn from")
-        if self.chat is not None:
-            return self._conversation([*prompt, {"role": "assistant", "content": text}], cells)
-        return self._completed(cells, front, text)
-
     def _continued(self, cells: Cells, text: str) -> TokenSequence:
         """The row's prompt and the beginning of an answer."""
         if self.chat is None:
@@ -213,7 +212,7 @@ class Template(Prompts):
         else:
             messages, images = self._read_prompt(cells)
             chat = self._chat_of(cells)
-            chat.check(messages, source=cells.row.source)
+            chat.check(messages, cells.row.source)
             prompt = chat.text(messages, answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
         begin = self.tokens.begin(ids) if self.chat is None else []
@@ -226,7 +225,7 @@ class Template(Prompts):
         untrained = {i for i, m in enumerate(row_messages) if UNTRAINED in m}
         _check_weights(untrained, answers, self.section.loss_on)
         if self.section.loss_on == "all":
-            chat.check(messages, source=cells.row.source)
+            chat.check(messages, cells.row.source)
             text = chat.text(messages, answer=False)
             end = self._missing_end(text.rstrip()) if messages[-1]["role"] == "assistant" else []
             ids = [*self.tokens.ids(text), *end]
@@ -244,19 +243,19 @@ class Template(Prompts):
                 chat, text_of(messages[i].get("content")), self.tokenizer.eos_token, f"message {i} (assistant)"
             )
         render = chat.render(messages, trained)
-        chat.check(messages, trained, cells.row.source)
-        ids, mask = self._masked(render.text, render.answers)
+        chat.check(messages, cells.row.source, render)
+        ids, mask = self._masked(render.text, [*render.answers.values()])
         # A sample ends with the answer's end token. Text that a template writes after it is dropped: samples do not
         # have it, so it must not be trained on, and scores must not be read there.
         last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
-        end = self._missing_end(render.text[: render.answers[-1][1]])
+        end = self._missing_end(render.text[: render.answers[trained[-1]][1]])
         return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], images)
 
     def _missing_end(self, text: str) -> list[int]:
         """The end token of an answer with which a render ends, if the template writes none after it. A sample ends with
         one."""
         assert self.chat is not None
-        return [] if self.chat.is_ended(text) else [self.tokenizer.convert_tokens_to_ids(self.chat.end)]
+        return [] if self.chat.ends.is_ended(text) else [self.tokenizer.convert_tokens_to_ids(self.chat.ends.token)]
 
     def _completed(self, cells: Cells, prompt: str, completion: str) -> TokenSequence:
         """Plain text: the completion's tokens are trained on, including the end token."""
@@ -301,8 +300,10 @@ class Template(Prompts):
 
 def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, label: str) -> None:
     """Raises DataError: an answer holds an end token, at which a sample would have ended."""
-    text = answer.rstrip() if chat.answer_end else answer.rstrip().removesuffix(eos_token)  # no other end is written
-    if wrong := next((end for end in (eos_token, chat.end) if end in text), None):
+    text = (
+        answer.rstrip() if chat.ends.of_template else answer.rstrip().removesuffix(eos_token)
+    )  # no other end is written
+    if wrong := next((end for end in (eos_token, chat.ends.token) if end in text), None):
         raise DataError(
             f"{label}: the answer holds the end token {wrong!r}, at which a sample ends, and the chat template ends "
             "answers itself. Take it out of the text"

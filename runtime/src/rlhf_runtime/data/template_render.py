@@ -59,16 +59,13 @@ class TemplateRender:
         try_template(str(tokenizer.chat_template), self._try)
         self.variables = _variables(tokenizer.chat_template)
         """The names that the template reads."""
+        self.dated = _CLOCK in self.variables
+        """Whether the template reads the clock."""
         self._check_kwargs()
         self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
         self.has_generation = _GENERATION.search(self._source) is not None
         """Whether the template marks answers."""
         self._require_content()
-
-    @property
-    def dated(self) -> bool:
-        """Whether the template reads the clock."""
-        return _CLOCK in self.variables
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRender:
         """A copy that shows other tools."""
@@ -76,22 +73,20 @@ class TemplateRender:
         other.kwargs = {**self.kwargs, "tools": [dict(tool) for tool in tools]}
         return other
 
-    def text(self, messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def text(self, messages: Sequence[Message], answer: bool) -> str:
         """One render. Raises DataError with the template's message.
 
         Args:
             answer: with the generation prompt.
-            tools: descriptions of functions, in place of those in the keyword arguments.
         """
-        kwargs = {**self.kwargs, "tools": [dict(t) for t in tools]} if tools else self.kwargs
 
         def apply(conversation: list[dict[str, Any]]) -> str:
             text: str = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=answer, **kwargs
+                conversation, tokenize=False, add_generation_prompt=answer, **self.kwargs
             )
             return text
 
-        return self._applied(messages, apply, self._tokenizer.get_chat_template(tools=kwargs.get("tools")))
+        return self._applied(messages, apply, self._tokenizer.get_chat_template(tools=self.kwargs.get("tools")))
 
     def marked_by_template(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The render, and the characters of each ``{% generation %}`` block. Raises DataError, as :meth:`text`."""
