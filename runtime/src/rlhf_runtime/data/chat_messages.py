@@ -199,8 +199,8 @@ class ParsedAnswers:
     def _prefix_and_answer(self, question: str, answer: Mapping[str, Any], tools: Tools) -> tuple[str, str]:
         """What the template writes before an answer, and as the answer. Raises DataError."""
         chat, messages = self._chat.with_tools(tools), [{"role": "user", "content": question}]
+        openings = [chat.text(messages, is_opened) for is_opened in (True, False)]
         text = chat.text([*messages, {"role": "assistant", **answer}], answer=False)
-        openings = (chat.text(messages, answer) for answer in (True, False))
         prefix = next((opening for opening in openings if text.startswith(opening)), "")
         return prefix, text[len(prefix) :]
 

@@ -124,8 +124,10 @@ def _scores(meaning: str, preference: Any, other: Any, answers: list[Any]) -> li
     match meaning:
         case "sign":
             return [0.0, _number(preference)]
-        case "index" | "count":
-            return _better(_number(preference) - (meaning == "count"), preference, answers)
+        case "index":
+            return _better(_number(preference), preference, answers)
+        case "count":
+            return _better(_number(preference) - 1, preference, answers)
         case "first":
             return _better(1 - _number(preference), preference, answers)
         case "winner":

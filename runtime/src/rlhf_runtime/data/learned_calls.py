@@ -339,8 +339,10 @@ def _pattern(text: str) -> str:
 def _value_edge(text: str) -> str:
     """Matches a text of the template beside a value, with a line break at its edge or without. Other white space is the
     value's."""
-    first, last = text.startswith("\n"), text.endswith("\n")
-    return r"\n?" * first + _pattern(text[first : len(text) - last]) + r"\n?" * last
+    pattern = _pattern(text.removeprefix("\n").removesuffix("\n"))
+    if text.startswith("\n"):
+        pattern = r"\n?" + pattern
+    return pattern + r"\n?" if text.endswith("\n") else pattern
 
 
 def _optional(text: str, start: str = "", end: str = "") -> str:

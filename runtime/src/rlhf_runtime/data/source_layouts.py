@@ -50,10 +50,8 @@ def set_layouts(
     """
     problems, notes = [], list[str]()
     for key, source in ((key, source) for key, group in sources.items() for source in group):
-        title, answered = (
-            f"data.{key} {source.name!r} ({source.section.path})",
-            key == "train" and source.name in answers,
-        )
+        title = f"data.{key} {source.name!r} ({source.section.path})"
+        answered = key == "train" and source.name in answers
         try:
             layout = _layout(source, "demonstrations" if answered else form, form == "prompts", section, template)
             source.layout = replace(layout, folder=image_folder(source))
@@ -192,12 +190,10 @@ def recognise(
     if len(layouts) == 1:
         return case.with_further_columns(layouts[0])
     if layouts:
+        ways = "; ".join(f"({i}) {layout}" for i, layout in enumerate(layouts, 1))
+        flags = " ".join(f"--data.{f} {c}" for f, c in layouts[0].columns.items() if f in FIELDS)
         raise DataError(
-            "the columns can be read in several ways: "
-            + "; ".join(f"({i}) {layout}" for i, layout in enumerate(layouts, 1))
-            + f"; {case.present()} Name those to use, e.g. "
-            + " ".join(f"--data.{f} {c}" for f, c in layouts[0].columns.items() if f in FIELDS)
-            + "."
+            f"the columns can be read in several ways: {ways}; {case.present()} Name those to use, e.g. {flags}."
         )
     raise DataError(case.problem())
 
