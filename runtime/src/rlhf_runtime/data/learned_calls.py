@@ -45,8 +45,8 @@ from rlhf_runtime.data.call_forms import (
     value_of,
 )
 from rlhf_runtime.data.strict_json import STRICT, decoded
+from rlhf_runtime.data.text_tokens import Span
 
-Span = tuple[int, int]
 Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 Writer = Callable[[str, Sequence[Call]], str]

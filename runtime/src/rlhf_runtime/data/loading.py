@@ -53,11 +53,14 @@ class CsvForm:
 DEFAULT_FORM = CsvForm()
 
 
-def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = DEFAULT_FORM) -> Source:
-    """Read and check the whole file once, so that a malformed row is found before the run starts.
+def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = DEFAULT_FORM) -> Source:
+    """The rows of one file. A file of text is read and checked once, so that a malformed row is found before the run
+    starts.
 
     ``form`` is for csv only.
     """
+    if kind in ("parquet", "arrow"):
+        return TableSource(section, read_table(path, kind))
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -272,13 +275,6 @@ def file_kind(path: Path) -> str | None:
     if name == "ndjson":
         name = "jsonl"
     return name if name in FILE_KINDS and not (packed and name in ("parquet", "arrow")) else None
-
-
-def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = DEFAULT_FORM) -> Source:
-    """The rows of one file. ``form`` is used for csv files only."""
-    if kind in ("parquet", "arrow"):
-        return TableSource(section, read_table(path, kind))
-    return open_text(section, path, kind, form)
 
 
 CARDS = ("README.md", ".huggingface.yaml")

@@ -55,9 +55,14 @@ def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[An
 
 
 def as_shown(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
-    """A message of :func:`read_messages` as templates get it. ``images`` gets its images."""
+    """A message of :func:`read_messages` as templates get it: an image is :data:`PLACE`. ``images`` gets the image of
+    each part, in order; None for a part that holds none."""
     fields = {field: value for field, value in message.items() if field != UNTRAINED}
-    return {**fields, "content": take_images(message["content"], images)}
+    content = message["content"]
+    if isinstance(content, list):
+        images += [image_of(part) for part in content if is_image(part)]
+        content = [dict(PLACE) if is_image(part) else part for part in content]
+    return {**fields, "content": content}
 
 
 def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
@@ -172,7 +177,7 @@ Parts = list[dict[str, Any]]
 
 
 def read_content(content: Any, label: str) -> str | Parts:
-    """The content of a message: text, or parts of which at least one is an image. :func:`take_images` reads the images.
+    """The content of a message: text, or parts of which at least one is an image. :func:`as_shown` reads the images.
 
     Args:
         label: names the message in errors.
@@ -199,22 +204,13 @@ def _text(part: Mapping[str, Any]) -> Any:
     return part.get("text", part.get("value"))  # LLaMA-Factory: {type: text, value}
 
 
-def take_images(content: str | Parts, images: list[Any]) -> str | Parts:
-    """Content of :func:`read_content` as chat templates read it: an image is :data:`PLACE`. ``images`` gets the image
-    of each part, in order; None for a part that holds none."""
-    if not isinstance(content, list):
-        return content
-    images += [image_of(part) for part in content if is_image(part)]
-    return [dict(PLACE) if is_image(part) else part for part in content]
-
-
 def is_image(part: Any) -> bool:
     """Whether a part of content says that it is an image."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
 
 
 def text_of(content: Any) -> str:
-    """The text of content that :func:`take_images` returned; parts of text are joined by line breaks."""
+    """The text of content that :func:`as_shown` returned; parts of text are joined by line breaks."""
     if not isinstance(content, list):
         return content or ""
     return "\n".join(part["text"] for part in content if part["type"] == "text")

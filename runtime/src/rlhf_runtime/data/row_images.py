@@ -39,8 +39,10 @@ class RowImages:
     """
 
     def __init__(self, tokenizer: Any, tokens: ImageTokens | str, limit: int) -> None:
-        self._tokens = f"data.max_images = {limit}" if isinstance(tokens, ImageTokens) and not limit else tokens
-        self.limit = limit if isinstance(self._tokens, ImageTokens) else 0
+        self.tokens = tokens if isinstance(tokens, ImageTokens) and limit else None
+        """Makes the tokens of images; None where the run cannot have images."""
+        self._reason = tokens if isinstance(tokens, str) else f"data.max_images = {limit}"
+        self.limit = 0 if self.tokens is None else limit
         """Largest number of images of a sequence; 0 where the run cannot have images."""
         self._decode = decoder_of(tokenizer, special_tokens=False)
         mark = None
@@ -48,11 +50,6 @@ class RowImages:
             mark = tokenizer.convert_ids_to_tokens(tokens.placeholder)
         self._mark: str | None = mark
         """The placeholder as text."""
-
-    @property
-    def tokens(self) -> ImageTokens | None:
-        """Makes the tokens of images; None where the run cannot have images."""
-        return self._tokens if isinstance(self._tokens, ImageTokens) else None
 
     def of_row(self, cells: Cells) -> list[bytes]:
         """The files in the row's column of images, whose placeholders are in the text."""
@@ -152,7 +149,7 @@ class RowImages:
         """The values in the row's column of images. In a run without images the column ``image`` may hold other texts,
         which are none."""
         values = cells.images()
-        other = isinstance(self._tokens, str) and cells.layout.columns.get("images") == ONE_IMAGE
+        other = self.tokens is None and cells.layout.columns.get("images") == ONE_IMAGE
         return [v for v in values if may_be_image(v)] if other else values
 
     def _files(self, values: Sequence[Any], cells: Cells) -> list[bytes]:
@@ -161,8 +158,8 @@ class RowImages:
         return [_numbered(n, value, cells.layout.folder) for n, value in enumerate(values)]
 
     def _require(self) -> None:
-        if isinstance(self._tokens, str):
-            raise DataError(f"there are images, but {self._tokens}. Leave the images out, or use an image-text model")
+        if self.tokens is None:
+            raise DataError(f"there are images, but {self._reason}. Leave the images out, or use an image-text model")
 
     def _check_count(self, files: list[bytes]) -> list[bytes]:
         if len(files) > self.limit:
