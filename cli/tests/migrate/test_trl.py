@@ -64,6 +64,8 @@ def test_processes_of_configurations_of_accelerate(tmp_path):
     assert grpo(f"--config {tmp_path}/grpo.yaml")["data"]["batch_size"] == 2
     with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read.*--set processes=N"):
         grpo(before="accelerate launch --config_file absent.yaml trl")
+    with pytest.raises(ConfigError, match="takes a number, got 'many'"):
+        values("trl grpo --model_name_or_path M", processes="many")
 
 
 def test_steps_are_counted_in_optimizer_steps():

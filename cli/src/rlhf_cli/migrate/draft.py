@@ -18,7 +18,7 @@ from rlhf_runtime.config.options import plugin_options, run_file_options
 from rlhf_runtime.config.runfile import LISTS, RunFile
 from rlhf_runtime.config.suggestions import Chosen
 
-from rlhf_cli.migrate.rows import FrameworkOptions, OptionRow
+from rlhf_cli.migrate.rows import FrameworkOptions
 from rlhf_cli.options.run_file import BY_NAME, WIDTH, toml
 
 COLUMN = 40
@@ -56,12 +56,6 @@ class Draft:
         """Give an option the value of ``name``."""
         self.set(path, self.source[name], name, *names, note=note)
 
-    def choose(self, path: str, name: str, values: Mapping[str, str], note: str = "") -> str:
-        """Give an option what the value of ``name`` is here. Raises ConfigError for a value that is not known."""
-        value = self.source.one_of(name, values)
-        self.set(path, value, name, note=note)
-        return value
-
     def adapters(self, rank: str, targets: str) -> None:
         """Set LoRA by the options of its rank, 0 for none, and of the layers that it is beside."""
         if self.source[rank]:
@@ -90,28 +84,15 @@ class Draft:
         for row in self.source.rows.values():
             if row.when and row.when not in conditions:
                 self.unread[row.name] = reasons[row.when]
-            elif row.to and not row.rule and (value := self._translated(row)) not in (None, ""):
-                for path in row.to:
+            elif row.to and (row.values or not row.rule):
+                value = self.source[row.name]
+                if row.values and value is not None:
+                    value = self.source.one_of(row.name, row.values)
+                for path in row.to if value not in (None, "") else ():
                     self.set(path, value, row.name)
 
-    def _translated(self, row: OptionRow) -> Any:
-        value = self.source[row.name]
-        if not row.values or value is None:
-            return value
-        key = str(value).lower() if isinstance(value, bool) else value
-        if key not in row.values:
-            allowed = ", ".join(row.values)
-            raise self.source.refused(row.name, f"there is no counterpart; those of {allowed} are known")
-        return row.values[key]
-
-    def text(self, command: str, plugins: Plugins) -> str:
-        """The run file.
-
-        Args:
-            command: what the options were read from, for the first line.
-
-        Raises ConfigError where the run file would not be accepted.
-        """
+    def text(self, plugins: Plugins) -> str:
+        """The run file. Raises ConfigError where it would not be accepted."""
         if self.source.unknown:
             self.remarks.append(
                 f"rlhf does not know these options, of another version of {self.source.framework} or of the project's "
@@ -128,7 +109,7 @@ class Draft:
         defaults = self._defaults(chosen, plugins)
         changes = {path: value for path, value in self.values.items() if not _equal(value, defaults.get(path))}
         lines = [
-            *_comment(f"A run of {self.source.framework}, {command}, for rlhf."),
+            *_comment(f"A run of {self.source.framework}, {self.source.origin}, for rlhf."),
             *_comment(
                 "The comments name the options that values come from. `rlhf train FILE --dry-run` checks this file."
             ),

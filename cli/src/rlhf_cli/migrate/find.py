@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 
@@ -13,27 +13,17 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 
 from rlhf_cli.migrate import openrlhf, trl, trl_script, trl_source, verl
+from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
-from rlhf_cli.migrate.shell import Word, commands, known_text
+from rlhf_cli.migrate.shell import Start, Word, commands, flags, known_text
 from rlhf_cli.migrate.shell_branches import UNKNOWN
 
 FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl, "verl": verl}
 OWN_ARGUMENTS = tuple(f"{UNKNOWN}{sign}{UNKNOWN}" for sign in "@*")
 """``"$@"``: what the script itself is started with, which is nothing here."""
 SCRIPT = re.compile(r"(.+\.py)")
-
-
-@dataclass(frozen=True)
-class Start:
-    """The command that starts the training."""
-
-    entry: str
-    word: str
-    """The word that has it: a module, a script or a name."""
-    launcher_words: Sequence[Word]
-    """The words of the launcher, before the entry point."""
-    options: Sequence[Word]
-    line: int
+COUNTS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes")
+"""Options of launchers that count processes or machines."""
 
 
 class Settings(dict[str, str]):
@@ -58,80 +48,82 @@ def migrate(
         settings: values of variables and options, of ``--set``.
         allow_unknown: whether options that are unknown are listed in the file, instead of refused.
     """
-    read_settings = Settings(settings)
-    fields, origin, processes = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, read_settings)
-    options = {name: value for name, value in settings.items() if name not in read_settings.read_names}
-    fields.replace(options)
-    for name in options:
-        fields.unknown.pop(name, None)
+    read_settings, module = Settings(settings), FRAMEWORKS[framework]
+    fields = _trl(source, read_settings) if framework == "trl" else module.read(_start(source, read_settings, module))
+    fields.replace({name: value for name, value in settings.items() if name not in read_settings.read_names})
     fields.check(allow_unknown)
-    draft = trl.convert(fields, processes) if framework == "trl" else FRAMEWORKS[framework].convert(fields)
-    return draft.text(origin, plugins)
+    draft: Draft = module.convert(fields)
+    return draft.text(plugins)
 
 
-def _openrlhf(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
-    text, script = _text(source)
-    start = _start(text, script, settings, openrlhf)
-    return openrlhf.read(start.entry, start.options, script), f"{start.entry} ({script}, line {start.line})", 1
-
-
-def _verl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
-    text, script = _text(source)
-    start = _start(text, script, settings, verl)
-    fields = verl.read(start.options, script)
-    if not verl.OWN_ENTRY.fullmatch(start.word):
-        fields.remarks.append(f"{start.word} is not verl's own: only its keys are read; look for more in its code")
-    return fields, f"{start.entry} ({script}, line {start.line})", 1
-
-
-def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
-    processes = int(settings["processes"]) if "processes" in settings and settings["processes"].isdecimal() else None
+def _trl(source: str, settings: Mapping[str, str]) -> FrameworkOptions:
+    """The fields of a configuration, of a script, or of a command."""
+    launcher, location = dict[str, str](), Path(source).name
     if trl_source.is_file_of_fields(source):
         fields, launcher = trl_source.of_mapping_file(source)
-        return fields, f"{fields.entry} ({Path(source).name})", processes or _processes(launcher, source) or 1
-    if source.endswith((".py", ".ipynb")) and os.path.isfile(source):
+    elif source.endswith((".py", ".ipynb")) and os.path.isfile(source):
         fields = trl_script.of_script(source, settings)
-        return fields, f"{fields.entry} ({Path(source).name})", processes or 1
-    text, script = _text(source)
-    start = _start(text, script, settings, trl)
-    place, name = f"{script}, line {start.line}", Path(start.word).stem
-    is_file = start.word.endswith(".py") and os.path.isfile(start.word)
-    launcher = _launcher(start.launcher_words, script)
-    if is_file and trl_script.is_script(start.word):
-        problems = FrameworkOptions("", {}, {}, "")
-        flags = trl_source.flags_of(start.options, script, problems)
-        fields = trl_script.of_script(start.word, settings, {flag: texts for flag, (texts, *_) in flags.items()})
-        fields.problems += problems.problems
-        return fields, f"{name} ({place})", processes or _processes(launcher, place) or 1
-    trainer = (trl_script.trainer_of_parser(start.word) if is_file else None) or trl.trainer(start.entry)
+    else:
+        start = _start(source, settings, trl)
+        launcher, location = _launcher(start), start.location
+        if start.word.endswith(".py") and trl_script.is_script(start.word):
+            fields = _of_started_script(start, settings)
+        else:
+            fields, options = _of_trl_command(start)
+            launcher |= options
+        fields.origin = f"{Path(start.word).stem} ({location})"
+    if "processes" in settings:
+        launcher = {"num_processes": settings["processes"]}
+    fields.processes = _processes(launcher, location) or 1
+    return fields
+
+
+def _of_started_script(start: Start, settings: Mapping[str, str]) -> FrameworkOptions:
+    """The fields of a script that configures its trainer itself, perhaps from the flags of its command."""
+    problems = list[str]()
+    texts = {flag.name.replace("-", "_"): flag.texts for flag in flags(start.options, start.script, problems)}
+    fields = trl_script.of_script(start.word, settings, texts)
+    fields.problems += problems
+    return fields
+
+
+def _of_trl_command(start: Start) -> tuple[FrameworkOptions, dict[str, str]]:
+    """The fields that are flags of a command, and the options of the launcher among them."""
+    is_script = start.word.endswith(".py")
+    trainer = trl_script.trainer_of_parser(start.word) if is_script and os.path.isfile(start.word) else None
+    trainer = trainer or trl.trainer(start.entry)
     if trainer not in trl.GROUPS:
         raise ConfigError(
-            f"{place}: {start.word} is not called like one of TRL's trainers, and has no configuration of one"
+            f"{start.location}: {start.word} is not called like one of TRL's trainers, and has no configuration of one"
         )
-    fields, config = trl_source.of_command(trainer, start.options, script)
-    if start.word.endswith(".py") and not start.word.endswith(f"trl/scripts/{name}.py"):
+    fields, launcher = trl_source.of_command(trainer, start.options, start.script)
+    name = Path(start.word).stem
+    if is_script and not start.word.endswith(f"trl/scripts/{name}.py"):
         fields.remarks.append(f"{name}.py: only its flags are read; look for data, rewards and fields in its code")
-    return fields, f"{name} ({place})", processes or _processes(launcher | config, place) or 1
+    return fields, launcher
 
 
-def _launcher(words: Sequence[Word], script: str) -> dict[str, str]:
+def _launcher(start: Start) -> dict[str, str]:
     """The options of a launcher that say how many processes it starts."""
     options = dict[str, str]()
-    for number, word in enumerate(words):
-        name, equals, _ = word.text.lstrip("-").replace("-", "_").partition("=")
-        if name in ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "config_file"):
-            following = known_text(words[number + 1], script) if words[number + 1 :] else ""
-            options[name] = word.text.partition("=")[2] if equals else following
+    for word, following in zip_longest(start.launcher_words, start.launcher_words[1:]):
+        name, equals, text = word.text.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if name in (*COUNTS, "config_file"):
+            options[name] = text if equals or following is None else known_text(following, start.script)
     return options
 
 
-def _processes(launcher: Mapping[str, str], script: str) -> int | None:
+def _processes(launcher: Mapping[str, str], location: str) -> int | None:
     """The processes that a launcher starts, if it says so; torchrun counts those of one machine."""
-    counts = {n: launcher[n] for n in ("num_processes", "nproc_per_node", "num_gpus", "nnodes") if n in launcher}
-    for name, value in counts.items():
-        if not value.isdecimal():
-            raise ConfigError(f"{script}: {name} takes a number, got {value!r}. Give it: --set processes=N")
-    numbers = {name: int(value) for name, value in counts.items()}
+    numbers = dict[str, int]()
+    for name in COUNTS:
+        if name in launcher:
+            if not launcher[name].isdecimal():
+                raise ConfigError(
+                    f"{location}: {name} takes a number, got {launcher[name]!r}. Give it: --set processes=N"
+                )
+            numbers[name] = int(launcher[name])
     nodes = numbers.pop("nnodes", 1)
     if numbers:
         return numbers.get("num_processes") or next(count * nodes for count in numbers.values())
@@ -142,7 +134,7 @@ def _processes(launcher: Mapping[str, str], script: str) -> int | None:
         return trl_source.processes_of_config(config)
     except ConfigError as error:
         raise ConfigError(
-            f"{script}: it says how many processes are started, but {error}. Give --set processes=N"
+            f"{location}: it says how many processes are started, but {error}. Give --set processes=N"
         ) from None
 
 
@@ -156,7 +148,8 @@ def _text(source: str) -> tuple[str, str]:
         raise ConfigError(f"{source} cannot be read: {error}. Give a file, or a whole command in quotes") from None
 
 
-def _start(text: str, script: str, settings: Mapping[str, str], framework: ModuleType) -> Start:
+def _start(source: str, settings: Mapping[str, str], framework: ModuleType) -> Start:
+    text, script = _text(source)
     starts = list(_starts(text, script, settings, framework.ENTRY, 0))
     if framework is openrlhf:
         starts = [start for start in starts if start.entry in openrlhf.ENTRIES] or starts
@@ -192,7 +185,7 @@ def _starts(
                 match = match if number and words[number - 1].text.endswith("trl") else None  # `trl grpo`
             if match:
                 options = [word for word in words[number + 1 :] if word.text not in OWN_ARGUMENTS]
-                yield Start(match[match.lastindex or 1], word.text, words[:number], options, word.line)
+                yield Start(match[match.lastindex or 1], word.text, words[:number], options, script, word.line)
                 break
             if re.search(r"\s", word.text) and any(entry.fullmatch(w) for w in word.text.split()):
                 yield from _starts(word.text, script, settings, entry, word.line - 1)

@@ -10,8 +10,8 @@ from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, scored_outside, supervised
-from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, value_of
-from rlhf_cli.migrate.shell import Word, known_flag, words_by_flag
+from rlhf_cli.migrate.rows import FrameworkOptions, rows_of, table, value_of
+from rlhf_cli.migrate.shell import Start, flags
 
 NAME = "OpenRLHF"
 FACTS = "The facts are those of its public versions 0.5 to 0.11.2; older names stand below the name."
@@ -71,44 +71,21 @@ NEEDS: Mapping[str, str] = {
     "wandb": "only with logger.wandb.key",
 }
 """{condition of a row: what is missing without it}."""
-ALGORITHMS = {
-    "gae": "ppo",
-    "reinforce": "reinforce_pp",
-    "reinforce_baseline": "reinforce_pp_baseline",
-    "rloo": "rloo",
-    "group_norm": "grpo",
-    "dr_grpo": "grpo",
-    "flash_reinforce": "reinforce_pp",
-}
 SUPERVISED = {"sft": "sft", "rm": "reward_model", "dpo": "dpo", "kto": "kto", "kd": "distill"}
-SCHEDULES = {
-    "cosine_with_min_lr": "cosine_with_min",
-    "constant_with_warmup": "constant",
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse_sqrt": "inverse_sqrt",
-}
 CORRECTIONS = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 OF_LEVEL = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq_mask_tis"}
 
 
-def read(entry: str, words: Sequence[Word], script: str) -> FrameworkOptions:
-    """The options of a command. Raises ConfigError, with the line, for one that is unknown or cannot be read."""
-    if entry not in ENTRIES:
-        reason = REFUSED_ENTRIES.get(entry, f"known are {', '.join(ENTRIES)}")
-        raise ConfigError(f"{script}, line {words[0].line if words else 1}: openrlhf.cli.{entry}: {reason}")
-    groups = table("openrlhf")
-    source = FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry])
-    for word, values in words_by_flag(words):
-        location = f"{script}, line {word.line}"
-        with source.reading():
-            flag, texts = known_flag(word, values, script)
-            for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), location):
-                words_of_flag = ["..."] if row.secret and texts else texts
-                source.user_values[row.name] = OptionValue(
-                    value_of(row, texts, location), " ".join([flag, *words_of_flag]), location
-                )
+def read(start: Start) -> FrameworkOptions:
+    """The options of a command. Raises ConfigError, with the line, for another entry point."""
+    if start.entry not in ENTRIES:
+        reason = REFUSED_ENTRIES.get(start.entry, f"known are {', '.join(ENTRIES)}")
+        raise ConfigError(f"{start.location}: openrlhf.cli.{start.entry}: {reason}")
+    groups, entry = table("openrlhf"), ENTRIES[start.entry]
+    source = FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[entry]), entry)
+    for flag in flags(start.options, start.script, source.problems):
+        source.give(flag.name, flag.texts, flag.text, flag.location, value_of)
+    source.origin = f"{start.entry} ({start.location})"
     return source
 
 
@@ -170,7 +147,6 @@ def _conditions(s: FrameworkOptions) -> set[str]:
 def _algorithm(draft: Draft) -> None:
     s = draft.source
     estimator = s["algo.advantage.estimator"]
-    draft.choose("algorithm.use", "algo.advantage.estimator", ALGORITHMS)
     if estimator == "dr_grpo":
         note = "the advantage of Dr. GRPO; OpenRLHF keeps the mean over tokens"
         draft.set("algorithm.advantage.std", "none", "algo.advantage.estimator", note=note)
@@ -247,8 +223,6 @@ def _loss(draft: Draft) -> None:
     if bounds:
         draft.unread["actor.eps_clip"] = "actor.eps_clip_low_high is set"
     if s["actor.policy_loss_type"] == "ppo":
-        modes = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
-        draft.choose("algorithm.loss.aggregation", "actor.loss_agg_mode", modes)
         _correction(draft)
     if s["train.enable_ema"]:
         section = "policy.trainer" if s["algo.advantage.estimator"] == "gae" else "trainer"
@@ -363,9 +337,8 @@ def _sampling(draft: Draft) -> None:
 
 
 def _trainer(draft: Draft, target: str, source: str) -> None:
-    """Schedule, warm-up and clipping of a role."""
+    """Warm-up and clipping of a role."""
     s = draft.source
-    draft.choose(f"{target}trainer.schedule", f"{source}lr_scheduler", SCHEDULES)
     if s[f"{source}lr_scheduler"] == "constant":
         draft.set(f"{target}trainer.warmup_ratio", 0.0, f"{source}lr_warmup_ratio", note="constant has no warm-up")
     else:

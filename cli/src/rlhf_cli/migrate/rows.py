@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -43,7 +43,15 @@ class OptionRow:
 def table(framework: str) -> Mapping[str, Sequence[OptionRow]]:
     """The rows of a framework by group."""
     text = files("rlhf_cli.migrate").joinpath(f"{framework}.toml").read_text(encoding="utf-8")
-    return {group: [_row(name, row) for name, row in rows.items()] for group, rows in tomllib.loads(text).items()}
+    groups = tomllib.loads(text)
+    ignored = {group: rows.pop("ignored", {}) for group, rows in groups.items()}
+    return {
+        group: [
+            *(_row(name, row) for name, row in rows.items()),
+            *(OptionRow(name, type="any", why=why) for why, names in ignored[group].items() for name in names),
+        ]
+        for group, rows in groups.items()
+    }
 
 
 def _row(name: str, fields: dict[str, Any]) -> OptionRow:
@@ -53,107 +61,6 @@ def _row(name: str, fields: dict[str, Any]) -> OptionRow:
     examples = [fields["default"]] if "default" in fields else list(fields.get("defaults", {}).values())
     fields.setdefault("type", TYPES[type(examples[0])] if examples else "text")
     return OptionRow(name, **fields)
-
-
-@dataclass(frozen=True)
-class OptionValue:
-    """An option as it was given."""
-
-    value: Any
-    text: str
-    """``--actor.adam.lr 1e-6``."""
-    location: str
-    """``run.sh, line 3``."""
-
-
-@dataclass
-class FrameworkOptions:
-    """The options of one run in another framework: those that are given, and the framework's defaults.
-
-    Args:
-        framework: as messages name it.
-        groups: all rows of the framework.
-        rows: those of the entry point, by name.
-        entry: the entry point, for the defaults.
-    """
-
-    framework: str
-    groups: Mapping[str, Sequence[OptionRow]]
-    rows: dict[str, OptionRow]
-    entry: str
-    user_values: dict[str, OptionValue] = field(default_factory=dict)
-    unknown: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """{option without a row: as it was given, the error}."""
-    problems: list[str] = field(default_factory=list)
-    """Errors of what could not be read."""
-    remarks: list[str] = field(default_factory=list)
-    """What the source has beside options, for the user."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.user_values:
-            return self.user_values[name].value
-        row = self.rows.get(name)
-        return None if row is None else row.defaults.get(self.entry, row.default)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Keep an error, so that the next option is read too."""
-        try:
-            yield
-        except ConfigError as error:
-            self.problems.append(str(error))
-
-    def matching(self, name: str, text: str, location: str) -> list[OptionRow]:
-        """The rows that an option's name means; none for an unknown one, which is kept."""
-        try:
-            return matching(self.rows, name, location, self.groups)
-        except ConfigError as error:
-            self.unknown[name] = name if SECRET.search(name) else text, str(error)
-            return []
-
-    def replace(self, settings: Mapping[str, str]) -> None:
-        """Give options the values of ``--set``. Raises ConfigError for a name that no option has."""
-        for name, text in settings.items():
-            flag = f"--set {name}={text}"
-            for row in matching(self.rows, name, flag, self.groups):
-                self.rows[row.name] = row
-                self.user_values[row.name] = OptionValue(typed(row, text, flag), flag, flag)
-
-    def check(self, allow_unknown: bool) -> None:
-        """Raise ConfigError with all that could not be read, and with all options that are unknown."""
-        problems = dict.fromkeys(self.problems)
-        if self.unknown and not allow_unknown:
-            problems |= dict.fromkeys(error for _, error in self.unknown.values())
-            problems["--allow-unknown lists such options in the file, as work that stays to do"] = None
-        if problems:
-            raise ConfigError("\n".join(problems))
-
-    def refuse_by_table(self) -> None:
-        """Raise ConfigError for a value that the table refuses: any but the default of a row whose rule says so."""
-        for name, option in self.user_values.items():
-            row = self.rows[name]
-            if row.rule.startswith("refused: ") and option.value != row.defaults.get(self.entry, row.default):
-                raise self.refused(name, row.rule.removeprefix("refused: "))
-
-    def one_of(self, name: str, values: Mapping[str, str]) -> str:
-        """What the value of an option is here. Raises ConfigError for one that is not known."""
-        value = str(self[name])
-        if value not in values:
-            raise self.refused(name, f"there is no counterpart; known are {', '.join(values)}")
-        return values[value]
-
-    def positive(self, name: str) -> int:
-        """A number of something. Raises ConfigError for one below 1."""
-        value: int = self[name]
-        if value < 1:
-            raise self.refused(name, "it must be at least 1")
-        return value
-
-    def refused(self, name: str, reason: str) -> ConfigError:
-        """The error for a value that cannot be taken over."""
-        option = self.user_values.get(name)
-        label = f"{option.location}: {option.text}" if option else f"{name} {self[name]} ({self.framework}'s default)"
-        return ConfigError(f"{label}: {reason}. (--set {name}=VALUE replaces the value)")
 
 
 def rows_of(groups: Mapping[str, Iterable[OptionRow]], names: Sequence[str]) -> dict[str, OptionRow]:
@@ -228,3 +135,126 @@ def typed(row: OptionRow, value: Any, location: str) -> Any:
     if isinstance(value, str):  # YAML reads 1e-6 as a text
         return value_of(row, [value], location)
     raise ConfigError(f"{location}: {row.name} takes {row.type}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class OptionValue:
+    """An option as it was given."""
+
+    value: Any
+    text: str
+    """``--actor.adam.lr 1e-6``."""
+    location: str
+    """``run.sh, line 3``."""
+
+
+@dataclass
+class FrameworkOptions:
+    """The options of one run in another framework: those that are given, and the framework's defaults.
+
+    Args:
+        framework: as messages name it.
+        groups: all rows of the framework.
+        rows: those of the entry point, by name.
+        entry: the entry point, for the defaults.
+    """
+
+    framework: str
+    groups: Mapping[str, Sequence[OptionRow]]
+    rows: dict[str, OptionRow]
+    entry: str
+    user_values: dict[str, OptionValue] = field(default_factory=dict)
+    unknown: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """{option without a row: as it was given, the error}."""
+    problems: list[str] = field(default_factory=list)
+    """Errors of what could not be read."""
+    remarks: list[str] = field(default_factory=list)
+    """What the source has beside options, for the user."""
+    origin: str = ""
+    """What the options were read from, for the first line of the run file."""
+    processes: int = 1
+    """That the launcher starts, where the framework counts for each."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.user_values:
+            return self.user_values[name].value
+        row = self.rows.get(name)
+        return None if row is None else row.defaults.get(self.entry, row.default)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep an error, so that the next option is read too."""
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def give(
+        self,
+        name: str,
+        value: Any,
+        text: str,
+        location: str,
+        convert: Callable[[OptionRow, Any, str], Any] = typed,
+    ) -> None:
+        """Give the options that a name means a value. An unknown name is kept, and so is the error of a wrong value.
+
+        Args:
+            text: the option as it was given.
+            convert: makes the value for a row: :func:`typed`, or :func:`value_of` for the words of a command.
+        """
+        try:
+            rows = matching(self.rows, name, location, self.groups)
+        except ConfigError as error:
+            self.unknown[name] = name if SECRET.search(name) else text, str(error)
+            return
+        label = f"{'--' if text.startswith('--') else ''}{name} ..."
+        with self.reading():
+            for row in rows:
+                option = OptionValue(convert(row, value, location), label if row.secret else text, location)
+                self.rows[row.name], self.user_values[row.name] = row, option
+
+    def replace(self, settings: Mapping[str, str]) -> None:
+        """Give options the values of ``--set``. Raises ConfigError for a name that no option has."""
+        for name, text in settings.items():
+            flag = f"--set {name}={text}"
+            self.give(name, text, flag, flag)
+            if name in self.unknown:
+                raise ConfigError(self.unknown[name][1])
+
+    def check(self, allow_unknown: bool) -> None:
+        """Raise ConfigError with all that could not be read, and with all options that are unknown."""
+        problems = dict.fromkeys(self.problems)
+        if self.unknown and not allow_unknown:
+            problems |= dict.fromkeys(error for _, error in self.unknown.values())
+            problems["--allow-unknown lists such options in the file, as work that stays to do"] = None
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def refuse_by_table(self) -> None:
+        """Raise ConfigError for a value that the table refuses: any but the default of a row whose rule says so."""
+        for name, option in self.user_values.items():
+            row = self.rows[name]
+            if row.rule.startswith("refused: ") and option.value != row.defaults.get(self.entry, row.default):
+                raise self.refused(name, row.rule.removeprefix("refused: "))
+
+    def one_of(self, name: str, values: Mapping[str, str]) -> str:
+        """What the value of an option is here. Raises ConfigError for one that is not known."""
+        value = self[name]
+        key = str(value).lower() if isinstance(value, bool) else str(value)
+        if key not in values:
+            raise self.refused(name, f"there is no counterpart; known are {', '.join(values)}")
+        return values[key]
+
+    def positive(self, name: str) -> int:
+        """A number of something. Raises ConfigError for one below 1."""
+        value: int = self[name]
+        if value < 1:
+            raise self.refused(name, "it must be at least 1")
+        return value
+
+    def refused(self, name: str, reason: str) -> ConfigError:
+        """The error for a value that cannot be taken over."""
+        option = self.user_values.get(name)
+        label = f"{option.location}: {option.text}" if option else f"{name} {self[name]} ({self.framework}'s default)"
+        return ConfigError(f"{label}: {reason}. (--set {name}=VALUE replaces the value)")

@@ -76,22 +76,39 @@ def commands(text: str, script: str, settings: Mapping[str, str]) -> Iterator[li
     return _Script(text, script, settings).commands()
 
 
-def words_by_flag(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
-    """Each word that should be a flag, with the words of its value; none where the flag holds it after ``=``."""
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command with the texts of its value."""
+
+    name: str
+    """Without dashes."""
+    texts: Sequence[str]
+    text: str
+    """As it was given."""
+    location: str
+    """``run.sh, line 3``."""
+
+
+def flags(words: Sequence[Word], script: str, problems: list[str]) -> Iterator[Flag]:
+    """The flags of a command. What cannot be read is added to ``problems``: a word with an unknown variable, and one
+    that belongs to no flag."""
     rest = list(words)
     while rest:
         word, values = rest.pop(0), list[Word]()
         while rest and not rest[0].text.startswith("--") and "=" not in word.text:
             values.append(rest.pop(0))
-        yield word, values
-
-
-def known_flag(word: Word, values: Sequence[Word], script: str) -> tuple[str, list[str]]:
-    """A flag and the texts of its value. Raises ConfigError, as :func:`known_text`, and where the word is no flag."""
-    flag, equals, text = known_text(word, script).partition("=")
-    if not flag.startswith("--"):
-        raise ConfigError(f"{script}, line {word.line}: {flag!r} is not an option and belongs to none")
-    return flag, [text] if equals else [known_text(value, script) for value in values]
+        location = f"{script}, line {word.line}"
+        try:
+            flag, equals, text = known_text(word, script).partition("=")
+            texts = [text] if equals else [known_text(value, script) for value in values]
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if flag.startswith("--"):
+            form = word.text if equals else " ".join([flag, *texts])
+            yield Flag(flag.removeprefix("--"), texts, form, location)
+        else:
+            problems.append(f"{location}: {flag!r} is not an option and belongs to none")
 
 
 def known_text(word: Word, script: str) -> str:
@@ -109,6 +126,25 @@ def known_text(word: Word, script: str) -> str:
         f"{script}, line {word.line}: {plain!r} needs ${name}, which is not assigned a plain value: commands are not "
         f"executed, and the environment is not read. Give it: --set {name}=VALUE"
     )
+
+
+@dataclass(frozen=True)
+class Start:
+    """The command that starts a training."""
+
+    entry: str
+    word: str
+    """The word that has it: a module, a script or a name."""
+    launcher_words: Sequence[Word]
+    """The words of the launcher, before the entry point."""
+    options: Sequence[Word]
+    script: str
+    """Where the command is, for messages."""
+    line: int
+
+    @property
+    def location(self) -> str:
+        return f"{self.script}, line {self.line}"
 
 
 @dataclass

@@ -46,14 +46,6 @@ NEEDS: Mapping[str, str] = {
     "eval": "only with eval_strategy",
     "kl": "no reference model is loaded, because beta is 0",
 }
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine_with_min",
-    "inverse_sqrt": "inverse_sqrt",
-}
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ""),
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "its state is not paged here"),
@@ -76,13 +68,9 @@ def trainer(script: str) -> str:
     return "grpo" if name == "gspo" else name
 
 
-def convert(source: FrameworkOptions, processes: int) -> Draft:
-    """The run file for these fields. Raises ConfigError for a value that has no counterpart.
-
-    Args:
-        processes: that the launcher starts; batches are counted for each.
-    """
-    draft = Draft(source)
+def convert(source: FrameworkOptions) -> Draft:
+    """The run file for these fields. Raises ConfigError for a value that has no counterpart."""
+    draft, processes = Draft(source), source.processes
     online = source.entry in ("grpo", "rloo")
     conditions = {
         "lora": bool(source["use_peft"]),
@@ -205,7 +193,6 @@ def _snapshots(draft: Draft, section: str, updates: int) -> None:
 def _trainer(draft: Draft) -> None:
     s = draft.source
     schedule = s["lr_scheduler_type"]
-    draft.choose("trainer.schedule", "lr_scheduler_type", SCHEDULES)
     options = dict(s["lr_scheduler_kwargs"] or {})
     if schedule == "cosine_with_min_lr":
         rate = options.pop("min_lr_rate", None)

@@ -11,7 +11,7 @@ from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.python_values import PythonValues, name_of, source_of
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue
-from rlhf_cli.migrate.trl_source import CONFIGS, TRAINERS, fields_of, give
+from rlhf_cli.migrate.trl_source import CONFIGS, TRAINERS, fields_of
 
 LORA = {
     "r": "lora_r",
@@ -73,8 +73,9 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
     trainers = [call for call in values.calls if name_of(call) in TRAINERS]
     start, entry = _start(values, trainers, script)
     source = fields_of(entry)
+    source.origin = f"{entry} ({script})"
     if name_of(start) in (*CONFIGS, *ARGUMENTS):
-        _take_call(source, values, start, {})
+        _take_call(source, values, start)
     chosen = [call for call in trainers if any(values.node(k.value) is start for k in call.keywords)] or trainers
     adapters = [values.node(k.value) for call in chosen for k in call.keywords if k.arg == "peft_config"]
     for call in values.calls:
@@ -143,28 +144,27 @@ def _start(values: PythonValues, trainers: Sequence[ast.Call], script: str) -> t
     )
 
 
-def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) -> None:
+def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str, names: Mapping[str, str] = {}) -> None:
+    """Keep fields. ``names``: {as the script calls it: field of TRL}, where these differ."""
     for name, value in fields.items():
-        give(source, name, value, f"{name}={value!r}", location)
+        source.give(names.get(name, name), value, f"{name}={value!r}", location)
 
 
-def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, names: Mapping[str, str]) -> None:
+def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, names: Mapping[str, str] = {}) -> None:
     """Keep the keyword arguments of a call."""
     for keyword in call.keywords:
         location = f"{values.location}, line {keyword.value.lineno}"
-        with source.reading():
-            if keyword.arg is None:
-                try:
-                    entries = dict(values.literal(keyword.value, "**"))
-                except (ConfigError, TypeError, ValueError):
-                    text = f"{name_of(call)}(**{ast.unparse(keyword.value)})"
-                    source.unknown[text] = text, f"{location}: {text} is made by code, which is not executed"
-                    continue
-                for name, value in entries.items():
-                    give(source, names.get(name, name), value, f"{name}={value!r}", location)
-            else:
-                value = values.literal(keyword.value, keyword.arg)
-                give(source, names.get(keyword.arg, keyword.arg), value, f"{keyword.arg}={value!r}", location)
+        if keyword.arg is not None:
+            with source.reading():
+                _take(source, {keyword.arg: values.literal(keyword.value, keyword.arg)}, location, names)
+            continue
+        try:
+            entries = dict(values.literal(keyword.value, "**"))
+        except (ConfigError, TypeError, ValueError):
+            text = f"{name_of(call)}(**{ast.unparse(keyword.value)})"
+            source.unknown[text] = text, f"{location}: {text} is made by code, which is not executed"
+        else:
+            _take(source, entries, location, names)
 
 
 def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
@@ -218,8 +218,7 @@ def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> 
                 text = f"{name}={ast.unparse(keyword.value)}"
                 source.remarks.append(f"{location}: {text} of the trainer is not read; {TO_DO[name]}")
             elif name not in (*OF_TRAINER, *TO_DO, ""):
-                value = values.literal(keyword.value, name)
-                give(source, name, value, f"{name}={value!r}", location)
+                _take(source, {name: values.literal(keyword.value, name)}, location)
 
 
 def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
@@ -252,7 +251,7 @@ def _rewards(source: FrameworkOptions, values: PythonValues, argument: ast.expr,
     names = [values.imports[n.id] for n in nodes if isinstance(n, ast.Name) and n.id in values.imports]
     if nodes and len(names) == len(nodes):
         names = [name.removeprefix("trl.rewards.") for name in names]
-        give(source, "reward_funcs", names, f"reward_funcs: {names!r}", location)
+        source.give("reward_funcs", names, f"reward_funcs: {names!r}", location)
     elif nodes:
         texts = ", ".join(ast.unparse(n) for n in nodes)
         source.remarks.append(
@@ -306,4 +305,4 @@ def _stores(source: FrameworkOptions, values: PythonValues, start: ast.Call) -> 
                             f"{location}: {ast.unparse(node)} may not run. Give --set {target.attr}=VALUE"
                         )
                     value = values.literal(node.value, target.attr)
-                    give(source, target.attr, value, f"{target.attr} = {value!r}", location)
+                    source.give(target.attr, value, f"{target.attr} = {value!r}", location)

@@ -10,8 +10,8 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
-from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, typed, value_of
-from rlhf_cli.migrate.shell import Word, known_flag, words_by_flag
+from rlhf_cli.migrate.rows import FrameworkOptions, rows_of, table, value_of
+from rlhf_cli.migrate.shell import Word, flags
 from rlhf_cli.migrate.trl import GROUPS, NAME
 
 CONFIGS = {f"{name}Config": name.lower() for name in ("GRPO", "RLOO", "SFT", "DPO", "Reward", "KTO")}
@@ -24,39 +24,26 @@ LAUNCHER = (
 """Options of ``accelerate launch`` that ``trl NAME`` passes on, and the variables that its file sets."""
 
 
-def flags_of(words: Sequence[Word], script: str, source: FrameworkOptions) -> dict[str, tuple[list[str], str, int]]:
-    """{name of a flag: its texts, the flag as it was given, its line}. What cannot be read is a problem of `source`."""
-    flags = dict[str, tuple[list[str], str, int]]()
-    for word, values in words_by_flag(words):
-        with source.reading():
-            flag, texts = known_flag(word, values, script)
-            form = word.text if "=" in word.text else " ".join([flag, *texts])
-            flags[flag.removeprefix("--").replace("-", "_")] = texts, form, word.line
-    return flags
-
-
 def of_command(entry: str, words: Sequence[Word], script: str) -> tuple[FrameworkOptions, dict[str, str]]:
     """From ``trl grpo --flag value ...``: the fields, and the options of the launcher.
 
     ``--config FILE`` is read too; flags have precedence."""
     source = fields_of(entry)
-    options, launcher, files = dict[str, OptionValue](), dict[str, str](), dict[str, str]()
-    for name, (values, form, line) in flags_of(words, script, source).items():
-        location = f"{script}, line {line}"
-        if name == "config" and len(values) == 1:
-            files |= _take(source, _mapping(values[0]), values[0])
-            continue
+    options = {flag.name.replace("-", "_"): flag for flag in flags(words, script, source.problems)}
+    launcher = dict[str, str]()
+    if "config" in options and len(options["config"].texts) == 1:
+        path = options.pop("config").texts[0]
+        with source.reading():
+            launcher = _take(source, _mapping(path), path)
+    for name, flag in options.items():
+        texts = flag.texts
         if name in LAUNCHER:
-            launcher[name] = " ".join(values)
+            launcher[name] = " ".join(texts)
             continue
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
-            name, values = name.removeprefix("no_"), ["false"]
-        with source.reading():
-            for row in source.matching(name, form, location):
-                label = f"--{name} ..." if row.secret else form
-                options[row.name] = OptionValue(value_of(row, values, location), label, location)
-    source.user_values |= options
-    return source, files | launcher
+            name, texts = name.removeprefix("no_"), ["false"]
+        source.give(name, texts, flag.text, flag.location, value_of)
+    return source, launcher
 
 
 def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
@@ -80,6 +67,7 @@ def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
         means = f"its fields fit {', '.join(fitting)}" if fewest * 2 <= len(names) else "its fields fit no trainer"
         raise ConfigError(f'{path}: {means}. Say which one it is for: rlhf migrate trl "trl NAME --config {path}"')
     source = fields_of(fitting[0])
+    source.origin = f"{source.entry} ({Path(path).name})"
     return source, _take(source, fields, Path(path).name)
 
 
@@ -99,19 +87,11 @@ def fields_of(entry: str) -> FrameworkOptions:
     return FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[entry]), entry)
 
 
-def give(source: FrameworkOptions, name: str, value: Any, text: str, location: str) -> None:
-    """Keep a value of YAML or Python."""
-    for row in source.matching(name, text, location):
-        label = f"{name}: ..." if row.secret else text
-        source.user_values[row.name] = OptionValue(typed(row, value, location), label, location)
-
-
 def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) -> dict[str, str]:
     """Keep the fields of a file; those of the launcher."""
     for name, value in fields.items():
         if name not in LAUNCHER:
-            with source.reading():
-                give(source, name, value, f"{name}: {value}", location)
+            source.give(name, value, f"{name}: {value}", location)
     return {name: str(value) for name, value in fields.items() if name in LAUNCHER}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft, with_unique_names
-from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, typed
-from rlhf_cli.migrate.shell import Word, known_text
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionRow, rows_of, table, typed
+from rlhf_cli.migrate.shell import Start, known_text
 
 NAME = "verl"
 FACTS = "The facts are those of verl 0.9.1 with FSDP; the configurations for Megatron are not read."
@@ -31,6 +31,7 @@ NEEDS: Mapping[str, str] = {
     "kl_loss": "only with use_kl_loss and a coefficient",
     "kl_reward": "only with use_kl_in_reward and a coefficient",
     "ppo_loss": "only with the loss vanilla",
+    "aggregation": "verl takes seq-mean-token-mean with this loss, and so does the run",
     "clip_cov": "only with the loss clip_cov",
     "kl_cov": "only with the loss kl_cov",
     "lora": "only with lora_rank",
@@ -39,34 +40,19 @@ NEEDS: Mapping[str, str] = {
     "eval": "only with data.val_files",
     "wandb": "only with the logger wandb",
 }
-ALGORITHMS = {
-    "gae": "ppo",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "remax": "grpo",
-    "opo": "grpo",
-}
 ADVANTAGES = ("remax", "opo")
 """Estimators that are advantages of ``grpo`` here."""
 OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo")
-ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
-AGGREGATIONS["seq-mean-token-sum-norm"] = "seq_sum_constant"
-LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
-LOSSES |= {"clip_cov": "covariance", "kl_cov": "covariance"}
 
 
-def read(words: Sequence[Word], script: str) -> FrameworkOptions:
+def read(start: Start) -> FrameworkOptions:
     """The overrides of a command, and the file of its ``--config-name``. What cannot be read is kept as a problem."""
-    import yaml
-
-    groups = table("verl")
+    groups, script = table("verl"), start.script
     source = FrameworkOptions(NAME, groups, rows_of(groups, ("main_ppo",)), "main_ppo")
-    rest, overrides, file = list(words), list[tuple[str, str, str]](), dict[str, str]()
+    source.origin = f"{start.entry} ({start.location})"
+    if not OWN_ENTRY.fullmatch(start.word):
+        source.remarks.append(f"{start.word} is not verl's own: only its keys are read; look for more in its code")
+    rest, overrides, file = list(start.options), list[tuple[str, str, str]](), dict[str, str]()
     while rest:
         word = rest.pop(0)
         location = f"{script}, line {word.line}"
@@ -85,15 +71,17 @@ def read(words: Sequence[Word], script: str) -> FrameworkOptions:
         if name not in OWN_CONFIGS:
             overrides = [*_of_config(Path(file.get("--config-path", "."), f"{name}.yaml")), *overrides]
     for key, text, location in overrides:
-        with source.reading():
-            for row in source.matching(key, f"{key}={text}", location):
-                try:
-                    value = yaml.safe_load(text)
-                except yaml.YAMLError as error:
-                    raise ConfigError(f"{location}: the value of {key} cannot be read: {error}") from None
-                source.rows[row.name] = row
-                source.user_values[row.name] = OptionValue(typed(row, value, location), f"{key}={text}", location)
+        source.give(key, text, f"{key}={text}", location, _value)
     return source
+
+
+def _value(row: OptionRow, text: str, location: str) -> Any:
+    import yaml
+
+    try:
+        return typed(row, yaml.safe_load(text), location)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{location}: the value of {row.name} cannot be read: {error}") from None
 
 
 def _of_config(file: Path) -> Iterator[tuple[str, str, str]]:
@@ -135,6 +123,7 @@ def convert(source: FrameworkOptions) -> Draft:
         "kl_loss": _kl_in_loss(s),
         "kl_reward": _kl_in_reward(s),
         "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
+        "aggregation": s[f"{ACTOR}.policy_loss.loss_mode"] not in ("gspo", "sapo", "geo_mean"),
         "clip_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "clip_cov",
         "kl_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "kl_cov",
         "lora": s["actor_rollout_ref.model.lora_rank"],
@@ -155,7 +144,6 @@ def convert(source: FrameworkOptions) -> Draft:
 def _algorithm(draft: Draft, estimator: str) -> int:
     """The algorithm with its batches; the optimizer steps of a step."""
     s = draft.source
-    draft.choose("algorithm.use", "algorithm.adv_estimator", ALGORITHMS)
     names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     prompts, mini = s[names[0]], s[names[1]]
     if prompts < mini:
@@ -178,19 +166,14 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         draft.set("algorithm.critic_warmup", steps, "trainer.critic_warmup", note="N freezes N - 1 steps")
         model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
         draft.set("critic.model", model, "critic.model.path")
-    use = s.one_of(f"{ACTOR}.policy_loss.loss_mode", LOSSES)
-    note = "means and shares are those of the optimizer batch, not of a micro-batch" if use == "covariance" else ""
-    draft.set("algorithm.loss.use", use, f"{ACTOR}.policy_loss.loss_mode", note=note)
-    treatment = s[f"{ACTOR}.policy_loss.loss_mode"].removesuffix("_cov")
+    use, mode = draft.values["algorithm.loss.use"], s[f"{ACTOR}.policy_loss.loss_mode"]
+    treatment = mode.removesuffix("_cov")
     if use == "covariance":
+        draft.notes["algorithm.loss.use"] = "means and shares are those of the optimizer batch, not of a micro-batch"
         draft.set("algorithm.loss.treatment", treatment, f"{ACTOR}.policy_loss.loss_mode")
-    if use in ("ppo", "cispo", "covariance"):
-        aggregation = draft.choose("algorithm.loss.aggregation", f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
-        if aggregation == "seq_sum_constant":
-            name = f"{ACTOR}.loss_scale_factor" if s[f"{ACTOR}.loss_scale_factor"] else "data.max_response_length"
-            draft.copy("algorithm.loss.max_length", name)
-    else:
-        draft.unread[f"{ACTOR}.loss_agg_mode"] = f"verl takes seq-mean-token-mean with {use}, and so does the run"
+    if draft.values.get("algorithm.loss.aggregation") == "seq_sum_constant":
+        name = f"{ACTOR}.loss_scale_factor" if s[f"{ACTOR}.loss_scale_factor"] else "data.max_response_length"
+        draft.copy("algorithm.loss.max_length", name)
     for side in ("low", "high") if use != "sapo" and treatment != "kl" else ():
         name = f"{ACTOR}.clip_ratio_{side}" if s[f"{ACTOR}.clip_ratio_{side}"] is not None else f"{ACTOR}.clip_ratio"
         bound = min(s[name], 1.0) if (use, side) == ("cispo", "low") else s[name]  # a ratio is never below 0
@@ -222,13 +205,10 @@ def _kl(draft: Draft, estimator: str) -> None:
     if in_loss and in_reward:
         raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
     if in_loss:
-        kinds = {name: kind for name, kind in ESTIMATORS.items() if kind != "k1"}
         draft.copy("algorithm.kl.coef", f"{ACTOR}.kl_loss_coef")
         draft.set("algorithm.kl.where", "loss", f"{ACTOR}.use_kl_loss")
-        draft.choose("algorithm.kl.estimator", f"{ACTOR}.kl_loss_type", kinds)
     if in_reward:
         draft.copy("algorithm.kl.coef", "algorithm.kl_ctrl.kl_coef")
-        draft.choose("algorithm.kl.estimator", "algorithm.kl_penalty", ESTIMATORS)
         if estimator in OF_GROUPS:
             draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
         if s["algorithm.kl_ctrl.type"] == "adaptive":
@@ -243,8 +223,6 @@ def _correction(draft: Draft) -> None:
             "algorithm.rollout_correction.rollout_rs", "there is no counterpart of rejection beside weights"
         )
     if s[name]:
-        levels = {"token": "token", "sequence": "sequence_product"}
-        draft.choose("algorithm.loss.correction.level", name, levels)
         draft.set("algorithm.loss.correction.mode", "truncate", name)
         draft.set("algorithm.loss.correction.low", 0.0, name)
         draft.copy("algorithm.loss.correction.high", f"{name}_threshold")
@@ -252,14 +230,14 @@ def _correction(draft: Draft) -> None:
 
 def _trainer(draft: Draft, updates: int) -> None:
     s = draft.source
-    draft.choose("trainer.use", f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp"})
     name = f"{OPTIM}.warmup_style" if s[f"{OPTIM}.warmup_style"] else f"{OPTIM}.lr_scheduler_type"
     schedules = {"trainer": (name, f"{OPTIM}.min_lr_ratio")}
     if s["algorithm.adv_estimator"] == "gae":  # what [trainer] says would hold for both roles
         critic = ("critic.optim.lr_scheduler_type", "critic.optim.min_lr_ratio")
         schedules = {"policy.trainer": schedules["trainer"], "critic.trainer": critic}
     for section, (name, ratio) in schedules.items():
-        schedule = draft.choose(f"{section}.schedule", name, {"constant": "constant", "cosine": "cosine_with_min"})
+        schedule = s.one_of(name, {"constant": "constant", "cosine": "cosine_with_min"})
+        draft.set(f"{section}.schedule", schedule, name)
         if schedule == "cosine_with_min":
             draft.set(f"{section}.min_lr_ratio", s[ratio] or 0.0, ratio)
     steps = s[f"{OPTIM}.lr_warmup_steps"]
@@ -270,11 +248,6 @@ def _trainer(draft: Draft, updates: int) -> None:
             raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio where there is a critic, which has its own")
     else:
         draft.copy("trainer.warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio")
-    kinds = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
-    for option, key in {"storage": "model_dtype", "dtype": "dtype"}.items():
-        roles = {"policy": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp"}
-        for role in roles if s["algorithm.adv_estimator"] == "gae" else ("policy",):
-            draft.choose(f"{role}.{option}", f"{roles[role]}.{key}", kinds)
     draft.adapters("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.target_modules")
     if s[f"{ACTOR}.use_dynamic_bsz"]:
         draft.copy("policy.micro_tokens", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz")
@@ -370,10 +343,9 @@ def _placement(draft: Draft, estimator: str) -> None:
     if ranks % parallel:
         raise s.refused(f"{ROLLOUT}.tensor_model_parallel_size", f"it does not divide the {ranks} GPUs")
     draft.set("launcher.use", "ray")
-    engines = dict.fromkeys(("vllm", "sglang", "hf"), "vllm")
-    servers = "runs start no engines of SGLang; the generator sglang_server takes servers that are running"
-    note = servers if s[f"{ROLLOUT}.name"] == "sglang" else ""
-    draft.choose("generator.use", f"{ROLLOUT}.name", engines, note)
+    if s[f"{ROLLOUT}.name"] == "sglang":
+        servers = "runs start no engines of SGLang; the generator sglang_server takes servers that are running"
+        draft.notes["generator.use"] = servers
     draft.set("placement.policy.ranks", ranks, *names)
     kl = _kl_in_loss(s) or _kl_in_reward(s)
     roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}
