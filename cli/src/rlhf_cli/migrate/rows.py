@@ -48,7 +48,7 @@ def table(framework: str) -> Mapping[str, Sequence[OptionRow]]:
     return {
         group: [
             *(_row(name, row) for name, row in rows.items()),
-            *(OptionRow(name, type="any", why=why) for why, names in ignored[group].items() for name in names),
+            *(OptionRow(name, type="any", why=reason) for reason, names in ignored[group].items() for name in names),
         ]
         for group, rows in groups.items()
     }
