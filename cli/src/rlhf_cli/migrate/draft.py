@@ -56,13 +56,6 @@ class Draft:
         """Give an option the value of ``name``."""
         self.set(path, self.source[name], name, *names, note=note)
 
-    def adapters(self, rank: str, targets: str) -> None:
-        """Set LoRA by the options of its rank, 0 for none, and of the layers that it is beside."""
-        if self.source[rank]:
-            self.copy("trainer.lora.rank", rank)
-            if self.source[targets] not in (None, [], ["all-linear"]):
-                self.copy("trainer.lora.targets", targets)
-
     def observers(self, names: Collection[str], option: str) -> list[str]:
         """Set the observers of these names; those that there are."""
         observers = [name for name in names if name in OBSERVERS]
@@ -84,11 +77,11 @@ class Draft:
         for row in self.source.rows.values():
             if row.when and row.when not in conditions:
                 self.unread[row.name] = reasons[row.when]
-            elif row.to and (row.values or not row.rule):
+            elif row.to and not row.rule:
                 value = self.source[row.name]
                 if row.values and value is not None:
                     value = self.source.one_of(row.name, row.values)
-                for path in row.to if value not in (None, "") else ():
+                for path in row.to if value not in (None, "", [], row.unset) else ():
                     self.set(path, value, row.name)
 
     def text(self, plugins: Plugins) -> str:
@@ -173,7 +166,7 @@ class Draft:
                 equal.append(f"{source_option.text}: {paths[name]} = {toml(self.values[paths[name]])}")
             else:
                 rule = "" if row.rule.startswith("refused") else row.rule
-                reason = self.unread.get(name) or row.why or rule or "off by default here too"
+                reason = self.unread.get(name) or row.why or row.doc or rule or "off by default here too"
                 different.append(f"{_shortened(source_option.text)}: {reason}")
         groups["Unknown:"] = [_shortened(text) for text, _ in self.source.unknown.values()]
         for title, lines in groups.items():

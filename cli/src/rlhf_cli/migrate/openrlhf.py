@@ -158,8 +158,6 @@ def _algorithm(draft: Draft) -> None:
         draft.copy("algorithm.advantage.gamma", "algo.advantage.gamma")
     else:
         draft.unread["algo.advantage.gamma"] = f"1 with {estimator} in OpenRLHF, and the default here too"
-    if s["algo.advantage.no_std_norm"] and estimator in ("gae", "reinforce", "reinforce_baseline"):
-        draft.set("algorithm.advantage.normalise", "center", "algo.advantage.no_std_norm")
     samples, size = s["rollout.batch_size"] * s["rollout.n_samples_per_prompt"], s["train.batch_size"]
     names = ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
     if size < 1 or samples % size:
@@ -314,8 +312,6 @@ def _sampling(draft: Draft) -> None:
         else:
             note = "weights wait for unfinished answers, as without train.partial_rollout_enable"
             draft.set("sync.in_flight", "drain", "train.async_enable", note=note)
-    if s["data.max_images_per_prompt"]:
-        draft.copy("data.max_images", "data.max_images_per_prompt")
     if s["train.dynamic_batch_enable"]:
         draft.copy(
             "policy.micro_tokens",
@@ -358,20 +354,10 @@ def _run(draft: Draft, online: bool) -> None:
     stage = s["ds.zero_stage"]
     note = "" if stage > 1 else "lower stages would add up gradients of micro-batches in bf16"
     draft.set("trainer.stage", max(stage, 2), "ds.zero_stage", note=note)
-    draft.adapters("ds.lora.rank", "ds.lora.target_modules")
-    if "ckpt.output_dir" in s.user_values:
-        draft.copy("run.output", "ckpt.output_dir")
-    if (every := s["ckpt.save_steps"]) > 0:
-        draft.copy("checkpoint.every", "ckpt.save_steps")
-        if s["ckpt.save_hf"]:
-            draft.set("checkpoint.export_every", every, "ckpt.save_hf", "ckpt.save_steps")
-    if s["eval.dataset"] and s["eval.steps"] > 0:
-        draft.copy("eval.every", "eval.steps")
+    if s["ckpt.save_hf"] and s["ckpt.save_steps"] > 0:
+        draft.set("checkpoint.export_every", s["ckpt.save_steps"], "ckpt.save_hf", "ckpt.save_steps")
     if "logger.wandb.key" in s.user_values:
         draft.set("observer.0.use", "wandb", "logger.wandb.key", note="the key belongs into WANDB_API_KEY")
-        for option, source in {"project": "project", "entity": "org", "group": "group"}.items():
-            if s[f"logger.wandb.{source}"]:
-                draft.copy(f"observer.0.{option}", f"logger.wandb.{source}")
     if s["logger.tensorboard_dir"]:
         number = 1 if "logger.wandb.key" in s.user_values else 0
         note = "its files are in the run's folder"

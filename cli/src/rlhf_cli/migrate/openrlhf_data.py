@@ -41,7 +41,6 @@ def rows_of_data(draft: Draft, online: bool) -> None:
     if s["eval.dataset"]:
         draft.set("data.eval", _sources(s, "eval.dataset", "eval.split"), "eval.dataset", "eval.split")
     chat = s["data.apply_chat_template"]
-    draft.set("data.template", "chat" if chat else "plain", "data.apply_chat_template")
     draft.copy("data.max_tokens", "data.max_len")
     draft.set("data.too_long", "drop", note="longer rows are left out and counted; OpenRLHF cuts them")
     key = s["data.input_key"] if "data.input_key" in s.rows else s["data.prompt_key"]
@@ -96,7 +95,6 @@ def rewards(draft: Draft) -> None:
         if "," in model:
             raise s.refused("reward.model_name_or_path", "OpenRLHF reads one reward model")
         draft.set("reward.0.use", f"model:{model}", "reward.model_name_or_path")
-        draft.copy("reward.0.normalise", "reward.normalize_enable")
         for option in ("dtype", "storage"):
             draft.set(f"roles.reward_model.{option}", "bf16", "ds.param_dtype")
     else:
@@ -118,10 +116,6 @@ def _own_executor(path: str) -> bool:
 def supervised(draft: Draft) -> None:
     s = draft.source
     if s.entry in ("sft", "kto", "kd"):
-        if s["data.multiturn"]:
-            draft.set("data.loss_on", "assistant", "data.multiturn")
-        if s["model.pretrain_mode_enable"]:
-            draft.set("data.loss_on", "all", "model.pretrain_mode_enable")
         if not s["data.output_key"]:
             draft.values.pop("data.prompt", None)
             if not s["data.apply_chat_template"]:
@@ -141,8 +135,6 @@ def supervised(draft: Draft) -> None:
     if s.entry == "rm":
         kind = s["model.loss_type"]
         draft.set("algorithm.loss.loss_type", "sigmoid" if kind == "sigmoid" else "logexp", "model.loss_type")
-        if s["model.margin_loss_enable"]:
-            draft.set("data.margin", "margin", "model.margin_loss_enable")
     if s.entry == "dpo" and s["model.ipo_enable"]:
         draft.set("algorithm.loss.loss_type", "ipo", "model.ipo_enable")
         draft.set("algorithm.loss.ipo", "sum", "model.ipo_enable")
@@ -151,6 +143,5 @@ def supervised(draft: Draft) -> None:
             "data.tokenizer_chat_template", "save the template as a file, and name it by data.chat_template"
         )
     if s.entry == "kd":
-        draft.copy("algorithm.loss.alpha", "kd_coef")
         for option in ("dtype", "storage"):
             draft.set(f"roles.teacher.{option}", "bf16", "ds.param_dtype")

@@ -33,6 +33,8 @@ class OptionRow:
     type: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     rule: str = ""
+    doc: str = ""
+    unset: Any = None
     when: str = ""
     why: str = ""
     secret: bool = False

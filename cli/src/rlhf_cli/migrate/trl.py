@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
-from rlhf_cli.migrate.trl_online import rewards, sampling
 
 NAME = "TRL"
 FACTS = "The facts are those of TRL 1.16 with transformers 5."
@@ -45,6 +44,9 @@ NEEDS: Mapping[str, str] = {
     "vllm": "only with use_vllm",
     "eval": "only with eval_strategy",
     "kl": "no reference model is loaded, because beta is 0",
+    "sapo": "only with loss_type sapo",
+    "vespo": "only with loss_type vespo",
+    "adaptive_entropy": "only with use_adaptive_entropy",
 }
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ""),
@@ -60,6 +62,10 @@ AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_sum_constant",
 }
+OWN_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+"""Rewards that TRL's script has under a name."""
+PROMPT_ROOM = 2048
+"""Tokens for prompts where TRL limits only answers."""
 
 
 def trainer(script: str) -> str:
@@ -77,6 +83,9 @@ def convert(source: FrameworkOptions) -> Draft:
         "vllm": bool(source["use_vllm"]),
         "eval": source["eval_strategy"] != "no",
         "kl": online and bool(source["beta"]),
+        "sapo": source["loss_type"] == "sapo",
+        "vespo": source["loss_type"] == "vespo",
+        "adaptive_entropy": bool(source["use_adaptive_entropy"]),
     }
     draft.take({name for name, holds in conditions.items() if holds}, NEEDS)
     draft.set("algorithm.use", ALGORITHMS[source.entry])
@@ -91,8 +100,8 @@ def convert(source: FrameworkOptions) -> Draft:
     _data(draft)
     if online:
         _loss(draft) if source.entry == "grpo" else _rloo(draft, updates)
-        sampling(draft)
-        rewards(draft)
+        _sampling(draft)
+        _rewards(draft)
         if source["beta"] and source["sync_ref_model"]:
             _snapshots(draft, "algorithm.kl", updates)
     else:
@@ -158,15 +167,9 @@ def _run(draft: Draft, updates: int) -> None:
         draft.copy("run.epochs", "num_train_epochs")
     if s["save_strategy"] == "steps":
         draft.set("checkpoint.every", _steps(draft, "save_steps", updates), "save_steps", note=note)
-    if s["save_total_limit"]:
-        draft.copy("checkpoint.keep", "save_total_limit")
     if s["eval_strategy"] == "steps":
         name = "eval_steps" if s["eval_steps"] else "logging_steps"
         draft.set("eval.every", _steps(draft, name, updates), name, note=note)
-    if s["eval_strategy"] != "no" and s["eval_on_start"]:
-        draft.set("eval.at_start", True, "eval_on_start")
-    if s["output_dir"]:
-        draft.copy("run.output", "output_dir")
     draft.observers([name for name in s["report_to"] or [] if name != "none"], "report_to")
 
 
@@ -214,10 +217,6 @@ def _trainer(draft: Draft) -> None:
     draft.set("trainer.betas", [s["adam_beta1"], s["adam_beta2"]], "adam_beta1", "adam_beta2")
     clip = s["max_grad_norm"]
     draft.set("trainer.max_grad_norm", clip if clip > 0 else 1e9, "max_grad_norm")
-    if s["train_sampling_strategy"] not in ("random", "sequential"):
-        raise s.refused("train_sampling_strategy", "known are random and sequential")
-    if s["train_sampling_strategy"] == "sequential":
-        draft.set("data.shuffle", False, "train_sampling_strategy")
 
 
 def _model(draft: Draft) -> None:
@@ -247,19 +246,13 @@ def _model(draft: Draft) -> None:
         draft.set("policy.model", f"{s['model_name_or_path']}@{s['model_revision']}", *names)
     if not s["use_peft"]:
         return
-    for option, source in {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}.items():
-        draft.copy(f"trainer.lora.{option}", source, *(["use_peft"] if option == "rank" else []))
+    draft.copy("trainer.lora.rank", "lora_r", "use_peft")
     targets = s["lora_target_modules"]
     if targets is None:
         note = "PEFT's choice for most models"
         draft.set("trainer.lora.targets", ["q_proj", "v_proj"], "lora_target_modules", note=note)
     elif targets != ["all-linear"]:
         draft.set("trainer.lora.targets", targets, "lora_target_modules")
-    if s["lora_modules_to_save"]:
-        draft.copy("trainer.lora.modules_to_save", "lora_modules_to_save")
-    for name, kind in {"load_in_4bit": "nf4", "load_in_8bit": "int8"}.items():
-        if s[name]:
-            draft.set("trainer.lora.quantization", kind, name)
 
 
 def _data(draft: Draft) -> None:
@@ -330,15 +323,8 @@ def _loss(draft: Draft) -> None:
             raise s.refused("epsilon_high", "with cispo it bounds the ratio itself, and must be at least 1")
         draft.set("algorithm.loss.use", "cispo", "loss_type")
         draft.set("algorithm.loss.clip_high", high - 1, "epsilon_high", note="the bound less 1")
-    elif kind == "sapo":
-        draft.set("algorithm.loss.use", "sapo", "loss_type")
-        draft.copy("algorithm.loss.tau_positive", "sapo_temperature_pos")
-        draft.copy("algorithm.loss.tau_negative", "sapo_temperature_neg")
-    elif kind == "vespo":
-        draft.set("algorithm.loss.use", "vespo", "loss_type")
-        for sign, name in (("positive", "pos"), ("negative", "neg")):
-            draft.copy(f"algorithm.loss.k_{sign}", f"vespo_k_{name}")
-            draft.copy(f"algorithm.loss.lambda_{sign}", f"vespo_lambda_{name}")
+    elif kind in ("sapo", "vespo"):
+        draft.copy("algorithm.loss.use", "loss_type")
     elif kind in AGGREGATIONS:
         draft.set("algorithm.loss.aggregation", AGGREGATIONS[kind], "loss_type")
         if kind == "dr_grpo":
@@ -363,20 +349,9 @@ def _loss(draft: Draft) -> None:
         draft.set("algorithm.advantage.use", "gdpo", "multi_objective_aggregation")
     else:
         draft.set("algorithm.advantage.std", scale, "scale_rewards")
-    if s["top_entropy_quantile"] < 1:
-        draft.copy("algorithm.loss.top_entropy", "top_entropy_quantile")
-    if s["entropy_coef"]:
-        draft.copy("algorithm.loss.entropy_coef", "entropy_coef")
-    if s["use_adaptive_entropy"]:
-        if not s["entropy_coef"] or s["entropy_coef_min"]:
-            name = "entropy_coef_min" if s["entropy_coef_min"] else "use_adaptive_entropy"
-            raise s.refused(name, "the coefficient needs a start above 0 (entropy_coef) and falls to 0 at the least")
-        for option, name in {
-            "target": "entropy_target",
-            "step": "entropy_coef_delta",
-            "high": "entropy_coef_max",
-        }.items():
-            draft.copy(f"algorithm.entropy.{option}", name)
+    if s["use_adaptive_entropy"] and (not s["entropy_coef"] or s["entropy_coef_min"]):
+        name = "entropy_coef_min" if s["entropy_coef_min"] else "use_adaptive_entropy"
+        raise s.refused(name, "the coefficient needs a start above 0 (entropy_coef) and falls to 0 at the least")
     if s["beta"]:
         draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.where", "loss", "beta")
@@ -419,6 +394,55 @@ def _rloo(draft: Draft, updates: int) -> None:
     if s["beta"]:
         draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.before_baseline", True, "beta")
+
+
+def _sampling(draft: Draft) -> None:
+    s = draft.source
+    if s["repetition_penalty"] != 1 or s["generation_kwargs"]:
+        name = "generation_kwargs" if s["generation_kwargs"] else "repetition_penalty"
+        raise s.refused(name, "samples would come from another distribution than the one that is trained")
+    answer, context = s["max_completion_length"], s["vllm_max_model_length"] if s["use_vllm"] else None
+    draft.set("sampling.max_new_tokens", answer, "max_completion_length")
+    if context:
+        draft.set("data.max_tokens", context, "vllm_max_model_length")
+    else:
+        room = s["max_prompt_length"] or PROMPT_ROOM
+        note = f"{room} more for prompts, which TRL does not limit" if not s["max_prompt_length"] else ""
+        draft.set("data.max_tokens", answer + room, "max_completion_length", note=note)
+    if s["max_prompt_length"]:
+        draft.copy("data.max_prompt_tokens", "max_prompt_length")
+        draft.set("data.too_long", "drop", note="longer prompts are left out and counted; TRL cuts them")
+    if s["eval_strategy"] != "no":
+        draft.set("eval.samples", s["num_generations_eval"] or s["num_generations"], "num_generations_eval")
+        draft.copy("eval.temperature", "temperature")
+
+
+def _rewards(draft: Draft) -> None:
+    s = draft.source
+    uses = [(f"model:{s['reward_model_name_or_path']}", "reward_model_name_or_path")]
+    uses = uses if s["reward_model_name_or_path"] else []
+    names = s["reward_funcs"] or []
+    weights = s["reward_weights"] or [1.0] * (len(uses) + len(names))
+    if (uses or names) and len(weights) != len(uses) + len(names):
+        raise s.refused("reward_weights", f"there are {len(uses) + len(names)} rewards")
+    weights, functions = list(weights), list[str]()
+    for name in names:
+        if name == "get_soft_overlong_punishment":
+            raise s.refused("reward_funcs", f"{name}: algorithm.shaping punishes long answers; leave it out")
+        module, _, function = name.rpartition(".")
+        if module or function in OWN_REWARDS:
+            uses.append((f"python:{module or 'trl.rewards'}:{function}", "reward_funcs"))
+        else:
+            functions.append(f"{function} (weight {weights.pop(len(uses))})")
+    if functions:
+        draft.remarks.append(
+            f"the rewards {', '.join(functions)} are functions of the script, not of TRL: name each, file:FILE.py:NAME"
+        )
+    if not uses and not functions:
+        draft.remarks.append("name the rewards: a function in a file is file:FILE.py:NAME")
+    for number, ((use, cause), weight) in enumerate(zip(uses, weights, strict=False)):
+        draft.set(f"reward.{number}.use", use, cause)
+        draft.set(f"reward.{number}.weight", weight, "reward_weights")
 
 
 def _offline(draft: Draft) -> None:

@@ -39,6 +39,8 @@ NEEDS: Mapping[str, str] = {
     "reward_model": "only with reward_model.enable",
     "eval": "only with data.val_files",
     "wandb": "only with the logger wandb",
+    "sapo": "only with the loss sapo",
+    "filter_groups": "only with algorithm.filter_groups.enable",
 }
 ADVANTAGES = ("remax", "opo")
 """Estimators that are advantages of ``grpo`` here."""
@@ -131,6 +133,8 @@ def convert(source: FrameworkOptions) -> Draft:
         "reward_model": s["reward_model.enable"],
         "eval": s["data.val_files"],
         "wandb": "wandb" in loggers,
+        "sapo": s[f"{ACTOR}.policy_loss.loss_mode"] == "sapo",
+        "filter_groups": s["algorithm.filter_groups.enable"],
     }
     draft.take({name for name, holds in conditions.items() if holds}, NEEDS)
     updates = _algorithm(draft, estimator)
@@ -156,9 +160,6 @@ def _algorithm(draft: Draft, estimator: str) -> int:
             raise s.refused(f"critic.{name}", f"the policy has {s[f'{ACTOR}.{name}']}, and both have the same here")
     if estimator in ADVANTAGES:
         draft.set("algorithm.advantage.use", estimator, "algorithm.adv_estimator")
-    if estimator in ("grpo", "grpo_vectorized"):
-        std = "group" if s["algorithm.norm_adv_by_std_in_grpo"] else "none"
-        draft.set("algorithm.advantage.std", std, "algorithm.norm_adv_by_std_in_grpo")
     if estimator in ("gae", "reinforce_plus_plus"):
         draft.copy("algorithm.advantage.gamma", "algorithm.gamma")
     if estimator == "gae":
@@ -181,11 +182,6 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     if treatment == "kl":
         bounds = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
         draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in bounds}
-    if use == "sapo":
-        for sign, name in (("positive", "pos"), ("negative", "neg")):
-            draft.copy(f"algorithm.loss.tau_{sign}", f"{ACTOR}.tau_{name}")
-    if s[f"{ACTOR}.entropy_coeff"]:
-        draft.copy("algorithm.loss.entropy_coef", f"{ACTOR}.entropy_coeff")
     _kl(draft, estimator)
     _correction(draft)
     return int(prompts // mini * s[f"{ACTOR}.ppo_epochs"])
@@ -204,11 +200,7 @@ def _kl(draft: Draft, estimator: str) -> None:
     in_loss, in_reward = _kl_in_loss(s), _kl_in_reward(s)
     if in_loss and in_reward:
         raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
-    if in_loss:
-        draft.copy("algorithm.kl.coef", f"{ACTOR}.kl_loss_coef")
-        draft.set("algorithm.kl.where", "loss", f"{ACTOR}.use_kl_loss")
     if in_reward:
-        draft.copy("algorithm.kl.coef", "algorithm.kl_ctrl.kl_coef")
         if estimator in OF_GROUPS:
             draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
         if s["algorithm.kl_ctrl.type"] == "adaptive":
@@ -248,7 +240,6 @@ def _trainer(draft: Draft, updates: int) -> None:
             raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio where there is a critic, which has its own")
     else:
         draft.copy("trainer.warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio")
-    draft.adapters("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.target_modules")
     if s[f"{ACTOR}.use_dynamic_bsz"]:
         draft.copy("policy.micro_tokens", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz")
 
@@ -266,13 +257,9 @@ def _data(draft: Draft) -> None:
         draft.remarks.append("name the data: data.train")
     if s["data.val_files"]:
         draft.set("data.eval", with_unique_names([{"path": path} for path in s["data.val_files"]]), "data.val_files")
-        if s["data.val_max_samples"] > 0:
-            draft.copy("eval.max_rows", "data.val_max_samples")
         kwargs = (f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample")
         draft.set("eval.temperature", s[kwargs[0]] if s[kwargs[1]] else 0.0, *kwargs)
         draft.set("eval.metric", "reward", note="verl's test score is the mean reward")
-        if s["trainer.test_freq"] > 0:
-            draft.copy("eval.every", "trainer.test_freq")
     prompt, answer = s["data.max_prompt_length"], s["data.max_response_length"]
     draft.set("data.max_prompt_tokens", prompt, "data.max_prompt_length")
     draft.set("sampling.max_new_tokens", answer, "data.max_response_length")
@@ -286,10 +273,6 @@ def _data(draft: Draft) -> None:
         draft.set("data.too_long", "drop", "data.truncation", note="longer rows are left out; verl cuts them")
     for name in [name for name in s.user_values if name.startswith("data.apply_chat_template_kwargs.")]:
         draft.copy(f"data.template_kwargs.{name.rpartition('.')[2]}", name)
-    if s["algorithm.filter_groups.enable"]:
-        draft.set("stream.filter.min_std", 0.0, "algorithm.filter_groups.enable")
-        if rounds := s["algorithm.filter_groups.max_num_gen_batches"]:
-            draft.set("stream.filter.max_rounds", rounds, "algorithm.filter_groups.max_num_gen_batches")
     draft.set("sampling.top_k", max(s[f"{ROLLOUT}.top_k"], 0), f"{ROLLOUT}.top_k")
     batched = s[f"{ROLLOUT}.max_num_batched_tokens"]
     draft.set("generator.max_batched_tokens", max(batched, prompt + answer), f"{ROLLOUT}.max_num_batched_tokens")
@@ -304,10 +287,6 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         draft.unread["trainer.total_epochs"] = "trainer.total_training_steps is set"
     else:
         draft.copy("run.epochs", "trainer.total_epochs")
-    if s["trainer.save_freq"] > 0:
-        draft.copy("checkpoint.every", "trainer.save_freq")
-    if s["trainer.max_actor_ckpt_to_keep"]:
-        draft.copy("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
     observers = draft.observers([name for name in loggers if name != "console"], "trainer.logger")
     if "wandb" in observers:
         project = f"observer.{observers.index('wandb')}.project"
