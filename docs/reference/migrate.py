@@ -11,6 +11,43 @@ from rlhf_cli.migrate.find import FRAMEWORKS
 from rlhf_cli.migrate.rows import OptionRow, table
 
 FOLDER = Path(__file__).parent
+FACTS = {
+    "openrlhf": "The facts are those of its public versions 0.5 to 0.11.2; older names stand below the name.",
+    "trl": "The facts are those of TRL 1.16 with transformers 5.",
+    "verl": "The facts are those of verl 0.9.1 with FSDP; the configurations for Megatron are not read.",
+}
+TITLES = {
+    "openrlhf": {
+        "all": "All entry points",
+        "rl": "train_ppo_ray",
+        "supervised": "train_sft, train_rm, train_dpo, train_kto and train_kd",
+        "demonstrations": "train_sft, train_kto and train_kd",
+        "pairs": "train_rm and train_dpo",
+        "reward_model": "train_rm",
+        "reference": "train_dpo and train_kto",
+        "dpo": "train_dpo",
+        "kto": "train_kto",
+        "kd": "train_kd",
+    },
+    "trl": {
+        "all": "All trainers (TrainingArguments)",
+        "model": "ModelConfig",
+        "script": "ScriptArguments",
+        "online": "GRPOConfig and RLOOConfig",
+        "grpo": "GRPOConfig",
+        "rloo": "RLOOConfig",
+        "offline": "SFTConfig, DPOConfig, RewardConfig and KTOConfig",
+        "sft": "SFTConfig",
+        "dpo": "DPOConfig",
+        "reference": "DPOConfig and KTOConfig",
+        "kto": "KTOConfig",
+        "reward": "RewardConfig",
+    },
+    "verl": {
+        "main_ppo": "main_ppo",
+    },
+}
+"""{framework: {group of its table: heading}}."""
 HEAD = """# From {name}
 
 <!-- Written by docs/reference/migrate.py from the tables of rlhf migrate: do not edit. -->
@@ -27,10 +64,9 @@ def pages() -> dict[Path, str]:
 
 
 def page(key: str) -> str:
-    framework = FRAMEWORKS[key]
-    parts = [HEAD.format(name=framework.NAME, facts=framework.FACTS).rstrip()]
+    parts = [HEAD.format(name=FRAMEWORKS[key].NAME, facts=FACTS[key]).rstrip()]
     for group, rows in table(key).items():
-        lines = [f"## {framework.GROUP_TITLES[group]}", "", "| option | default | here | |", "|---|---|---|---|"]
+        lines = [f"## {TITLES[key][group]}", "", "| option | default | here | |", "|---|---|---|---|"]
         parts.append("\n".join([*lines, *map(line, rows)]))
     return "\n\n".join(parts) + "\n"
 

@@ -14,20 +14,6 @@ from rlhf_cli.migrate.rows import FrameworkOptions, rows_of, table, value_of
 from rlhf_cli.migrate.shell import Start, flags
 
 NAME = "OpenRLHF"
-FACTS = "The facts are those of its public versions 0.5 to 0.11.2; older names stand below the name."
-GROUP_TITLES = {
-    "all": "All entry points",
-    "rl": "train_ppo_ray",
-    "supervised": "train_sft, train_rm, train_dpo, train_kto and train_kd",
-    "demonstrations": "train_sft, train_kto and train_kd",
-    "pairs": "train_rm and train_dpo",
-    "reward_model": "train_rm",
-    "reference": "train_dpo and train_kto",
-    "dpo": "train_dpo",
-    "kto": "train_kto",
-    "kd": "train_kd",
-}
-"""{group of the table: its heading in the documentation}."""
 EXAMPLE = "openrlhf.cli.train_ppo_ray"
 ENTRY = re.compile(r"(?:.*/)?(?:\w*rlhf[./]cli[./](\w+?)|(train_(?:ppo_ray|sft|rm|dpo|kto|kd)))(?:\.py)?")
 GROUPS: Mapping[str, Sequence[str]] = {

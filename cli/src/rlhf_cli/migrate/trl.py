@@ -9,22 +9,6 @@ from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
 
 NAME = "TRL"
-FACTS = "The facts are those of TRL 1.16 with transformers 5."
-GROUP_TITLES = {
-    "all": "All trainers (TrainingArguments)",
-    "model": "ModelConfig",
-    "script": "ScriptArguments",
-    "online": "GRPOConfig and RLOOConfig",
-    "grpo": "GRPOConfig",
-    "rloo": "RLOOConfig",
-    "offline": "SFTConfig, DPOConfig, RewardConfig and KTOConfig",
-    "sft": "SFTConfig",
-    "dpo": "DPOConfig",
-    "reference": "DPOConfig and KTOConfig",
-    "kto": "KTOConfig",
-    "reward": "RewardConfig",
-}
-"""{group of the table: its heading in the documentation}."""
 EXAMPLE = "grpo after trl, or grpo.py"
 ENTRY = re.compile(
     r"(?:.*[/.])?(grpo|rloo|sft|dpo|reward|kto|(?:run_)?(?:grpo|gspo|rloo|sft|dpo|reward|kto)(?:_\w+)?(?=\.py))(?:\.py)?"

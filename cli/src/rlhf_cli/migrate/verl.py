@@ -14,9 +14,6 @@ from rlhf_cli.migrate.rows import FrameworkOptions, OptionRow, rows_of, table, t
 from rlhf_cli.migrate.shell import Start, known_text
 
 NAME = "verl"
-FACTS = "The facts are those of verl 0.9.1 with FSDP; the configurations for Megatron are not read."
-GROUP_TITLES = {"main_ppo": "main_ppo"}
-"""{group of the table: its heading in the documentation}."""
 EXAMPLE = "verl.trainer.main_ppo"
 ENTRY = re.compile(r"(?:.*[./])?(main_(?:ppo|dapo|grpo)\w*?)(?:\.py)?")
 OWN_ENTRY = re.compile(
