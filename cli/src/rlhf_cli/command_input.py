@@ -1,4 +1,4 @@
-"""What commands read: the short flags of a run that they do not take, given answers, the run file of a run."""
+"""What commands read: numbers, the short flags of a run that they do not take, given answers, the run file of a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from rlhf_runtime.config.command_line import add_run_file
 
 OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 """Short flags of the run file that a command without a run does not take."""
+
+
+def natural(text: str, least: int = 0) -> int:
+    """The type of a flag whose value is a whole number."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"a number of {least} or more, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """The type of a flag whose value is a whole number above 0."""
+    return natural(text, least=1)
 
 
 def add_given_answers(parser: argparse.ArgumentParser, model: str) -> None:

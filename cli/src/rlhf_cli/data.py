@@ -15,6 +15,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.command_input import natural
 from rlhf_cli.command_output import require_new_file
 from rlhf_cli.main import run_command
 
@@ -39,7 +40,7 @@ class DataPreviewCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
-        parser.add_argument("--rows", type=_count, default=3, metavar="N", help="rows of each source (default: 3)")
+        parser.add_argument("--rows", type=natural, default=3, metavar="N", help="rows of each source (default: 3)")
         parser.add_argument("--check", action="store_true", help="tokenise every row and count used and unused rows")
         parser.add_argument("--json", action="store_true", help="one JSON object, with all tokens")
 
@@ -90,12 +91,6 @@ def _refused(report: dict[str, Any], section: DataSection) -> bool:
     fatal = [kind for kind in ("too_long", "bad_rows") if getattr(section, kind) == "error"]
     is_refused = any(counts[kind] for counts in report.get("all", {}).values() for kind in fatal)
     return is_refused or any(row["status"] == "refused" for row in report["shown"])
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"a number of rows, 0 or more, got {text!r}")
-    return int(text)
 
 
 # -------------------------------------------------------------------------------------------- show

@@ -12,6 +12,8 @@ from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
+from rlhf_cli.command_input import natural, positive
+
 if TYPE_CHECKING:
     from rlhf_runtime.report.recorded_samples import RecordedSample
 
@@ -31,13 +33,15 @@ class SamplesCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or a file of samples")
-        parser.add_argument("--step", type=_count, metavar="N", help="samples of this step (default: the last one)")
-        parser.add_argument("--worst", type=_count, metavar="N", help="the N with the lowest reward")
-        parser.add_argument("--best", type=_count, metavar="N", help="the N with the highest reward")
-        parser.add_argument("--random", type=_count, metavar="N", help="N drawn at random; the same ones at every call")
+        parser.add_argument("--step", type=positive, metavar="N", help="samples of this step (default: the last one)")
+        parser.add_argument("--worst", type=positive, metavar="N", help="the N with the lowest reward")
+        parser.add_argument("--best", type=positive, metavar="N", help="the N with the highest reward")
+        parser.add_argument(
+            "--random", type=positive, metavar="N", help="N drawn at random; the same ones at every call"
+        )
         parser.add_argument("--sort-by", metavar="NAME", help="worst and best by this reward, or by `length`")
         parser.add_argument("--source", metavar="NAME", help="only of this source of data")
-        parser.add_argument("--group", type=_number, metavar="N", help="only of this group: the answers to one prompt")
+        parser.add_argument("--group", type=natural, metavar="N", help="only of this group: the answers to one prompt")
         parser.add_argument("--full", action="store_true", help="show long texts whole")
         parser.add_argument("--json", action="store_true", help="one JSON object a line for each sample")
 
@@ -108,18 +112,6 @@ def _print(
             heading = f"{title} {number} of {len(samples)}: " if title else ""
             console.print()
             console.print(sample_text(sample, heading, args.full), soft_wrap=True)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number of 1 or more, got {text!r}")
-    return int(text)
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a number of 0 or more, got {text!r}")
-    return int(text)
 
 
 @hookimpl

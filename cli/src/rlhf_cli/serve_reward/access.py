@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hmac
 import ipaddress
 import os
@@ -42,6 +43,16 @@ class Access:
             )
         return cls(host, port, token, token_env)
 
+    def cannot_listen(self, error: OSError) -> ConfigError:
+        """The error for an address that cannot be used."""
+        reason = error.strerror or error
+        return ConfigError(f"cannot listen on {self.host} port {self.port}: {reason}. Name another --port (0: any)")
+
+    def url(self, port: int) -> str:
+        """The address of the server. ``port``: of its socket, as :attr:`port` may be 0."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{port}"
+
     def allows(self, authorization: str | None) -> bool:
         """Whether the header ``Authorization`` of a request shows the token."""
         if self.token is None:
@@ -53,6 +64,13 @@ class Access:
         """Take the token out of the environment, so that worker processes of rewards do not inherit it."""
         if self.variable is not None:
             os.environ.pop(self.variable, None)
+
+
+def add_access(parser: argparse.ArgumentParser, port: int) -> None:
+    """Flags of a command that serves. ``port``: the default."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=port, help="0: any free port (default: %(default)s)")
+    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
 
 
 def _here_only(host: str) -> bool:

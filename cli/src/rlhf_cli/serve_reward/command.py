@@ -10,8 +10,9 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.command_input import OF_A_RUN
+from rlhf_cli.command_input import OF_A_RUN, positive
 from rlhf_cli.command_output import say
+from rlhf_cli.serve_reward.access import Access, add_access
 
 
 class ServeRewardCommand(Command):
@@ -32,9 +33,7 @@ class ServeRewardCommand(Command):
             help="whose tokenizer turns texts into tokens; if absent that of a reward's model; rewards that read texts "
             "only need none",
         )
-        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-        parser.add_argument("--port", type=int, default=5000, help="0: any free port (default: %(default)s)")
-        parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
+        add_access(parser, port=5000)
         parser.add_argument(
             "--label", metavar="COLUMN", help="column of the row that gets the label (default: both label and answer)"
         )
@@ -44,7 +43,7 @@ class ServeRewardCommand(Command):
             ("max-mb", "MIB", 64, "largest request; a larger one gets status 413"),
         ):
             parser.add_argument(
-                f"--{name}", type=_count, metavar=metavar, default=default, help=f"{text} (default: %(default)s)"
+                f"--{name}", type=positive, metavar=metavar, default=default, help=f"{text} (default: %(default)s)"
             )
         parser.add_argument(
             "--wait", type=_seconds, metavar="SECONDS", default=0.005,
@@ -59,7 +58,6 @@ class ServeRewardCommand(Command):
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load, look_for_models
 
-        from rlhf_cli.serve_reward.access import Access
         from rlhf_cli.serve_reward.application import RequestLimits
         from rlhf_cli.serve_reward.serving import serve
 
@@ -74,12 +72,6 @@ class ServeRewardCommand(Command):
         limits = RequestLimits(args.max_mb * 2**20, args.queue, args.timeout, args.batch, args.wait)
         serve(config, Plugins.discover(), access, limits, args.label, announce=say)
         return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

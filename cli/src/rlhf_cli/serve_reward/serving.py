@@ -202,21 +202,19 @@ class _Server:
 
     async def start(self) -> str:
         """Listen. Returns the URL of the rewards. Raises ConfigError where the address cannot be used."""
-        host, port = self._access.host, self._access.port
         await self._runner.setup()
         assert self._runner.server is not None
         limit = largest_number()
         connections = Connections(self._runner.server, self._application.answering, limit)
         try:
             loop = asyncio.get_running_loop()
-            self._listening = await loop.create_server(connections, host, port, backlog=min(128, limit))
+            self._listening = await loop.create_server(
+                connections, self._access.host, self._access.port, backlog=min(128, limit)
+            )
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {host} port {port}: {error.strerror or error}. Name another --port (0: any)"
-            ) from None
-        name = f"[{host}]" if ":" in host else host
-        return f"http://{name}:{self._listening.sockets[0].getsockname()[1]}{PATH}"
+            raise self._access.cannot_listen(error) from None
+        return self._access.url(self._listening.sockets[0].getsockname()[1]) + PATH
 
     async def until_stopped(self) -> None:
         """Serve until :attr:`stop` is set. Then take no more requests, and answer those under way."""

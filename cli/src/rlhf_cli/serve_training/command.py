@@ -13,6 +13,7 @@ from rlhf_runtime.config.command_line import add_run_file, overrides
 
 from rlhf_cli.command_input import OF_A_RUN
 from rlhf_cli.command_output import say
+from rlhf_cli.serve_reward.access import Access, add_access
 
 ADAPTERS = (("trainer.lora.rank", "32"), ("trainer.lora.alpha", "32"))
 """Defaults, those of the protocol."""
@@ -33,9 +34,7 @@ class ServeTrainingCommand(Command):
         add_run_file(parser, excluded_flags=(*OF_A_RUN, "data", "reward"))
         parser.add_argument("--name", help="how clients name the base model (default: as --model has it)")
         parser.add_argument("--checkpoints", default="runs/served", metavar="FOLDER", help="default: %(default)s")
-        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-        parser.add_argument("--port", type=int, default=8100, help="0: any free port (default: %(default)s)")
-        parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
+        add_access(parser, port=8100)
 
         parser.add_argument(
             "--export", nargs=2, metavar=("CHECKPOINT", "FOLDER"), help="write the model of tinker://... and end"
@@ -48,7 +47,6 @@ class ServeTrainingCommand(Command):
         from rlhf_runtime.config.load import load
         from rlhf_runtime.jobs.training import place_policy
 
-        from rlhf_cli.serve_reward.access import Access
         from rlhf_cli.serve_training.serving import export, serve
 
         access = Access.checked(args.host, args.port, args.token_env)

@@ -82,13 +82,8 @@ async def _serve(
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {access.host} port {access.port}: {error.strerror or error}. Name another "
-                "--port (0: any)"
-            ) from None
-        host = f"[{access.host}]" if ":" in access.host else access.host
-        port = runner.addresses[0][1]
-        announce(f"training at http://{host}:{port} (TINKER_BASE_URL)")
+            raise access.cannot_listen(error) from None
+        announce(f"training at {access.url(runner.addresses[0][1])} (TINKER_BASE_URL)")
         if not stop.requested:
             await end.wait()
     finally:
