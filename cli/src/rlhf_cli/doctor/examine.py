@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlhf.errors import PluginError, RlhfError
-from rlhf.interfaces import Examination, Finding, ProbeAnswer
-from rlhf.interfaces.check import Probe
+from rlhf.interfaces import Examination, Finding
 from rlhf.plugins import Entry, Plugins
+from rlhf_hub.published import looks_local
 from rlhf_runtime.config.flag_values import plain
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
@@ -136,11 +135,8 @@ def _examination(request: Request, config: RunFile | None) -> Examination:
         flags = [(key, value) for key, value in request.overrides if key.startswith("launcher.")]
         options = {key.removeprefix("launcher."): value for key, value in flags}
 
-    def ask_here(probe: Probe, argument: Any = None, /) -> ProbeAnswer:
-        return ask(probe, argument, request.timeout)
-
     return Examination(
-        ask=ask_here,
+        ask=partial(ask, timeout=request.timeout),
         timeout=request.timeout,
         start=request.start,
         launcher=None if config is None else label_of(config.launcher.use),
@@ -151,7 +147,7 @@ def _examination(request: Request, config: RunFile | None) -> Examination:
 
 def _shared_paths(config: RunFile) -> list[str]:
     """Paths that every machine reads or writes: local models, and the run's folder or its nearest existing parent."""
-    models = [path for path in needs.model_paths(config).values() if needs.is_local(path)]
+    models = [path for path in needs.model_paths(config).values() if looks_local(path)]
     paths = [Path(path).expanduser().absolute() for path in models]
     return [str(path) for path in (*paths, needs.existing(Path(config.run.output).expanduser()))]
 

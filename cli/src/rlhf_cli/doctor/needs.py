@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
     """A check for each model that the run file names, and the sizes of those that were read."""
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
-        if not is_local(path):
+        if not looks_local(path):
             text = f"{path} is not a folder here, so it is a hub name: loaded from the hub or its cache at the start"
             checks.append(Finding(place, "skipped", text))
             continue
@@ -62,11 +63,6 @@ def model_paths(config: RunFile) -> dict[str, str]:
         if reward.use.startswith("model:"):
             paths[f"reward.{number}"] = reward.use.removeprefix("model:")
     return paths
-
-
-def is_local(path: str) -> bool:
-    """Whether a model's path is a folder or looks like one. Otherwise it is a hub name."""
-    return looks_local(path)
 
 
 def read_model(folder: Path) -> Weights:
@@ -111,19 +107,13 @@ def _safetensors(path: Path) -> Weights:
     end = max((t["data_offsets"][1] for t in tensors), default=0)
     if size != 8 + length + end:
         raise ValueError(f"{path.name} has {size} bytes, its header says {8 + length + end}: cut short or damaged")
-    parameters = 0
-    for tensor in tensors:
-        count = 1
-        for dimension in tensor["shape"]:
-            count *= dimension
-        parameters += count
-    return Weights(parameters, size)
+    return Weights(sum(prod(tensor["shape"]) for tensor in tensors), size)
 
 
 def data(config: RunFile) -> Finding:
     """Whether every source can be read."""
     paths = [source.path for source in (*config.data.train, *config.data.eval)]
-    names = [p for p in paths if not is_local(p) and file_kind(Path(p)) is None]
+    names = [p for p in paths if not looks_local(p) and file_kind(Path(p)) is None]
     missing = [p for p in paths if p not in names and not os.access(Path(p).expanduser(), os.R_OK)]
     if missing:
         fix = "correct data.train or data.eval; paths are relative to the folder that rlhf is started in"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rlhf.errors import ConfigError
 from rlhf_runtime.config.command_line import overrides
 
+from rlhf_cli.command_input import run_file_of
 from rlhf_cli.command_output import note
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ def examine_run(args: argparse.Namespace) -> int:
         step = max((step for step in recorded_steps(folder) if step - 1 in checkpoints), default=None)
     file, number = samples_file(folder, step)
     assert number is not None, "a folder has samples by step"
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} has no config.toml, without which its model cannot be loaded.")
-    config = load(str(folder / "config.toml"), overrides(args))
+    config = load(run_file_of(folder), overrides(args))
     look_for_models(config)
     result = examine(config, Plugins.discover(), folder, file, number, max_samples, note)
     if args.json:

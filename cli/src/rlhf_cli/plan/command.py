@@ -157,24 +157,21 @@ def cpu_memory() -> int | None:
 
 
 def _show(plan: Plan, change: Nearest | None, notes: Iterable[str], times: StepTimes | None) -> None:
-    from rich.console import Console
-
     from rlhf_cli.plan.report import verdict
+    from rlhf_cli.runs.output import terminal
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140  # a file is wide enough
+    console = terminal()
     console.print(_placement(plan))
     for group in plan.groups:
         console.print(_memory(plan, group))
     style = {True: "green", False: "bold red", None: "yellow"}[plan.fits]
     console.print(verdict(plan), style=style)
     for line in [*notes, *_reasons(plan, change)]:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if times is not None:
         console.print(times.table())
         for line in times.lines():
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 def _placement(plan: Plan) -> Table:
@@ -206,6 +203,7 @@ def _placement(plan: Plan) -> Table:
 
 def _memory(plan: Plan, group: GroupPlan) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     from rlhf_cli.plan.phases import PARTS
 
@@ -230,10 +228,8 @@ def _memory(plan: Plan, group: GroupPlan) -> Table:
     table.add_row("busy", "", *busy)
     memory = plan.layout.machine.memory
     totals = [group.moments[p].total for p in phases]
-    over = [memory is not None and total > memory for total in totals]
-    table.add_row(
-        "total", "", *(f"[bold red]{text(t)}[/]" if o else text(t) for t, o in zip(totals, over, strict=True))
-    )
+    styles = ["bold red" if memory is not None and total > memory else "" for total in totals]
+    table.add_row("total", "", *(Text(text(total), style) for total, style in zip(totals, styles, strict=True)))
     hosts = [group.moments[p].host for p in phases]
     if any(hosts):
         table.add_row("in host memory", "", *(text(h) if h else "" for h in hosts))
