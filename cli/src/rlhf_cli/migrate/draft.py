@@ -52,9 +52,9 @@ class Draft:
         if note:
             self.notes[path] = note
 
-    def copy(self, path: str, name: str, *names: str, note: str = "") -> None:
+    def copy(self, path: str, name: str, *names: str) -> None:
         """Give an option the value of ``name``."""
-        self.set(path, self.source[name], name, *names, note=note)
+        self.set(path, self.source[name], name, *names)
 
     def observers(self, names: Collection[str], option: str) -> list[str]:
         """Set the observers of these names; those that there are."""

@@ -112,14 +112,10 @@ class PythonValues:
                 for number, item in enumerate(items):
                     if isinstance(item, ast.Attribute):
                         self.stored_attributes.add(item.attr)
+                        continue
                     value = plain if isinstance(item, ast.Name) else None
                     part = _Assignment(value, None if item is target else number, node, target.lineno)
-                    names = (
-                        []
-                        if isinstance(item, ast.Attribute)
-                        else [n for n in ast.walk(item) if isinstance(n, ast.Name)]
-                    )
-                    for name in names:
+                    for name in (n for n in ast.walk(item) if isinstance(n, ast.Name)):
                         self.assignments.setdefault((name.id, self.functions.get(node)), []).append(part)
         self.imports = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -135,9 +131,7 @@ class PythonValues:
             return self.settings[name]
         try:
             value = self.value(node)
-        except NoValueError:
-            value = Fields()
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError):
+        except (NoValueError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError):
             value = Fields()
         if isinstance(value, Fields):
             raise ConfigError(
@@ -150,11 +144,8 @@ class PythonValues:
         """The assignment that a name has its value from: the only one of its function, else of the script; of several
         in a row the last one above."""
         scope = self.functions.get(node)
-        assignments = self.assignments.get((node.id, scope))
-        if assignments is None:
-            assignments, is_reached = self.assignments.get((node.id, None), []), scope is None
-        else:
-            is_reached = True
+        is_reached = (node.id, scope) in self.assignments
+        assignments = self.assignments.get((node.id, scope if is_reached else None), [])
         if len(assignments) > 1:
             blocks = [self.tree.body if scope is None else scope.body]
             mains = [part for part in blocks[0] if isinstance(part, ast.If) and "__name__" in ast.unparse(part.test)]
@@ -169,7 +160,7 @@ class PythonValues:
         """The expression that a name stands for in its line; another expression itself."""
         if isinstance(node, ast.Name) and not self._parameter(node):
             assignment = self._assignment(node)
-            if assignment and assignment.item is None and assignment.value is not node:
+            if assignment and assignment.item is None:
                 return assignment.value
         return node
 
@@ -238,12 +229,11 @@ class PythonValues:
     def _name(self, node: ast.Name) -> Any:
         if parameter := self._parameter(node):
             return self._of_parameter(node.id, *parameter)
-        if (expression := self.node(node)) is not node and expression is not None:
-            return self.value(expression)
         assignment = self._assignment(node)
-        if assignment and assignment.value is not None and assignment.item is not None:
-            return self.value(assignment.value)[assignment.item]
-        if node.id in self.classes and assignment is None:
+        if assignment and assignment.value is not None:
+            value = self.value(assignment.value)
+            return value if assignment.item is None else value[assignment.item]
+        if node.id in self.classes:
             return self._of_class(self.classes[node.id])
         raise NoValueError
 
@@ -259,9 +249,8 @@ class PythonValues:
         calls = [call for call in self.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
         places = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
         if len(calls) == 1 and not any(keyword.arg is None for keyword in calls[0].keywords):
-            bindings = dict(zip(places, calls[0].args, strict=False)) | {
-                k.arg or "": k.value for k in calls[0].keywords
-            }
+            bindings = dict(zip(places, calls[0].args, strict=False))
+            bindings |= {keyword.arg or "": keyword.value for keyword in calls[0].keywords}
             defaults = dict(zip(places[::-1], function.args.defaults[::-1], strict=False))
             if (node := bindings.get(name) or defaults.get(name)) is not None:
                 return self.value(node)
@@ -341,11 +330,8 @@ class PythonValues:
         """What a parser returns: the flags of ``argparse``, or a tuple of the fields of dataclasses."""
         constructor = self.node(parser) if parser is not None else None
         if isinstance(constructor, ast.Call) and name_of(constructor) in _PARSERS and constructor.args:
-            classes = (
-                constructor.args[0].elts
-                if isinstance(constructor.args[0], ast.Tuple | ast.List)
-                else [constructor.args[0]]
-            )
+            argument = constructor.args[0]
+            classes = argument.elts if isinstance(argument, ast.Tuple | ast.List) else [argument]
             names = [node.id if isinstance(node, ast.Name) else "" for node in classes]
             return tuple(self._of_class(self.classes[n]) if n in self.classes else Fields() for n in names)
         fields = Fields()
@@ -374,7 +360,7 @@ class PythonValues:
 
 
 def _result(sign: ast.operator, left: Any, right: Any) -> Any:
-    """The value of an operation, if its size is within :data:`MOST`."""
+    """The value of an operation, if its size is within :data:`MAX_SIZE`."""
     if isinstance(sign, ast.Mult):
         for text, times in ((left, right), (right, left)):
             _require_size(_size(text) * times if isinstance(times, int) else 0)
@@ -384,7 +370,7 @@ def _result(sign: ast.operator, left: Any, right: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Characters and items of a text or list and all that is in it; more than :data:`MOST` where there are more."""
+    """Characters and items of a text or list and all that is in it; more than :data:`MAX_SIZE` where there are more."""
     size = len(value) if isinstance(value, str | list | tuple) else 0
     for item in value if isinstance(value, list | tuple) else ():
         size += _size(item) if size <= MAX_SIZE else 0

@@ -27,6 +27,7 @@ NEEDS: Mapping[str, str] = {
     "grpo": "only with the estimator grpo",
     "kl_loss": "only with use_kl_loss and a coefficient",
     "kl_reward": "only with use_kl_in_reward and a coefficient",
+    "adaptive_kl": "only with kl_ctrl.type adaptive",
     "ppo_loss": "only with the loss vanilla",
     "aggregation": "verl takes seq-mean-token-mean with this loss, and so does the run",
     "clip_cov": "only with the loss clip_cov",
@@ -121,6 +122,7 @@ def convert(source: FrameworkOptions) -> Draft:
         "grpo": estimator in ("grpo", "grpo_vectorized"),
         "kl_loss": _kl_in_loss(s),
         "kl_reward": _kl_in_reward(s),
+        "adaptive_kl": _kl_in_reward(s) and s["algorithm.kl_ctrl.type"] == "adaptive",
         "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
         "aggregation": s[f"{ACTOR}.policy_loss.loss_mode"] not in ("gspo", "sapo", "geo_mean"),
         "clip_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "clip_cov",
@@ -197,12 +199,8 @@ def _kl(draft: Draft, estimator: str) -> None:
     in_loss, in_reward = _kl_in_loss(s), _kl_in_reward(s)
     if in_loss and in_reward:
         raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
-    if in_reward:
-        if estimator in OF_GROUPS:
-            draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
-        if s["algorithm.kl_ctrl.type"] == "adaptive":
-            draft.copy("algorithm.kl.target", "algorithm.kl_ctrl.target_kl")
-            draft.copy("algorithm.kl.horizon", "algorithm.kl_ctrl.horizon")
+    if in_reward and estimator in OF_GROUPS:
+        draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
 
 
 def _correction(draft: Draft) -> None:
