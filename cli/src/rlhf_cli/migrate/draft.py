@@ -41,6 +41,8 @@ class Draft:
     """{option of the other framework that has no effect in this run: why}."""
     remarks: list[str] = field(default_factory=list)
     """What is left to the user."""
+    conditions: set[str] = field(default_factory=set)
+    """What the run has, of ``OptionRow.when``."""
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
         """Give an option its value.
@@ -67,15 +69,16 @@ class Draft:
             self.set(f"observer.{number}.use", name, option)
         return observers
 
-    def take(self, conditions: Collection[str], reasons: Mapping[str, str]) -> None:
+    def take(self, conditions: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
         """Set what needs no rule: the values as they are, or as the table translates them.
 
         Args:
-            conditions: what the run has, of ``OptionRow.when``.
+            conditions: {condition: whether the run meets it}.
             reasons: {condition: why an option has no effect without it}.
         """
+        self.conditions = {name for name, holds in conditions.items() if holds}
         for row in self.source.rows.values():
-            if row.when and row.when not in conditions:
+            if row.when and row.when not in self.conditions:
                 self.unread[row.name] = reasons[row.when]
             elif row.to and not row.rule:
                 value = self.source[row.name]

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft
-from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, scored_outside, supervised
+from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, supervised
 from rlhf_cli.migrate.rows import FrameworkOptions, rows_of, table, value_of
 from rlhf_cli.migrate.shell import Start, flags
 
@@ -97,34 +97,33 @@ def convert(source: FrameworkOptions) -> Draft:
     return draft
 
 
-def _conditions(s: FrameworkOptions) -> set[str]:
+def _conditions(s: FrameworkOptions) -> dict[str, Any]:
     correction = s["algo.advantage.is_correction_enable"] or s["use_icepop"]
     correction = correction or s["algo.advantage.is_correction_level"] not in ("off", None)
     critic = s["algo.advantage.estimator"] == "gae"
     scheduler = "actor.lr_scheduler" if s.entry == "rl" else "lr_scheduler"
-    checks = {
+    return {
         "critic": critic,
         "critic_muon": critic and s["critic.optim"] == "muon",
         "critic_min_lr": critic and s["critic.lr_scheduler"] == "cosine_with_min_lr",
-        "reference": bool(s["algo.kl.init_coef"]),
-        "adaptive_kl": bool(s["algo.kl.init_coef"]) and s["algo.kl.target"] is not None,
+        "reference": s["algo.kl.init_coef"],
+        "adaptive_kl": s["algo.kl.init_coef"] and s["algo.kl.target"] is not None,
         "whitening": s["algo.advantage.estimator"] in ("gae", "reinforce", "reinforce_baseline"),
         "ppo_loss": s["actor.policy_loss_type"] == "ppo",
-        "correction": bool(correction) and s["actor.policy_loss_type"] == "ppo",
-        "filter": bool(s["algo.dynamic_filtering_enable"]),
-        "lora": bool(s["ds.lora.rank"]),
+        "correction": correction and s["actor.policy_loss_type"] == "ppo",
+        "filter": s["algo.dynamic_filtering_enable"],
+        "lora": s["ds.lora.rank"],
         "muon": "muon" in (s["actor.optim"], s["optim"]),
         "min_lr": s[scheduler] == "cosine_with_min_lr",
-        "reward_model": bool(s["reward.model_name_or_path"]) and not scored_outside(s),
+        "reward_model": s["reward.model_name_or_path"] and not (s["reward.remote_url"] or s["train.agent_func_path"]),
         "overlong": s["reward.overlong_buffer_len"] is not None,
-        "dynamic_batch": bool(s["train.dynamic_batch_enable"]),
-        "ema": bool(s["train.enable_ema"]),
-        "async": bool(s["train.async_enable"]),
-        "images": bool(s["data.max_images_per_prompt"]),
-        "eval": bool(s["eval.dataset"]),
+        "dynamic_batch": s["train.dynamic_batch_enable"],
+        "ema": s["train.enable_ema"],
+        "async": s["train.async_enable"],
+        "images": s["data.max_images_per_prompt"],
+        "eval": s["eval.dataset"],
         "wandb": "logger.wandb.key" in s.user_values,
     }
-    return {name for name, holds in checks.items() if holds}
 
 
 # ------------------------------------------------------------------------------------------ algorithm
@@ -174,7 +173,7 @@ def _critic_model(s: FrameworkOptions) -> Any:
 
 def _kl(draft: Draft) -> None:
     s = draft.source
-    if not s["algo.kl.init_coef"]:
+    if "reference" not in draft.conditions:
         return
     estimator = "k3" if s["use_kl_estimator_k3"] else s["algo.kl.estimator"]
     names = ["algo.kl.estimator"] + (["use_kl_estimator_k3"] if "use_kl_estimator_k3" in s.user_values else [])
@@ -209,7 +208,7 @@ def _loss(draft: Draft) -> None:
     if s["actor.policy_loss_type"] == "ppo":
         _correction(draft)
     if s["train.enable_ema"]:
-        section = "policy.trainer" if s["algo.advantage.estimator"] == "gae" else "trainer"
+        section = "policy.trainer" if "critic" in draft.conditions else "trainer"
         draft.copy(f"{section}.ema_decay", "train.ema_beta", "train.enable_ema")
 
 
@@ -299,11 +298,7 @@ def _sampling(draft: Draft) -> None:
             note = "weights wait for unfinished answers, as without train.partial_rollout_enable"
             draft.set("sync.in_flight", "drain", "train.async_enable", note=note)
     if s["train.dynamic_batch_enable"]:
-        draft.copy(
-            "policy.micro_tokens",
-            "train.max_tokens_per_gpu",
-            "train.dynamic_batch_enable",
-        )
+        draft.copy("policy.micro_tokens", "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
     if s["eval.dataset"]:
         best = s["ckpt.best_metric_key"]
         if best == "none":
@@ -334,7 +329,7 @@ def _run(draft: Draft, online: bool) -> None:
     s = draft.source
     if s["ds.param_dtype"] != "bf16":
         raise s.refused("ds.param_dtype", "fp16 is not offered; give bf16")
-    for role in ("policy", *(["critic"] if s["algo.advantage.estimator"] == "gae" else [])):
+    for role in ("policy", *draft.conditions & {"critic"}):
         for option in ("dtype", "storage"):
             draft.set(f"{role}.{option}", "bf16", "ds.param_dtype")
     stage = s["ds.zero_stage"]
@@ -357,10 +352,10 @@ def _offloading(draft: Draft) -> None:
     """Frozen roles whose weights are in host memory."""
     s = draft.source
     roles = {"ref.offload": "reference", "teacher_offload": "roles.teacher"}
-    if s["reward.model_name_or_path"] and not scored_outside(s):
+    if "reward_model" in draft.conditions:
         roles["reward.offload"] = "roles.reward_model"
     for name, role in roles.items():
-        if s[name] and (role != "reference" or s.entry != "rl" or s["algo.kl.init_coef"]):
+        if s[name] and (role != "reference" or s.entry != "rl" or role in draft.conditions):
             draft.set(f"{role}.trainer.offload_params", "cpu", name)
             draft.set(f"{role}.trainer.offload_optimizer", "cpu", name)
             draft.set(f"{role}.trainer.stage", 3, name)
@@ -370,13 +365,8 @@ def _placement(draft: Draft) -> None:
     """Ranks of the roles, and whose devices they use."""
     s = draft.source
     draft.set("generator.use", "vllm")
-    roles = {"policy": "actor"}
-    if s["algo.kl.init_coef"]:
-        roles["reference"] = "ref"
-    if s["algo.advantage.estimator"] == "gae":
-        roles["critic"] = "critic"
-    if s["reward.model_name_or_path"] and not scored_outside(s):
-        roles["reward_model"] = "reward"
+    sections = {"policy": "actor", "reference": "ref", "critic": "critic", "reward_model": "reward"}
+    roles = {role: name for role, name in sections.items() if role == "policy" or role in draft.conditions}
     for role, name in roles.items():
         parts = (f"{name}.num_nodes", f"{name}.num_gpus_per_node")
         draft.set(f"placement.{role}.ranks", s[parts[0]] * s[parts[1]], *parts)
@@ -389,11 +379,7 @@ def _placement(draft: Draft) -> None:
             home, cause = "critic", "train.colocate_critic_reward"
         if home:
             draft.set(f"placement.{role}.share", home, cause)
-    engines, parallel = s["vllm.num_engines"], s["vllm.tensor_parallel_size"]
-    if not engines:
+    if not s["vllm.num_engines"]:
         raise s.refused("vllm.num_engines", "OpenRLHF generates with vLLM only; give the number of engines")
-    draft.set("placement.generator.ranks", engines, "vllm.num_engines")
-    draft.set("placement.generator.devices", parallel, "vllm.tensor_parallel_size")
-    draft.set("generator.tensor_parallel", parallel, "vllm.tensor_parallel_size")
     if s["train.colocate_all"] and not s["train.async_enable"]:
         draft.set("placement.generator.share", "policy", "train.colocate_all")

@@ -15,10 +15,6 @@ NO_LIMIT = 100_000_000
 """A limit of rows that is not written."""
 
 
-def scored_outside(s: FrameworkOptions) -> bool:
-    return bool(s["reward.remote_url"] or s["train.agent_func_path"])
-
-
 def rows_of_data(draft: Draft, online: bool) -> None:
     s = draft.source
     names = ("data.prompt_dataset", "data.prompt_probs", "data.prompt_split")

@@ -63,15 +63,15 @@ def convert(source: FrameworkOptions) -> Draft:
     draft, processes = Draft(source), source.processes
     online = source.entry in ("grpo", "rloo")
     conditions = {
-        "lora": bool(source["use_peft"]),
-        "vllm": bool(source["use_vllm"]),
+        "lora": source["use_peft"],
+        "vllm": source["use_vllm"],
         "eval": source["eval_strategy"] != "no",
-        "kl": online and bool(source["beta"]),
+        "kl": online and source["beta"],
         "sapo": source["loss_type"] == "sapo",
         "vespo": source["loss_type"] == "vespo",
-        "adaptive_entropy": bool(source["use_adaptive_entropy"]),
+        "adaptive_entropy": source["use_adaptive_entropy"],
     }
-    draft.take({name for name, holds in conditions.items() if holds}, NEEDS)
+    draft.take(conditions, NEEDS)
     draft.set("algorithm.use", ALGORITHMS[source.entry])
     updates = _batches(draft, processes) if online else 1
     if not online:
@@ -135,7 +135,6 @@ def _batches(draft: Draft, processes: int) -> int:
     draft.set("data.batch_size", samples // group, *names, note=note)
     draft.set("sampling.samples_per_prompt", group, "num_generations")
     draft.set("algorithm.minibatches", minibatches, *names)
-    draft.set("algorithm.epochs", passes, "num_iterations")
     return int(minibatches * passes)
 
 
@@ -476,7 +475,5 @@ def _placement(draft: Draft, processes: int, online: bool) -> None:
         if processes % parallel:
             raise s.refused("vllm_tensor_parallel_size", f"it does not divide the {processes} processes")
         draft.set("generator.use", "vllm", "use_vllm")
-        draft.set("generator.tensor_parallel", parallel, "vllm_tensor_parallel_size")
         draft.set("placement.generator.ranks", processes // parallel)
-        draft.set("placement.generator.devices", parallel, "vllm_tensor_parallel_size")
         draft.set("placement.generator.share", "policy", "vllm_mode")

@@ -117,12 +117,13 @@ def convert(source: FrameworkOptions) -> Draft:
     draft, s = Draft(source), source
     estimator = s["algorithm.adv_estimator"]
     loggers = s["trainer.logger"] if "trainer.logger" in s.user_values else ["console", "wandb"]
+    kl_in_reward = s["algorithm.use_kl_in_reward"] and s["algorithm.kl_ctrl.kl_coef"]
     conditions = {
         "critic": estimator == "gae",
         "grpo": estimator in ("grpo", "grpo_vectorized"),
-        "kl_loss": _kl_in_loss(s),
-        "kl_reward": _kl_in_reward(s),
-        "adaptive_kl": _kl_in_reward(s) and s["algorithm.kl_ctrl.type"] == "adaptive",
+        "kl_loss": s[f"{ACTOR}.use_kl_loss"] and s[f"{ACTOR}.kl_loss_coef"],
+        "kl_reward": kl_in_reward,
+        "adaptive_kl": kl_in_reward and s["algorithm.kl_ctrl.type"] == "adaptive",
         "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
         "aggregation": s[f"{ACTOR}.policy_loss.loss_mode"] not in ("gspo", "sapo", "geo_mean"),
         "clip_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "clip_cov",
@@ -135,12 +136,12 @@ def convert(source: FrameworkOptions) -> Draft:
         "sapo": s[f"{ACTOR}.policy_loss.loss_mode"] == "sapo",
         "filter_groups": s["algorithm.filter_groups.enable"],
     }
-    draft.take({name for name, holds in conditions.items() if holds}, NEEDS)
+    draft.take(conditions, NEEDS)
     updates = _algorithm(draft, estimator)
     _trainer(draft, updates)
     _data(draft)
     _run(draft, loggers)
-    _placement(draft, estimator)
+    _placement(draft)
     return draft
 
 
@@ -181,26 +182,12 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     if treatment == "kl":
         bounds = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
         draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in bounds}
-    _kl(draft, estimator)
+    if draft.conditions >= {"kl_loss", "kl_reward"}:
+        raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
+    if "kl_reward" in draft.conditions and estimator in OF_GROUPS:
+        draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
     _correction(draft)
     return int(prompts // mini * s[f"{ACTOR}.ppo_epochs"])
-
-
-def _kl_in_loss(s: FrameworkOptions) -> bool:
-    return bool(s[f"{ACTOR}.use_kl_loss"] and s[f"{ACTOR}.kl_loss_coef"])
-
-
-def _kl_in_reward(s: FrameworkOptions) -> bool:
-    return bool(s["algorithm.use_kl_in_reward"] and s["algorithm.kl_ctrl.kl_coef"])
-
-
-def _kl(draft: Draft, estimator: str) -> None:
-    s = draft.source
-    in_loss, in_reward = _kl_in_loss(s), _kl_in_reward(s)
-    if in_loss and in_reward:
-        raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
-    if in_reward and estimator in OF_GROUPS:
-        draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
 
 
 def _correction(draft: Draft) -> None:
@@ -219,7 +206,7 @@ def _trainer(draft: Draft, updates: int) -> None:
     s = draft.source
     name = f"{OPTIM}.warmup_style" if s[f"{OPTIM}.warmup_style"] else f"{OPTIM}.lr_scheduler_type"
     schedules = {"trainer": (name, f"{OPTIM}.min_lr_ratio")}
-    if s["algorithm.adv_estimator"] == "gae":  # what [trainer] says would hold for both roles
+    if "critic" in draft.conditions:  # what [trainer] says would hold for both roles
         critic = ("critic.optim.lr_scheduler_type", "critic.optim.min_lr_ratio")
         schedules = {"policy.trainer": schedules["trainer"], "critic.trainer": critic}
     for section, (name, ratio) in schedules.items():
@@ -231,7 +218,7 @@ def _trainer(draft: Draft, updates: int) -> None:
     if steps is not None and steps > 0:
         note = f"verl counts steps of the run, of {updates} optimizer steps each"
         draft.set("trainer.warmup_steps", steps * updates, f"{OPTIM}.lr_warmup_steps", note=note)
-        if s["algorithm.adv_estimator"] == "gae":
+        if "critic" in draft.conditions:
             raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio where there is a critic, which has its own")
     else:
         draft.copy("trainer.warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio")
@@ -278,7 +265,6 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
     if s["trainer.val_only"]:
         raise s.refused("trainer.val_only", "rlhf eval evaluates a model")
     if s["trainer.total_training_steps"]:
-        draft.copy("run.steps", "trainer.total_training_steps")
         draft.unread["trainer.total_epochs"] = "trainer.total_training_steps is set"
     else:
         draft.copy("run.epochs", "trainer.total_epochs")
@@ -309,7 +295,7 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         )
 
 
-def _placement(draft: Draft, estimator: str) -> None:
+def _placement(draft: Draft) -> None:
     """All roles and the engines on the same devices, as in verl's main_ppo."""
     s = draft.source
     names = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -321,12 +307,9 @@ def _placement(draft: Draft, estimator: str) -> None:
         servers = "runs start no engines of SGLang; the generator sglang_server takes servers that are running"
         draft.notes["generator.use"] = servers
     draft.set("placement.policy.ranks", ranks, *names)
-    kl = _kl_in_loss(s) or _kl_in_reward(s)
-    roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}
-    for role in (name for name, is_used in roles.items() if is_used):
+    roles = {"reference": {"kl_loss", "kl_reward"}, "critic": {"critic"}, "reward_model": {"reward_model"}}
+    for role in (name for name, conditions in roles.items() if conditions & draft.conditions):
         draft.set(f"placement.{role}.ranks", ranks, *names)
         draft.set(f"placement.{role}.share", "policy")
     draft.set("placement.generator.ranks", ranks // parallel, *names, f"{ROLLOUT}.tensor_model_parallel_size")
-    draft.set("placement.generator.devices", parallel, f"{ROLLOUT}.tensor_model_parallel_size")
     draft.set("placement.generator.share", "policy")
-    draft.set("generator.tensor_parallel", parallel, f"{ROLLOUT}.tensor_model_parallel_size")
