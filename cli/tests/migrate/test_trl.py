@@ -141,6 +141,7 @@ def test_schedules_and_adapters():
     assert run["trainer"]["min_lr_ratio"] == 0.2
     assert run["trainer"]["warmup_ratio"] == 0.1
     assert grpo("--warmup_steps 20")["trainer"]["warmup_steps"] == 20
+    assert grpo("--train_sampling_strategy sequential")["data"]["shuffle"] is False
     assert grpo("--use_liger_kernel")["trainer"]["kernels"] == "liger"
     assert "kernels" not in grpo("--use_liger_kernel --dtype bfloat16")["trainer"], "liger takes norms in fp32 only"
     lora = grpo("--use_peft --lora_r 8")["trainer"]["lora"]

@@ -200,6 +200,10 @@ def _trainer(draft: Draft) -> None:
     draft.set("trainer.betas", [s["adam_beta1"], s["adam_beta2"]], "adam_beta1", "adam_beta2")
     clip = s["max_grad_norm"]
     draft.set("trainer.max_grad_norm", clip if clip > 0 else 1e9, "max_grad_norm")
+    if s["train_sampling_strategy"] not in ("random", "sequential"):
+        raise s.refused("train_sampling_strategy", "known are random and sequential")
+    if s["train_sampling_strategy"] == "sequential":
+        draft.set("data.shuffle", False, "train_sampling_strategy")
 
 
 def _model(draft: Draft) -> None:
