@@ -12,16 +12,16 @@ OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 """Short flags of the run file that a command without a run does not take."""
 
 
-def natural(text: str, least: int = 0) -> int:
+def natural(text: str, minimum: int = 0) -> int:
     """The type of a flag whose value is a whole number."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"a number of {least} or more, got {text!r}")
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"a number of {minimum} or more, got {text!r}")
     return int(text)
 
 
 def positive(text: str) -> int:
     """The type of a flag whose value is a whole number above 0."""
-    return natural(text, least=1)
+    return natural(text, minimum=1)
 
 
 def add_given_answers(parser: argparse.ArgumentParser, model: str) -> None:
