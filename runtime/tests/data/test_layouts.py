@@ -160,6 +160,19 @@ def test_named_columns_have_precedence():
         ("prompts", {"question": "a", "input": "b"}, 2, {"prompt": "question"}),
         ("labels", {"prompt": "a", "response": "b", "score": 1, "is_correct": True}, 2, {"label": "score"}),
         ("pairs", {"question": "a", "query": "b", "chosen": "c", "rejected": "d"}, 2, {"prompt": "query"}),
+        (
+            "pairs",
+            {
+                "prompt": "a",
+                "response_0": "b",
+                "response_1": "c",
+                "better_response_id": 1,
+                "messages": [USER, BOT],
+                "rejected_response": "d",
+            },
+            2,
+            {"messages": "messages", "rejected": "rejected_response"},
+        ),
     ],
 )
 def test_ambiguous_columns_are_refused(form, row, ways, naming):
@@ -172,6 +185,11 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
     assert "Name those to use, e.g. --data." in message
     columns, _ = found(form, row, chat=True, names=naming)
     assert naming.items() <= columns.items()
+
+
+def test_a_conversation_that_is_a_number_is_refused():
+    with pytest.raises(DataError, match=r"several ways: .*messages = 'choice'"):
+        found("prompts", {"problem": "a", "choice": 1}, chat=True, names={"messages": "choice"})
 
 
 @pytest.mark.parametrize(

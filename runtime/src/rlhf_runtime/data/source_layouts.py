@@ -411,8 +411,9 @@ class _Case:
         if len(conversations) != 1 or not prompts or not all(isinstance(p, str) for p in prompts):
             return layouts
         try:
-            messages = conversations[0].read(self.row)["messages"]
-            return conversations if all(convert.repeats([messages], prompt) for prompt in prompts) else layouts
+            messages = conversations[0].read(self.row).get("messages")
+            is_whole = isinstance(messages, list) and all(convert.repeats([messages], prompt) for prompt in prompts)
+            return conversations if is_whole else layouts
         except DataError:  # of the conversation, so that it must be named to be said
             return layouts
 
