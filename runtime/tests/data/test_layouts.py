@@ -187,9 +187,14 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
     assert naming.items() <= columns.items()
 
 
-def test_a_conversation_that_is_a_number_is_refused():
-    with pytest.raises(DataError, match=r"several ways: .*messages = 'choice'"):
-        found("prompts", {"problem": "a", "choice": 1}, chat=True, names={"messages": "choice"})
+def test_a_named_column_is_read_in_place_of_another_that_holds_prompts():
+    row = {"question": "a", "messages": [USER, BOT]}
+    with pytest.raises(DataError, match="several ways"):
+        found("prompts", row, chat=True)
+    for field, column in (("prompt", "question"), ("messages", "messages")):
+        assert found("prompts", row, chat=True, names={field: column})[0] == {field: column}
+    # Its values are checked when rows are read.
+    assert found("prompts", {**row, "choice": 1}, chat=True, names={"messages": "choice"})[0] == {"messages": "choice"}
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def recognise(
     template.
     """
     case = _Case(form, columns, row, dict(names or {}), chat, prompt)
-    layouts = case.without_repeats(_widest(list(case.layouts())))
+    layouts = case.with_named_columns(case.without_repeats(_widest(list(case.layouts()))))
     if not layouts and case.text():
         layouts = [SourceLayout({"text": "text"}, explicit=False)]
     if len(layouts) == 1:
@@ -287,12 +287,13 @@ class _Case:
     # ------------------------------------------------------------------------------------- forms
 
     def _pairs(self) -> Iterator[SourceLayout]:
-        if self.chat and not self.user_columns:
-            if isinstance(self.row.get("input"), Mapping) and {*OUTPUTS.values()} <= {*self.columns}:
-                yield from self._join([{"prompt": "input", **OUTPUTS}], conversion="preferred_outputs")
-            if "rejected_response" in self.columns and convert.is_messages(self.row.get("messages")):
-                columns = {"messages": "messages", "rejected": "rejected_response"}
-                yield from self._join([columns], conversion="rejected_beside")
+        if self.chat:
+            preferred = {"prompt": "input", **OUTPUTS}
+            if self._may_be(preferred) and isinstance(self.row.get("input"), Mapping):
+                yield from self._join([preferred], conversion="preferred_outputs")
+            beside = {"messages": "messages", "rejected": "rejected_response"}
+            if self._may_be(beside) and convert.is_messages(self.row.get("messages")):
+                yield from self._join([beside], conversion="rejected_beside")
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))
@@ -327,6 +328,12 @@ class _Case:
                         layout,
                         full_conversations=self.chat and "prompt" not in self.user_columns and self.prompt != "made",
                     )
+
+    def _may_be(self, columns: Mapping[str, str]) -> bool:
+        """Whether a layout's columns are there, and the user named none, or these with the first of them."""
+        user = self.user_columns
+        is_named = not user or (next(iter(columns)) in user and user.items() <= columns.items())
+        return is_named and {*columns.values()} <= {*self.columns}
 
     def _compared(self) -> Iterator[SourceLayout]:
         """Several answers, and which is better."""
@@ -416,6 +423,12 @@ class _Case:
             return conversations if is_whole else layouts
         except DataError:  # of the conversation, so that it must be named to be said
             return layouts
+
+    def with_named_columns(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
+        """Only the layouts with all columns that the user named, of those that a layout has."""
+        fields = {field for layout in layouts for field in layout.columns} & self.user_columns.keys()
+        columns = {field: self.user_columns[field] for field in fields}
+        return [layout for layout in layouts if columns.items() <= layout.columns.items()] or layouts
 
     def _certain(self, field: str, column: str) -> bool:
         """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
