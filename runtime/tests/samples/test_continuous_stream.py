@@ -52,7 +52,11 @@ class Template:
     def encode_prompt(self, row: Row) -> Turn:
         return Turn([row.index], False, text=str(row.index))
 
-    def encode_observation(self, text: str, closed: bool = True, images: tuple[bytes, ...] = ()) -> Turn:
+    @property
+    def observations(self) -> Template:
+        return self
+
+    def encode(self, text: str, closed: bool = True, images: tuple[bytes, ...] = ()) -> Turn:
         return Turn([ord(c) for c in text], False, text=text)
 
 

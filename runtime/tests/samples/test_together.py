@@ -68,12 +68,16 @@ class Characters:
     end_token_ids = (46,)
 
     def encode_prompt(self, row):
-        return self.encode_observation(row["prompt"])
+        return self.encode(row["prompt"])
 
     def encode_opening(self, row, text):
-        return [self.encode_prompt(row), self.encode_observation(text)]
+        return [self.encode_prompt(row), self.encode(text)]
 
-    def encode_observation(self, text, closed=True, images=()):
+    @property
+    def observations(self):
+        return self
+
+    def encode(self, text, closed=True, images=()):
         assert closed
         return Turn([ord(c) for c in text], sampled=False, text=text)
 

@@ -48,9 +48,13 @@ class PlainTemplate:
         return [self.encode_prompt(row), Turn([1, 0], True, finish="stop", text="given", given=True)]
 
     def encode_opening(self, row, text):
-        return [self.encode_prompt(row), self.encode_observation(text)]
+        return [self.encode_prompt(row), self.encode(text)]
 
-    def encode_observation(self, text, closed=True, images=()):
+    @property
+    def observations(self):
+        return self
+
+    def encode(self, text, closed=True, images=()):
         return Turn([len(text), *([] if closed else [0])], False, text=text)
 
 
