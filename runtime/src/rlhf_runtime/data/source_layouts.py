@@ -288,12 +288,12 @@ class _Case:
 
     def _pairs(self) -> Iterator[SourceLayout]:
         if self.chat:
-            preferred = {"prompt": "input", **OUTPUTS}
-            if self._may_be(preferred) and isinstance(self.row.get("input"), Mapping):
-                yield from self._join([preferred], conversion="preferred_outputs")
-            beside = {"messages": "messages", "rejected": "rejected_response"}
-            if self._may_be(beside) and convert.is_messages(self.row.get("messages")):
-                yield from self._join([beside], conversion="rejected_beside")
+            outputs = {"prompt": "input", **OUTPUTS}
+            if self._may_be(outputs) and isinstance(self.row.get("input"), Mapping):
+                yield from self._join([outputs], conversion="preferred_outputs")
+            conversation = {"messages": "messages", "rejected": "rejected_response"}
+            if self._may_be(conversation) and convert.is_messages(self.row.get("messages")):
+                yield from self._join([conversation], conversion="rejected_beside")
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))
