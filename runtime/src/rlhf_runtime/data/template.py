@@ -300,9 +300,9 @@ class Template(Prompts):
 
 def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, label: str) -> None:
     """Raises DataError: an answer holds an end token, at which a sample would have ended."""
-    text = (
-        answer.rstrip() if chat.ends.of_template else answer.rstrip().removesuffix(eos_token)
-    )  # no other end is written
+    text = answer.rstrip()
+    if not chat.ends.of_template:  # no other end is written
+        text = text.removesuffix(eos_token)
     if wrong := next((end for end in (eos_token, chat.ends.token) if end in text), None):
         raise DataError(
             f"{label}: the answer holds the end token {wrong!r}, at which a sample ends, and the chat template ends "
