@@ -27,7 +27,7 @@ from rlhf_runtime.loop.saves import ADAPTER, ModelFiles
 from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.run_directory import RunDirectory
-from rlhf_runtime.setup.prepare import on_processor, total_steps
+from rlhf_runtime.setup.prepare import total_steps, with_precision
 
 Which = int | Literal["best", "average"]
 """Which weights to export: those of a step, of the best checkpoint, or the mean of all checkpoints."""
@@ -117,7 +117,7 @@ def loaded_policy(
     schedule = UpdateSchedule.of(parts.algorithm, steps)
     place = replace(parts.places_on(device_here())["policy"], share=None)
     spec = parts.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
-    spec = on_processor({"policy": spec}, parts.trainer_class, start.get("on_processor"))["policy"]
+    spec = with_precision({"policy": spec}, parts.trainer_class, start.get("on_processor"))["policy"]
     if folder is not None:
         spec = replace(spec, path=str(folder), role=replace(spec.role, trained=False))
     trainer = parts.trainer("policy")

@@ -22,7 +22,7 @@ from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.rewards.reward_models import batch_calls, read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.prepare import PlacedPlugins, on_processor
+from rlhf_runtime.setup.prepare import PlacedPlugins, with_precision
 
 PARTS = ("launcher", "trainer", "rollout", GENERATOR, "curriculum")
 """The plugins whose options are checked beside those of the rewards."""
@@ -70,7 +70,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     check_ids(model, config.policy.trust_remote_code)
     places = run.places_on(device_here())
     specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
-    specs = on_processor(specs, run.trainer_class)
+    specs = with_precision(specs, run.trainer_class)
     check_parts(run, places, specs, is_local=True)
     check_vocabularies(replace(run, roles={"policy": RoleSpec("policy")}).spec("policy"), tokenizer, specs.values())
     used = [*(s.resolved for s in run.parts.values()), *(r.resolved for r in run.rewards)]

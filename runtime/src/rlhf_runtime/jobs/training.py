@@ -22,7 +22,7 @@ from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.setup.launch import launch_generator, launch_roles
-from rlhf_runtime.setup.prepare import PlacedPlugins, on_processor
+from rlhf_runtime.setup.prepare import PlacedPlugins, with_precision
 
 CLIENTS_DECIDE = (
     "lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", "muon_lr", "muon_momentum", "schedule",
@@ -66,7 +66,7 @@ def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     tokenizer = load_tokenizer(path, config.policy.trust_remote_code)
     check_ids(path, config.policy.trust_remote_code)
     places = run.places_on(device_here())
-    specs = on_processor({"policy": run.spec("policy", ranks=places["policy"].ranks)}, run.trainer_class)
+    specs = with_precision({"policy": run.spec("policy", ranks=places["policy"].ranks)}, run.trainer_class)
     check_parts(run, places, specs, is_local=True)
     return PlacedPlugins(
         **vars(run),

@@ -102,73 +102,37 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
 
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
-    config, algorithm, selections = plugins_of_run.config, plugins_of_run.algorithm, plugins_of_run.selections
-    parts, rewards, roles = plugins_of_run.parts, plugins_of_run.rewards, plugins_of_run.roles
+    config, algorithm, parts = plugins_of_run.config, plugins_of_run.algorithm, plugins_of_run.parts
     rollout, previous_start = plugins_of_run.rollout, last_start(config)
-    observers = {
-        choice.label: selections[path]
-        for number, choice in enumerate(config.observer)
-        if (path := f"observer.{number}") in selections
-    }
-    tokenizer = load_tokenizer(plugins_of_run.model("policy"), config.policy.trust_remote_code)
-    check_ids(plugins_of_run.model("policy"), config.policy.trust_remote_code)
-    check_stops(config.sampling.stop, tokenizer)
-    if rollout is not None and rollout.needs_generator:
-        check_texts(rewards, tokenizer)
-    answers = algorithm.needs().answered
-    images = _images(plugins_of_run)
-    day = datetime.fromisoformat(previous_start["template_day"]) if "template_day" in previous_start else None
-    with phase("reading data"):
-        data = TrainData(
-            config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
-        )
-    algorithm.use_tokens(replace(tokens_of(tokenizer), opening=data.template.opening_ids))
-    if config.data.margin is not None and plugins_of_run.trains:
-        check_margins(algorithm, data)
-    if rollout is not None and rollout.needs_env:
-        data.template.observations.check()
-    if rollout is not None and rollout.needs_messages:
-        _ = data.template.messages  # raises where there is no chat template
-        data.template.shows_tools = False
-    if rollout is not None and rollout.needs_tools:
-        data.template.messages.answers.check_tools()
-    # An environment, or a program that speaks the chat API, may give the policy what a row does not have.
-    data.template.require_text = rollout is not None and not (rollout.needs_env or rollout.needs_messages)
+    tokenizer, images = _tokenizer(plugins_of_run), _images(plugins_of_run)
+    data = _read_data(plugins_of_run, tokenizer, images, previous_start.get("template_day"))
     steps = total_steps(config, data.rows_per_epoch)
     curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
     if curriculum is not None:
         data.choose_by(curriculum, steps)
     schedule = UpdateSchedule.of(algorithm, steps)
-    updates = schedule.total()
-    check_roles(plugins_of_run, steps, updates, schedule)
+    check_roles(plugins_of_run, steps, schedule.total(), schedule)
     places = plugins_of_run.places_on(device_here())
-    specs = {
-        name: plugins_of_run.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles
-    }
-    specs = {name: replace(spec, replaced=name in schedule.snapshots) for name, spec in specs.items()}
-    specs = on_processor(specs, plugins_of_run.trainer_class, previous_start.get("on_processor"))
+    specs = _specs(plugins_of_run, schedule, places, data.has_images, previous_start.get("on_processor"))
     check_parts(plugins_of_run, places, specs, is_local=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if data.has_images and isinstance(images, ImageTokens):
         check_image_tokens(images, [specs[role.name] for role in algorithm.needs().roles])
     if rollout is not None:
         rollout.check()
-    env, episodes = parts.get("env"), None
-    if env is not None and config.env is not None:
-        episodes = Episodes(env.resolved, env.config, config.env)
-    with phase("tokenising held-out rows") if config.data.eval else nullcontext():
-        held_out = data.eval_rows(config.eval.max_rows)  # read in any case, so that invalid rows are refused
-    # `rlhf eval` has no updates, and answers held-out rows only
-    check_columns(
-        plugins_of_run, data, held_out, plugins_of_run.online and bool(updates) and config.stream.replay is None
-    )
-    if algorithm.data != "prompts":
-        check_eval_rows(algorithm, len(held_out))
-    elif held_out and plugins_of_run.trains and not config.run.resume:  # of a resumed run the first start checked it
-        check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
-    selected = [*parts.values(), *observers.values()]
+    episodes: Episodes | None = None
+    if "env" in parts and config.env is not None:
+        episodes = Episodes(parts["env"].resolved, parts["env"].config, config.env)
+    _check_rows(plugins_of_run, data, learns=bool(schedule.total()))
+    selections = plugins_of_run.selections
+    observers = {
+        choice.label: selections[path]
+        for number, choice in enumerate(config.observer)
+        if (path := f"observer.{number}") in selections
+    }
     used = selections.algorithm.plugins() if plugins_of_run.trains else []
-    used += [*(s.resolved for s in selected), *(r.resolved for r in rewards)]
+    used += [selection.resolved for selection in (*parts.values(), *observers.values())]
+    used += [reward.resolved for reward in plugins_of_run.rewards]
     return Prepared(
         **vars(plugins_of_run),
         data=data,
@@ -183,6 +147,85 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         places=places,
         resolve=lambda config: Selections.of(plugins, config).config,
     )
+
+
+def _tokenizer(plugins_of_run: RunPlugins) -> Any:
+    """The policy's tokenizer, which can write what the run asks for: ids, stop texts, texts of rewards."""
+    config, rollout = plugins_of_run.config, plugins_of_run.rollout
+    model, trusted = plugins_of_run.model("policy"), config.policy.trust_remote_code
+    tokenizer = load_tokenizer(model, trusted)
+    check_ids(model, trusted)
+    check_stops(config.sampling.stop, tokenizer)
+    if rollout is not None and rollout.needs_generator:
+        check_texts(plugins_of_run.rewards, tokenizer)
+    return tokenizer
+
+
+def _read_data(
+    plugins_of_run: RunPlugins, tokenizer: Any, images: ImageTokens | str, template_day: str | None
+) -> TrainData:
+    """The rows of the run, with a chat template that can write what its rollout needs.
+
+    Args:
+        template_day: the time that chat templates read, of the run's first start; None on that start.
+    """
+    config, algorithm, rollout = plugins_of_run.config, plugins_of_run.algorithm, plugins_of_run.rollout
+    answers, day = algorithm.needs().answered, datetime.fromisoformat(template_day) if template_day else None
+    with phase("reading data"):
+        data = TrainData(
+            config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
+        )
+    algorithm.use_tokens(replace(tokens_of(tokenizer), opening=data.template.opening_ids))
+    if config.data.margin is not None and plugins_of_run.trains:
+        check_margins(algorithm, data)
+    if rollout is not None:
+        if rollout.needs_env:
+            data.template.observations.check()
+        if rollout.needs_messages:
+            _ = data.template.messages  # raises where there is no chat template
+            data.template.shows_tools = False
+        if rollout.needs_tools:
+            data.template.messages.answers.check_tools()
+        # An environment, or a program that speaks the chat API, may give the policy what a row does not have.
+        data.template.require_text = not (rollout.needs_env or rollout.needs_messages)
+    return data
+
+
+def _specs(
+    plugins_of_run: RunPlugins,
+    schedule: UpdateSchedule,
+    places: Mapping[str, Place],
+    has_images: bool,
+    on_processor: Mapping[str, Any] | None,
+) -> dict[str, ModelSpec]:
+    """What the trainer loads, by role.
+
+    Args:
+        on_processor: the precision of a CPU that the run's last start measured.
+    """
+    updates = schedule.total()
+    specs = {
+        name: plugins_of_run.spec(name, updates.get(name, 0), places[name].ranks, has_images)
+        for name in plugins_of_run.roles
+    }
+    specs = {name: replace(spec, replaced=name in schedule.snapshots) for name, spec in specs.items()}
+    return with_precision(specs, plugins_of_run.trainer_class, on_processor)
+
+
+def _check_rows(plugins_of_run: RunPlugins, data: TrainData, learns: bool) -> None:
+    """Check that training and held-out rows have the columns and answers that the run reads.
+
+    Args:
+        learns: whether the run updates weights. `rlhf eval` does not, and answers held-out rows only.
+    """
+    config, algorithm = plugins_of_run.config, plugins_of_run.algorithm
+    with phase("tokenising held-out rows") if config.data.eval else nullcontext():
+        held_out = data.eval_rows(config.eval.max_rows)  # read in any case, so that invalid rows are refused
+    check_columns(plugins_of_run, data, held_out, plugins_of_run.online and learns and config.stream.replay is None)
+    if algorithm.data != "prompts":
+        check_eval_rows(algorithm, len(held_out))
+    elif held_out and plugins_of_run.trains and not config.run.resume:  # of a resumed run the first start checked it
+        check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
 
 
 def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
@@ -215,7 +258,7 @@ def is_scored(plugins_of_run: RunPlugins) -> bool:
     return plugins_of_run.has_rewards or plugins_of_run.config.env is not None or of_rollout
 
 
-def on_processor(
+def with_precision(
     specs: Mapping[str, ModelSpec], trainer: type[Trainer], recorded: Mapping[str, Any] | None = None
 ) -> dict[str, ModelSpec]:
     """The same roles, with ``dtype = "auto"`` replaced by the precision to use on a CPU.
