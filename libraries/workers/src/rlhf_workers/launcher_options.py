@@ -20,8 +20,9 @@ class WorkerOptions(ComponentConfig):
     stall_timeout: Seconds = 1800.0
     """Seconds without progress after which a responding worker is stalled. Progress is a call that begins or ends, a
     yielded item, or a finished sample."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Number of dead engines that a run replaces; the next death ends the run. Trainers are never replaced."""
+    max_restarts: Annotated[int, Field(ge=0)] | None = None
+    """Number of dead engines that are replaced within an hour; the next death ends the run. Default: the number of
+    engines, and 3 at least. Trainers are never replaced."""
     reports: str | None = None
     """Folder for reports about stalls; where absent, the run's folder."""
     show_output: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from rlhf_workers.process.payload import pack, unpack
 _LOG = logging.getLogger(__name__)
 _CLOSING = 5.0
 """Seconds for engines to close by themselves. A busy or stalled engine is killed after them."""
+_HOUR = 3600.0
+_FEWEST = 3
+"""Replacements within an hour that runs with fewer engines have too."""
 _LOADING = frozenset({"begin_load", "take", "end_load", "logprobs", "stale", "receivers"})
 """Methods whose failure is a failed weight sync (SyncError)."""
 
@@ -32,16 +36,20 @@ class EngineWorkers:
         start: Callable[[Sequence[int]], list[WorkerHandle]],
         watch: Watch,
         engines: int,
-        max_restarts: int,
+        max_restarts: int | None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             start: starts the engines with the given numbers, or raises and leaves none of them running.
+            max_restarts: of all engines within an hour; None: the number of engines, and 3 at least.
             on_failure: called when an engine died or failed, because other processes may wait for it.
         """
         self.calls, self._start, self._watch = calls, start, watch
-        self._restarts_left = self._max_restarts = max_restarts
+        self._max_restarts = max(_FEWEST, engines) if max_restarts is None else max_restarts
+        self._replaced_at: deque[float] = deque()
+        """Times of the replacements of the last hour. A run of weeks outlives many failures of hardware, while a defect
+        that kills each engine ends it."""
         self.dead: dict[int, str] = {}
         """Engines to replace, and the cause of each death."""
         self._on_failure = on_failure
@@ -149,14 +157,15 @@ class EngineWorkers:
         replaced: list[int] = []
         while self.dead:
             dead = dict(sorted(self.dead.items()))
-            self._restarts_left -= len(dead)
-            if self._restarts_left < 0:
+            left = self._restarts_left() - len(dead)
+            if left < 0:
                 raise WorkerError(
-                    f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were already replaced "
-                    "(launcher.max_restarts)"
+                    f"{'; '.join(dead.values())}\nThe run stops: {len(self._replaced_at)} engines were already "
+                    f"replaced in the last hour, and {self._max_restarts} may be (launcher.max_restarts)"
                 )
+            self._replaced_at += [time.monotonic()] * len(dead)
             for number, cause in dead.items():
-                _LOG.warning("%s\nThe engine is replaced; %d more replacements are allowed", cause, self._restarts_left)
+                _LOG.warning("%s\nThe engine is replaced; %d more may be within this hour", cause, left)
                 self.members[number].kill()
             try:
                 started = self._start(list(dead))
@@ -167,6 +176,11 @@ class EngineWorkers:
             self.dead = {}
             replaced += dead
         return replaced
+
+    def _restarts_left(self) -> int:
+        while self._replaced_at and time.monotonic() - self._replaced_at[0] > _HOUR:
+            self._replaced_at.popleft()
+        return self._max_restarts - len(self._replaced_at)
 
     def close(self) -> None:
         """Give the engines a few seconds to release what they hold, and end their processes."""
