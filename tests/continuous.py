@@ -52,7 +52,7 @@ class Deals(Curriculum):
         assert len(set(rows)) == len(rows) and not self.told & set(rows), "told twice"
         assert all(row < self.dealt for row in rows), "told of a row that was not dealt"
         assert [group.number for group in groups] == sorted(group.number for group in groups)
-        kept = sum(group.fate == "kept" for group in groups)
+        kept = sum(group.outcome == "kept" for group in groups)
         self._write(f"finished {kept}")
         self.told |= set(rows)
         self.steps[1] += 1

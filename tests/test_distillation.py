@@ -112,7 +112,7 @@ def test_given_and_sampled_answers_are_mixed(shop: Workshop, teacher: Path) -> N
     groups: dict[int, list[dict[str, Any]]] = {}
     for sample in run.samples():
         groups.setdefault(sample["group"], []).append(sample)
-    given = [members for members in groups.values() if members[0]["turns"][1]["given"]]
+    given = [members for members in groups.values() if members[0]["turns"][1]["is_demonstration"]]
     assert len(groups) == 24
     assert 4 <= len(given) <= 20
     assert all(len(members) == 1 for members in given)
@@ -121,7 +121,7 @@ def test_given_and_sampled_answers_are_mixed(shop: Workshop, teacher: Path) -> N
         row = rows[sample["row"]["index"]]
         assert [turn["text"] for turn in sample["turns"]] == [row["prompt"], row["response"]]
     assert all(len(members) == 2 for members in groups.values() if members not in given)
-    assert sum(line["stream/given"] for line in run.lines()) == len(given)
+    assert sum(line["stream/demonstrations"] for line in run.lines()) == len(given)
     tokens = [len(s["turns"][1]["ids"]) for m in groups.values() if m not in given for s in m]
     assert max(line.get("length/max", 0) for line in run.lines()) == max(tokens)
     alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher), run={"steps": 6})
@@ -287,7 +287,7 @@ def test_samples_that_a_teacher_does_not_read_are_left_out(shop: Workshop) -> No
 def test_answers_of_the_data_have_a_teacher_with_a_context_too(shop: Workshop) -> None:
     changed = merged(self_taught(shop, {"top_k": 5}, weights="live"), MIXED)
     lines = shop.train(SAMPLED, "run", **changed).lines()
-    assert sum(line["stream/given"] for line in lines) > 0
+    assert sum(line["stream/demonstrations"] for line in lines) > 0
     assert all(line["teacher/left_out"] == 0 for line in lines)
 
 

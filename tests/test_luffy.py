@@ -19,7 +19,7 @@ def test_the_first_sample_of_each_group_is_the_data_s_answer(shop: Workshop) -> 
         "run",
         data={"train": str(shop.rows("rows.jsonl", prompts)), "eval": [{"path": str(shop.data), "name": "held_out"}]},
         eval={"every": 3},
-        algorithm={"given_samples": 2},
+        algorithm={"demonstrations_per_group": 2},
     )
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for sample in run.samples():
@@ -27,14 +27,14 @@ def test_the_first_sample_of_each_group_is_the_data_s_answer(shop: Workshop) -> 
     assert len(groups) == 12
     for samples in groups.values():
         samples.sort(key=lambda sample: sample["sample"])
-        assert [sample["turns"][1]["given"] for sample in samples] == [True, True, False]
+        assert [sample["turns"][1]["is_demonstration"] for sample in samples] == [True, True, False]
         first, second, own = samples
         row = next(row for row in prompts if row["prompt"] == first["turns"][0]["text"])
         assert first["turns"][1]["text"] == second["turns"][1]["text"] == row["response"]
         assert first["reward"] == second["reward"] > 1
         assert own["turns"][1]["logprobs"] is not None
     lines = run.lines()
-    assert all(0 < line["policy/given_prob"] < 0.5 for line in lines)
+    assert all(0 < line["policy/demonstration_prob"] < 0.5 for line in lines)
     assert lines[-1]["eval/reward"] < 0.9
 
 
@@ -51,7 +51,7 @@ def test_a_killed_and_resumed_run_ends_with_equal_weights(forks: Any, shop: Work
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": {"given_samples": 3}}, "set --sampling.samples_per_prompt 4 or more"),
+        ({"algorithm": {"demonstrations_per_group": 3}}, "set --sampling.samples_per_prompt 4 or more"),
         ({"algorithm": {"loss": {"correction": {"preset": "tis"}}}}, "for which the generator reports no log-probs"),
         ({"data": {"response": "solution"}}, "no column 'solution'"),
         ({"algorithm": {"teacher": {"coef": 1.0, "task": False}}}, "teacher.task = false leaves out the reward"),

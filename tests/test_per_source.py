@@ -244,7 +244,7 @@ def test_demonstrations_and_samples_in_one_step(shop: Workshop) -> None:
         rewards = [other["reward"] for other in rows if other["group"] == row["group"]]
         advantage = (row["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-9)
         policy.append(-(logp - logp.detach()).exp() * advantage)
-    assert len(nll) == found["stream/given"] >= 2
+    assert len(nll) == found["stream/demonstrations"] >= 2
     assert len(policy) == 3 * (6 - len(nll)) >= 3
     total = torch.cat(policy).mean() + 0.3 * torch.cat(nll).mean()
     total.backward()

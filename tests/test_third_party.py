@@ -81,7 +81,7 @@ class Weather(Check):
 
     name = "weather"
 
-    def look(self, examination):
+    def examine(self, examination):
         answer = examination.ask(look_outside, "dry")
         yield Finding("weather", "ok", f"{answer.value} ({examination.launcher or 'no run'})")
 
@@ -169,7 +169,7 @@ def test_a_third_party_check_is_in_the_report_of_the_doctor(site, tmp_path):
     both = Path(f"{tmp_path}{os.pathsep}{site}")
     report = json.loads(rlhf(both, "doctor", "--json", cwd=tmp_path).stdout)
     found = {check["name"]: check for check in report["checks"]}
-    assert found["weather"] == {"name": "weather", "status": "ok", "found": "DRY (no run)", "remedy": ""}
+    assert found["weather"] == {"name": "weather", "status": "ok", "text": "DRY (no run)", "remedy": ""}
 
 
 def test_a_run_with_its_backend_trains(site, tmp_path):

@@ -24,7 +24,7 @@ def failures(cls: type) -> dict[str, str]:
     return {r.name: r.detail for r in conformance.run(Selected("loss", cls.name, cls)) if not r.passed}
 
 
-COLUMNS = ("advantages", "given")
+COLUMNS = ("advantages", "is_demonstration")
 
 
 def gap(logits_CV, ids_C, columns, constants):
@@ -74,7 +74,7 @@ def test_the_base_of_the_wrong_losses_passes():
 
 def half_detached(self, x):
     """No gradient for answers of the data, of which the value is still a part of the loss."""
-    logprobs_A = torch.where(x["given"][x.unit_A], x["logprobs"].detach(), x["logprobs"])
+    logprobs_A = torch.where(x["is_demonstration"][x.unit_A], x["logprobs"].detach(), x["logprobs"])
     return -x["advantages"] * logprobs_A
 
 

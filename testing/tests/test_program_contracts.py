@@ -89,7 +89,7 @@ class Fine(Check):
 
     name = "fine"
 
-    def look(self, examination):
+    def examine(self, examination):
         return [Finding("fine", "ok", "as it should be")]
 
 
@@ -125,8 +125,8 @@ CHECKS = {
 
 @pytest.mark.parametrize("mistake", CHECKS)
 def test_mistakes_of_a_check(mistake):
-    look, check, says = CHECKS[mistake]
-    attributes = {"__doc__": "Wrong.", "look": lambda self, examination: look(examination)}
+    examine, check, says = CHECKS[mistake]
+    attributes = {"__doc__": "Wrong.", "examine": lambda self, examination: examine(examination)}
     found = failed("check", type("Wrong", (Fine,), attributes))
     assert says in found[check]
 

@@ -34,7 +34,7 @@ def report(*words, **more):
     assert err == ""
     assert code == (1 if found["status"] == "fail" else 0)
     assert found["status"] == ("fail" if any(c["status"] == "fail" for c in found["checks"]) else "ok")
-    assert all(set(c) == {"name", "status", "found", "remedy"} for c in found["checks"])
+    assert all(set(c) == {"name", "status", "text", "remedy"} for c in found["checks"])
     return {check["name"]: check for check in found["checks"]}
 
 
@@ -67,12 +67,12 @@ def test_this_machine_and_a_run(run_file):
     found = report("run.toml", cwd=run_file, env={"HF_TOKEN": "hf_0123456789abcdefghij", "OMP_NUM_THREADS": "1"})
     run = ["run file", "run plugins", "policy.model", "data", "output", "output disk"]
     assert list(found) == INSTALLATION + run + OF_PLUGINS
-    failed = {name: check["found"] for name, check in found.items() if check["status"] == "fail"}
+    failed = {name: check["text"] for name, check in found.items() if check["status"] == "fail"}
     assert failed == {}
     skipped = {name for name, check in found.items() if check["status"] == "skipped"}
     assert skipped <= {"nccl", "ray start", "ray cluster", "vllm", "deepspeed", "ray"}
-    assert found["run plugins"]["found"].startswith("advantage rloo, algorithm rloo, generator transformers, ")
-    assert "HF_TOKEN" in found["environment"]["found"]
+    assert found["run plugins"]["text"].startswith("advantage rloo, algorithm rloo, generator transformers, ")
+    assert "HF_TOKEN" in found["environment"]["text"]
     assert "hf_0123456789abcdefghij" not in json.dumps(found)
     assert sorted(p.name for p in run_file.iterdir()) == ["model", "rows.jsonl", "run.toml"], "it left nothing"
     assert time.monotonic() - start < 300
@@ -117,7 +117,7 @@ def test_json_names_every_check_once_and_an_address_alone_is_asked(light):
     of_plugins = ["code", "deepspeed", "ray", "ray cluster", "ray nodes", "vllm"]
     assert [check["name"] for check in checks] == [*INSTALLATION, *of_plugins]
     by_name = {check["name"]: check for check in checks}
-    assert by_name["ray cluster"]["found"] == f"127.0.0.1:{port}: Connection refused"
+    assert by_name["ray cluster"]["text"] == f"127.0.0.1:{port}: Connection refused"
     assert by_name["ray nodes"]["status"] == "skipped"
 
 
@@ -128,10 +128,10 @@ def test_missing_parts_of_a_run_are_reported(light, run_file):
     found = report("run.toml", "--policy.model", "modell", cwd=run_file, env=light)
     assert found["run file"]["status"] == "ok"
     assert found["policy.model"]["status"] == "skipped", "it may be the name of a model on a hub"
-    assert found["data"]["found"] == "cannot be read: rows.jsonl"
-    assert found["output"]["found"] == "out already holds a run"
+    assert found["data"]["text"] == "cannot be read: rows.jsonl"
+    assert found["output"]["text"] == "out already holds a run"
     assert found["run plugins"]["status"] == "fail"
-    assert found["run plugins"]["found"].startswith("algorithm 'rloo' (rlhf-plugin-rloo ")
+    assert found["run plugins"]["text"].startswith("algorithm 'rloo' (rlhf-plugin-rloo ")
 
 
 def test_wrong_usage():

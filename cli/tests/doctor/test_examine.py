@@ -23,8 +23,8 @@ def module(monkeypatch):
 
 
 def looking(look, name="other"):
-    """A check whose ``look`` is this function."""
-    attributes = {"name": name, "look": lambda self, examination: look(examination), "__doc__": "Made up."}
+    """A check whose ``examine`` is this function."""
+    attributes = {"name": name, "examine": lambda self, examination: look(examination), "__doc__": "Made up."}
     return type("Made", (Check,), attributes)
 
 
@@ -42,8 +42,8 @@ def test_a_check_that_raises_leaves_the_others(module, monkeypatch):
     announced = []
     one, other = examine(Request(), announced.append)
     assert (one.name, one.status, one.remedy) == ("one", "fail", "please report this")
-    assert one.found == "the check itself failed: ZeroDivisionError: division by zero"
-    assert (other.name, other.status, other.found) == ("other", "fail", one.found)
+    assert one.text == "the check itself failed: ZeroDivisionError: division by zero"
+    assert (other.name, other.status, other.text) == ("other", "fail", one.text)
     assert other.remedy == "report this to the authors of in process"
     assert announced == ["one", "two", "other"]
 
@@ -53,21 +53,23 @@ def test_a_wrong_run_file_leaves_the_checks_of_the_installation(module, monkeypa
     monkeypatch.setattr(module.module, "_installation", lambda request: installation)
     disk, run_file = examine(Request(overrides=[("algorithm.use", "x"), ("run.sed", "3"), ("nonsense", "3")]))
     assert (disk.name, run_file.name, run_file.status) == ("disk", "run file", "fail")
-    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in run_file.found
-    assert "no flag --nonsense" in run_file.found
+    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in run_file.text
+    assert "no flag --nonsense" in run_file.text
 
 
 def test_a_result_that_is_not_a_finding_is_refused(module):
     module.offer(looking(lambda examination: ["fine"]))
     [finding] = examine(Request())
     assert finding.status == "fail"
-    assert finding.found.endswith("look() of check 'other' (in process) gives 'fine'; expected rlhf.interfaces.Finding")
+    assert finding.text.endswith(
+        "examine() of check 'other' (in process) gives 'fine'; expected rlhf.interfaces.Finding"
+    )
 
 
 def test_a_finding_of_a_plugin_shows_no_secret(module, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "quite-secret-77")
     module.offer(looking(lambda examination: [Finding("other", "ok", "the key is quite-secret-77")]))
-    assert [finding.found for finding in examine(Request())] == ["the key is $MY_API_KEY"]
+    assert [finding.text for finding in examine(Request())] == ["the key is $MY_API_KEY"]
 
 
 def test_a_check_that_cannot_be_imported_is_a_failed_line(module, monkeypatch, site):
@@ -77,7 +79,7 @@ def test_a_check_that_cannot_be_imported_is_a_failed_line(module, monkeypatch, s
     monkeypatch.setattr(module.module, "Plugins", here)
     findings = {finding.name: finding for finding in examine(Request())}
     assert findings["broken"].status == "fail"
-    assert findings["broken"].found.startswith(
+    assert findings["broken"].text.startswith(
         "check 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_broken': ImportError: no such library"
     )
     assert findings["broken"].remedy == "repair or uninstall rlhf-plugin-broken; the other checks are not affected"
@@ -130,11 +132,11 @@ def test_the_options_of_a_runs_plugins(tmp_path, monkeypatch):
     (tmp_path / "optimum.py").write_text(OPTIMUM)
     choice = ("algorithm.use", "file:optimum.py")
     check = run_plugins(Request(overrides=[choice, ("algorithm.depth", "3")]))
-    assert check.status == "ok", check.found
-    assert "algorithm optimum" in check.found
+    assert check.status == "ok", check.text
+    assert "algorithm optimum" in check.text
     check = run_plugins(Request(overrides=[choice, ("algorithm.dept", "3")]))
     assert check.status == "fail"
-    assert "algorithm.dept (flag --algorithm.dept): unknown key. Did you mean 'depth'?" in check.found
+    assert "algorithm.dept (flag --algorithm.dept): unknown key. Did you mean 'depth'?" in check.text
     too_new = {"path": None, "overrides": [choice, ("run.requires", '["rlhf-core>=9"]')]}
     with pytest.raises(RlhfError, match="needs rlhf-core>=9, found"):
         probes.run_plugins(too_new, print)

@@ -44,7 +44,7 @@ def rlhf_register_reward():
 def look(check, timeout=60.0):
     """The findings of a plugin's check, with real child processes."""
     examination = Examination(lambda probe, argument=None: ask(probe, argument, timeout), timeout, start=True)
-    return list(check().look(examination))
+    return list(check().examine(examination))
 
 
 @pytest.fixture
@@ -62,20 +62,20 @@ def test_no_vision_packages():
 
 def test_a_vision_package_that_fits(site):
     site.module("torchvision", "import torch\n")
-    assert imports.vision(60, ("torchvision",)).found == "torchvision can be imported"
+    assert imports.vision(60, ("torchvision",)).text == "torchvision can be imported"
 
 
 def test_a_torchvision_for_another_torch_fails(trap):
     check = imports.vision(60)
     assert check.status == "fail"
-    assert check.found.startswith("torchvision: RuntimeError: operator torchvision::nms does not exist")
+    assert check.text.startswith("torchvision: RuntimeError: operator torchvision::nms does not exist")
     assert "pip uninstall -y torchvision torchaudio torchcodec" in check.remedy
 
 
 def test_the_remedy_names_torchvision_if_transformers_cannot_be_imported(trap):
     check = imports.transformers(60)
     assert check.status == "fail"
-    assert "operator torchvision::nms does not exist" in check.found
+    assert "operator torchvision::nms does not exist" in check.text
     assert "pip uninstall -y torchvision torchaudio torchcodec" in check.remedy
 
 
@@ -92,7 +92,7 @@ def test_a_broken_framework_is_one_line(site):
         site.module(name, "raise ImportError('libcudart.so.13: cannot open shared object file')")
     for check in (*look(VllmCheck), *look(DeepSpeedCheck), look(RayCheck)[0]):
         assert check.status == "fail"
-        assert check.found.startswith("ImportError: libcudart.so.13: cannot open shared object file")
+        assert check.text.startswith("ImportError: libcudart.so.13: cannot open shared object file")
         assert f"import {check.name}" in check.remedy
 
 
@@ -101,7 +101,7 @@ def test_frameworks_that_are_not_installed(monkeypatch):
     monkeypatch.setattr("rlhf_plugin_vllm.checks._is_installed", lambda name: False)
     checks = [*look(VllmCheck), *look(DeepSpeedCheck), look(RayCheck)[0]]
     assert [(c.name, c.status) for c in checks] == [(name, "skipped") for name in ("vllm", "deepspeed", "ray")]
-    assert all(c.found.startswith("not installed; needed by the ") for c in checks)
+    assert all(c.text.startswith("not installed; needed by the ") for c in checks)
 
 
 def test_two_distributions_of_vllm(site):
@@ -122,8 +122,8 @@ def test_deepspeed_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     [check] = look(DeepSpeedCheck)
     assert check.status == "warn"
-    assert "missing: the compiler " in check.found
-    assert ", ninja" in check.found
+    assert "missing: the compiler " in check.text
+    assert ", ninja" in check.text
 
 
 def test_a_variable_that_lets_vllm_unpickle_is_a_warning(site, monkeypatch):
@@ -143,8 +143,8 @@ def test_the_device_of_this_machine():
     assert checks[0].status in ("ok", "warn")
     import torch
 
-    assert checks[0].found.startswith(torch.__version__)
-    assert ("CPU" in checks[0].found) == (not torch.cuda.is_available())
+    assert checks[0].text.startswith(torch.__version__)
+    assert ("CPU" in checks[0].text) == (not torch.cuda.is_available())
 
 
 def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     [check, _] = imports.torch_device(60)
     assert check.status == "warn"
-    assert check.found.endswith("the driver lists NVIDIA H200, 143771 MiB, 580.95.05")
+    assert check.text.endswith("the driver lists NVIDIA H200, 143771 MiB, 580.95.05")
     assert "for CUDA" in check.remedy
     program.write_text("#!/bin/sh\nexit 9\n")
     assert imports.driver_gpus() == []
@@ -166,7 +166,7 @@ def test_a_broken_torch(site):
     site.module("torch", "raise ImportError('libtorch_cpu.so: undefined symbol')")
     torch, nccl = imports.torch_device(60)
     assert (torch.status, nccl.status) == ("fail", "skipped")
-    assert "undefined symbol" in torch.found
+    assert "undefined symbol" in torch.text
 
 
 # -------------------------------------------------------------------------------------------- plugins
@@ -185,7 +185,7 @@ def test_a_plugin_that_kills_its_process_leaves_the_others_checked(site, monkeyp
     found = imports.Plugins.discover
     monkeypatch.setattr(imports.Plugins, "discover", lambda: found([str(site.path)]))
     check = imports.plugins(5)
-    lines = check.found.splitlines()
+    lines = check.text.splitlines()
     assert check.status == "fail"
     assert [line.split(":")[0].split("/")[-1] for line in lines] == ["b_raises", "c_crashes", "e_old", "f_hangs"]
     assert "No module named 'no_such_thing'" in lines[0]
@@ -200,6 +200,6 @@ def test_a_plugin_that_quotes_a_secret(site, monkeypatch):
     found = imports.Plugins.discover
     monkeypatch.setattr(imports.Plugins, "discover", lambda: found([str(site.path)]))
     check = imports.plugins(60)
-    assert "quite-secret-77" in check.found
-    assert "denied: $MY_API_KEY" in redacted(check).found
+    assert "quite-secret-77" in check.text
+    assert "denied: $MY_API_KEY" in redacted(check).text
     assert "quite-secret-77" not in str(redacted(check))

@@ -19,7 +19,7 @@ def in_a_namespace(kind, before, code):
 
 
 def show(call):
-    return f"from rlhf_cli.doctor import machine; c = machine.{call}; print(c.status, c.found, c.remedy, sep=chr(10))"
+    return f"from rlhf_cli.doctor import machine; c = machine.{call}; print(c.status, c.text, c.remedy, sep=chr(10))"
 
 
 # -------------------------------------------------------------------------------------- shared memory
@@ -44,7 +44,7 @@ def test_shared_memory_full():
 def test_no_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     check = machine.shared_memory(tmp_path / "none")
-    assert (check.status, check.found) == ("warn", f"there is no {tmp_path / 'none'}")
+    assert (check.status, check.text) == ("warn", f"there is no {tmp_path / 'none'}")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert machine.shared_memory(tmp_path / "none").status == "skipped"
 
@@ -59,7 +59,7 @@ def test_shared_memory_large_enough(tmp_path):
 
 def test_loopback():
     check = machine.loopback()
-    assert (check.status, check.found) == ("ok", "127.0.0.1: 32 free ports opened and reached")
+    assert (check.status, check.text) == ("ok", "127.0.0.1: 32 free ports opened and reached")
 
 
 def test_loopback_that_is_down():
@@ -105,7 +105,7 @@ def test_the_lowest_limit_of_the_groups_counts(tmp_path):
     assert machine.cpu_limit(fs, own) == 1.5
     check = machine.cores(fs, own, {"OMP_NUM_THREADS": "4"})
     assert check.status == "warn"
-    assert "limited to the time of 1.5 by the cgroup; torch uses 4 threads" in check.found
+    assert "limited to the time of 1.5 by the cgroup; torch uses 4 threads" in check.text
     assert "OMP_NUM_THREADS=1 " in check.remedy
     assert machine.cores(fs, own, {"OMP_NUM_THREADS": "1"}).status == "ok"
 
@@ -115,7 +115,7 @@ def test_more_threads_than_cores(tmp_path):
     check = machine.cores(tmp_path, tmp_path / "absent", {"OMP_NUM_THREADS": str(cores + 1)})
     assert check.status == "warn"
     assert f"OMP_NUM_THREADS={cores} " in check.remedy
-    assert machine.cores(tmp_path, tmp_path / "absent", {}).found.endswith("(OMP_NUM_THREADS not set)")
+    assert machine.cores(tmp_path, tmp_path / "absent", {}).text.endswith("(OMP_NUM_THREADS not set)")
     assert machine.cores(tmp_path, tmp_path / "absent", {"OMP_NUM_THREADS": "many"}).status == "warn"
 
 
@@ -123,11 +123,11 @@ def test_memory(tmp_path):
     fs, own = cgroup(tmp_path, job__memory_max=f"{GIB // 2}\n", job__step__memory_max="max\n")
     check = machine.memory(fs, own)
     assert check.status == "ok"
-    assert check.found.endswith("limited to 0.5 GiB by the cgroup")
+    assert check.text.endswith("limited to 0.5 GiB by the cgroup")
     assert machine.memory(fs, own, tmp_path / "absent").status == "skipped"
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {1000 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {500 * 2**20} kB\n")
-    found = machine.memory(tmp_path / "none", tmp_path / "none", meminfo).found
+    found = machine.memory(tmp_path / "none", tmp_path / "none", meminfo).text
     assert found == "1000.0 GiB, 500.0 GiB available"
 
 
@@ -140,7 +140,7 @@ def test_disk(tmp_path):
         "-m",
         f"mount -t tmpfs -o size=2g tmpfs {tmp_path}",
         f'from pathlib import Path; from rlhf_cli.doctor import machine; c = machine.disk(Path("{tmp_path}"));'
-        "print(c.status, c.found)",
+        "print(c.status, c.text)",
     )
     assert small == f"warn {tmp_path}: 2.0 GiB of 2.0 GiB free\n"
 
@@ -158,4 +158,4 @@ def test_a_finding_that_is_not_ok_must_have_a_remedy():
 def test_secrets_are_not_shown():
     environment = {"HF_TOKEN": "hf_0123456789abcdefghij", "WANDB_API_KEY": "0123456789", "HOME": "/home/me"}
     check = redacted(Finding("x", "fail", "401 for hf_0123456789abcdefghij in /home/me", "key 0123456789"), environment)
-    assert (check.found, check.remedy) == ("401 for $HF_TOKEN in /home/me", "key $WANDB_API_KEY")
+    assert (check.text, check.remedy) == ("401 for $HF_TOKEN in /home/me", "key $WANDB_API_KEY")

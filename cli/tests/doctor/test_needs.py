@@ -85,7 +85,7 @@ def test_a_damaged_model_fails_with_what_is_wrong(copy, name, damage, found):
     damage(copy / name)
     [check], sizes = needs.models(run(policy__model=copy))
     assert (check.status, sizes) == ("fail", {})
-    assert found in check.found
+    assert found in check.text
 
 
 # ----------------------------------------------------------------------------------------------- data
@@ -93,12 +93,12 @@ def test_a_damaged_model_fails_with_what_is_wrong(copy, name, damage, found):
 
 def test_data(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    assert needs.data(run()).found == "data.train names no source"
+    assert needs.data(run()).text == "data.train names no source"
     check = needs.data(run(data__train=tmp_path / "rows.jsonl"))
-    assert (check.status, check.found) == ("ok", "1 source can be read")
+    assert (check.status, check.text) == ("ok", "1 source can be read")
     check = needs.data(run(data__train=tmp_path / "rows.jsonl", data__eval=tmp_path / "row.jsonl"))
     assert check.status == "fail"
-    assert str(tmp_path / "row.jsonl") in check.found
+    assert str(tmp_path / "row.jsonl") in check.text
     assert needs.data(run(data__train="org/name")).status == "ok"
 
 
@@ -109,7 +109,7 @@ def test_output_that_can_be_written(tmp_path, model):
     sizes = {"policy.model": needs.Weights(10**9, 0), "reference.model": needs.Weights(10**12, 0)}
     check, room = needs.output(run(run__output=tmp_path / "runs" / "a"), sizes)
     assert check.status == "ok"
-    assert "5 checkpoints (weights and Adam's moments in fp32) take about 55.9 GiB" in room.found
+    assert "5 checkpoints (weights and Adam's moments in fp32) take about 55.9 GiB" in room.text
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -121,19 +121,19 @@ def test_output_without_room(tmp_path):
 def test_output_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     [check] = needs.output(run(run__output=tmp_path / "file" / "run"), {})
-    assert check.found.endswith(f"{tmp_path / 'file'} is a file")
+    assert check.text.endswith(f"{tmp_path / 'file'} is a file")
 
 
 def test_output_that_cannot_be_written(tmp_path):
     [check] = needs.output(run(run__output="/proc/rlhf-doctor"), {})
     assert check.status == "fail"
-    assert check.found.startswith("/proc cannot be written: ")
+    assert check.text.startswith("/proc cannot be written: ")
 
 
 def test_output_that_holds_a_run(tmp_path):
     (tmp_path / "config.toml").write_text("")
     check, _ = needs.output(run(run__output=tmp_path), {})
-    assert (check.status, check.found) == ("fail", f"{tmp_path} already holds a run")
+    assert (check.status, check.text) == ("fail", f"{tmp_path} already holds a run")
     assert needs.output(run(run__output=tmp_path, run__resume="true"), {})[0].status == "ok"
     check, _ = needs.output(run(run__output=tmp_path / "other", run__resume="true"), {})
     assert (check.status, check.remedy) == ("fail", "leave out --resume")

@@ -25,16 +25,16 @@ def test_this_installation_is_fine():
     assert python(installed).status == "ok"
     found = versions(installed)
     assert found.status == "ok"
-    assert f"all {importlib.metadata.version('rlhf-core')}; torch " in found.found
+    assert f"all {importlib.metadata.version('rlhf-core')}; torch " in found.text
     check = requirements(installed)
-    assert check.status == "ok", check.found
+    assert check.status == "ok", check.text
 
 
 def test_a_python_that_a_distribution_does_not_allow(install):
     installed = install({"rlhf-core": [], "rlhf-cli": []})
     check = python(installed, "3.9.2")
     assert check.status == "fail"
-    assert check.found == "3.9.2: rlhf-cli needs >=3.11, rlhf-core needs >=3.11"
+    assert check.text == "3.9.2: rlhf-cli needs >=3.11, rlhf-core needs >=3.11"
     assert python(installed, "3.14.0rc1").status == "ok"
 
 
@@ -45,7 +45,7 @@ def test_the_distributions_of_this_project_must_have_one_version(install):
     )
     check = versions(installed)
     assert check.status == "fail"
-    assert check.found == "rlhf-core is 0.1.0, but rlhf-plugin-b is 0.2.0"
+    assert check.text == "rlhf-core is 0.1.0, but rlhf-plugin-b is 0.2.0"
     assert "pip install --upgrade rlhf-plugin-b==0.1.0" in check.remedy
 
 
@@ -83,7 +83,7 @@ def test_the_distributions_of_this_project_must_have_one_version(install):
 )
 def test_requirements(install, distributions, status, found, remedy):
     check = requirements(install(distributions))
-    assert (check.status, check.found.partition(", of ")[0], check.remedy) == (status, found, remedy)
+    assert (check.status, check.text.partition(", of ")[0], check.remedy) == (status, found, remedy)
 
 
 def test_the_first_of_two_on_the_path_counts(site):
@@ -94,5 +94,5 @@ def test_the_first_of_two_on_the_path_counts(site):
     assert Installed().version("pydantic") == "0.0.1"
     check = requirements(Installed())
     assert check.status == "fail"
-    assert "rlhf-core needs pydantic" in check.found
-    assert "found 0.0.1" in check.found
+    assert "rlhf-core needs pydantic" in check.text
+    assert "found 0.0.1" in check.text

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from rlhf.interfaces import GENERATOR, Place
-from rlhf.interfaces.memory import EngineMemory, Held, TrainerMemory
+from rlhf.interfaces.memory import EngineMemory, PhaseMemory, TrainerMemory
 from rlhf_cli.plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf_cli.plan.model_size import read_size
 from rlhf_cli.plan.phases import PROCESS_BYTES, TOKENIZER_BYTES, occupied
@@ -18,11 +18,11 @@ GPU = Machine("cuda", 8 * GIB, None, 8, processes=True)
 CPU = Machine("cpu", 8 * GIB)
 TRAINED = TrainerMemory(
     {
-        "load": Held({"weights": 100, "working": 5}),
-        "rest": Held({"weights": 100, "optimizer": 200, "working": 1}),
-        "offloaded": Held({"weights": 100}, 200),
-        "forward": Held({"weights": 100, "optimizer": 200, "working": 30}),
-        "train": Held({"weights": 100, "optimizer": 200, "gradients": 50, "activations": 70}),
+        "load": PhaseMemory({"weights": 100, "working": 5}),
+        "rest": PhaseMemory({"weights": 100, "optimizer": 200, "working": 1}),
+        "offloaded": PhaseMemory({"weights": 100}, 200),
+        "forward": PhaseMemory({"weights": 100, "optimizer": 200, "working": 30}),
+        "train": PhaseMemory({"weights": 100, "optimizer": 200, "gradients": 50, "activations": 70}),
     },
     micro_tokens=512,
     trained=25,
@@ -30,12 +30,15 @@ TRAINED = TrainerMemory(
     arithmetic={"weights": "25 parameters x 4 bytes"},
 )
 FROZEN = TrainerMemory(
-    {p: Held({"weights": 100, "working": 9 * (p == "forward")}) for p in ("load", "rest", "offloaded", "forward")},
+    {
+        phase: PhaseMemory({"weights": 100, "working": 9 * (phase == "forward")})
+        for phase in ("load", "rest", "offloaded", "forward")
+    },
     micro_tokens=512,
-)  # fmt: skip
-AWAKE = Held({"weights": 40, "cache": 400})
+)
+AWAKE = PhaseMemory({"weights": 40, "cache": 400})
 ENGINE = EngineMemory(
-    {"rest": AWAKE, "asleep": Held({}), "generate": AWAKE}, sleeps=True, cache_token=2.0, cache=400,
+    {"rest": AWAKE, "asleep": PhaseMemory({}), "generate": AWAKE}, sleeps=True, cache_token=2.0, cache=400,
     arithmetic={"cache": "what 0.5 of the device leaves"},
 )  # fmt: skip
 
@@ -79,7 +82,7 @@ def test_states_of_the_optimizer_come_with_the_first_step(size):
 
 
 def test_one_trains_while_the_other_rests(size):
-    larger = replace(TRAINED, phases={**TRAINED.phases, "train": Held({"weights": 100, "activations": 900})})
+    larger = replace(TRAINED, phases={**TRAINED.phases, "train": PhaseMemory({"weights": 100, "activations": 900})})
     moments = only(Layout((policy(size), replace(policy(size, memory=larger), name="critic")), None, CPU))
     assert moments["train"].busy == ("critic",), "the fullest moment"
     assert moments["train"].rows["policy"] == TRAINED.phases["rest"].device
@@ -88,12 +91,14 @@ def test_one_trains_while_the_other_rests(size):
 @pytest.mark.parametrize(("gradients", "kept"), [(50, 10), (90, None)])
 def test_in_one_process_gradients_that_a_role_freed_become_those_of_another(size, gradients, kept):
     """Only the larger of the two roles at rest counts, and of it what the third does not use."""
-    at_rest = {freed: {**TRAINED.phases, "rest": Held({"weights": 100, "allocator": freed})} for freed in (40, 60)}
+    at_rest = {
+        freed: {**TRAINED.phases, "rest": PhaseMemory({"weights": 100, "allocator": freed})} for freed in (40, 60)
+    }
     roles = [
         replace(policy(size, memory=replace(TRAINED, phases=phases)), name=f"critic {freed}")
         for freed, phases in at_rest.items()
     ]
-    busy = {**TRAINED.phases, "train": Held({"weights": 100, "optimizer": 900, "gradients": gradients})}
+    busy = {**TRAINED.phases, "train": PhaseMemory({"weights": 100, "optimizer": 900, "gradients": gradients})}
     layout = Layout((policy(size, memory=replace(TRAINED, phases=busy)), *roles), None, CPU)
     rows = only(layout)["train"].rows
     assert [rows[role.name].get("allocator") for role in roles] == [None, kept]
@@ -143,9 +148,9 @@ def test_an_engine_starts_beside_the_models_that_were_loaded_before(size):
 
 def test_an_engine_that_does_not_fit_at_its_start_is_a_shortage(size):
     """Later phases may need less: the engine sleeps while the policy computes, and its states are on the host."""
-    loaded = {**TRAINED.phases, "rest": Held({"weights": 4 * GIB}), "offloaded": Held({"weights": GIB})}
-    held = Held({"weights": 3 * GIB})
-    memory = {"phases": {"rest": held, "asleep": Held({}), "generate": held}}
+    loaded = {**TRAINED.phases, "rest": PhaseMemory({"weights": 4 * GIB}), "offloaded": PhaseMemory({"weights": GIB})}
+    held = PhaseMemory({"weights": 3 * GIB})
+    memory = {"phases": {"rest": held, "asleep": PhaseMemory({}), "generate": held}}
     plan = make_plan(Layout((policy(size, memory=replace(TRAINED, phases=loaded)),), engines(size, memory=memory), GPU))
     assert [(s.phase, s.missing) for s in plan.shortages] == [("start", GIB)]
 
@@ -192,7 +197,9 @@ def test_no_verdict_without_memory(size):
 
 
 def test_a_shortage_shows_its_arithmetic(size):
-    large = replace(TRAINED, phases={**TRAINED.phases, "train": Held({"weights": 3 * GIB, "activations": 9 * GIB})})
+    large = replace(
+        TRAINED, phases={**TRAINED.phases, "train": PhaseMemory({"weights": 3 * GIB, "activations": 9 * GIB})}
+    )
     plan = make_plan(Layout((policy(size, memory=large),), None, CPU))
     [shortage] = plan.shortages
     assert (shortage.group, shortage.phase) == ("host", "train")

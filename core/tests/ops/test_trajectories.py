@@ -41,7 +41,7 @@ def test_each_trajectory_is_one_unit_with_masks_and_columns():
     assert batch.tok["gen_logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert {k: v.tolist() for k, v in batch.unit.items()} == {
         "reward": [1.0], "score": [1.0], "group": [5], "sample": [0], "own_tokens": [3], "truncated": [True],
-        "given": [False],
+        "is_demonstration": [False],
     }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_without_scoring_only_failed_trajectories_are_left_out():
     ]
     batch = assemble(groups, scored=False)
     assert batch.ids_N.tolist() == [1, 2, 1, 3]
-    assert sorted(batch.unit) == ["given", "group", "own_tokens", "sample", "truncated"]
+    assert sorted(batch.unit) == ["group", "is_demonstration", "own_tokens", "sample", "truncated"]
     assert assemble([group(failed)], scored=False) is None
     assert assemble([group(groups[0].trajectories[0])]) is None
 

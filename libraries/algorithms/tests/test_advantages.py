@@ -191,7 +191,7 @@ def test_the_running_mean_is_of_one_player():
     one, key_N = torch.ones(3).long(), torch.tensor([5, 8, 5])
     r_N = torch.tensor([1.0, -1.0, 1.0]).double()
     assert rae.baseline(r_N, one, key_N=key_N, sample_N=torch.arange(3)).tolist() == [0.5, -0.5, 0.25]
-    rae.remember(r_N, one, key_N, torch.arange(3))
+    rae.update_statistics(r_N, one, key_N, torch.arange(3))
     assert rae.state_dict() == {"means": {"5": 0.75, "8": -0.5}}
     assert rae.baseline(r_N[1:2], one[:1], key_N=key_N[1:2], sample_N=one[:1]).tolist() == [-0.25]
 

@@ -156,10 +156,10 @@ def test_samples_without_an_observation_report_no_likelihood() -> None:
 
 def test_a_run_without_observations_is_refused() -> None:
     shape = OnlineShape(8, 9, 99, observations=False)
-    [problem] = build(echo_coef=LAMBDA).misfits(shape)
+    [problem] = build(echo_coef=LAMBDA).conflicts(shape)
     assert "algorithm.echo_coef = 0.1" in problem
     assert "--env.use" in problem
-    assert build().misfits(shape) == build(echo_coef=LAMBDA).misfits(OnlineShape(8, 9, 99)) == []
+    assert build().conflicts(shape) == build(echo_coef=LAMBDA).conflicts(OnlineShape(8, 9, 99)) == []
 
 
 @pytest.mark.parametrize("coef", [0, -0.1])

@@ -104,7 +104,7 @@ def test_the_running_mean_takes_shaped_rewards_and_no_kl():
     algorithm.finish(0, batch, {})
     expected = RAE()
     r_U = torch.where(batch.unit["truncated"], 0.0, batch.unit["reward"])
-    expected.remember(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
+    expected.update_statistics(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
     assert algorithm.advantage.means == expected.means
     assert len(expected.means) == 1, "one source"
     with pytest.raises(ConfigError, match="before_baseline"):
@@ -218,7 +218,7 @@ def test_a_short_batch_has_one_minibatch_per_sample():
     ],
 )
 def test_options_that_do_not_fit_the_batches_are_refused_before_the_run(config, shape, says):
-    told = build(**config).misfits(shape)
+    told = build(**config).conflicts(shape)
     assert not told if says is None else says in " ".join(told)
 
 

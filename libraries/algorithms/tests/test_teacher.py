@@ -129,8 +129,8 @@ def test_rewards_that_teach_are_a_column():
     groups[0].trajectories[0].rewards["one"] = RewardResult(None, steps=((1, 0, -3.0),))
     with pytest.raises(TrainingError, match="one, two gave 1 log-probs of a teacher for 3 sampled tokens"):
         subject.prepared(assemble(groups), groups)
-    assert "sampling.temperature = 0.5" in subject.misfits(OnlineShape(1, 1, 1, temperature=0.5))[0]
-    assert subject.misfits(OnlineShape(1, 1, 1)) == []
+    assert "sampling.temperature = 0.5" in subject.conflicts(OnlineShape(1, 1, 1, temperature=0.5))[0]
+    assert subject.conflicts(OnlineShape(1, 1, 1)) == []
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
         kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls), config=None) for kind, cls in selected.items()
     }
     selections: Any = {"algorithm": algorithm}
-    values = SimpleNamespace(teaches=False)
+    values = SimpleNamespace(is_teacher=False)
     rewards: Any = [SimpleNamespace(name=r.label, sources=r.sources, instance=values) for r in config.reward]
     return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, Commits())
 

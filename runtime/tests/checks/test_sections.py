@@ -72,7 +72,7 @@ def test_valid_combinations_pass():
 class Shaped(Fake):
     """Refuses every shape, saying which it is."""
 
-    def misfits(self, shape):
+    def conflicts(self, shape):
         return [str(shape)]
 
 
@@ -359,7 +359,7 @@ def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
 
 def test_answer_columns_are_allowed_for_prompts_if_the_algorithm_learns_from_answers():
     answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
-    check(answer, Fake(reward=False, given_share=0.5))
+    check(answer, Fake(reward=False, demonstration_share=0.5))
     said = messages(answer, Fake(reward=False))
     assert "data.response: used for demonstrations and labels only, but leave_one_out learns from prompts" in said
     assert "data.add_eos: used for demonstrations and pairs and labels only" in said

@@ -154,7 +154,7 @@ def test_what_it_is_told_of_a_group(make):
         sample.score = score
     samples[3].status = "failed"
     told = data.chosen.finished_group(Group(row, 4, samples), 2, "filtered")
-    assert (told.row, told.number, told.step, told.scores, told.fate) == (3, 4, 2, (1.0, 0.5), "filtered")
+    assert (told.row, told.number, told.step, told.scores, told.outcome) == (3, 4, 2, (1.0, 0.5), "filtered")
 
 
 def test_the_count_of_rows_is_resumed_and_other_data_refused(make):
@@ -171,7 +171,7 @@ def test_the_count_of_rows_is_resumed_and_other_data_refused(make):
 
 def test_damaged_results_of_a_checkpoint_are_refused(make):
     order = make()[0].chosen
-    saved = {"row": 4, "number": 0, "step": 0, "scores": [1.0], "fate": "kept"}
+    saved = {"row": 4, "number": 0, "step": 0, "scores": [1.0], "outcome": "kept"}
     assert order.restored([saved])[0].scores == (1.0,)
     with pytest.raises(CheckpointError, match="names row 5; the data has the positions 0 to 4"):
         order.restored([{**saved, "row": 5}])

@@ -69,7 +69,7 @@ def test_prompts_with_answers_are_read_as_both(write, chars, chat):
         assert prompt == data.template.encode_prompt(row)
         assert list(answer.ids) == [i for i, own in zip(sequence.ids, sequence.loss_mask, strict=True) if own]
         assert answer.ids[-1] in data.template.end_token_ids
-        assert (answer.text, answer.given, answer.finish) == ("cde", True, "stop")
+        assert (answer.text, answer.is_demonstration, answer.finish) == ("cde", True, "stop")
         assert sequence.ids[: len(prompt.ids + answer.ids)] == prompt.ids + answer.ids
 
 

@@ -43,7 +43,7 @@ def test_where_answers_are_found(tmp_path, chars, chat, row, columns, texts):
         assert [t.index for t in group.trajectories] == [(0, n) for n in range(len(texts))]
         assert not left_out
         for t in group.trajectories:
-            assert (t.turns[0], t.turns[1].given) == (found.template.encode_prompt(group.row), True)
+            assert (t.turns[0], t.turns[1].is_demonstration) == (found.template.encode_prompt(group.row), True)
             assert t.turns[1].ids[-1] in found.template.end_token_ids
             assert found.template.decode(t.turns[1].ids) == t.answer
 

@@ -200,15 +200,15 @@ def test_given_answers_are_not_filtered_and_are_counted():
             groups = super().run(rows, first_number, settings, count)
             for group in groups:
                 if group.row.index in (1, 6):
-                    answer = Turn([2], True, given=True)
+                    answer = Turn([2], True, is_demonstration=True)
                     group.trajectories = [Trajectory(group.row, [Turn([1], False), answer], (group.number, 0))]
             return groups
 
     s = stream(Mixed(score=lambda i: float(i == 3)), filter=FilterSection(low=0.1, max_rounds=2), group_min=2)
-    s.settings = replace(s.settings, given_share=0.5)
+    s.settings = replace(s.settings, demonstration_share=0.5)
     ready = first_batch(s)
     assert [g.row.index for g in ready.groups] == [1, 3, 6]
-    assert (ready.counts["given"], ready.counts["filtered"], ready.counts["short"]) == (2, 5, 1)
+    assert (ready.counts["demonstrations"], ready.counts["filtered"], ready.counts["short"]) == (2, 5, 1)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ class Knowing:
     def __init__(self):
         self.told, self.knew = [], {}
 
-    def finished_group(self, group, step, fate):
+    def finished_group(self, group, step, outcome):
         scores = tuple(t.score for t in group.trajectories)
-        return FinishedGroup(group.row.index, group.number, step, scores, fate)
+        return FinishedGroup(group.row.index, group.number, step, scores, outcome)
 
     def tell(self, groups):
         self.told += groups
@@ -356,9 +356,9 @@ def test_a_curriculum_knows_exactly_the_batches_that_the_weights_have_learnt_fro
         version = max(0, k - staleness) if round == 1 else round * (k // round)
         for told in knowing.knew[k]:  # the refills of a batch know no more than its first rows
             assert sorted({step for step, _ in told}) == list(range(version)), f"batch {k}"
-        assert [g.fate for g in batch.finished] == ["filtered" if g.row % 3 == 0 else "kept" for g in batch.finished], (
-            "every group that was drawn, in order"
-        )
+        assert [g.outcome for g in batch.finished] == [
+            "filtered" if g.row % 3 == 0 else "kept" for g in batch.finished
+        ], "every group that was drawn, in order"
         assert {g.step for g in batch.finished} == {k}
     rows = [g.row for batch in batches for g in batch.finished]
     assert rows == list(range(len(rows))), "each row is told once, and none is lost"
@@ -391,14 +391,14 @@ def test_without_a_curriculum_nothing_of_it_is_in_the_state():
 
 
 @pytest.mark.parametrize(
-    ("changes", "rollouts", "fates"),
+    ("changes", "rollouts", "outcomes"),
     [
         ({"on_failed_sample": "drop_group"}, Recorded(fails=lambda i, s: i == 1 and s == 0), {1: "left_out"}),
         ({"on_failed_sample": "drop_sample"}, Recorded(fails=lambda i, s: i == 1), {1: "left_out"}),
         ({"on_failed_sample": "drop_sample"}, Recorded(fails=lambda i, s: i == 1 and s == 0), {}),
     ],
 )
-def test_what_a_curriculum_is_told_of_failed_samples(changes, rollouts, fates):
+def test_what_a_curriculum_is_told_of_failed_samples(changes, rollouts, outcomes):
     s, _ = with_curriculum(rollouts, **changes)
     batch = first_batch(s)
-    assert {g.row: g.fate for g in batch.finished if g.fate != "kept"} == fates
+    assert {g.row: g.outcome for g in batch.finished if g.outcome != "kept"} == outcomes

@@ -45,7 +45,7 @@ class PlainTemplate:
         return Turn([row["id"]], False, text=str(row["id"]))
 
     def encode_answer(self, row):
-        return [self.encode_prompt(row), Turn([1, 0], True, finish="stop", text="given", given=True)]
+        return [self.encode_prompt(row), Turn([1, 0], True, finish="stop", text="given", is_demonstration=True)]
 
     def encode_opening(self, row, text):
         return [self.encode_prompt(row), self.encode(text)]
@@ -113,9 +113,9 @@ def test_groups_come_back_in_row_order_scored_with_their_indices(main):
 
 
 def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_scored(main):
-    groups, generator = run(main, rows(*[1] * 40), given_share=0.25)
-    given = [g.number for g in groups if any(t.given for t in g.trajectories)]
-    assert [n for n in range(40) if settings(given_share=0.25).gives(n)] == given
+    groups, generator = run(main, rows(*[1] * 40), demonstration_share=0.25)
+    given = [g.number for g in groups if any(t.is_demonstration for t in g.trajectories)]
+    assert [n for n in range(40) if settings(demonstration_share=0.25).gives(n)] == given
     assert 4 <= len(given) <= 16
     assert [len(w) for w in generator.waves] == [2 * (40 - len(given))]
     for g in groups:
@@ -131,18 +131,20 @@ def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_
 
 def test_rows_of_some_sources_are_demonstrations(main):
     both = [replace(row, source="experts") if i % 2 else row for i, row in enumerate(rows(1, 1, 1))]
-    groups, generator = run(main, both, given_sources=("experts",))
-    assert [[(t.given, t.reward) for t in g.trajectories] for g in groups] == [
+    groups, generator = run(main, both, demonstration_sources=("experts",))
+    assert [[(t.is_demonstration, t.reward) for t in g.trajectories] for g in groups] == [
         [(False, 1.0)] * 2, [(True, None)], [(False, 1.0)] * 2
     ]  # fmt: skip
     assert [len(wave) for wave in generator.waves] == [4]
 
 
 def test_which_groups_have_given_answers_depends_on_seed_and_group_number_alone():
-    chosen = {seed: [n for n in range(4000) if settings(given_share=0.3, seed=seed).gives(n)] for seed in (0, 1)}
+    chosen = {
+        seed: [n for n in range(4000) if settings(demonstration_share=0.3, seed=seed).gives(n)] for seed in (0, 1)
+    }
     assert chosen[0] != chosen[1]
     assert all(abs(len(c) / 4000 - 0.3) < 0.03 for c in chosen.values())
-    more = {n for n in range(4000) if settings(given_share=0.6).gives(n)}
+    more = {n for n in range(4000) if settings(demonstration_share=0.6).gives(n)}
     assert more > set(chosen[0])
     assert not any(settings().gives(n) for n in range(100))
 
@@ -369,7 +371,10 @@ def test_an_environment_is_closed_even_if_closing_another_raises(main):
         ([Turn([1], False), Turn([1], True, [-1.0], reward="1")], r"turn 1 with the reward \(str '1'\)"),
         (None, "returned NoneType None; allowed: a list of turns"),
         ([[1], [2]], r"returned list \[1\] as turn 0; allowed: a Turn"),
-        ([Turn([1], False), Turn([1], True, given=True)], r"turn 1 marked as given.*Needs\.given_samples"),
+        (
+            [Turn([1], False), Turn([1], True, is_demonstration=True)],
+            r"turn 1 marked as a demonstration.*Needs\.demonstrations_per_group",
+        ),
         ([Turn([-1], False)], r"turn 0 with the token -1; allowed: integers >= 0"),
         ([Turn([1], False, agent="a")], r"turn 0 of the agent str 'a'; Env.agents\(\) names none"),
     ],

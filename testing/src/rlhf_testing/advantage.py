@@ -294,8 +294,8 @@ class AdvantageContract(Contract):
             _close(first, credits_M[:6], f"{label} turn_credit() of a group depends on the turns of other groups")
 
     def test_memory(self) -> None:
-        """Where ``baseline`` takes ``key_N``, ``remember`` changes it and nothing else does, and a fresh instance with
-        the same state gives the same."""
+        """Where ``baseline`` takes ``key_N``, ``update_statistics`` changes it and nothing else does, and a fresh
+        instance with the same state gives the same."""
         for config in self.grid():
             e, label = self.build(config), self.label(config)
             if not reads(e, "key_N"):
@@ -303,10 +303,15 @@ class AdvantageContract(Contract):
             c = fabricated(e.needs_values, samples=max(4, e.group_min))
             keys = (c.group_N, c.baseline_arguments["key_N"], c.sample_N)
             first = _baseline(e, c)
-            expect(same_bits(first, _baseline(e, c)), f"{label} baseline() changes the state: do so in remember()")
-            e.remember(c.r_N, *keys)
+            expect(
+                same_bits(first, _baseline(e, c)), f"{label} baseline() changes the state: do so in update_statistics()"
+            )
+            e.update_statistics(c.r_N, *keys)
             second, fresh = _baseline(e, c), self.build(config)
-            expect(not same_bits(first, second), f"{label} remember() does not change the baseline of the next step")
+            expect(
+                not same_bits(first, second),
+                f"{label} update_statistics() does not change the baseline of the next step",
+            )
             check_state(e, fresh, label)
             expect(same_bits(second, _baseline(fresh, c)), f"{label} the state does not restore the baseline")
 

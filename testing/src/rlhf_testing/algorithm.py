@@ -91,7 +91,7 @@ class AlgorithmSubject(Contract):
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
-        samples, answers = max(4, needs.group_min, needs.given_samples + 1), needs.given_samples
+        samples, answers = max(4, needs.group_min, needs.demonstrations_per_group + 1), needs.demonstrations_per_group
         options = {"samples": samples, "scored": needs.reward, "greedy": needs.greedy, "answers": answers, **options}
         return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
 
@@ -318,7 +318,11 @@ class AlgorithmContract(SampleChecks):
                 passes = [(u.role, u.loss, u.epochs, u.minibatches) for u in step.updates if isinstance(u, Update)]
                 copies = [(u.role, u.source, u.share) for u in step.updates if isinstance(u, Snapshot)]
                 steps.append((step.batch.ids_N, credited_columns(step), gradients, passes, copies))
-            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given_share), algorithm.model_config()
+            return (
+                steps,
+                (needs.group_min, needs.rows_min, needs.reward, needs.demonstration_share),
+                algorithm.model_config(),
+            )
 
         check_options(self, effect)
 

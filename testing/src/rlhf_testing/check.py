@@ -28,9 +28,9 @@ class CheckContract(PluginContract):
     """Names of the findings on this machine, in order; not compared where empty."""
 
     def findings(self, examination: Examination) -> list[Finding]:
-        """The findings that ``look`` returns. Fails where their form is wrong."""
+        """The findings that ``examine`` returns. Fails where their form is wrong."""
         try:
-            findings = list(self.cls().look(examination))
+            findings = list(self.cls().examine(examination))
         except Exception as error:
             raise Nonconformance(
                 f"{self.label()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
@@ -38,14 +38,14 @@ class CheckContract(PluginContract):
             ) from error
         for finding in findings:
             expect(isinstance(finding, Finding), f"{self.label()} look() gives {finding!r}; expected a Finding")
-            texts = finding.name and finding.found
-            expect(bool(texts), f"{self.label()} the finding {finding!r} needs a name, and text in `found`")
+            texts = finding.name and finding.text
+            expect(bool(texts), f"{self.label()} the finding {finding!r} needs a name, and a text")
         return findings
 
     # ------------------------------------------------------------------------------------- checks
 
     def test_findings(self) -> None:
-        """On this machine ``look`` returns findings, each with a name, a status, what was found and what to do."""
+        """On this machine ``examine`` returns findings, each with a name, a status, what was found and what to do."""
         findings = self.findings(Examination(ask=in_this_process))
         expect(
             bool(findings), f"{self.label()} look() gives nothing; a check that does not apply is a finding 'skipped'"
@@ -55,7 +55,7 @@ class CheckContract(PluginContract):
         expect(expected, f"{self.label()} the findings here are {names}, expected are {list(self.finds)}")
 
     def test_a_failing_probe_is_a_finding(self) -> None:
-        """Where a probe does not finish, ``look`` reports a finding and does not raise."""
+        """Where a probe does not finish, ``examine`` reports a finding and does not raise."""
         probes = []
 
         def fails(probe: Probe, argument: Any = None, /) -> ProbeAnswer:

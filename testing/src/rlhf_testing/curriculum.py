@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.interfaces import Curriculum, FinishedGroup, RowSource, TrainingRows
-from rlhf.interfaces.curriculum import Fate
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.seeds import derive_seed
 
 from rlhf_testing.contract import Contract, Nonconformance, expect, no_number
@@ -124,19 +124,19 @@ class Play:
             )
             groups += [self._group(row, step, "kept") for row in positions]
             rows += positions
-        fates: tuple[Fate, ...] = ("filtered", "left_out") if step % 2 else ("filtered",)
-        for index, fate in enumerate(fates):
+        outcomes: tuple[Outcome, ...] = ("filtered", "left_out") if step % 2 else ("filtered",)
+        for index, outcome in enumerate(outcomes):
             group = groups[index]
-            scores = group.scores if fate == "filtered" else ()
-            groups[index] = FinishedGroup(group.row, group.number, step, scores, fate)
+            scores = group.scores if outcome == "filtered" else ()
+            groups[index] = FinishedGroup(group.row, group.number, step, scores, outcome)
         self.chosen.append(rows)
         self._ready.append(groups)
         self.metrics.append(dict(self.curriculum.metrics()))
 
-    def _group(self, row: int, step: int, fate: Fate) -> FinishedGroup:
+    def _group(self, row: int, step: int, outcome: Outcome) -> FinishedGroup:
         self._number += 1
         score = self._score or (lambda row, step, sample: 0.0)
-        return FinishedGroup(row, self._number - 1, step, tuple(score(row, step, s) for s in range(SAMPLES)), fate)
+        return FinishedGroup(row, self._number - 1, step, tuple(score(row, step, s) for s in range(SAMPLES)), outcome)
 
 
 def made_up_score(row: int, step: int, sample: int) -> float:

@@ -76,7 +76,7 @@ def groups(
         equal_rewards: every trajectory of a group gets the same reward.
         scored: False gives no rewards (``Needs.reward``).
         greedy: whether samples have the reward of a greedy answer (``Needs.greedy``).
-        answers: how many samples of each group are answers of the data (``Needs.given_samples``).
+        answers: how many samples of each group are answers of the data (``Needs.demonstrations_per_group``).
         columns: further columns of every row.
     """
     rng = random.Random(seed)
@@ -88,7 +88,7 @@ def groups(
         for sample in range(samples):
             turns = _turns(rng, number, sample, logprobs, rounds=3 if multi_turn and sample % 4 == 2 else 1)
             if sample < answers:
-                turns = [turns[0], replace(turns[1], logprobs=None, given=True)]
+                turns = [turns[0], replace(turns[1], logprobs=None, is_demonstration=True)]
             if sample % 4 == 1:
                 turns[-1].finish = "length"
             reward = shared if equal_rewards else rng.uniform(-1, 1)
@@ -210,19 +210,19 @@ def batch(
     return pack(unit_data)
 
 
-UNIT_COLUMNS = ("given", "group", "greedy", "key", "own_tokens", "reward", "sample", "score", "truncated")
+UNIT_COLUMNS = ("group", "greedy", "is_demonstration", "key", "own_tokens", "reward", "sample", "score", "truncated")
 """The columns of an online batch with one value a unit (:mod:`rlhf.ops.trajectories`)."""
 
 
 def values(name: str, size: int, seed: int) -> Tensor:
     """[size] for a column or an output, by its name. Float32: log-probs lie in -4.5 .. -0.5, entropies in 0.5 .. 2.5,
-    everything else is standard normal. ``given`` and ``truncated`` are bool; ``group``, ``key``, ``own_tokens`` and
-    ``sample`` are int64, 1 to 4. Equal names and seeds give equal values."""
+    everything else is standard normal. ``is_demonstration`` and ``truncated`` are bool; ``group``, ``key``,
+    ``own_tokens`` and ``sample`` are int64, 1 to 4. Equal names and seeds give equal values."""
     import torch
     from rlhf.seeds import derive_seed
 
     generator = torch.Generator().manual_seed(derive_seed(seed, f"fabricate/{name}"))
-    if name in ("given", "truncated"):
+    if name in ("is_demonstration", "truncated"):
         return torch.rand(size, generator=generator) < 0.5
     if name in ("group", "key", "own_tokens", "sample"):
         return torch.randint(1, 5, (size,), generator=generator)

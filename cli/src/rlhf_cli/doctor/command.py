@@ -86,7 +86,7 @@ def _printed(request: Request) -> list[Finding]:
     with status or nullcontext():
         for check in examine(request, lambda name: status.update(f"looking at {name}") if status else None):
             todo = f"\nTo do: {check.remedy}" if check.remedy else ""
-            console.print(_row(check.name, check.status, check.found + todo, STYLES[check.status]))
+            console.print(_row(check.name, check.status, check.text + todo, STYLES[check.status]))
             checks.append(check)
     counts = Counter(check.status for check in checks)
     console.print(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))

@@ -121,9 +121,9 @@ def _plugin_findings(plugins: Plugins, entry: Entry, examination: Examination) -
     except PluginError as error:
         fix = f"repair or uninstall {entry.distribution}; the other checks are not affected"
         return [Finding(entry.name, "fail", str(error), fix)]
-    findings = list(check.look(examination))
+    findings = list(check.examine(examination))
     if wrong := [finding for finding in findings if not isinstance(finding, Finding)]:
-        raise TypeError(f"look() of {entry} gives {wrong[0]!r}; expected rlhf.interfaces.Finding")
+        raise TypeError(f"examine() of {entry} gives {wrong[0]!r}; expected rlhf.interfaces.Finding")
     return findings
 
 

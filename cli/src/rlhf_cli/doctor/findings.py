@@ -19,10 +19,10 @@ def redacted(finding: Finding, environment: Mapping[str, str] | None = None) -> 
     Args:
         environment: the variables; those of this process where None.
     """
-    text, remedy = finding.found, finding.remedy
+    text, remedy = finding.text, finding.remedy
     for name, value in _secrets(os.environ if environment is None else environment).items():
         text, remedy = text.replace(value, f"${name}"), remedy.replace(value, f"${name}")
-    return replace(finding, found=text, remedy=remedy)
+    return replace(finding, text=text, remedy=remedy)
 
 
 def _secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -88,14 +88,14 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
         if role.trained and not role.gradient_checkpointing:
             yield {f"{_path(role.name)}.gradient_checkpointing": "true"}
     if layout.engines is not None and (GENERATOR in names or GENERATOR in short):
-        for options in plugins.resolve("generator", config.generator.use).cls.lighter:
+        for options in plugins.resolve("generator", config.generator.use).cls.memory_options:
             yield {f"generator.{key}": _text(value) for key, value in options.items()}
     trainer = plugins.resolve("trainer", config.trainer.use).cls
-    for options in trainer.lighter if roles else ():
+    for options in trainer.memory_options if roles else ():
         yield {f"trainer.{key}": _text(value) for key, value in options.items()}
         for role in roles:
             if section_of(config, role.name).trainer:  # its own options override them
-                keys = [key for key in options if role.trained or key not in trainer.learning]
+                keys = [key for key in options if role.trained or key not in trainer.training_options]
                 yield {f"{_path(role.name)}.trainer.{key}": _text(options[key]) for key in keys}
     if layout.machine.device == "cuda" and layout.machine.processes and "ranks:many" in trainer.capabilities:
         for factor in MORE_RANKS:

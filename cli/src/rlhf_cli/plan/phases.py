@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
-from rlhf.interfaces.memory import FP32, Held
+from rlhf.interfaces.memory import FP32, PhaseMemory
 
 from rlhf_cli.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 
@@ -17,7 +17,7 @@ the models; generate: samples are drawn and
 scored; sync: engines that hold a copy get new weights; forward: the batch is annotated; train: forward, backward and
 step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
-"""As in :class:`rlhf.interfaces.memory.Held`; process: what a process needs before it holds a model."""
+"""As in :class:`rlhf.interfaces.memory.PhaseMemory`; process: what a process needs before it holds a model."""
 PROCESS = "process"
 """The row of memory that belongs to no role."""
 PROCESS_BYTES = {"cpu": 575 * MIB, "cuda": 1024 * MIB}
@@ -168,12 +168,12 @@ def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
             rows[name]["allocator"] = freed - need
 
 
-def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
+def _role(layout: Layout, name: str, phase: str, busy: bool) -> PhaseMemory:
     role = layout.role(name)
     memory = _memory_of_role(layout, role, phase, busy)
     additions = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
     parts = dict.fromkeys([*memory.device, *additions])
-    return Held({part: memory.device.get(part, 0) + additions.get(part, 0) for part in parts}, memory.host)
+    return PhaseMemory({part: memory.device.get(part, 0) + additions.get(part, 0) for part in parts}, memory.host)
 
 
 def _sending(layout: Layout, role: RoleLayout) -> int:
@@ -186,11 +186,11 @@ def _sending(layout: Layout, role: RoleLayout) -> int:
     return (engines.bucket if role.memory.copies else 0) + buffers
 
 
-def _memory_of_role(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
+def _memory_of_role(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> PhaseMemory:
     phases = role.memory.phases
     if phase in ("load", "start"):
         resting = {part: size for part, size in phases["rest"].device.items() if part in ("weights", "working")}
-        return Held(phases["load"].device if busy else resting, phases["rest"].host)
+        return PhaseMemory(phases["load"].device if busy else resting, phases["rest"].host)
     if busy and phase == "train":
         return phases["train"]
     if busy and phase in ("precompute", "forward", "generate"):
@@ -199,12 +199,12 @@ def _memory_of_role(layout: Layout, role: RoleLayout, phase: str, busy: bool) ->
     return phases["offloaded" if offloaded else "rest"]
 
 
-def _engine(layout: Layout, phase: str, busy: bool) -> Held:
+def _engine(layout: Layout, phase: str, busy: bool) -> PhaseMemory:
     engines = layout.engines
     assert engines is not None
     phases, turns = engines.memory.phases, engines.memory.sleeps and _shares_with_engines(layout, GENERATOR)
     if phase == "load":  # engines start after the models are loaded
-        return Held({})
+        return PhaseMemory({})
     if busy:
         return phases["generate"]
     if phase == "sync":
@@ -212,9 +212,9 @@ def _engine(layout: Layout, phase: str, busy: bool) -> Held:
     return phases["asleep" if turns and phase in ("forward", "train") else "rest"]
 
 
-def _syncing(engines: EngineLayout, rest: Held, *, cache: bool) -> Held:
+def _syncing(engines: EngineLayout, rest: PhaseMemory, *, cache: bool) -> PhaseMemory:
     parts = {part: size for part, size in rest.device.items() if cache or part != "cache"}
-    return Held(parts | {"working": parts.get("working", 0) + engines.bucket}, rest.host)
+    return PhaseMemory(parts | {"working": parts.get("working", 0) + engines.bucket}, rest.host)
 
 
 def _shares_with_engines(layout: Layout, name: str) -> bool:

@@ -178,7 +178,7 @@ class SampleGroups:
 def _prompt_and_answer(prompt: tuple[list[int], str], answer: tuple[list[int], str]) -> list[Turn]:
     return [
         Turn(prompt[0], sampled=False, text=prompt[1]),
-        Turn(answer[0], sampled=True, finish="stop", text=answer[1], given=True),
+        Turn(answer[0], sampled=True, finish="stop", text=answer[1], is_demonstration=True),
     ]
 
 

@@ -74,7 +74,7 @@ class Advantage(Component):
         * ``greedy_N``: float64 [N], the reward of a greedy answer to the same prompt. One is drawn for each
           prompt, beside its samples. It is scored with them and not trained on.
         * ``key_N``: int64 [N], equal for trajectories of one agent whose rows are of one source and have equal values
-          in :meth:`columns`, for running statistics. The run calls :meth:`remember`.
+          in :meth:`columns`, for running statistics. The run calls :meth:`update_statistics`.
         * ``sample_N``: int64 [N], the number of each trajectory in its group. Groups are numbered as they were started,
           so (group, sample) is an order.
 
@@ -87,7 +87,7 @@ class Advantage(Component):
         of a source has such a column."""
         return ()
 
-    def remember(self, r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> None:
+    def update_statistics(self, r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> None:
         """Update running statistics by the rewards of a step. Called once a step, after the updates, where
         :meth:`baseline` takes ``key_N``, with the same values. The statistics belong into ``state_dict``."""
 

@@ -75,10 +75,10 @@ class Algorithm(Component, Generic[Examples]):
         a token that the tokenizer does not have."""
         return
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
+    def conflicts(self, shape: OnlineShape) -> list[str]:
         """Options that cannot have their effect in a run of this shape: one sentence each, with what to set instead.
         Called before a model is loaded, for data form ``prompts`` only. Default: the sentences of the losses."""
-        return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.misfits(shape)]
+        return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.conflicts(shape)]
 
     def columns(self, source: str) -> Collection[str]:
         """Columns of the rows of a source that ``assemble`` reads. A run is refused before a model is loaded if no row

@@ -25,8 +25,8 @@ class Finding:
     """Name of the checked thing, such as ``memory``. Users and documentation refer to the check by it."""
     status: Status
     """``fail``: a run will not work. ``warn``: it may not work, or slowly. ``skipped``: not checked, for the reason in
-    ``found``."""
-    found: str
+    ``text``."""
+    text: str
     """What was found."""
     remedy: str = ""
     """What to do; required for ``warn`` and ``fail``."""
@@ -101,7 +101,7 @@ class Check(Extension):
 
             name = "mylibrary"
 
-            def look(self, examination):
+            def examine(self, examination):
                 answer = examination.ask(version)
                 if answer.error:
                     return [Finding("mylibrary", "fail", answer.error, "pip install mylibrary again")]
@@ -118,6 +118,6 @@ class Check(Extension):
     """
 
     @abstractmethod
-    def look(self, examination: Examination) -> Iterable[Finding]:
+    def examine(self, examination: Examination) -> Iterable[Finding]:
         """The findings, in order. A problem of the machine is a finding, not an exception. An exception is reported as
         a failed check."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from rlhf.interfaces.component import Component
 
-Fate = Literal["kept", "filtered", "left_out"]
+Outcome = Literal["kept", "filtered", "left_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class FinishedGroup:
     scores: tuple[float, ...]
     """What the dynamic filter reads of each sample, in sample order: ``Trajectory.score``. Samples that failed or got
     no score are left out; a group of given answers has none."""
-    fate: Fate
+    outcome: Outcome
     """``kept``: its samples are in the batch of ``step``. ``filtered``: ``stream.filter`` rejected it. ``left_out``:
     too many of its samples failed or got no reward."""
 

@@ -66,7 +66,7 @@ class Loss(Component):
         term, such as an entropy bonus, reads all tokens, or where a metric is of all tokens."""
         return ()
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
+    def conflicts(self, shape: OnlineShape) -> list[str]:
         """Options that cannot have their effect in an online run of this shape: one sentence each, with what to set
         instead. Called before a model is loaded."""
         return []

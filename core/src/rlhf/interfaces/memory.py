@@ -152,7 +152,7 @@ class SamplingWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PhaseMemory:
     """Peak bytes of one rank, or of one device of an engine, during a phase."""
 
     device: Mapping[str, int]
@@ -166,7 +166,7 @@ class Held:
 class TrainerMemory:
     """One rank of a trainer."""
 
-    phases: Mapping[str, Held]
+    phases: Mapping[str, PhaseMemory]
     """``load`` (the model is read), ``rest`` (between calls, after the first step), ``offloaded`` (after
     ``Offloads.offload``), ``forward`` (without gradient), ``train`` (trained roles only)."""
     micro_tokens: int
@@ -187,7 +187,7 @@ class TrainerMemory:
 class EngineMemory:
     """One device of a generator's engine."""
 
-    phases: Mapping[str, Held]
+    phases: Mapping[str, PhaseMemory]
     """``rest`` (awake, between calls), ``asleep`` (after ``Sleeps.sleep``), ``generate``."""
     copy: bool = True
     """It holds a copy of the weights, which the run keeps up to date."""
@@ -214,12 +214,12 @@ def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointi
     logits = 4 * tokens * size.outputs * FP32
     rest = {"weights": count * FP32} | ({"optimizer": 2 * count * FP32} if trained else {})
     phases = {
-        "load": Held({"weights": count * FP32}),
-        "rest": Held(rest),
-        "offloaded": Held(rest),
-        "forward": Held(rest | {"working": tokens * max(layers) * FP32, "logits": logits // 2}),
+        "load": PhaseMemory({"weights": count * FP32}),
+        "rest": PhaseMemory(rest),
+        "offloaded": PhaseMemory(rest),
+        "forward": PhaseMemory(rest | {"working": tokens * max(layers) * FP32, "logits": logits // 2}),
     }
     if trained:
         train = {"gradients": count * FP32, "activations": tokens * activations * FP32, "logits": logits}
-        phases["train"] = Held(rest | train)
+        phases["train"] = PhaseMemory(rest | train)
     return TrainerMemory(phases, tokens, count if trained else 0)

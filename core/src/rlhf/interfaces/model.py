@@ -68,7 +68,7 @@ class LowRankAdapters:
     scaling: float
     layers: tuple[str, ...] = ()
     """Last parts of the names of the layers that have an adapter."""
-    inseparable: str = ""
+    merged_only: str = ""
     """Why the trainer sends one merged model only; empty: it also sends :data:`ADAPTERS` and :data:`PARTS`."""
 
 

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rlhf.interfaces.generator_spec import GeneratorSpec
-from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork, TrainerMemory, TrainerWork, whole_copy
+from rlhf.interfaces.memory import (
+    EngineMemory,
+    ModelSize,
+    PhaseMemory,
+    SamplingWork,
+    TrainerMemory,
+    TrainerWork,
+    whole_copy,
+)
 from rlhf.interfaces.model import LowRankAdapters, ModelSpec, Precision
 from rlhf.types import ExpertLayers, Sampling
 
@@ -17,7 +25,7 @@ from rlhf.types import ExpertLayers, Sampling
 class Preflight:
     """What both kinds are asked."""
 
-    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
 
 
@@ -112,8 +120,10 @@ class GeneratorPreflight(Preflight):
             device_bytes: memory of one device, on a CPU of the host; None: unknown.
         """
         token = size.cache_bytes(2.0)
-        cache = Held({"cache": int(work.samples * work.longest * token)})
-        return EngineMemory({"rest": Held({}), "asleep": Held({}), "generate": cache}, copy=False, cache_token=token)
+        cache = PhaseMemory({"cache": int(work.samples * work.longest * token)})
+        return EngineMemory(
+            {"rest": PhaseMemory({}), "asleep": PhaseMemory({}), "generate": cache}, copy=False, cache_token=token
+        )
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:

@@ -90,7 +90,7 @@ class Reward(Component):
     answers where no tokenizer is known. ``Turn.ids`` is empty there, so it has no roles and does not use
     ``RewardContext.tokens``. ``tokens``: ``Turn.ids`` too. An instance may set it."""
 
-    teaches: bool = False
+    is_teacher: bool = False
     """True: ``score`` gives no value. ``RewardResult.steps`` holds the log-prob of a teacher for every token that the
     policy sampled, at temperature 1. An algorithm reads them (:attr:`RunOptions.teachers`); they enter no reward and no
     score, and evaluations do not ask for them. Declared by the class."""

@@ -65,7 +65,7 @@ class Trainer(TrainerPreflight, Component):
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Options that a run may change between two steps (:meth:`change`)."""
 
-    learning: ClassVar[frozenset[str]] = frozenset()
+    training_options: ClassVar[frozenset[str]] = frozenset()
     """Training-only options. They are refused in the section of a role that is not trained."""
 
     spec: ModelSpec

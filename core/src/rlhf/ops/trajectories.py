@@ -24,7 +24,8 @@ Columns of the batch:
                              number of its own
 ``own_tokens``        unit   int64, number of tokens that the policy sampled, or of the given answer
 ``truncated``         unit   bool, the last sampled turn ended because its budget was used up
-``given``             unit   bool, the answer comes from the data (``Needs.given_share``, ``Needs.given_samples``)
+``is_demonstration``  unit   bool, the answer comes from the data (``Needs.demonstration_share``,
+                             ``Needs.demonstrations_per_group``)
 ====================  =====  ==============================================================================
 
 An *observation* is a turn that the policy did not sample, after one that it sampled in the same sequence: what an
@@ -303,7 +304,7 @@ def _unit_columns(trajectories: Sequence[Trajectory], scored: bool) -> dict[str,
     rewards = [t.reward for t in trajectories]
     scores = [t.reward if t.score is None else t.score for t in trajectories]
     columns = {
-        "given": torch.tensor([t.given for t in trajectories]),
+        "is_demonstration": torch.tensor([t.is_demonstration for t in trajectories]),
         "group": torch.tensor([group_number(t.index[0], t.agent) for t in trajectories]),
         "own_tokens": torch.tensor([t.sampled_tokens for t in trajectories]),
         "reward": torch.tensor(rewards, dtype=torch.float64) if scored else None,

@@ -50,27 +50,29 @@ class Needs:
     reward: bool = True
     """Data form ``prompts``: False if the algorithm learns from samples without a reward. ``assemble`` gets them with
     ``Trajectory.reward = None``."""
-    given_share: float = 0.0
+    demonstration_share: float = 0.0
     """Data form ``prompts``, without a reward: share of the rows, from 0 to below 1, whose group is one trajectory with
-    the answer in the data (:attr:`Turn.given`) instead of samples. The run's seed and the group's number decide which
-    rows. Their groups are neither scored nor filtered."""
+    the answer in the data (:attr:`Turn.is_demonstration`) instead of samples. The run's seed and the group's number
+    decide which rows. Their groups are neither scored nor filtered."""
     loans: tuple[Lent, ...] = ()
-    given_sources: tuple[str, ...] = ()
+    demonstration_sources: tuple[str, ...] = ()
     """Data form ``prompts``: sources of ``data.train`` whose rows are demonstrations. The group of such a row is one
-    trajectory with the answer in the data, as with :attr:`given_share`, beside groups that are sampled and scored."""
+    trajectory with the answer in the data, as with :attr:`demonstration_share`, beside groups that are sampled and
+    scored."""
     greedy: bool = False
     """Data form ``prompts``, with a reward: each prompt also gets a greedy answer (temperature 0). It is scored with
     the samples and is no part of the group. Its reward is ``rollout/greedy_reward`` in :attr:`Trajectory.info` of each
     sample. Where it fails or gets no reward, the samples fail."""
 
-    given_samples: int = 0
+    demonstrations_per_group: int = 0
     """Data form ``prompts``, with a reward: the first so many samples of each group are the answer in the data
-    (:attr:`Turn.given`), fewer than ``sampling.samples_per_prompt``. They are scored and filtered with the others."""
+    (:attr:`Turn.is_demonstration`), fewer than ``sampling.samples_per_prompt``. They are scored and filtered with the
+    others."""
 
     @property
     def answered(self) -> bool | tuple[str, ...]:
         """Rows that need an answer: True: all of ``data.train``; else those of these sources."""
-        return self.given_share > 0 or self.given_samples > 0 or self.given_sources
+        return self.demonstration_share > 0 or self.demonstrations_per_group > 0 or self.demonstration_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class RunOptions:
     """{reward source: its weight}, with ``env`` for the rewards of an environment's turns. Sources with ``credit =
     "step"`` are not in it."""
     teachers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """{reward source that gives log-probs of a teacher (:attr:`Reward.teaches`): data sources whose rows it scores,
+    """{reward source that gives log-probs of a teacher (:attr:`Reward.is_teacher`): data sources whose rows it scores,
     empty: all}. They are in none of the above."""
 
 

@@ -30,8 +30,8 @@ class Turn:
     ids: IntArray
     """``array("i")``, one int a token."""
     sampled: bool
-    """True if the policy sampled these tokens, or if they replace its samples (:attr:`given`). False for tokens of the
-    prompt, the environment and tools."""
+    """True if the policy sampled these tokens, or if they replace its samples (:attr:`is_demonstration`). False for
+    tokens of the prompt, the environment and tools."""
     logprobs: FloatArray | None = None
     """``array("f")``: the log-prob of each token under the sampling distribution, as the generator
     reports it; sampled turns only."""
@@ -47,7 +47,7 @@ class Turn:
     fresh: bool = False
     """The context was rewritten before this turn (compaction, stripped thinking): a new sequence begins in the same
     trajectory."""
-    given: bool = False
+    is_demonstration: bool = False
     """An answer from the data in place of a sample of the policy. ``sampled`` is also True."""
     images: tuple[Image, ...] = ()
     """The images that tokens of this turn stand for, in order; turns that were not sampled only."""
@@ -78,7 +78,7 @@ class Turn:
             reward: float | None = None,
             text: str = "",
             fresh: bool = False,
-            given: bool = False,
+            is_demonstration: bool = False,
             images: tuple[Image, ...] = (),
             score: float | None = None,
             messages: tuple[tuple[str, str], ...] = (),
@@ -171,9 +171,9 @@ class Trajectory:
         return sum(len(t.ids) for t in self.turns if t.sampled)
 
     @property
-    def given(self) -> bool:
-        """Whether the answer comes from the data (:attr:`Turn.given`)."""
-        return any(turn.given for turn in self.turns)
+    def is_demonstration(self) -> bool:
+        """Whether the answer comes from the data (:attr:`Turn.is_demonstration`)."""
+        return any(turn.is_demonstration for turn in self.turns)
 
     @property
     def truncated(self) -> bool:

@@ -265,7 +265,7 @@ class RAE(ReturnToGo):
         assert sample_N is not None
         return self._enter(dict(self.means), r_N, group_N, key_N, sample_N)
 
-    def remember(self, r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> None:
+    def update_statistics(self, r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> None:
         self._enter(self.means, r_N, group_N, key_N, sample_N)
 
     def _enter(self, means: dict[int, float], r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ class Beside(Loss):
     def generator_logprobs(self) -> bool:
         return self.inner.generator_logprobs
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
-        return self.inner.misfits(shape)
+    def conflicts(self, shape: OnlineShape) -> list[str]:
+        return self.inner.conflicts(shape)
 
     def prepass(self) -> tuple[Annotation, ...]:
         return self.inner.prepass()

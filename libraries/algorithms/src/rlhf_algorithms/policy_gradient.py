@@ -186,8 +186,8 @@ class PolicyGradient(Algorithm[Group]):
         context = self.config.teacher.context
         return [*super().columns(source), *([] if context is None else [context])]
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
-        problems, shaping = super().misfits(shape) + self.teacher.misfits(shape), self.config.shaping
+    def conflicts(self, shape: OnlineShape) -> list[str]:
+        problems, shaping = super().conflicts(shape) + self.teacher.conflicts(shape), self.config.shaping
         if reads(self.advantage, "sources") and len(self.run.weights) < 2:
             names = ", ".join(self.run.weights) or "none"
             problems.append(
@@ -348,7 +348,7 @@ class PolicyGradient(Algorithm[Group]):
                 self.entropy.update(metrics["policy/entropy"])
         if self._remembers:
             r_U = pipeline.shape(batch, batch.unit["reward"], self.config.shaping.shapers())
-            self.advantage.remember(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
+            self.advantage.update_statistics(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
         return used
 
     def state_dict(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class PolicyLoss(Loss):
             terms["entropy"] = Reduce(c.aggregation, coef=-c.entropy_coef, constant=reduction.constant)
         return terms
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
+    def conflicts(self, shape: OnlineShape) -> list[str]:
         limit, longest = self.config.max_length, shape.answer_tokens
         if limit is None or longest <= limit:
             return []

@@ -123,7 +123,7 @@ class Teacher:
         averaged = self.is_used and self.config.weights == "averaged"
         return [Snapshot(TEACHER, "policy", self.config.share)] if averaged else []
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
+    def conflicts(self, shape: OnlineShape) -> list[str]:
         if not self.is_served or shape.temperature == 1:
             return []
         return [

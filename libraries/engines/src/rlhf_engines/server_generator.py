@@ -16,7 +16,7 @@ from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces import Generator, GeneratorSpec, TakesTensors
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
-from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
+from rlhf.interfaces.memory import EngineMemory, ModelSize, PhaseMemory, SamplingWork
 from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf.weights.bucket import Bucket
@@ -58,7 +58,7 @@ class ServerGenerator(TakesTensors, Generator):
         """The servers are elsewhere. For differences the host holds what was sent, in the servers' format; the policy's
         arithmetic is taken for it."""
         count = size.parameters * (2 if computes_bf16(dtype, device) else 4) if config.sync == "differences" else 0
-        copy = Held({"weights": count} if count and device == "cpu" else {}, 0 if device == "cpu" else count)
+        copy = PhaseMemory({"weights": count} if count and device == "cpu" else {}, 0 if device == "cpu" else count)
         return EngineMemory(dict.fromkeys(("rest", "asleep", "generate"), copy), copy=False, cache_token=0)
 
     @classmethod

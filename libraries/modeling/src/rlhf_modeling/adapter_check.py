@@ -51,12 +51,12 @@ def separable_adapters(lora: LoraOptions, spec: ModelSpec) -> LowRankAdapters:
         "vision: engines take adapters of the text part only": lora.vision,
     }
     if refused := next((f"trainer.lora.{reason}" for reason, used in reasons.items() if used), ""):
-        return LowRankAdapters(lora.rank, scaling(lora), inseparable=refused)
+        return LowRankAdapters(lora.rank, scaling(lora), merged_only=refused)
     try:
         module = skeleton(base_of(spec), spec.trust_remote_code, spec.images)
     except Exception:  # any exception: loading the model reports it better
         refused = "transformers builds no such model from its config alone, so that its layers' names are not known"
-        return LowRankAdapters(lora.rank, scaling(lora), inseparable=refused)
+        return LowRankAdapters(lora.rank, scaling(lora), merged_only=refused)
     head: Any = module.get_output_embeddings()
     names = matching([name for name, _ in adaptable(module, head)], lora.targets, type(module).__name__)
     published = Published(module, {name: tensor.shape for name, tensor in named_tensors(module).items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, TrainerWork
+from rlhf.interfaces.memory import FP32, ModelSize, PhaseMemory, TrainerMemory, TrainerWork
 
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
@@ -94,10 +94,10 @@ def trainer_memory(
     offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, buffers, pixels)
     forward = _fullest(_forward(s, a, part, work.annotated or work.outputs), a.device)
     phases = {
-        "load": Held(_load(s, a, part, size, count, quantized)),
+        "load": PhaseMemory(_load(s, a, part, size, count, quantized)),
         "rest": rest,
         "offloaded": offloaded,
-        "forward": Held(_sum(rest.device, forward), rest.host),
+        "forward": PhaseMemory(_sum(rest.device, forward), rest.host),
     }
     if trained:
         host_gradients = gradients if s.host_optimizer and not s.keeps_gradients else 0
@@ -105,7 +105,7 @@ def trainer_memory(
         pieces = max(0, freed - (0 if a.adapters else part.head * FP32))
         added = _fullest(_train(s, a, part, on_device, work.outputs), a.device, pieces)
         base = {name: size for name, size in rest.device.items() if name not in ("gradients", "allocator")}
-        phases["train"] = Held(_sum(base, added), rest.host + host_gradients + _host_inputs(part, a))
+        phases["train"] = PhaseMemory(_sum(base, added), rest.host + host_gradients + _host_inputs(part, a))
     return TrainerMemory(
         phases,
         a.tokens * a.parts,
@@ -128,7 +128,7 @@ def part_of(size: ModelSize, ranks: int) -> ModelSize:
     return replace(size, layers=layers, parameters=size.parameters - absent_parameters, matrices=size.matrices // ranks)
 
 
-def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int) -> Held:
+def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int) -> PhaseMemory:
     """
     Args:
         buffers: bytes on the device beside ``state``.
@@ -137,7 +137,7 @@ def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int)
     device = {part: size for part, size in state.items() if size and part not in on_host}
     if buffers:
         device["working"] = buffers
-    return Held(device, host + sum(size for part, size in state.items() if part in on_host))
+    return PhaseMemory(device, host + sum(size for part, size in state.items() if part in on_host))
 
 
 def _load(s: Storage, a: Arithmetic, part: ModelSize, size: ModelSize, count: int, quantized: float) -> dict[str, int]:

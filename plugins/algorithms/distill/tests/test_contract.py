@@ -35,9 +35,9 @@ class TestChangingTeacher(AlgorithmContract):
 
 
 def test_rows_that_are_not_sampled_need_answers_in_the_data():
-    assert DistillOnPolicy(parts={"loss": Distill(Distill.Config(alpha=1.0))}).needs().given_share == 0
+    assert DistillOnPolicy(parts={"loss": Distill(Distill.Config(alpha=1.0))}).needs().demonstration_share == 0
     needs = DistillOnPolicy(DistillOnPolicy.Config(sampled=0.25), {"loss": Distill(Distill.Config(alpha=1.0))}).needs()
-    assert (needs.given_share, needs.reward) == (0.75, False)
+    assert (needs.demonstration_share, needs.reward) == (0.75, False)
     with pytest.raises(ValidationError, match="greater than 0"):
         DistillOnPolicy.Config(sampled=0)
 
@@ -45,7 +45,7 @@ def test_rows_that_are_not_sampled_need_answers_in_the_data():
 def test_given_answers_are_learnt_from_and_lengths_are_of_sampled_ones():
     def group(number, prompt, answer, logprobs=None, finish="stop"):
         row = Row({}, "data", number)
-        turns = [Turn(prompt, False), Turn(answer, True, logprobs, finish=finish, given=logprobs is None)]
+        turns = [Turn(prompt, False), Turn(answer, True, logprobs, finish=finish, is_demonstration=logprobs is None)]
         return Group(row, number, [Trajectory(row, turns, (number, 0))])
 
     algorithm = DistillOnPolicy(DistillOnPolicy.Config(sampled=0.5), {"loss": Distill(Distill.Config(alpha=1.0))})

@@ -49,7 +49,7 @@ class TestLuffy(AlgorithmContract):
     algorithm = Luffy
     configs = (
         Luffy.Config(),
-        Luffy.Config(given_samples=2, minibatches=2),
+        Luffy.Config(demonstrations_per_group=2, minibatches=2),
         Luffy.Config(kl=KLConfig(coef=0.04, where="loss")),
     )
 
@@ -64,7 +64,7 @@ class TestLuffyLoss(LossContract):
             logprob, advantage = x_BT["logprobs"][b, t], x_BT["advantages"][b, t]
             ratio = torch.exp(logprob - x_BT["old_logprobs"][b, t])
             gain = torch.minimum(ratio * advantage, ratio.clamp(1 - c.clip_low, 1 + c.clip_high) * advantage)
-            if x_BT["given"][x_BT.unit_B[b]]:
+            if x_BT["is_demonstration"][x_BT.unit_B[b]]:
                 gain = advantage * logprob.exp() / (logprob.exp() + c.gamma)
             total = total - gain
         return total / x_BT.mask_BT.sum()
@@ -106,8 +106,8 @@ def test_dr_grpo_refuses_answers_beyond_the_constant():
 @pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coef=0.1, where="loss")])
 def test_dr_grpo_says_before_the_run_that_answers_can_exceed_the_constant(kl):
     algorithm = TestDrGRPO().build(DrGRPO.Config(kl=kl))
-    assert algorithm.misfits(OnlineShape(8, 256, 2047)) == []
-    (told,) = algorithm.misfits(OnlineShape(8, 512, 2047))
+    assert algorithm.conflicts(OnlineShape(8, 256, 2047)) == []
+    (told,) = algorithm.conflicts(OnlineShape(8, 512, 2047))
     assert "max_length = 256, but an answer can have 512 own tokens" in told
     assert "Set --algorithm.loss.max_length 512" in told
 

@@ -57,7 +57,8 @@ def with_demonstrations(groups: Sequence[Group], source: str = "chat") -> list[G
     for group in groups:
         if group.row.source == source:
             turns = [
-                replace(turn, logprobs=None, versions=(), given=turn.sampled) for turn in group.trajectories[0].turns
+                replace(turn, logprobs=None, versions=(), is_demonstration=turn.sampled)
+                for turn in group.trajectories[0].turns
             ]
             group.trajectories = [Trajectory(group.row, turns, (group.number, 0))]
     return list(groups)

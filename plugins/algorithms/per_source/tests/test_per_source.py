@@ -71,7 +71,12 @@ def test_a_step_without_samples_of_a_source_trains_the_others(layout: str, sourc
 def test_demonstrations_are_needed_from_their_sources_and_change_no_other_need() -> None:
     made = algorithm("demonstrations")
     needs = made.needs()
-    assert (needs.given_sources, needs.answered, needs.reward, needs.given_share) == (("chat",), ("chat",), True, 0.0)
+    assert (needs.demonstration_sources, needs.answered, needs.reward, needs.demonstration_share) == (
+        ("chat",),
+        ("chat",),
+        True,
+        0.0,
+    )
     corrected = PerSource(
         PerSourceConfig(members={n: Member(use=u, sources=(n,)) for n, u in (("math", "grpo"), ("chat", "sft"))}),
         {
@@ -232,7 +237,7 @@ def test_a_row_of_a_source_without_a_member_ends_the_run() -> None:
 
 
 def test_advice_names_the_option_of_the_member() -> None:
-    [told] = algorithm("clipped").misfits(OnlineShape(8, 512, 2047))
+    [told] = algorithm("clipped").conflicts(OnlineShape(8, 512, 2047))
     assert "--algorithm.members.chat.loss.max_length 512" in told
 
 

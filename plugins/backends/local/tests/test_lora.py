@@ -75,7 +75,7 @@ def test_adapters_alone_are_those_of_the_export(tmp_path, make_trainer, make_bat
     assert adapters.keys() == exported.keys()
     assert all(torch.equal(adapters[name], exported[name]) for name in adapters)
     told = trainer.adapters(trainer.config, trainer.spec)
-    assert (told.rank, told.scaling, told.inseparable) == (4, 4.0 if rslora else 2.0, "")
+    assert (told.rank, told.scaling, told.merged_only) == (4, 4.0 if rslora else 2.0, "")
     assert set(told.layers) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     for name, base in dict(trainer.weights(PARTS)).items():
         a, b = (f"{ADAPTER_PREFIX}{name.removesuffix('weight')}lora_{factor}.weight" for factor in "AB")
@@ -92,7 +92,7 @@ def test_adapters_that_are_no_sum_beside_the_base_go_merged(tmp_path):
         ({"vision": True}, "vision: engines take"),
     ):
         config = TorchTrainerConfig(lora=LoraOptions(rank=4, **options))
-        assert named in TorchTrainer.adapters(config, spec).inseparable
+        assert named in TorchTrainer.adapters(config, spec).merged_only
     assert TorchTrainer.adapters(TorchTrainerConfig(), spec) is None
 
 

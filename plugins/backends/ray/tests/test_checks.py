@@ -83,7 +83,7 @@ def nodes(tmp_path_factory):
             found = ""
             while "2 nodes" not in found:
                 assert time.monotonic() < until, f"the second node did not start: {found}"
-                found = check_nodes(examination(), address)[0].found
+                found = check_nodes(examination(), address)[0].text
             yield address
     finally:
         for process in reversed(started):
@@ -96,14 +96,14 @@ def nodes(tmp_path_factory):
 def test_nodes_with_other_versions_or_missing_files_are_named(nodes, tmp_path):
     reached, versions, files = check_nodes(examination([str(tmp_path), "/no/such/place"]), nodes)
     assert (reached.name, reached.status) == ("ray cluster", "ok")
-    assert reached.found.startswith(f"{nodes}: 2 nodes, CPU 2, GPU 0, reached in ")
+    assert reached.text.startswith(f"{nodes}: 2 nodes, CPU 2, GPU 0, reached in ")
     assert (versions.name, versions.status) == ("ray nodes", "fail")
-    [line] = versions.found.splitlines()
+    [line] = versions.text.splitlines()
     assert "(127.0.0.2, " in line
     here = importlib.metadata.version("rlhf-plugin-math")
     assert line.endswith(f"rlhf-plugin-math 9.9 there, {here} here")
     assert (files.name, files.status) == ("ray files", "fail")
-    assert [line.rpartition(": ")[2] for line in files.found.splitlines()] == ["/no/such/place"] * 2
+    assert [line.rpartition(": ")[2] for line in files.text.splitlines()] == ["/no/such/place"] * 2
 
 
 @pytest.mark.slow
@@ -113,13 +113,13 @@ def test_a_cluster_that_refuses_the_token_is_reported(nodes, tmp_path, monkeypat
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     reached, versions = check_nodes(examination(), nodes)
     assert (reached.status, versions.status) == ("fail", "skipped")
-    assert "Authentication" in reached.found, reached.found
+    assert "Authentication" in reached.text, reached.text
 
 
 def test_a_closed_port_is_reported():
     address = f"127.0.0.1:{free_port()}"
     reached, nodes = check_nodes(examination(), address)
-    assert (reached.status, reached.found) == ("fail", f"{address}: Connection refused")
+    assert (reached.status, reached.text) == ("fail", f"{address}: Connection refused")
     assert "ray start --head" in reached.remedy
     assert nodes.status == "skipped"
     assert closed(f"ray://{address}", 1) == f"ray://{address}: Connection refused"
@@ -131,7 +131,7 @@ def test_a_port_of_another_program_is_reported():
         assert closed(address, 1) == ""
         reached, nodes = check_nodes(examination(timeout=6), address)
     assert (reached.status, nodes.status) == ("fail", "skipped")
-    assert reached.found.startswith(f"{address}: ")
+    assert reached.text.startswith(f"{address}: ")
 
 
 def test_a_host_name_that_does_not_resolve_is_reported():
@@ -143,23 +143,23 @@ def test_a_host_name_that_does_not_resolve_is_reported():
 @pytest.mark.cluster
 def test_the_check_starts_and_stops_a_ray():
     [installed, started] = installation(examination(timeout=120, start=True))
-    assert (installed.status, started.status) == ("ok", "ok"), started.found
-    assert started.found.startswith("started, ran a task and stopped")
+    assert (installed.status, started.status) == ("ok", "ok"), started.text
+    assert started.text.startswith("started, ran a task and stopped")
 
 
 def test_the_address_in_the_environment_is_used_and_not_shown(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     found = list(cluster(examination()))
     assert [(f.name, f.status) for f in found] == [("ray cluster", "fail"), ("ray nodes", "skipped")]
-    assert found[0].found == "$RAY_ADDRESS: Connection refused"
+    assert found[0].text == "$RAY_ADDRESS: Connection refused"
     [other] = cluster(replace(examination(), launcher="local"))
-    assert (other.status, other.found) == ("skipped", "the run's launcher is 'local'")
+    assert (other.status, other.text) == ("skipped", "the run's launcher is 'local'")
     assert [f.status for f in cluster(replace(examination(), launcher="ray"))] == ["fail", "skipped"]
     given = replace(examination(), launcher="ray", launcher_options={"address": "127.0.0.1:2"})
-    assert next(iter(cluster(given))).found == "127.0.0.1:2: Connection refused"
+    assert next(iter(cluster(given))).text == "127.0.0.1:2: Connection refused"
     monkeypatch.delenv("RAY_ADDRESS")
     [none] = cluster(replace(examination(), launcher="ray"))
-    assert (none.status, none.found) == ("skipped", "no address given; --launcher.address HOST:PORT asks one")
+    assert (none.status, none.text) == ("skipped", "no address given; --launcher.address HOST:PORT asks one")
 
 
 class TestRayCheck(CheckContract):

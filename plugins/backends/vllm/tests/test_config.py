@@ -261,7 +261,7 @@ def test_the_memory_estimate_depends_on_the_options():
     assert held(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, if the memory is not known"
     assert held(config(kv_cache_gib=2.0), "bf16", "cuda").cache == 2**31
     assert VllmGenerator.parallel_sizes(config(tensor_parallel=4, pipeline_parallel=2)) == (4, 2)
-    for options in VllmGenerator.lighter:
+    for options in VllmGenerator.memory_options:
         config(**options)
 
 

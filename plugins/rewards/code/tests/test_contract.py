@@ -57,6 +57,6 @@ def test_the_check_warns_where_no_sandbox_is_installed(monkeypatch) -> None:
             probe(argument, lambda value: None)
         return ProbeAnswer(0.1, str(error.value))
 
-    (finding,) = CodeCheck().look(Examination(ask=ask))
+    (finding,) = CodeCheck().examine(Examination(ask=ask))
     assert finding.status == "warn"
-    assert "is not installed" in finding.found
+    assert "is not installed" in finding.text

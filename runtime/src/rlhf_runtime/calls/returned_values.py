@@ -220,10 +220,10 @@ def _check_turn(label: str, turn: object) -> None:
 
     if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
         raise InvalidResult(f"returned {label} with the token {lowest}; allowed: integers >= 0")
-    if turn.given:
+    if turn.is_demonstration:
         raise InvalidResult(
-            f"returned {label} marked as given; answers of the data are put in place of samples by the run, where an "
-            "algorithm asks for them (Needs.given_samples)"
+            f"returned {label} marked as a demonstration; answers of the data are put in place of samples by the run, "
+            "where an algorithm asks for them (Needs.demonstrations_per_group)"
         )
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
         count = "none" if turn.logprobs is None else str(len(turn.logprobs))

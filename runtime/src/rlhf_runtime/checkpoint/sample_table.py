@@ -47,7 +47,7 @@ TURN = pa.struct(
         "reward": pa.float64(),
         "text": pa.string(),
         "fresh": pa.bool_(),
-        "given": pa.bool_(),
+        "is_demonstration": pa.bool_(),
         "images": pa.list_(IMAGE),
         "score": pa.float64(),
         "messages": pa.list_(pa.list_(pa.string())),

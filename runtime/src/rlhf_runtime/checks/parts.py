@@ -95,7 +95,7 @@ def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: Generat
     adapters = trainer.resolved.cls.adapters(trainer.config, policy)
     reason, adapter_spec = "the policy trains no adapters (trainer.lora)", replace(engine, adapters=adapters)
     if adapters is not None:
-        reason = adapters.inseparable or generator.resolved.cls.refuses_adapters(generator.config, adapter_spec)
+        reason = adapters.merged_only or generator.resolved.cls.refuses_adapters(generator.config, adapter_spec)
     if reason:
         raise CapabilityError(f"sync.adapters = 'alone': {reason}. Leave it out, or set it to 'merged'.")
     return adapter_spec
@@ -128,7 +128,7 @@ def idle_options(plugins_of_run: RunPlugins) -> list[str]:
     for name, role in plugins_of_run.roles.items():
         options = plugins_of_run.section(name).trainer
         trainer = plugins_of_run.trainer(name).resolved.cls
-        for key in sorted(trainer.learning & options.keys()) if not role.trained and name != "policy" else ():
+        for key in sorted(trainer.training_options & options.keys()) if not role.trained and name != "policy" else ():
             path = f"{where_trainer(name)}.{key}"
             problems.append(
                 f"{path}{origin(path, plugins_of_run.config.origins)}: {name} is not trained, so nothing reads it. "
@@ -252,7 +252,7 @@ def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequenc
     Raises ConfigError that names each reward, column and source.
     """
     evaluated = {row.source for row in held_out}
-    demonstrations = plugins_of_run.algorithm.needs().given_sources
+    demonstrations = plugins_of_run.algorithm.needs().demonstration_sources
     trained = [source for source in data.sources["train"] if samples and source.name not in demonstrations]
     problems = column_problems(plugins_of_run.rewards, trained, "train")
     problems += column_problems(

@@ -58,7 +58,7 @@ class RunPlugins:
     @property
     def has_rewards(self) -> bool:
         """Whether a reward of the run file gives values; those that teach give none."""
-        return any(not reward.instance.teaches for reward in self.rewards)
+        return any(not reward.instance.is_teacher for reward in self.rewards)
 
     @property
     def trainer_class(self) -> type[Trainer]:
@@ -218,7 +218,7 @@ def job_plugins(
     """
     plugins.check_requirements(config.run.requires)
     of_rewards = Selections.of(plugins, config, ("reward",))
-    values = [section for number, section in enumerate(config.reward) if not teaches(of_rewards, number)]
+    values = [section for number, section in enumerate(config.reward) if not is_teacher(of_rewards, number)]
     if len(values) < len(config.reward):
         scored = scored and (bool(values) or config.env is not None)
         of_rewards = Selections.of(plugins, config.model_copy(update={"reward": values}), ("reward",))
@@ -250,7 +250,7 @@ def _with_parts(
 def run_options(selections: Selections) -> RunOptions:
     """The options of the run file, outside of the algorithm's own section, that the algorithm may read."""
     config = selections.config
-    taught = [teaches(selections, number) for number in range(len(config.reward))]
+    taught = [is_teacher(selections, number) for number in range(len(config.reward))]
     rewards = [section for section, is_teacher in zip(config.reward, taught, strict=True) if not is_teacher]
     teachers = {s.label: s.sources for s, is_teacher in zip(config.reward, taught, strict=True) if is_teacher}
     step_sources = {section.label: section.weight for section in rewards if section.credit == "step"}
@@ -261,10 +261,10 @@ def run_options(selections: Selections) -> RunOptions:
     return RunOptions(config.data.max_tokens, step_sources, sources, weights, teachers)
 
 
-def teaches(selections: Selections, number: int) -> bool:
+def is_teacher(selections: Selections, number: int) -> bool:
     """Whether a reward of the run file gives log-probs of a teacher."""
     cls: type[Reward] = selections[f"reward.{number}"].resolved.cls
-    return cls.teaches
+    return cls.is_teacher
 
 
 def where_trainer(role: str) -> str:

@@ -61,7 +61,7 @@ def sampling(run: RunPlugins) -> list[str]:
             "trains on them as if they were the policy's own. Set an importance correction (`rlhf explain "
             "algorithm.loss` lists the loss's options for it), or remove it."
         )
-    problems += algorithm.misfits(_shape(run))
+    problems += algorithm.conflicts(_shape(run))
     problems += _teachers(run, needs)
     problems += _turn_credit(config, algorithm)
     unscored = run.scored and not run.has_rewards and config.env is None
@@ -72,47 +72,7 @@ def sampling(run: RunPlugins) -> list[str]:
             "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
             "length, or remove it."
         )
-    if needs.given_share and (needs.reward or not 0 < needs.given_share < 1):
-        problems.append(
-            f"{name} declares given_share = {needs.given_share:g} and reward = {needs.reward}: answers of the data "
-            "are not scored, so given_share needs reward = False and lies from 0 to below 1. Report this to its author."
-        )
-    if needs.given_samples and not needs.reward:
-        problems.append(
-            f"{name} declares given_samples = {needs.given_samples} and reward = False: these answers of the data are "
-            "scored with the samples. Report this to its author."
-        )
-    if needs.given_samples >= s.samples_per_prompt:
-        problems.append(
-            f"{name} takes {needs.given_samples} samples of each group from the data, and the policy samples the "
-            f"others, but sampling.samples_per_prompt = {s.samples_per_prompt}; set --sampling.samples_per_prompt "
-            f"{needs.given_samples + 1} or more."
-        )
-    if needs.given_samples and needs.generator_logprobs:
-        problems.append(
-            f"{name} configured like this takes samples from the data, for which the generator reports no log-probs, "
-            "and reads such log-probs. Leave out the option that does, such as --algorithm.loss.correction.preset."
-        )
-    if needs.greedy and not needs.reward:
-        problems.append(
-            f"{name} declares greedy = True and reward = False: nothing reads a greedy answer without a reward. Report "
-            "this to its author."
-        )
-    if needs.greedy and run.rollout is not None and not run.rollout.needs_generator:
-        problems.append(
-            f"{name} configured like this compares samples with a greedy answer to the same prompt, but rollout "
-            f"{config.rollout.use!r} generates nothing, so it has none. Use another --rollout.use or "
-            "--algorithm.advantage.use; `rlhf replay RUN` repeats a run with its greedy answers."
-        )
-    if needs.answered and config.env is not None:
-        sources = ", ".join(map(repr, needs.given_sources))
-        rows = f"the rows of {sources}" if sources else "all rows"
-        problems.append(
-            f"{name} configured like this learns from the answers of "
-            f"{f'a share of {needs.given_share:.3g} of the rows' if needs.given_share else rows}. These "
-            f"answers are to the row's prompt, not to an environment, but env {config.env.use!r} is set. Remove it, or "
-            "have all answers sampled."
-        )
+    problems += _demonstrations(run, needs) + _greedy(run, needs)
     if config.stream.round > 1 and config.stream.staleness > 0:
         problems.append(
             f"stream.round = {config.stream.round} and stream.staleness = {config.stream.staleness}: both define which "
@@ -122,13 +82,67 @@ def sampling(run: RunPlugins) -> list[str]:
     return problems
 
 
+def _demonstrations(run: RunPlugins, needs: Needs) -> list[str]:
+    """Answers of the data among those of the policy."""
+    problems, config, name = [], run.config, run.algorithm.name
+    share, per_group = needs.demonstration_share, needs.demonstrations_per_group
+    if share and (needs.reward or not 0 < share < 1):
+        problems.append(
+            f"{name} declares demonstration_share = {share:g} and reward = {needs.reward}: answers of the data are not "
+            "scored, so demonstration_share needs reward = False and lies from 0 to below 1. Report this to its author."
+        )
+    if per_group and not needs.reward:
+        problems.append(
+            f"{name} declares demonstrations_per_group = {per_group} and reward = False: these answers of the data are "
+            "scored with the samples. Report this to its author."
+        )
+    if per_group >= config.sampling.samples_per_prompt:
+        problems.append(
+            f"{name} takes {per_group} samples of each group from the data, and the policy samples the others, but "
+            f"sampling.samples_per_prompt = {config.sampling.samples_per_prompt}; set "
+            f"--sampling.samples_per_prompt {per_group + 1} or more."
+        )
+    if per_group and needs.generator_logprobs:
+        problems.append(
+            f"{name} configured like this takes samples from the data, for which the generator reports no log-probs, "
+            "and reads such log-probs. Leave out the option that does, such as --algorithm.loss.correction.preset."
+        )
+    if needs.answered and config.env is not None:
+        sources = ", ".join(map(repr, needs.demonstration_sources))
+        rows = f"the rows of {sources}" if sources else "all rows"
+        if share:
+            rows = f"a share of {share:.3g} of the rows"
+        problems.append(
+            f"{name} configured like this learns from the answers of {rows}. These answers are to the row's prompt, "
+            f"not to an environment, but env {config.env.use!r} is set. Remove it, or have all answers sampled."
+        )
+    return problems
+
+
+def _greedy(run: RunPlugins, needs: Needs) -> list[str]:
+    """Greedy answers that nothing reads, or that nothing samples."""
+    problems, name = [], run.algorithm.name
+    if needs.greedy and not needs.reward:
+        problems.append(
+            f"{name} declares greedy = True and reward = False: nothing reads a greedy answer without a reward. Report "
+            "this to its author."
+        )
+    if needs.greedy and run.rollout is not None and not run.rollout.needs_generator:
+        problems.append(
+            f"{name} configured like this compares samples with a greedy answer to the same prompt, but rollout "
+            f"{run.config.rollout.use!r} generates nothing, so it has none. Use another --rollout.use or "
+            "--algorithm.advantage.use; `rlhf replay RUN` repeats a run with its greedy answers."
+        )
+    return problems
+
+
 def _teachers(run: RunPlugins, needs: Needs) -> list[str]:
     """Log-probs of a teacher that nothing reads."""
     return [
         f"reward {reward.name!r} gives log-probs of a teacher, which {run.algorithm.name} configured like this does "
         "not read. Remove it, or let the algorithm learn from a teacher (`rlhf explain algorithm.teacher`)."
         for reward in run.rewards
-        if reward.instance.teaches and TEACHERS not in needs.features
+        if reward.instance.is_teacher and TEACHERS not in needs.features
     ]
 
 

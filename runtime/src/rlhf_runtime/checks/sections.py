@@ -41,7 +41,7 @@ READ_OF: Mapping[str, tuple[DataForm, ...]] = {
 """{field of ``[data]``: data forms that use it}. All forms use a field that is not listed."""
 _OF_ANSWERS = ("response", "reasoning", "add_eos")
 """Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows
-(``Needs.given_share``)."""
+(``Needs.demonstration_share``)."""
 
 
 def rows_per_step(run: RunPlugins) -> list[str]:
@@ -94,7 +94,7 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
     """Fields of ``[data]`` that are for other data forms than that of the algorithm ``name``.
 
     Args:
-        answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.given_share``).
+        answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.demonstration_share``).
     """
     problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
     if forms and form not in forms:
@@ -229,7 +229,7 @@ def offline(run: RunPlugins) -> list[str]:
             "data.eval is scored by the loss. Remove it, or set --reward NAME."
         )
     for active in run.rewards:
-        if active.instance.teaches:
+        if active.instance.is_teacher:
             problems.append(f"reward {active.name!r} gives log-probs of a teacher to samples, and {reason}. Remove it.")
     for reward in config.reward:
         if reward.credit != "outcome":
@@ -304,11 +304,11 @@ def reward_sources(run: RunPlugins) -> list[str]:
         for source in reward.sources
         if source not in labels
     ]
-    rewards = [reward for reward in run.rewards if not reward.instance.teaches]
+    rewards = [reward for reward in run.rewards if not reward.instance.is_teacher]
     if config.env is not None or not rewards or any(not reward.sources for reward in rewards):
         return problems
     scored = {source for reward in rewards for source in reward.sources}
-    demonstrations = run.algorithm.needs().given_sources
+    demonstrations = run.algorithm.needs().demonstration_sources
     train = [source for source in config.data.train if trains and source.label not in demonstrations]
     needed = {"data.train": train, "data.eval": config.data.eval}
     for option, sources in needed.items():

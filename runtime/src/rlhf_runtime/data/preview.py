@@ -106,7 +106,7 @@ def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[
     if data.form == "prompts" and verdict.kind != "bad_rows":
         turn = data.template.encode_prompt(row)
         sequences["prompt"] = TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images)
-        if answered:  # as an algorithm with ``Needs.given_share`` gets it in place of samples
+        if answered:  # as an algorithm with ``Needs.demonstration_share`` gets it in place of samples
             prompt, answer = data.template.encode_answer(row)
             mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
             sequences["given answer"] = TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images)

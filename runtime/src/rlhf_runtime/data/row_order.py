@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rlhf.errors import CheckpointError, DataError, PluginError, boundary, brief
 from rlhf.interfaces import Curriculum, FinishedGroup, RowSource, TrainingRows
-from rlhf.interfaces.curriculum import Fate
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.saved import WAY_OUT
 from rlhf.seeds import derive_seed
 from rlhf.types import Group, Row
@@ -232,11 +232,11 @@ class ChosenOrder(RowOrder):
         self._positions[0] += n
         return [self.rows.row(position) for position in positions]
 
-    def finished_group(self, group: Group, step: int, fate: Fate) -> FinishedGroup:
+    def finished_group(self, group: Group, step: int, outcome: Outcome) -> FinishedGroup:
         """What a curriculum is told of a group, all samples that were drawn for it included."""
         live = [t for t in group.trajectories if t.status != "failed"]
         scores = tuple(t.score for t in live if t.score is not None)
-        return FinishedGroup(self.rows.position(group.row), group.number, step, scores, fate)
+        return FinishedGroup(self.rows.position(group.row), group.number, step, scores, outcome)
 
     def restored(self, saved: Sequence[Mapping[str, Any]] | None) -> list[FinishedGroup]:
         """The groups of one batch, from a checkpoint. Raises CheckpointError where they are not of this data."""

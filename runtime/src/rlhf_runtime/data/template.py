@@ -54,7 +54,7 @@ class Template(Prompts):
         answer = sequence.ids[first:last]
         return [
             Turn(sequence.ids[:first], sampled=False, text=self.decode(sequence.ids[:first]), images=sequence.images),
-            Turn(answer, sampled=True, finish="stop", text=self.decode(answer), given=True),
+            Turn(answer, sampled=True, finish="stop", text=self.decode(answer), is_demonstration=True),
         ]
 
     def answer_span(self, row: Row, sequence: TokenSequence) -> tuple[int, int]:

@@ -345,7 +345,9 @@ def _read_samples(file: Path, max_samples: int) -> list[Trajectory]:
     usable = []
     for trajectory in (t for group in groups for t in group.trajectories):
         turns = [turn for turn in trajectory.turns if turn.sampled]
-        is_usable = all(turn.logprobs is not None and turn.versions and not turn.given for turn in turns if turn.ids)
+        is_usable = all(
+            turn.logprobs is not None and turn.versions and not turn.is_demonstration for turn in turns if turn.ids
+        )
         if trajectory.status != "failed" and trajectory.sampled_tokens and is_usable:
             usable.append(trajectory)
     if not usable:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 from rlhf.errors import CheckpointError, boundary, brief
 from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward
-from rlhf.interfaces.curriculum import Fate
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.saved import Counter, Saved, refuse, validated
 from rlhf.types import Group
 
@@ -69,7 +69,7 @@ class SavedGroup(Saved):
     number: Counter
     step: Counter
     scores: list[float]
-    fate: Fate
+    outcome: Outcome
 
 
 class SavedBatch(Saved):
@@ -320,7 +320,7 @@ def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list
     if len(groups) != len(complete):
         refuse(path, f"it has {len(groups)} groups, and state.json counts {len(complete)}.")
     for group in compress(groups, complete):
-        for trajectory in (t for t in group.trajectories if not t.given):
+        for trajectory in (t for t in group.trajectories if not t.is_demonstration):
             try:
                 check_turns(trajectory.turns, agents=[trajectory.agent])
             except InvalidResult as error:

@@ -69,7 +69,7 @@ class ActiveReward:
     """Program that runs its worker processes; None: the Python of this process."""
 
     def __post_init__(self) -> None:
-        if self.instance.teaches and (self.weight, self.credit) != (1.0, "outcome"):
+        if self.instance.is_teacher and (self.weight, self.credit) != (1.0, "outcome"):
             raise ConfigError(
                 f"{self} gives log-probs of a teacher and no reward, so weight = {self.weight:g} and credit = "
                 f"{self.credit!r} would do nothing; leave them out"
@@ -176,7 +176,7 @@ class Scorer:
         if not live:
             return
         live_group = replace(group, trajectories=live)
-        sources = [reward for reward in self.rewards if trained_on or not reward.instance.teaches]
+        sources = [reward for reward in self.rewards if trained_on or not reward.instance.is_teacher]
         answers = await asyncio.gather(*(self._ask(reward, live_group) for reward in sources))
         for i, trajectory in enumerate(live):
             results = {r.name: answer[i] for r, answer in zip(sources, answers, strict=True)}
@@ -283,7 +283,7 @@ def combine(
     scores_given: list[float] = []
     for source in rewards:
         result = trajectory.rewards.get(source.name)
-        if result is None or source.instance.teaches or (result.value is None and not result.steps):
+        if result is None or source.instance.is_teacher or (result.value is None and not result.steps):
             continue
         steps, value = math.fsum(v for _, _, v in result.steps), result.value or 0.0
         rewards_given.append(source.weight * (value + (steps if source.credit == "outcome" else 0.0)))

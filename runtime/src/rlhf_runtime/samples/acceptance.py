@@ -31,21 +31,23 @@ class Acceptance:
         """How often rejected groups of a batch are replaced."""
         return self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20
 
-    def new_counts(self, has_given: bool) -> dict[str, float]:
+    def new_counts(self, has_demonstrations: bool) -> dict[str, float]:
         """Zero for everything that :meth:`accept` counts, and for the prompts drawn.
 
         Args:
-            has_given: some groups hold answers of the data (``Needs.given_share``).
+            has_demonstrations: some groups hold answers of the data (``Needs.demonstration_share``).
         """
         names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
         names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
-        return dict.fromkeys([*names, "given"] if has_given else names, 0.0)
+        return dict.fromkeys([*names, "demonstrations"] if has_demonstrations else names, 0.0)
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
         """The part of the group that is trained on; None where the group is rejected. ``counts`` says why. The filter
         accepts a group if it accepts the samples of one agent."""
-        if all(t.given for t in group.trajectories):  # the answer stands for the whole group: Needs.given_share
-            counts["given"] += 1
+        if all(
+            t.is_demonstration for t in group.trajectories
+        ):  # the answer stands for the whole group: Needs.demonstration_share
+            counts["demonstrations"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]
         live = [t for t in group.trajectories if t.status != "failed"]

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from rlhf.errors import CheckpointError, StandstillError, TrainingError
 from rlhf.interfaces import FinishedGroup
-from rlhf.interfaces.curriculum import Fate
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.saved import WAY_OUT
 from rlhf.types import Group, Row
 
@@ -282,7 +282,7 @@ class ContinuousStream(Stream):
         return ReadyBatch(groups, version, counts, curriculum_metrics=metrics)
 
     def _new_counts(self) -> dict[str, float]:
-        return self.acceptance.new_counts(self.settings.has_given) | dict.fromkeys(COUNTS, 0.0)
+        return self.acceptance.new_counts(self.settings.has_demonstrations) | dict.fromkeys(COUNTS, 0.0)
 
     @property
     def _exhausted(self) -> bool:
@@ -346,9 +346,9 @@ class ChosenRows:
         self._metrics[self._step] = self._order.metrics()
         return rows
 
-    def rejected(self, group: Group, fate: Fate) -> None:
+    def rejected(self, group: Group, outcome: Outcome) -> None:
         """Called when a group is rejected, so that it is not trained on."""
-        self._rejected.append(self._order.finished_group(group, 0, fate))
+        self._rejected.append(self._order.finished_group(group, 0, outcome))
 
     def finish(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Tell the curriculum of the batch of ``step``. Returns its metrics of the batch."""

@@ -26,10 +26,10 @@ class RolloutSettings:
     deadline: float
     """Seconds a sample may spend outside generation."""
     abort_on_failure: bool = True
-    given_share: float = 0.0
-    """Share of the rows whose group is the answer given in the data, not samples (``Needs.given_share``)."""
-    given_sources: tuple[str, ...] = ()
-    """Sources whose rows' group is that answer too (``Needs.given_sources``)."""
+    demonstration_share: float = 0.0
+    """Share of the rows whose group is the answer given in the data, not samples (``Needs.demonstration_share``)."""
+    demonstration_sources: tuple[str, ...] = ()
+    """Sources whose rows' group is that answer too (``Needs.demonstration_sources``)."""
     failures: Failures | None = None
     """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
     max_images: int = 8
@@ -37,8 +37,8 @@ class RolloutSettings:
     greedy: bool = False
     """Whether each prompt gets a greedy answer beside its samples (``Needs.greedy``): the last of its group, until the
     group is scored."""
-    given_samples: int = 0
-    """How many samples of a group, the first ones, are the answer in the data (``Needs.given_samples``)."""
+    demonstrations_per_group: int = 0
+    """How many samples of a group, the first ones, are the answer in the data (``Needs.demonstrations_per_group``)."""
 
     @property
     def answers(self) -> int:
@@ -54,15 +54,15 @@ class RolloutSettings:
         return self.greedy and sample == self.samples
 
     @property
-    def has_given(self) -> bool:
+    def has_demonstrations(self) -> bool:
         """Whether some groups hold answers given in the data."""
-        return self.given_share > 0 or bool(self.given_sources)
+        return self.demonstration_share > 0 or bool(self.demonstration_sources)
 
     def gives(self, number: int, source: str = "") -> bool:
         """Whether group ``number``, of a row of ``source``, holds the answer given in the data."""
-        return source in self.given_sources or (
-            self.given_share > 0
-            and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given_share * 2.0**63
+        return source in self.demonstration_sources or (
+            self.demonstration_share > 0
+            and derive_seed(self.seed, f"{self.purpose}/given", number) < self.demonstration_share * 2.0**63
         )
 
 

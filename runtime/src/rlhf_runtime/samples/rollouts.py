@@ -165,7 +165,7 @@ class Rollouts:
                 parts = await self._sample(row, index, settings, requests, log, slice)
                 tokens = sum(trajectory.sampled_tokens for trajectory in parts)
                 slice.add(status=parts[0].status, tokens=tokens)
-            if settings.purpose == TRAINING and not parts[0].given:
+            if settings.purpose == TRAINING and not parts[0].is_demonstration:
                 self.sampled_tokens += tokens
             return parts
         finally:
@@ -181,7 +181,7 @@ class Rollouts:
         log: TurnLog,
         slice: Slice,
     ) -> list[Trajectory]:
-        if index[1] < settings.given_samples:
+        if index[1] < settings.demonstrations_per_group:
             return [Trajectory(row, self.template.encode_answer(row), index)]
         context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group

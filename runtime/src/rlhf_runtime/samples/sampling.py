@@ -65,12 +65,12 @@ def training_settings(config: RunFile, failures: Failures, needs: Needs) -> Roll
         config.data.max_tokens,
         config.stream.rollout_deadline,
         config.stream.on_failed_sample == "abort",
-        needs.given_share,
-        needs.given_sources,
+        needs.demonstration_share,
+        needs.demonstration_sources,
         failures,
         config.data.image_limit,
         needs.greedy,
-        needs.given_samples,
+        needs.demonstrations_per_group,
     )
 
 

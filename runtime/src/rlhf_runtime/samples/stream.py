@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.errors import TrainingError
 from rlhf.interfaces import FinishedGroup
-from rlhf.interfaces.curriculum import Fate
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.types import Group
 
 from rlhf_runtime.checkpoint.saved_groups import FindRow, read_groups
@@ -230,7 +230,7 @@ class WaveStream(Stream):
     def _generate(self) -> ReadyBatch:
         accepted: list[Group] = []
         finished: list[FinishedGroup] = []
-        counts = self.acceptance.new_counts(self.settings.has_given)
+        counts = self.acceptance.new_counts(self.settings.has_demonstrations)
         for _ in range(1 + self.acceptance.refills):
             missing = self.batch_size - len(accepted)
             if not missing:
@@ -245,9 +245,9 @@ class WaveStream(Stream):
                 if part is not None:
                     accepted.append(part)
                 if self.row_order is not None:
-                    rejected: Fate = "filtered" if counts["filtered"] > filtered else "left_out"
-                    fate = rejected if part is None else "kept"
-                    finished.append(self.row_order.finished_group(group, self.generated, fate))
+                    rejected: Outcome = "filtered" if counts["filtered"] > filtered else "left_out"
+                    outcome = rejected if part is None else "kept"
+                    finished.append(self.row_order.finished_group(group, self.generated, outcome))
         counts["short"] = float(self.batch_size - len(accepted))
         metrics = self.row_order.metrics() if self.row_order is not None else {}
         return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)

@@ -135,7 +135,7 @@ class DistillOnPolicy(_Distillation):
             )
 
     def needs(self) -> Needs:
-        needs = replace(super().needs(), given_share=1 - self.config.sampled)
+        needs = replace(super().needs(), demonstration_share=1 - self.config.sampled)
         roles = (RoleSpec("policy", trained=True), *self.teacher.roles())
         return replace(needs, roles=roles, loans=() if self._changes else needs.loans)
 
@@ -153,11 +153,13 @@ class DistillOnPolicy(_Distillation):
         batch = assemble(examples, scored=False)
         if batch is None:
             return None, {}
-        sampled_units = [unit for unit, from_data in enumerate(batch.unit["given"].tolist()) if not from_data]
+        sampled_units = [
+            unit for unit, from_data in enumerate(batch.unit["is_demonstration"].tolist()) if not from_data
+        ]
         metrics = length_metrics(batch.select(sampled_units)) if sampled_units else {}
         batch, left_out = self.teacher.prepared(batch, examples)
         # Without the column temperature: heads read the student's logits as they are.
-        batch = batch.select_columns(("loss_mask", "own_tokens", "truncated", "given", *self.teacher.masks))
+        batch = batch.select_columns(("loss_mask", "own_tokens", "truncated", "is_demonstration", *self.teacher.masks))
         return self.teacher.only_taught(batch), metrics | left_out
 
     def annotations(self, step: int) -> list[Annotation]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class LuffyConfig(PolicyGradientConfig):
-    given_samples: int = Field(default=1, ge=1)
+    demonstrations_per_group: int = Field(default=1, ge=1)
     """How many samples of each group are the answer in the data. The policy samples the others."""
 
     @model_validator(mode="after")
@@ -48,7 +48,7 @@ class Luffy(PolicyGradient):
     }
 
     def needs(self) -> Needs:
-        return replace(super().needs(), given_samples=self.config.given_samples)
+        return replace(super().needs(), demonstrations_per_group=self.config.demonstrations_per_group)
 
 
 class LuffyLossConfig(PPOConfig):
@@ -69,12 +69,12 @@ class LuffyLoss(PPOLoss):
     Config = LuffyLossConfig
 
     def columns(self) -> tuple[str, ...]:
-        return (*super().columns(), "given")
+        return (*super().columns(), "is_demonstration")
 
     def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         values_A, metrics = super().surrogate(x)
-        given_A, logprobs_A = x["given"][x.unit_A], x["logprobs"].float()
+        demonstration_A, logprobs_A = x["is_demonstration"][x.unit_A], x["logprobs"].float()
         shaped_A = -x["advantages"] * torch.sigmoid(logprobs_A - math.log(self.config.gamma))  # p / (p + gamma)
-        all_metrics: dict[str, Any] = {name: (*metric, ~given_A) for name, metric in metrics.items()}
-        all_metrics["given_prob"] = ("token", logprobs_A.detach().exp(), given_A)
-        return torch.where(given_A, shaped_A, values_A), all_metrics
+        all_metrics: dict[str, Any] = {name: (*metric, ~demonstration_A) for name, metric in metrics.items()}
+        all_metrics["demonstration_prob"] = ("token", logprobs_A.detach().exp(), demonstration_A)
+        return torch.where(demonstration_A, shaped_A, values_A), all_metrics

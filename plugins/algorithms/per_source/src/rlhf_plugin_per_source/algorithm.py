@@ -90,7 +90,7 @@ class PerSource(Algorithm[Group]):
     ``policy/loss/math/policy``.
 
     A member may learn from demonstrations (``sft``): the rows of its sources have an answer, which it is trained on in
-    the same optimizer steps (``Needs.given_sources``).
+    the same optimizer steps (``Needs.demonstration_sources``).
 
     Restrictions, refused before the run: the other members, at least one, learn from samples (``prompts``) with a
     reward. All train the policy alone (no critic) and copy no weights (no ``kl.snapshot_every``); those that sample
@@ -164,7 +164,7 @@ class PerSource(Algorithm[Group]):
             any(member_needs.generator_logprobs for member_needs in needs.values()),
             tuple(sorted(set.intersection(*features))),
             max(member_needs.rows_min for member_needs in needs.values()),
-            given_sources=tuple(source for source, name in self._owner.items() if not self._samples(name)),
+            demonstration_sources=tuple(source for source, name in self._owner.items() if not self._samples(name)),
             greedy=any(member_needs.greedy for member_needs in needs.values()),
         )
 
@@ -175,12 +175,12 @@ class PerSource(Algorithm[Group]):
         for member in self.members.values():
             member.use_tokens(tokens)
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
+    def conflicts(self, shape: OnlineShape) -> list[str]:
         self.annotations(0)  # raises an error about those that cannot be joined
         return [
             re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", line)
             for name, member in self.members.items()
-            for line in member.misfits(shape)
+            for line in member.conflicts(shape)
         ]
 
     # ---------------------------------------------------------------------------------------- work
@@ -325,9 +325,9 @@ def check_member(name: str, member: Algorithm) -> None:
         ),
         (member.has_members, "has members itself; a member has none"),
         (bool(roles), f"trains {', '.join(roles)}; members train the policy alone. Use one without a critic"),
-        (not needs.reward or needs.given_share > 0, "learns from samples without a reward; members need one"),
+        (not needs.reward or needs.demonstration_share > 0, "learns from samples without a reward; members need one"),
         (
-            needs.given_samples > 0,
+            needs.demonstrations_per_group > 0,
             "takes samples of each group from the data; members cannot. Use one member's algorithm alone",
         ),
         (bool(needs.loans), "computes with the output head of another role; members cannot"),
@@ -340,10 +340,10 @@ def check_member(name: str, member: Algorithm) -> None:
 def demonstration(group: Group) -> Example:
     """The answer in the data that stands for the samples of a row, as a row of demonstrations. Raises TrainingError
     where there is none."""
-    if len(group.trajectories) != 1 or not group.trajectories[0].given:
+    if len(group.trajectories) != 1 or not group.trajectories[0].is_demonstration:
         raise TrainingError(
             f"row {group.row.index} of {group.row.source!r} is a demonstration, but its group holds "
-            f"{len(group.trajectories)} samples; it needs the answer in the data (Turn.given)"
+            f"{len(group.trajectories)} samples; it needs the answer in the data (Turn.is_demonstration)"
         )
     turns = group.trajectories[0].turns
     ids = [token for turn in turns for token in turn.ids]

@@ -17,7 +17,7 @@ class DeepSpeedCheck(Check):
 
     name = "deepspeed"
 
-    def look(self, examination: Examination) -> list[Finding]:
+    def examine(self, examination: Examination) -> list[Finding]:
         if importlib.util.find_spec("deepspeed") is None:
             return [Finding("deepspeed", "skipped", "not installed; needed by the trainer `deepspeed` only")]
         answer = examination.ask(import_deepspeed)

@@ -58,13 +58,13 @@ class DeepSpeedTrainer(ShardedTrainer):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"ranks:many", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
     )
-    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
+    memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"stage": 2},
         {"stage": 3},
         {"stage": 3, "offload_optimizer": "cpu"},
         {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     )
-    learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
+    training_options: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
     """Without ``offload_optimizer``, which ``offload_params`` requires."""
     layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {

@@ -69,9 +69,9 @@ class FsdpTrainer(ShardedTrainer):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"ranks:many", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
     )
-    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
+    memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
     layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {"reshard_after_forward"}
-    learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
+    training_options: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
     config: FsdpTrainerConfig
     tensors: DividedTensors

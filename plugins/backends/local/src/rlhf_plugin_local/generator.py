@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Generator, GeneratorSpec, TakesModule
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
-from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
+from rlhf.interfaces.memory import FP32, EngineMemory, ModelSize, PhaseMemory, SamplingWork
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
 from rlhf_modeling.activations import Arithmetic
@@ -61,7 +61,7 @@ class TransformersGenerator(TakesModule, Generator):
         prefill_tokens: int = Field(8192, ge=1)
         """Prompt tokens per prefill pass; a longer prompt is a pass of its own."""
 
-    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_batch": 64}, {"max_batch": 16})
+    memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_batch": 64}, {"max_batch": 16})
 
     @classmethod
     def memory(
@@ -82,7 +82,7 @@ class TransformersGenerator(TakesModule, Generator):
         step = max(4 * rows * size.vocabulary * FP32, cache // (2 * len(size.layers)))
         generate = {"cache": cache, "working": max(prompt_pass + int(prompts * token), step)}
         arithmetic = {"cache": f"{rows} samples x {work.longest} tokens x {token / 1024:.4g} KiB"}
-        phases = {"rest": Held({}), "asleep": Held({}), "generate": Held(generate)}
+        phases = {"rest": PhaseMemory({}), "asleep": PhaseMemory({}), "generate": PhaseMemory(generate)}
         return EngineMemory(phases, copy=False, cache_token=token, arithmetic=arithmetic)
 
     @classmethod

@@ -63,7 +63,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             "images",
         }
     )
-    learning: ClassVar[frozenset[str]] = LEARNING
+    training_options: ClassVar[frozenset[str]] = LEARNING
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
     per_step: ClassVar[frozenset[str]] = frozenset({"betas", "eps", "weight_decay", "max_grad_norm"})
     config: TorchTrainerConfig

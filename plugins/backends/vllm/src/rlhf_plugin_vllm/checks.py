@@ -20,7 +20,7 @@ class VllmCheck(Check):
 
     name = "vllm"
 
-    def look(self, examination: Examination) -> Iterator[Finding]:
+    def examine(self, examination: Examination) -> Iterator[Finding]:
         yield installation(examination)
         if os.environ.get(INSECURE, "0") not in ("", "0"):
             text = f"{INSECURE} is set: vLLM unpickles what it is sent"

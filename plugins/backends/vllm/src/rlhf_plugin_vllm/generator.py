@@ -55,7 +55,7 @@ class VllmGenerator(WeightLoading):
         {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images", "experts"}
     )
     Config = VllmGeneratorConfig
-    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
+    memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
 
     @classmethod
     def parallel_sizes(cls, config: Any) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
+from rlhf.interfaces.memory import FP32, EngineMemory, ModelSize, PhaseMemory, SamplingWork
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.arithmetic import computes_bf16
 from rlhf_modeling.images.memory import prompts_working
@@ -51,16 +51,16 @@ def engine_memory(
     else:
         cache, cache_text = int(work.longest * token), "one sequence, as the device's memory is not known"
     sizes = {"weights": weights, "working": working, "cache": cache}
-    awake = Held({part: number for part, number in sizes.items() if number})
+    awake = PhaseMemory({part: number for part, number in sizes.items() if number})
     generate = awake
     if space is not None:  # otherwise the share of the device includes it
         bf16, rows = element == 2.0, min(config.max_sequences, work.samples) * config.step_tokens
         prompts = min(config.max_batched_tokens or PREFILL_TOKENS, work.samples * work.longest_prompt)
         added = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
         added = max(added, 4 * rows * size.vocabulary * FP32)
-        generate = Held({**awake.device, "working": working + added})
+        generate = PhaseMemory({**awake.device, "working": working + added})
     # asleep it keeps its process's memory only; at level 1 the host holds the weights
-    asleep = awake if device != "cuda" else Held({}, weights if config.sleep_level == 1 else 0)
+    asleep = awake if device != "cuda" else PhaseMemory({}, weights if config.sleep_level == 1 else 0)
     explained = product(count, element, parts, over="devices")
     if saved:
         explained += f", less {saved / parts / 1e6:.4g} MB that quantised layers save"

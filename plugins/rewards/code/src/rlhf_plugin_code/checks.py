@@ -14,7 +14,7 @@ class CodeCheck(Check):
 
     name = "code"
 
-    def look(self, examination: Examination) -> Iterator[Finding]:
+    def examine(self, examination: Examination) -> Iterator[Finding]:
         answer = examination.ask(find_sandbox)
         if answer.error:
             remedy = "needed by the reward `code` only; its how-to page says what each sandbox needs"

@@ -46,7 +46,7 @@ class TeacherReward(Reward):
     name = "teacher"
     source = "on-policy distillation from a server, https://arxiv.org/abs/2601.02780"
     Config = TeacherRewardConfig
-    teaches = True
+    is_teacher = True
 
     def __init__(self, config: TeacherRewardConfig) -> None:
         super().__init__(config)

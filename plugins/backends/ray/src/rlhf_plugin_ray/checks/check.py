@@ -29,7 +29,7 @@ class RayCheck(Check):
 
     name = "ray"
 
-    def look(self, examination: Examination) -> Iterator[Finding]:
+    def examine(self, examination: Examination) -> Iterator[Finding]:
         yield from installation(examination)
         yield from cluster(examination)
 
@@ -63,7 +63,7 @@ def cluster(examination: Examination) -> Iterator[Finding]:
         yield Finding("ray cluster", "skipped", f"the run's launcher is {examination.launcher!r}")
     elif variable := os.environ.get(RAY_ADDRESS):
         for finding in check_nodes(examination, variable):
-            yield replace(finding, found=finding.found.replace(variable, f"${RAY_ADDRESS}"))
+            yield replace(finding, text=finding.text.replace(variable, f"${RAY_ADDRESS}"))
     else:
         yield Finding("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT asks one")
 
