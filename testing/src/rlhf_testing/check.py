@@ -33,11 +33,11 @@ class CheckContract(PluginContract):
             findings = list(self.cls().examine(examination))
         except Exception as error:
             raise Nonconformance(
-                f"{self.label()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
+                f"{self.label()} examine() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
                 "finding with the status 'fail'"
             ) from error
         for finding in findings:
-            expect(isinstance(finding, Finding), f"{self.label()} look() gives {finding!r}; expected a Finding")
+            expect(isinstance(finding, Finding), f"{self.label()} examine() gives {finding!r}; expected a Finding")
             texts = finding.name and finding.text
             expect(bool(texts), f"{self.label()} the finding {finding!r} needs a name, and a text")
         return findings
@@ -48,7 +48,8 @@ class CheckContract(PluginContract):
         """On this machine ``examine`` returns findings, each with a name, a status, what was found and what to do."""
         findings = self.findings(Examination(ask=in_this_process))
         expect(
-            bool(findings), f"{self.label()} look() gives nothing; a check that does not apply is a finding 'skipped'"
+            bool(findings),
+            f"{self.label()} examine() gives nothing; a check that does not apply is a finding 'skipped'",
         )
         names = [finding.name for finding in findings]
         expected = not self.finds or names == list(self.finds)
