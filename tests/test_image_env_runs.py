@@ -67,7 +67,7 @@ def test_a_run_with_images_goes_on_exactly_after_a_resume(family, tmp_path):
         ]
         assert samples[0] == samples[1]
         assert samples[0][0].prompt == [{"role": "user", "content": "[image 40x24]colour?\n\nfirst"}]
-        assert [t.text.split("]")[0] for t in samples[0][0].turns if t.who != "policy"] == [
+        assert [t.text.split("]")[0] for t in samples[0][0].turns if t.speaker != "policy"] == [
             "[image 16x32",
             "[image 32x32",
         ]

@@ -356,7 +356,7 @@ def test_samples_of_one_group_source_or_at_random(whole, capsys):
 def test_turns_in_an_environment_are_shown_with_their_rewards(shop, capsys):
     played = shop.train("rloo", "game", reward=None, run={"steps": 1}, **GAME)
     sample = next(s for s in shown(capsys, played.path, "--random", 99) if len(s["turns"]) > 2)
-    assert {turn["who"] for turn in sample["turns"]} == {"policy", "environment"}
+    assert {turn["speaker"] for turn in sample["turns"]} == {"policy", "environment"}
     assert sample["rewards"] == {"env": pytest.approx(sum(turn["reward"] or 0 for turn in sample["turns"]))}
     text = called(capsys, "samples", played.path, "--group", sample["group"])
     turn = sample["turns"][0]

@@ -30,8 +30,6 @@ KEPT = {
     "Batch.to": "as torch.Tensor.to",
     "OutputHead.to": "as torch.Tensor.to",
     "CallForm.read": "a function, so a verb",
-    "RecordedTurn.who": "a key of `rlhf samples --json`",
-    "Speeds.beside": "a key of `rlhf plan --json`",
     "OptionRow.to": "a key of the tables of `rlhf migrate`",
     "OptionRow.when": "a key of the tables of `rlhf migrate`",
     "OptionRow.why": "a key of the tables of `rlhf migrate`",

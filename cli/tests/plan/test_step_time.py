@@ -17,7 +17,7 @@ from rlhf_testing.tiny import tiny_model
 
 TWO_TURNS = Speeds([GroupTimes([SampleTimes((TurnTimes(100, 1.0),) * 2)] * 2, 0.5)], 0.01, 3 / 800, sync=0.25)
 """A batch of 2 x 2 samples takes 2 x (1 s sampling + 1 s environment) + 0.5 s reward = 4.5 s; learning takes 3 s."""
-TAIL = Speeds([GroupTimes([SampleTimes((TurnTimes(n, 0.0),)) for n in (10, 30)])], 0.0, 1 / 40, beside=0.1)
+TAIL = Speeds([GroupTimes([SampleTimes((TurnTimes(n, 0.0),)) for n in (10, 30)])], 0.0, 1 / 40, per_answer=0.1)
 """Answers of 10 and 30 tokens share an engine: 10 x 0.2 s for both, then 20 x 0.1 s for one."""
 PAUSED = Speeds([GroupTimes([SampleTimes((TurnTimes(400, 0.0),))])], 0.01, 1 / 400, sync=0.5, pause=0.5)
 """A batch of one answer takes 4 s, and 0.5 s more for each sync meanwhile; learning takes 1 s."""
@@ -116,7 +116,7 @@ def test_speeds_are_read_from_a_timeline(tmp_path):
     folder = timeline(tmp_path, turns, [(7, 0, 8.0, 16.5), (7, 1, 8.0, 15.5)], evaluated, *rewards)
     measured = measured_speeds(folder, waves=True, batch=4, engines=1)
     speeds = measured.speeds
-    assert (speeds.token, speeds.beside, speeds.request) == pytest.approx((0.1, 0.0, 0.0), abs=1e-9)
+    assert (speeds.token, speeds.per_answer, speeds.request) == pytest.approx((0.1, 0.0, 0.0), abs=1e-9)
     [group] = speeds.groups
     assert group.reward == pytest.approx(2.0)
     assert [[turn.tokens for turn in sample.turns] for sample in group.samples] == [[10, 20], [30, 5]]
@@ -137,7 +137,7 @@ def test_what_an_answer_costs_beside_others_is_read_too(tmp_path, engines):
     turns = [(engine, n, 0, tokens, 0.0, ends[n]) for engine in range(engines) for n, tokens in enumerate(lengths)]
     samples = [(group, n, 0.0, end) for group, n, *_, end in turns]
     measured = measured_speeds(timeline(tmp_path, turns, samples), waves=True, batch=4, engines=engines)
-    assert (measured.speeds.token, measured.speeds.beside) == pytest.approx((0.02, 0.1), rel=0.02)
+    assert (measured.speeds.token, measured.speeds.per_answer) == pytest.approx((0.02, 0.1), rel=0.02)
     assert measured.answers[1] == pytest.approx(4.0)
 
 

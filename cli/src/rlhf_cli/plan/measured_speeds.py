@@ -162,7 +162,7 @@ def _sampling_speed(
     syncs: Sequence[_Slice],
     engines: int,
 ) -> tuple[float, float, float, tuple[float, float]]:
-    """``Speeds.token``, ``Speeds.beside`` and ``Speeds.request`` with the smallest squared errors of the seconds of
+    """``Speeds.token``, ``Speeds.per_answer`` and ``Speeds.request`` with the smallest squared errors of the seconds of
     turns, none below 0; fewest and most answers at once on an engine. Of terms that explain the times alike, the first
     of these is taken: what n costs is not known where it is always the same."""
     moments = np.sort([*starts.values(), *(turn.end for turn in turns)])

@@ -66,10 +66,10 @@ class GroupTimes:
 class Speeds:
     groups: Sequence[GroupTimes]
     token: float
-    """An answer gets a token in ``token + beside * n`` seconds; n: answers that its engine samples at that moment."""
+    """An answer gets a token in ``token + per_answer * n`` seconds; n: answers that its engine samples then."""
     learn_a_token: float
     """Seconds of learning for a token of the batch, prompts included."""
-    beside: float = 0.0
+    per_answer: float = 0.0
     request: float = 0.0
     """Seconds from a request to its first token."""
     sync: float = 0.0

@@ -217,7 +217,7 @@ def _with_flags(measured: Measured | None, values: Mapping[str, str], run: RunPl
     )
     speeds = with_distributions(speeds, answer, env, reward, run.config.sampling.max_new_tokens)
     if "tokens-per-second" in values:
-        speeds = replace(speeds, token=1 / numbers["tokens-per-second"], beside=0.0, request=0.0)
+        speeds = replace(speeds, token=1 / numbers["tokens-per-second"], per_answer=0.0, request=0.0)
     if "learn-seconds" in values:
         batch_tokens = run.config.data.batch_size * count * speeds.tokens
         speeds = replace(speeds, learn_a_token=numbers["learn-seconds"] / batch_tokens)
@@ -238,8 +238,8 @@ def _number(text: str, flag: str) -> float:
 
 def _notes(folder: Path | None, measured: Measured | None, speeds: Speeds, batch: int) -> Iterator[str]:
     yield (
-        f"counts with {speeds.token * 1000:.3g} ms a token and {speeds.beside * 1000:.3g} ms more for each answer that "
-        f"an engine samples at once, {speeds.request:.3g} s a request"
+        f"counts with {speeds.token * 1000:.3g} ms a token and {speeds.per_answer * 1000:.3g} ms more for each answer "
+        f"that an engine samples at once, {speeds.request:.3g} s a request"
     )
     yield (
         f"counts with {speeds.learn(batch):.3g} s of learning for the {batch * speeds.tokens:,.0f} tokens of a batch, "

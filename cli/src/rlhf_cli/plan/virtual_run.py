@@ -130,7 +130,7 @@ class VirtualEngines:
         return self._busy
 
     def _seconds_of_a_token(self, answers: int) -> float:
-        return self._speeds.token + self._speeds.beside * max(1.0, answers / self._count)
+        return self._speeds.token + self._speeds.per_answer * max(1.0, answers / self._count)
 
     def _pause(self, paused: bool) -> None:
         self._pass_time()

@@ -41,10 +41,10 @@ def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -
             for name, value in (("reward", turn.reward), ("score", turn.score))
             if value is not None
         )
-        is_completion = len(sample.turns) == 1 and turn.who == "policy" and not marks
-        title = "completion" if is_completion else f"{turn.who}, {turn.tokens} tokens{marks}"
+        is_completion = len(sample.turns) == 1 and turn.speaker == "policy" and not marks
+        title = "completion" if is_completion else f"{turn.speaker}, {turn.tokens} tokens{marks}"
         body = _prompt_text(turn.messages) if turn.messages else turn.text
-        _add(text, title, body, limit, "" if turn.who == "policy" else "dim")
+        _add(text, title, body, limit, "" if turn.speaker == "policy" else "dim")
     text.rstrip()
     return text
 
@@ -56,7 +56,7 @@ def _facts(sample: RecordedSample) -> str:
         facts += f" (mean of its group {number(sample.group_mean)})"
     rewards = [f"{name} {'none' if value is None else number(value)}" for name, value in sample.rewards.items()]
     facts += f": {', '.join(rewards)}" if rewards else ""
-    turns = sum(turn.who == "policy" for turn in sample.turns)
+    turns = sum(turn.speaker == "policy" for turn in sample.turns)
     return facts + f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
 
 

@@ -191,9 +191,9 @@ class ShownSamples:
         sampled = (turn for turn in line["turns"] if turn["sampled"])
         turns = []
         for turn in sample.turns:
-            entry = {"who": turn.who, "tokens": turn.tokens, "text": _cut(_text(turn.messages or turn.text))}
+            entry = {"speaker": turn.speaker, "tokens": turn.tokens, "text": _cut(_text(turn.messages or turn.text))}
             entry |= {name: n for name, n in (("reward", turn.reward), ("score", turn.score)) if n is not None}
-            tokens = next(sampled) if turn.who == "policy" else None
+            tokens = next(sampled) if turn.speaker == "policy" else None
             if tokens is not None and with_tokens:
                 entry["ids"] = [int(token) for token in tokens["ids"]]
                 entry |= {"logprobs": _short(tokens["logprobs"])} if tokens["logprobs"] is not None else {}

@@ -27,7 +27,7 @@ _FILE = re.compile(r"step-(\d{6,})\.arrow")
 class RecordedTurn:
     """Consecutive tokens after the prompt, from the policy or from the environment."""
 
-    who: str
+    speaker: str
     """``policy``, or ``environment``."""
     text: str
     tokens: int

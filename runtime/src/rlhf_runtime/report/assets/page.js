@@ -434,7 +434,7 @@ function sampleView(sample, withPrompt = true) {
   const rewards = Object.entries(sample.rewards).map(([name, value]) =>
     make("div", {}, `${name} ${value === null ? "does not apply" : number(value)}`, sample.findings?.[name] ? `: ${sample.findings[name]}` : ""));
   const turns = sample.turns.some((turn) => turn.ids) ? tokenView(sample) : sample.turns.map((turn) =>
-    make("div", { class: `text-block ${turn.who}` }, turn.text));
+    make("div", { class: `text-block ${turn.speaker}` }, turn.text));
   const marks = sample.turns.filter((turn) => turn.reward !== undefined || turn.score !== undefined).map((turn, n) =>
     `turn ${n + 1}: ${[["reward", turn.reward], ["score", turn.score]].filter(([, v]) => v !== undefined).map(([k, v]) => `${k} ${number(v)}`).join(", ")}`);
   const info = Object.entries(sample.info ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
