@@ -11,6 +11,7 @@ from rlhf.errors import RolloutError, WorkerError
 from rlhf.interfaces import Env, Generator, Proof, Rollout
 from rlhf.plugins import Resolved
 from rlhf.requests import check_sampling
+from rlhf.seeds import derive_seed
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
@@ -289,7 +290,30 @@ def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):
 
     groups, _ = run(main, rows(1, 1), Branches(), abort_on_failure=False)
     assert [[t.status for t in g.trajectories] for g in groups] == [["failed"] * 2, ["ok"] * 2]
-    assert "await the first turn before asking for the next" in groups[0].trajectories[0].error
+    assert (
+        "await the first turn before asking for the next, or ask for several at once: ctx.generate_each()"
+        in groups[0].trajectories[0].error
+    )
+
+
+def test_turns_asked_for_at_once_are_in_one_wave_and_equal_to_turns_one_by_one(main):
+    class Branches(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            await asyncio.sleep(random.random() / 200)
+            branches = [([prompt], ctx.sampling), ([prompt, prompt], ctx.sampling)]
+            if ctx.index[1]:
+                return [prompt, *await ctx.generate_each(branches, 5)]
+            return [prompt, *[await ctx.generate(*branch, n) for n, branch in enumerate(branches, 5)]]
+
+    [group, _], generator = run(main, rows(1, 1), Branches(), samples=3)
+    assert [len(wave) for wave in generator.waves] == [2 + 4 * 2, 2]
+    assert [list(ids) for ids in generator.waves[0][:5]] == [[10], [10], [10, 10], [10], [10, 10]]
+    one_by_one, *at_once = [[turn.ids[0] for turn in t.turns] for t in group.trajectories]
+    assert one_by_one == at_once[0] == at_once[1] == [10, 3, 6]
+    seeds = [[turn.ids[1] for turn in t.turns[1:]] for t in group.trajectories]
+    expected = [[derive_seed(0, "sample", 0, sample, n) % 5 for n in (5, 6)] for sample in range(3)]
+    assert seeds == expected
 
 
 class Recording(Env):

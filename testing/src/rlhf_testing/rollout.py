@@ -138,6 +138,18 @@ class RolloutContract(Contract):
         rollout = self.build(config)
         return bool(rollout.plays_agents and rollout.needs_env)
 
+    def test_gives_rewards(self) -> None:
+        """A rollout sets rewards of turns only if it says so, plays an environment, or scores answers by ``score``."""
+        for config in self.grid():
+            context, turns = self.good(config)
+            rollout = self.build(config)
+            origin = rollout.gives_rewards or rollout.replays_env or context.envs or context.scores
+            expect(
+                bool(origin) or all(turn.reward is None for turn in turns),
+                f"{self.label(config)} sets Turn.reward, which the run adds to what [[reward]] gives: set "
+                "gives_rewards = True, or score by ctx.score()",
+            )
+
     def test_repeatable(self) -> None:
         """Equal rows, seeds and answers give equal turns."""
         for config in self.grid():

@@ -163,7 +163,7 @@ class Scorer:
         await asyncio.gather(*(self._start(pool) for pool in self._pools.values()))
 
     async def score(self, group: Group, trained_on: bool = True) -> None:
-        """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already.
+        """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed and has no reward already.
 
         Args:
             trained_on: whether a batch will be assembled from the group, which places step rewards at their tokens.
@@ -172,7 +172,7 @@ class Scorer:
         no score. The caller decides what to do with it. A source that raises, exceeds its deadline or returns a wrong
         number of results fails on all trajectories of that call: the group, or one (``Reward.per_sample``).
         """
-        live = [t for t in group.trajectories if t.status != "failed"]
+        live = [t for t in group.trajectories if t.status != "failed" and t.reward is None]
         if not live:
             return
         live_group = replace(group, trajectories=live)
@@ -185,8 +185,12 @@ class Scorer:
             if errors:
                 trajectory.status, trajectory.error = "failed", errors[0]
                 continue
-            turns_placed = trained_on and self._turn_credit == "step"
-            trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=turns_placed)
+            self.add_up(trajectory, trained_on)
+
+    def add_up(self, trajectory: Trajectory, trained_on: bool) -> None:
+        """Fill ``reward`` and ``score`` from the results of the sources, if there are any, and the rewards of turns."""
+        turns_placed = trained_on and self._turn_credit == "step"
+        trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=turns_placed)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -183,7 +183,8 @@ class Rollouts:
     ) -> list[Trajectory]:
         if index[1] < settings.given_samples:
             return [Trajectory(row, self.template.encode_answer(row), index)]
-        context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
+        open_env = partial(self._env, slice)
+        context = SampleContext(self.template, open_env, index, settings, requests, self.scorer, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"
         trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()
@@ -214,6 +215,8 @@ class Rollouts:
             drop_repeated(part.turns)
             if part.status != "failed":
                 part.status = "truncated" if part.truncated else "ok"
+                if context.gives_rewards:
+                    self.scorer.add_up(part, settings.purpose == TRAINING)
         return trajectories or [trajectory]
 
     def _env(self, slice: Slice) -> Env:
