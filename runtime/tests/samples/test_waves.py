@@ -316,6 +316,19 @@ def test_turns_asked_for_at_once_are_in_one_wave_and_equal_to_turns_one_by_one(m
     assert seeds == expected
 
 
+def test_turns_that_a_rollout_drops_count_as_sampled(main):
+    class First(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            first, _, _ = await ctx.generate_each([([prompt], ctx.sampling)] * 3)
+            return [prompt, first]
+
+    rollouts = Rollouts(First(), CountingGenerator(), PlainTemplate(), OneForAll(), main)
+    rollouts.run(rows(1, 1), 0, settings(samples=2, given_sources=("other",)))
+    rollouts.run(rows(1, 1), 0, settings(purpose="eval"))
+    assert rollouts.sampled_tokens == 2 * 2 * 3 * 2
+
+
 class Recording(Env):
     name = "recording"
     closed = 0

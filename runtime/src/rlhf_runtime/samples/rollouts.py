@@ -70,7 +70,7 @@ class Rollouts:
         """The generator, if each request is sent to it by itself, not in waves."""
         self.timeline, self.experts, self.agents = timeline, experts, agents
         self.sampled_tokens = 0
-        """Of all training samples that have ended."""
+        """For all training samples that have ended, with turns that the rollout did not return."""
 
     def run(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count = no_count
@@ -163,9 +163,9 @@ class Rollouts:
             arguments = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
             with self.timeline.slice("samples", "sample", **arguments) as slice:
                 parts = await self._sample(row, index, settings, requests, log, slice)
-                tokens = sum(trajectory.sampled_tokens for trajectory in parts)
+                tokens = sum(len(turn.ids) for _, _, turn in log.entries())
                 slice.add(status=parts[0].status, tokens=tokens)
-            if settings.purpose == TRAINING and not parts[0].given:
+            if settings.purpose == TRAINING:
                 self.sampled_tokens += tokens
             return parts
         finally:
