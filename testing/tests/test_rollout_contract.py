@@ -110,6 +110,15 @@ class PaysItself(SingleTurn):
         return [prompt, replace(turn, reward=1.0)]
 
 
+class ReturnsVerdict(SingleTurn):
+    """Returns a turn that may have been drawn from another distribution."""
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        greedy = replace(ctx.sampling, temperature=0.0)
+        return [prompt, *await ctx.generate_each([([prompt], greedy)], training=False)]
+
+
 class ScoresText(SingleTurn):
     """Scores answers without their prompts."""
 
@@ -236,6 +245,7 @@ class OneConversation(ForgetsAgents):
         (Wasteful, "test_budget", "not a RolloutError"),
         (Overlaps, "test_turns", r"another turn of the sample is generated: generate_each\(\)"),
         (PaysItself, "test_gives_rewards", "set gives_rewards = True"),
+        (ReturnsVerdict, "test_turns", "turn 1 was asked for with training = False"),
         (ScoresText, "test_turns", "takes all turns of each answer, the prompt first"),
     ],
 )

@@ -18,6 +18,18 @@ def score(prompt, completion, row):
 """
 
 
+TEACHER = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Teacher(Reward):
+    teaches = True
+
+    async def score(self, group):
+        return [RewardResult(None, steps=((1, 0, -0.5), (2, 0, -1.5))) for _ in group.trajectories]
+"""
+
+
 class Letters:
     """Answers with the next letter: "a" after a prompt, "b" after "a"."""
 
@@ -55,11 +67,13 @@ class Letterwise(Rollout):
 
 @pytest.fixture
 def play(from_file):
-    def run(rollout=None, right="ab", weights=(1.0,)):
+    def run(rollout=None, right="ab", weights=(1.0,), teacher=False):
         reward = from_file("reward", REWARD)
-        scorer = Scorer(
-            [ActiveReward(f"r{n}", reward, reward.cls(), weight=w) for n, w in enumerate(weights)], workers=1
-        )
+        sections = [ActiveReward(f"r{n}", reward, reward.cls(), weight=w) for n, w in enumerate(weights)]
+        if teacher:
+            source = from_file("reward", TEACHER)
+            sections.append(ActiveReward("teacher", source, source.cls()))
+        scorer = Scorer(sections, workers=1)
         main = MainThread()
         try:
             main.run(scorer.setup())
@@ -82,6 +96,12 @@ def test_answers_are_scored_by_every_section_and_the_sample_is_not_scored_again(
     assert (sample.status, sample.reward, sample.rewards) == ("truncated", 10 * sum(weights), {})
     assert sample.info == {"rollout/other": sum(weights)}
     assert play(right="a", weights=weights).reward == 0.0, "10 for the first turn and -10 for the second"
+
+
+def test_a_teacher_reads_a_sample_that_has_its_reward_by_the_rollout(play):
+    sample = play(teacher=True)
+    assert sample.reward == 10.0
+    assert [value for _, _, value in sample.rewards["teacher"].steps] == [-0.5, -1.5]
 
 
 def test_a_rollout_that_sets_no_reward_leaves_the_sample_to_the_run(play):

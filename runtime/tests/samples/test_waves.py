@@ -329,6 +329,28 @@ def test_turns_that_a_rollout_drops_count_as_sampled(main):
     assert rollouts.sampled_tokens == 2 * 2 * 3 * 2
 
 
+@pytest.mark.parametrize(
+    ("training", "number", "message"),
+    [
+        (False, 0, ""),
+        (False, 1, "returned turn 1, which it asked for with training = False"),
+        (True, 0, "a turn is asked for at temperature 0.0"),
+    ],
+)
+def test_turns_that_are_not_returned_may_be_greedy(main, training, number, message):
+    class Judged(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            answer = await ctx.generate([prompt], ctx.sampling)
+            greedy = replace(ctx.sampling, temperature=0.0)
+            [verdict] = await ctx.generate_each([([prompt, answer], greedy)], 1, training=training)
+            return [prompt, replace((answer, verdict)[number], reward=float(verdict.text))]
+
+    [group], _ = run(main, rows(1), Judged(), samples=1, abort_on_failure=False)
+    assert message in group.trajectories[0].error
+    assert (group.trajectories[0].status == "failed") == bool(message)
+
+
 class Recording(Env):
     name = "recording"
     closed = 0

@@ -70,12 +70,16 @@ class RolloutContract(Contract):
         """The first turn is a prompt. Sampled turns have one log-prob per token, other turns have none."""
         for config in self.grid():
             label = self.label(config)
-            _, turns = self.good(config)
+            context, turns = self.good(config)
             expect(
                 bool(turns) and not turns[0].sampled and bool(turns[0].ids), f"{label} the first turn must be a prompt"
             )
             expect(any(t.sampled for t in turns), f"{label} no turn is sampled: there is nothing to learn from")
             for n, turn in enumerate(turns):
+                expect(
+                    not turn.sampled or all(turn.logprobs is not side.logprobs for side in context.side_turns),
+                    f"{label} turn {n} was asked for with training = False: it cannot be trained on",
+                )
                 if turn.sampled:
                     count = None if turn.logprobs is None else len(turn.logprobs)
                     expect(count == len(turn.ids), f"{label} turn {n} has {len(turn.ids)} tokens and {count} log-probs")

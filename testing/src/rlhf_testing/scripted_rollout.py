@@ -79,6 +79,8 @@ class ScriptedContext(RolloutContext):
     envs: list[ScriptedEnv] = field(default_factory=list)
     generating: bool = False
     """Whether a turn is being generated."""
+    side_turns: list[Turn] = field(default_factory=list)
+    """Turns that were asked for with ``training = False``."""
     scores: bool = False
     """Whether the rollout scored answers."""
 
@@ -140,6 +142,14 @@ class ScriptedContext(RolloutContext):
         )
         self.calls.append(Call(context, sampling, turn_number, copy.deepcopy(turn)))
         return turn
+
+    async def generate_each(
+        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+    ) -> list[Turn]:
+        turns = await super().generate_each(requests, first_number)
+        if not training:
+            self.side_turns += turns
+        return turns
 
     async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
         """1 for an even number of tokens, else 0."""

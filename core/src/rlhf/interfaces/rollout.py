@@ -135,12 +135,18 @@ class RolloutContext(ABC):
         are :meth:`generate_each`.
         """
 
-    async def generate_each(self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0) -> list[Turn]:
+    async def generate_each(
+        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+    ) -> list[Turn]:
         """Sample one turn for each (turns, sampling), all at once, in their order: branches of a tree, or
         continuations that estimate the value of a state. Their turn numbers are ``first_number`` and those after it.
 
         A turn that :meth:`Rollout.run` does not return is not trained on and not saved. Its suite wants to know that it
         is left out on purpose: ``conformance = {"discards": True}`` in the class, ``discards = True`` in its suite.
+
+        Args:
+            training: False: :meth:`Rollout.run` returns none of these turns. Any sampling parameters are allowed then,
+                such as temperature 0 for the verdict of a judge.
         """
         return [await self.generate(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)]
 

@@ -193,6 +193,7 @@ class Rollouts:
                 async with asyncio.timeout(settings.deadline) as context.clock:
                     turns = await self.rollout.run(row, seed, context)
             conversations = check_turns(turns, self.experts, self.agents)
+            context.check_training(turns)
         except FATAL:
             raise
         except InvalidResult as error:

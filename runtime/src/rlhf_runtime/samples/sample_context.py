@@ -50,6 +50,8 @@ class SampleContext(RolloutContext):
         self._last: Turn | None = None
         """The turn that was sampled last."""
         self._generating = False
+        self._side_turns: list[Turn] = []
+        """Turns that are not returned."""
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
@@ -116,12 +118,18 @@ class SampleContext(RolloutContext):
         [turn] = await self.generate_each([(turns, sampling)], turn_number)
         return turn
 
-    async def generate_each(self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0) -> list[Turn]:
+    async def generate_each(
+        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+    ) -> list[Turn]:
         if self._generating:
             raise RolloutError(
                 "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
                 "turn before asking for the next, or ask for several at once: ctx.generate_each()"
             )
+        for _, sampling in requests:
+            check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
+            if training and self.training and not self._settings.is_greedy(self.index[1]):
+                _check_distribution(sampling, self.sampling)
         batch = {n: self._request(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)}
         log = {number: self._log.find(number, request) for number, request in batch.items()}
         rest = {number: batch[number] for number, turn in log.items() if turn is None}
@@ -133,14 +141,22 @@ class SampleContext(RolloutContext):
         for number, answer, (turns, _) in zip(batch, answers, requests, strict=True):
             self._last = answer
             self._answers[id(answer)] = number, turns[-1], answer
+        if not training:
+            self._side_turns += answers
         return answers
 
+    def check_training(self, turns: Sequence[Turn]) -> None:
+        """Raises RolloutError where the rollout returns a turn that it asked for with ``training = False``."""
+        for number, turn in enumerate(turns):
+            if turn.logprobs is not None and any(turn.logprobs is other.logprobs for other in self._side_turns):
+                raise RolloutError(
+                    f"the rollout returned turn {number}, which it asked for with training = False; leave that out for "
+                    "turns to return"
+                )
+
     def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int) -> GenerationRequest:
-        check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
         if self._settings.is_greedy(self.index[1]):
             sampling = greedy_sampling(sampling)  # also where an environment or a program asks for another temperature
-        elif self._settings.purpose == TRAINING:
-            _check_distribution(sampling, self.sampling)
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))
         if len(ids) >= self.max_tokens:
