@@ -70,6 +70,13 @@ def test_the_first_example_of_a_page_is_a_reward_that_passes_its_suite(tmp_path,
     assert main(["plugins", "check", f"file:{tmp_path / 'brevity.py'}", "--kind", "reward"]) == 0, capsys.readouterr()
 
 
+@pytest.mark.parametrize("kind", ["rollout", "advantage"])
+def test_the_example_that_samples_more_than_it_trains_on_passes_its_suites(tmp_path, kind, capsys):
+    written = (FOLDER / "rollout.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
+    (tmp_path / "vine.py").write_text(re.search(r"```python\n(.*?)```", written, re.DOTALL)[1])
+    assert main(["plugins", "check", f"file:{tmp_path / 'vine.py'}", "--kind", kind]) == 0, capsys.readouterr()
+
+
 @pytest.mark.parametrize("margin", ["by", None])
 def test_a_real_batch_of_pairs_has_the_columns_that_its_table_lists(tmp_path, margin):
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_tokenizer(tmp_path / "tokenizer")))

@@ -127,6 +127,24 @@ def test_name_must_be_an_entry_point():
         suite(component(__module__="nowhere.at_all"), registered=True).test_entry_point()
 
 
+def test_the_hook_must_offer_the_class(tmp_path, monkeypatch):
+    """A class that was renamed, but not in its hook, passed all of its tests."""
+    folder = tmp_path / "renamed-0.1.dist-info"
+    for path, text in {
+        folder / "METADATA": "Name: renamed\nVersion: 0.1\n",
+        folder / "entry_points.txt": "[rlhf.advantage]\nsmall = renamed\n",
+        tmp_path
+        / "renamed"
+        / "__init__.py": "from rlhf import hookimpl\n\n\n@hookimpl\ndef rlhf_register_advantage():\n"
+        "    from renamed import OldName\n",
+    }.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Nonconformance, match=r"a run cannot select advantage 'small': .*cannot import name 'OldName'"):
+        suite(component(__module__="renamed.advantage", name="small"), registered=True).test_entry_point()
+
+
 def test_state_must_be_json_and_survive():
     lost = component(state_dict=lambda self: {"n": id(self)}, load_state_dict=lambda self, state: None)
     with pytest.raises(Nonconformance, match="after load_state_dict"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -73,7 +74,58 @@ class TestRewrites(RolloutContract):
     registered = False
 
 
+class Branches(SingleTurn):
+    """Two answers at once; each is rewarded by what the other one is not."""
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        first, second = await ctx.generate_each([([prompt], ctx.sampling)] * 2)
+        one, other = await ctx.score(row, [[prompt, first], [prompt, second]])
+        context = Turn(prompt.ids, sampled=False, fresh=True)
+        return [prompt, replace(first, reward=one - other), context, replace(second, reward=other - one)]
+
+
+class TestBranches(RolloutContract):
+    rollout = Branches
+    registered = False
+
+
 # ------------------------------------------------------------------------------- broken on purpose
+
+
+class Overlaps(SingleTurn):
+    """Asks for a turn before it has the one before."""
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        answers = [ctx.generate([prompt], ctx.sampling, number) for number in range(2)]
+        return [prompt, (await asyncio.gather(*answers))[0]]
+
+
+class PaysItself(SingleTurn):
+    """Rewards a turn without saying so."""
+
+    async def run(self, row, seed, ctx):
+        prompt, turn = await super().run(row, seed, ctx)
+        return [prompt, replace(turn, reward=1.0)]
+
+
+class ReturnsVerdict(SingleTurn):
+    """Returns a turn that may have been drawn from another distribution."""
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        greedy = replace(ctx.sampling, temperature=0.0)
+        return [prompt, *await ctx.generate_each([([prompt], greedy)], training=False)]
+
+
+class ScoresText(SingleTurn):
+    """Scores answers without their prompts."""
+
+    async def run(self, row, seed, ctx):
+        prompt, turn = await super().run(row, seed, ctx)
+        await ctx.score(row, [[turn]])
+        return [prompt, turn]
 
 
 class Retokenises(SingleTurn):
@@ -191,6 +243,10 @@ class OneConversation(ForgetsAgents):
         (OneConversation, "test_token_in_token_out", "others precede it"),
         (ForgetsAgents, "test_env_rewards", r"gave the agents 4 and 3.5 in all, their turns hold \[0, 0\]"),
         (Wasteful, "test_budget", "not a RolloutError"),
+        (Overlaps, "test_turns", r"another turn of the sample is generated: generate_each\(\)"),
+        (PaysItself, "test_gives_rewards", "set gives_rewards = True"),
+        (ReturnsVerdict, "test_turns", "turn 1 was asked for with training = False"),
+        (ScoresText, "test_turns", "takes all turns of each answer, the prompt first"),
     ],
 )
 def test_broken_rollout_fails_the_right_check(made, check, message):

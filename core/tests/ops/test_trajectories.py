@@ -45,6 +45,16 @@ def test_each_trajectory_is_one_unit_with_masks_and_columns():
     }  # fmt: skip
 
 
+def test_an_answer_may_be_several_turns():
+    def answer(*texts):
+        return Trajectory(ROW, [Turn([1], sampled=text.islower(), text=text) for text in texts], (0, 0)).answer
+
+    assert answer("Q", "a", "b") == "ab"
+    assert answer("Q", "a", "O", "b", "c") == "bc"
+    assert answer("Q", "a", "b", "O") == "ab"
+    assert answer("Q") == ""
+
+
 def test_truncation_and_length_of_multi_turn():
     """Defects 12 and 17: truncation was lost, and observations were counted as the policy's tokens."""
     cut = trajectory(seen(1), said(2), seen(7, 7, 7, 7), said(3, finish="length"))

@@ -11,6 +11,7 @@ from rlhf.errors import RolloutError, WorkerError
 from rlhf.interfaces import Env, Generator, Proof, Rollout
 from rlhf.plugins import Resolved
 from rlhf.requests import check_sampling
+from rlhf.seeds import derive_seed
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
@@ -291,7 +292,65 @@ def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):
 
     groups, _ = run(main, rows(1, 1), Branches(), abort_on_failure=False)
     assert [[t.status for t in g.trajectories] for g in groups] == [["failed"] * 2, ["ok"] * 2]
-    assert "await the first turn before asking for the next" in groups[0].trajectories[0].error
+    assert (
+        "await the first turn before asking for the next, or ask for several at once: ctx.generate_each()"
+        in groups[0].trajectories[0].error
+    )
+
+
+def test_turns_asked_for_at_once_are_in_one_wave_and_equal_to_turns_one_by_one(main):
+    class Branches(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            await asyncio.sleep(random.random() / 200)
+            branches = [([prompt], ctx.sampling), ([prompt, prompt], ctx.sampling)]
+            if ctx.index[1]:
+                return [prompt, *await ctx.generate_each(branches, 5)]
+            return [prompt, *[await ctx.generate(*branch, n) for n, branch in enumerate(branches, 5)]]
+
+    [group, _], generator = run(main, rows(1, 1), Branches(), samples=3)
+    assert [len(wave) for wave in generator.waves] == [2 + 4 * 2, 2]
+    assert [list(ids) for ids in generator.waves[0][:5]] == [[10], [10], [10, 10], [10], [10, 10]]
+    one_by_one, *at_once = [[turn.ids[0] for turn in t.turns] for t in group.trajectories]
+    assert one_by_one == at_once[0] == at_once[1] == [10, 3, 6]
+    seeds = [[turn.ids[1] for turn in t.turns[1:]] for t in group.trajectories]
+    expected = [[derive_seed(0, "sample", 0, sample, n) % 5 for n in (5, 6)] for sample in range(3)]
+    assert seeds == expected
+
+
+def test_turns_that_a_rollout_drops_count_as_sampled(main):
+    class First(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            first, _, _ = await ctx.generate_each([([prompt], ctx.sampling)] * 3)
+            return [prompt, first]
+
+    rollouts = Rollouts(First(), CountingGenerator(), PlainTemplate(), OneForAll(), main)
+    rollouts.run(rows(1, 1), 0, settings(samples=2, given_sources=("other",)))
+    rollouts.run(rows(1, 1), 0, settings(purpose="eval"))
+    assert rollouts.sampled_tokens == 2 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("training", "number", "message"),
+    [
+        (False, 0, ""),
+        (False, 1, "returned turn 1, which it asked for with training = False"),
+        (True, 0, "a turn is asked for at temperature 0.0"),
+    ],
+)
+def test_turns_that_are_not_returned_may_be_greedy(main, training, number, message):
+    class Judged(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            answer = await ctx.generate([prompt], ctx.sampling)
+            greedy = replace(ctx.sampling, temperature=0.0)
+            [verdict] = await ctx.generate_each([([prompt, answer], greedy)], 1, training=training)
+            return [prompt, replace((answer, verdict)[number], reward=float(verdict.text))]
+
+    [group], _ = run(main, rows(1), Judged(), samples=1, abort_on_failure=False)
+    assert message in group.trajectories[0].error
+    assert (group.trajectories[0].status == "failed") == bool(message)
 
 
 class Recording(Env):

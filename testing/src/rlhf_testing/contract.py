@@ -159,10 +159,13 @@ class PluginContract:
         expect(bool(doc and doc.strip()), f"{cls.__name__} has no docstring; `rlhf plugins show {name}` prints it")
 
     def test_entry_point(self) -> None:
-        """The name in the distribution's metadata is the class's name."""
+        """The name in the distribution's metadata is the class's name, and the hook of its module offers the class."""
         if not self.registered:
             return
         from importlib.metadata import entry_points
+
+        from rlhf.errors import RlhfError
+        from rlhf.plugins import Plugins
 
         cls, package = self.cls, self.cls.__module__.split(".")[0]
         points = [p for p in entry_points(group=f"rlhf.{self.kind}") if p.module.split(".")[0] == package]
@@ -172,6 +175,11 @@ class PluginContract:
             f"{cls.__name__}.name is {cls.name!r}, but package {package!r} offers {names} in the entry-point group "
             f"'rlhf.{self.kind}'. Make them equal, then reinstall the distribution.",
         )
+        distribution = next(p.dist.name for p in points if p.name == cls.name and p.dist is not None)
+        try:
+            Plugins.discover().resolve(self.kind, f"{distribution}/{cls.name}")
+        except RlhfError as error:
+            raise Nonconformance(f"a run cannot select {self.kind} {cls.name!r}: {error}") from error
 
 
 class Contract(PluginContract):

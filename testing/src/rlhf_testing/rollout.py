@@ -70,12 +70,16 @@ class RolloutContract(Contract):
         """The first turn is a prompt. Sampled turns have one log-prob per token, other turns have none."""
         for config in self.grid():
             label = self.label(config)
-            _, turns = self.good(config)
+            context, turns = self.good(config)
             expect(
                 bool(turns) and not turns[0].sampled and bool(turns[0].ids), f"{label} the first turn must be a prompt"
             )
             expect(any(t.sampled for t in turns), f"{label} no turn is sampled: there is nothing to learn from")
             for n, turn in enumerate(turns):
+                expect(
+                    not turn.sampled or all(turn.logprobs is not side.logprobs for side in context.side_turns),
+                    f"{label} turn {n} was asked for with training = False: it cannot be trained on",
+                )
                 if turn.sampled:
                     count = None if turn.logprobs is None else len(turn.logprobs)
                     expect(count == len(turn.ids), f"{label} turn {n} has {len(turn.ids)} tokens and {count} log-probs")
@@ -137,6 +141,18 @@ class RolloutContract(Contract):
     def _plays_agents(self, config: Any) -> bool:
         rollout = self.build(config)
         return bool(rollout.plays_agents and rollout.needs_env)
+
+    def test_gives_rewards(self) -> None:
+        """A rollout sets rewards of turns only if it says so, plays an environment, or scores answers by ``score``."""
+        for config in self.grid():
+            context, turns = self.good(config)
+            rollout = self.build(config)
+            origin = rollout.gives_rewards or rollout.replays_env or context.envs or context.scores
+            expect(
+                bool(origin) or all(turn.reward is None for turn in turns),
+                f"{self.label(config)} sets Turn.reward, which the run adds to what [[reward]] gives: set "
+                "gives_rewards = True, or score by ctx.score()",
+            )
 
     def test_repeatable(self) -> None:
         """Equal rows, seeds and answers give equal turns."""

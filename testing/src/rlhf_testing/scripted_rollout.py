@@ -77,6 +77,12 @@ class ScriptedContext(RolloutContext):
     agents: Sequence[str] = ()
     calls: list[Call] = field(default_factory=list)
     envs: list[ScriptedEnv] = field(default_factory=list)
+    generating: bool = False
+    """Whether a turn is being generated."""
+    side_turns: list[Turn] = field(default_factory=list)
+    """Turns that were asked for with ``training = False``."""
+    scores: bool = False
+    """Whether the rollout scored answers."""
 
     def encode_prompt(self, row: Row) -> Turn:
         text = str(row["prompt"])
@@ -118,7 +124,11 @@ class ScriptedContext(RolloutContext):
         room = min(sampling.max_new_tokens, self.max_tokens - len(context))
         if room <= 0:
             raise RolloutError(f"{len(context)} tokens leave no room within {self.max_tokens}")
+        if self.generating:
+            raise RolloutError("generate() was called while another turn of the sample is generated: generate_each()")
+        self.generating = True
         await asyncio.sleep(0)
+        self.generating = False
         rng = random.Random(f"{context}/{turn_number}")
         ids = [rng.randrange(97, 123) for _ in range(rng.randint(1, room))]
         turn = Turn(
@@ -132,6 +142,23 @@ class ScriptedContext(RolloutContext):
         )
         self.calls.append(Call(context, sampling, turn_number, copy.deepcopy(turn)))
         return turn
+
+    async def generate_each(
+        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+    ) -> list[Turn]:
+        turns = await super().generate_each(requests, first_number)
+        if not training:
+            self.side_turns += turns
+        return turns
+
+    async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
+        """1 for an even number of tokens, else 0."""
+        for turns in answers:
+            is_answer = isinstance(turns, list) and bool(turns) and not turns[0].sampled and turns[-1].sampled
+            expect(is_answer, f"ctx.score() takes all turns of each answer, the prompt first, got {turns!r:.60}")
+        await asyncio.sleep(0)
+        self.scores = True
+        return [float(sum(len(t.ids) for t in turns) % 2 == 0) for turns in answers]
 
     async def open_env(self) -> Env:
         env = ScriptedEnv(self.env_turns, self.fails_at, self.agents)

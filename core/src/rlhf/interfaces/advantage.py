@@ -97,8 +97,8 @@ class Advantage(Component):
         answers are one turn is then refused.
 
         Args:
-            reward_M: float64, the environment's reward of the turn. The last turn of a trajectory also has what is left
-                of the trajectory's reward ``r``, so that the sum over its turns is ``r``.
+            reward_M: float64, the turn's reward, by the environment or the rollout. The last turn of a trajectory also
+                has what is left of the trajectory's reward ``r``, so that the sum over its turns is ``r``.
             state_M: int64, equal for turns of one group that follow the same observation (its text and images).
             trajectory_M: int64, which trajectory each turn is in.
 

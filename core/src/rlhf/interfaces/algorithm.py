@@ -1,4 +1,4 @@
-"""Algorithms: a named combination of advantage, losses and rollout, with defaults and declared requirements."""
+"""Algorithms: a named combination of advantage and losses, with defaults and declared requirements."""
 
 from __future__ import annotations
 

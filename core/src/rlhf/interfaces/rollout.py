@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.errors import DataError
+from rlhf.errors import DataError, RolloutError
 from rlhf.interfaces.component import Component
 from rlhf.interfaces.env import Env
 from rlhf.types import Row, Sampling, Turn
@@ -129,7 +129,38 @@ class RolloutContext(ABC):
     @abstractmethod
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         """Sample one turn after ``turns``, which are of one agent. The seed is derived from the sample's index and
-        ``turn_number``, which is another one for each turn of the sample, whichever agent's it is."""
+        ``turn_number``, which is another one for each turn of the sample, whichever agent's it is.
+
+        Await each call before the next one: a second call at the same time raises RolloutError. Several turns at once
+        are :meth:`generate_each`.
+        """
+
+    async def generate_each(
+        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+    ) -> list[Turn]:
+        """Sample one turn for each (turns, sampling), all at once, in their order: branches of a tree, or
+        continuations that estimate the value of a state. Their turn numbers are ``first_number`` and those after it.
+
+        A turn that :meth:`Rollout.run` does not return is not trained on and not saved. Its suite wants to know that it
+        is left out on purpose: ``conformance = {"discards": True}`` in the class, ``discards = True`` in its suite.
+
+        Args:
+            training: False: :meth:`Rollout.run` returns none of these turns. Any sampling parameters are allowed then,
+                such as temperature 0 for the verdict of a judge.
+        """
+        return [await self.generate(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)]
+
+    async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
+        """The rewards that the run's ``[[reward]]`` sections give to these answers, as to the samples of one prompt:
+        their weighted sums. Each answer is all of its turns, the prompt first; rewards that its turns have already do
+        not count.
+
+        A rollout that also sets :attr:`~rlhf.types.Turn.reward` gives the sample's reward by this: the run does not
+        score the sample again.
+
+        Raises RolloutError: the run has no ``[[reward]]``. RewardError: a reward failed, or none applies to an answer.
+        """
+        raise RolloutError("this context has no rewards to score answers with")
 
     def report(self, name: str, value: float) -> None:
         """A number about this sample, such as how often something happened in it; reporting a name again replaces its
@@ -172,7 +203,8 @@ class Rollout(Component):
     """True: the rollout calls :meth:`RolloutContext.encode_messages` with tools. A run is then refused if the chat
     template does not write their descriptions, or writes calls that :meth:`RolloutContext.parse_answer` cannot read."""
     gives_rewards: bool = False
-    """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``.
+    """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``;
+    what one gives is added. Leave it False where these rewards come from :meth:`RolloutContext.score`, which needs one.
     A rollout that does so only if asked has an option ``returns_reward``, which ``rlhf init`` writes where no reward is
     named, and sets this attribute in its constructor."""
     concurrency: int | None = None

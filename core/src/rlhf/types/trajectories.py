@@ -41,7 +41,7 @@ class Turn:
     """Why sampling ended: ``stop`` (end token or stop string), ``length`` (budget used up), ``abort``."""
     temperature: float = 1.0
     reward: float | None = None
-    """Reward from an environment for this sampled turn."""
+    """Reward for this sampled turn, from an environment or the rollout."""
     text: str = ""
     """Decoded text without special tokens. Rewards and environments read it."""
     fresh: bool = False
@@ -162,8 +162,14 @@ class Trajectory:
 
     @property
     def answer(self) -> str:
-        """Text of the last sampled turn."""
-        return next((t.text for t in reversed(self.turns) if t.sampled), "")
+        """Text of the last sampled turn, with the sampled turns directly before it: an answer may be several turns."""
+        parts: list[str] = []
+        for turn in reversed(self.turns):
+            if turn.sampled:
+                parts.append(turn.text)
+            elif parts:
+                break
+        return "".join(reversed(parts))
 
     @property
     def sampled_tokens(self) -> int:

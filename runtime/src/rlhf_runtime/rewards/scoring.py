@@ -163,7 +163,8 @@ class Scorer:
         await asyncio.gather(*(self._start(pool) for pool in self._pools.values()))
 
     async def score(self, group: Group, trained_on: bool = True) -> None:
-        """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already.
+        """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already. One that has a
+        reward, by its rollout, is read by teachers only.
 
         Args:
             trained_on: whether a batch will be assembled from the group, which places step rewards at their tokens.
@@ -173,20 +174,30 @@ class Scorer:
         number of results fails on all trajectories of that call: the group, or one (``Reward.per_sample``).
         """
         live = [t for t in group.trajectories if t.status != "failed"]
-        if not live:
-            return
-        live_group = replace(group, trajectories=live)
         sources = [reward for reward in self.rewards if trained_on or not reward.instance.is_teacher]
-        answers = await asyncio.gather(*(self._ask(reward, live_group) for reward in sources))
-        for i, trajectory in enumerate(live):
+        teachers = [reward for reward in sources if reward.instance.is_teacher]
+        rest, complete = [t for t in live if t.reward is None], [t for t in live if t.reward is not None]
+        await self._score(replace(group, trajectories=rest), sources, trained_on)
+        await self._score(replace(group, trajectories=complete), teachers, trained_on)
+
+    async def _score(self, group: Group, sources: Sequence[ActiveReward], trained_on: bool) -> None:
+        if not group.trajectories:
+            return
+        answers = await asyncio.gather(*(self._ask(reward, group) for reward in sources))
+        for i, trajectory in enumerate(group.trajectories):
             results = {r.name: answer[i] for r, answer in zip(sources, answers, strict=True)}
             trajectory.rewards = {name: r for name, r in results.items() if isinstance(r, RewardResult)}
             errors = [e for e in results.values() if isinstance(e, str)]
             if errors:
                 trajectory.status, trajectory.error = "failed", errors[0]
+                trajectory.reward = trajectory.score = None
                 continue
-            turns_placed = trained_on and self._turn_credit == "step"
-            trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=turns_placed)
+            self.add_up(trajectory, trained_on)
+
+    def add_up(self, trajectory: Trajectory, trained_on: bool) -> None:
+        """Fill ``reward`` and ``score`` from the results of the sources, if there are any, and the rewards of turns."""
+        turns_placed = trained_on and self._turn_credit == "step"
+        trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=turns_placed)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -42,7 +42,9 @@ class Waves:
         self._turnstile = {order: asyncio.Event() for order in samples}
         self._queue = deque(samples)
         self._busy = 0
+        """Samples under way that do not wait for tokens."""
         self._waiting: list[_Waiting] = []
+        self._waiting_samples = 0
         self._tasks: set[asyncio.Task[None]] = set()
         for _ in range(len(samples) if limit is None else min(limit, len(samples))):
             self._admit_next()
@@ -62,13 +64,15 @@ class Waves:
         self._turnstile[self._queue.popleft()].set()
         self._busy += 1
 
-    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
-        """The sampled turn. Generation starts when all other samples under way wait too."""
-        waiting = _Waiting(order, request, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+    async def generate(self, order: tuple[int, ...], requests: Sequence[GenerationRequest]) -> list[Turn]:
+        """The sampled turns of one sample. Generation starts when all other samples under way wait too."""
+        loop = asyncio.get_running_loop()
+        waiting = [_Waiting((*order, n), request, loop.create_future()) for n, request in enumerate(requests)]
+        self._waiting += waiting
         self._busy -= 1
+        self._waiting_samples += 1
         self._start_if_all_wait()
-        return await waiting.future
+        return await asyncio.gather(*(w.future for w in waiting))
 
     async def settled(self) -> None:
         """Wait until no wave is under way. A wave can end after all of its samples have ended or failed."""
@@ -79,7 +83,7 @@ class Waves:
             return
         wave = sorted(self._waiting, key=lambda w: w.order)
         self._waiting = []
-        self._busy += len(wave)
+        self._busy, self._waiting_samples = self._waiting_samples, 0
         task = asyncio.get_running_loop().create_task(self._run(wave))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -141,8 +145,11 @@ class SingleRequests:
         if self._places is not None:
             self._places.release()
 
-    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
-        """The sampled turn."""
+    async def generate(self, order: tuple[int, ...], requests: Sequence[GenerationRequest]) -> list[Turn]:
+        """The sampled turns of one sample."""
+        return await asyncio.gather(*(self._answer(request) for request in requests))
+
+    async def _answer(self, request: GenerationRequest) -> Turn:
         while not self._open.is_set():  # it may be held again before this coroutine goes on
             await self._open.wait()
         self._under_way += 1

@@ -70,7 +70,7 @@ class Rollouts:
         """The generator, if each request is sent to it by itself, not in waves."""
         self.timeline, self.experts, self.agents = timeline, experts, agents
         self.sampled_tokens = 0
-        """Of all training samples that have ended."""
+        """For all training samples that have ended, with turns that the rollout did not return."""
 
     def run(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count = no_count
@@ -163,9 +163,9 @@ class Rollouts:
             arguments = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
             with self.timeline.slice("samples", "sample", **arguments) as slice:
                 parts = await self._sample(row, index, settings, requests, log, slice)
-                tokens = sum(trajectory.sampled_tokens for trajectory in parts)
+                tokens = sum(len(turn.ids) for _, _, turn in log.entries())
                 slice.add(status=parts[0].status, tokens=tokens)
-            if settings.purpose == TRAINING and not parts[0].is_demonstration:
+            if settings.purpose == TRAINING:
                 self.sampled_tokens += tokens
             return parts
         finally:
@@ -183,7 +183,8 @@ class Rollouts:
     ) -> list[Trajectory]:
         if index[1] < settings.demonstrations_per_group:
             return [Trajectory(row, self.template.encode_answer(row), index)]
-        context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
+        open_env = partial(self._env, slice)
+        context = SampleContext(self.template, open_env, index, settings, requests, self.scorer, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"
         trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()
@@ -192,6 +193,7 @@ class Rollouts:
                 async with asyncio.timeout(settings.deadline) as context.clock:
                     turns = await self.rollout.run(row, seed, context)
             conversations = check_turns(turns, self.experts, self.agents)
+            context.check_training(turns)
         except FATAL:
             raise
         except InvalidResult as error:
@@ -214,6 +216,8 @@ class Rollouts:
             drop_repeated(part.turns)
             if part.status != "failed":
                 part.status = "truncated" if part.truncated else "ok"
+                if context.gives_rewards:
+                    self.scorer.add_up(part, settings.purpose == TRAINING)
         return trajectories or [trajectory]
 
     def _env(self, slice: Slice) -> Env:

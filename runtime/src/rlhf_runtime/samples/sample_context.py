@@ -11,16 +11,17 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-from rlhf.errors import EnvError, RolloutError, boundary
+from rlhf.errors import EnvError, RewardError, RolloutError, boundary
 from rlhf.interfaces import Env, RolloutContext
 from rlhf.requests import check_sampling
 from rlhf.seeds import derive_seed
-from rlhf.types import GenerationRequest, Row, Sampling, Turn
+from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 from rlhf.types.images import joined_images
 
 from rlhf_runtime.data.messages import Messages
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.observe.timeline import Slice
+from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.episodes import Episode
 from rlhf_runtime.samples.requests import Requests
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings, greedy_sampling
@@ -36,16 +37,21 @@ class SampleContext(RolloutContext):
         index: tuple[int, int],
         settings: RolloutSettings,
         requests: Requests,
+        scorer: Scorer,
         log: TurnLog,
         slice: Slice,
     ) -> None:
         self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
-        self._requests, self._log, self._slice = requests, log, slice
+        self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
+        self.gives_rewards = False
+        """Whether the rollout scores answers itself."""
         self._envs: list[Env] = []
         self._reported: dict[str, float] = {}
         self._last: Turn | None = None
         """The turn that was sampled last."""
         self._generating = False
+        self._side_turns: list[Turn] = []
+        """Turns that are not returned."""
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
@@ -109,16 +115,48 @@ class SampleContext(RolloutContext):
         return replace(context, ids=context.ids[1:], images=images)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        [turn] = await self.generate_each([(turns, sampling)], turn_number)
+        return turn
+
+    async def generate_each(
+        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+    ) -> list[Turn]:
         if self._generating:
             raise RolloutError(
                 "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
-                "turn before asking for the next"
+                "turn before asking for the next, or ask for several at once: ctx.generate_each()"
             )
-        check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
+        for _, sampling in requests:
+            check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
+            if training and self.training and not self._settings.is_greedy(self.index[1]):
+                _check_distribution(sampling, self.sampling)
+        batch = {n: self._request(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)}
+        log = {number: self._log.find(number, request) for number, request in batch.items()}
+        rest = {number: batch[number] for number, turn in log.items() if turn is None}
+        if rest:
+            for number, turn in zip(rest, await self._generate(rest), strict=True):
+                self._log.add(number, rest[number], turn)
+                log[number] = turn
+        answers = [turn for turn in log.values() if turn is not None]
+        for number, answer, (turns, _) in zip(batch, answers, requests, strict=True):
+            self._last = answer
+            self._answers[id(answer)] = number, turns[-1], answer
+        if not training:
+            self._side_turns += answers
+        return answers
+
+    def check_training(self, turns: Sequence[Turn]) -> None:
+        """Raises RolloutError where the rollout returns a turn that it asked for with ``training = False``."""
+        for number, turn in enumerate(turns):
+            if turn.logprobs is not None and any(turn.logprobs is other.logprobs for other in self._side_turns):
+                raise RolloutError(
+                    f"the rollout returned turn {number}, which it asked for with training = False; leave that out for "
+                    "turns to return"
+                )
+
+    def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int) -> GenerationRequest:
         if self._settings.is_greedy(self.index[1]):
             sampling = greedy_sampling(sampling)  # also where an environment or a program asks for another temperature
-        elif self._settings.purpose == TRAINING:
-            _check_distribution(sampling, self.sampling)
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))
         if len(ids) >= self.max_tokens:
@@ -133,26 +171,37 @@ class SampleContext(RolloutContext):
             raise RolloutError(
                 f"the context has {len(images)} images, over data.max_images = {self._settings.max_images}"
             )
-        request = GenerationRequest(ids, seed, sampling, images)
-        turn = self._log.find(turn_number, request)
-        if turn is None:
-            turn = await self._generate(turn_number, request)
-            self._log.add(turn_number, request, turn)
-        self._last = turn
-        self._answers[id(turn)] = turn_number, turns[-1], turn
-        return turn
+        return GenerationRequest(ids, seed, sampling, images)
 
-    async def _generate(self, turn_number: int, request: GenerationRequest) -> Turn:
+    async def _generate(self, batch: Mapping[int, GenerationRequest]) -> list[Turn]:
         remaining, self._generating = self._stop_clock(), True
         try:
-            arguments = {"group": self._index[0], "sample": self._index[1], "turn": turn_number}
-            with self._slice.child("turn", context=len(request.ids), **arguments) as slice:
-                turn = await self._requests.generate((*self._index, turn_number), request)
-                slice.add(tokens=len(turn.ids), versions=[version for _, version in turn.versions])
-            return turn
+            number, requests = min(batch), list(batch.values())
+            arguments = {"group": self._index[0], "sample": self._index[1], "turn": number}
+            context = sum(len(request.ids) for request in requests)
+            with self._slice.child("turn", context=context, **arguments) as slice:
+                turns = await self._requests.generate((*self._index, number), requests)
+                versions = [version for turn in turns for _, version in turn.versions]
+                slice.add(tokens=sum(len(turn.ids) for turn in turns), versions=versions)
+            return turns
         finally:
             self._generating = False
             self._start_clock(remaining)
+
+    async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
+        if not self._scorer.rewards:
+            raise RolloutError("the rollout scores answers, but the run has no [[reward]]; set --reward NAME")
+        plain = [[replace(turn, reward=None, score=None) for turn in turns] for turns in answers]
+        group = Group(row, self._index[0], [Trajectory(row, turns, self._index) for turns in plain])
+        await self._scorer.score(group, trained_on=False)
+        self.gives_rewards = True
+        rewards = []
+        for number, trajectory in enumerate(group.trajectories):
+            if trajectory.reward is None:
+                cause = trajectory.error.removeprefix("RewardError: ") or "no [[reward]] applies to it"
+                raise RewardError(f"answer {number} of those that the rollout scores has no reward: {cause}")
+            rewards.append(trajectory.reward)
+        return rewards
 
     def _stop_clock(self) -> float:
         """Stop the sample's deadline during generation, which waits for other samples."""
