@@ -30,6 +30,7 @@ from rlhf_runtime.checkpoint.atomic_files import (
 )
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
 from rlhf_runtime.checkpoint.store import BEST, SavedBest
+from rlhf_runtime.output.control_groups import machine_memory
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import MetricsLog
 from rlhf_runtime.output.run_folder import clear, require_free, require_place, unmade
@@ -362,6 +363,9 @@ def _cpu_model() -> str:
 
 
 def _memory_gib() -> float | None:
+    """The main memory that this process may use."""
+    if (memory := machine_memory()) is not None:
+        return round((memory.limit or memory.total) / 2**30, 1)
     try:
         return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     except (ValueError, OSError, AttributeError):
