@@ -63,7 +63,6 @@ class PlanCommand(Command):
         )
         for name, (metavar, meaning) in FLAGS.items():
             parser.add_argument(f"--{name}", metavar=metavar, help=f"step times: {meaning}")
-        parser.add_argument("--summary", action="store_true", help="the few lines that `rlhf train --dry-run` shows")
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.plugins import Plugins
@@ -80,9 +79,6 @@ class PlanCommand(Command):
         run = planned_run(config, plugins, machine.device)
         times = step_times(args, run, run.places_on(machine.device))
         plan, notes = planned(run, machine)
-        if args.summary:
-            show_summary(plan, notes)
-            return 1 if plan.fits is False else 0
         change = None
         if plan.fits is False:
             change = nearest(plan, plugins, lambda changes: load(args.run_file, [*flags, *changes.items()]))
