@@ -102,7 +102,7 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     return (_turns({**rest, **pair}) if meaning == "votes" else {**rest, **pair, **_question(rest)}) | margin
 
 
-def unequal_pairs(answers: Any, meaning: str) -> list[tuple[int, int]]:
+def unequal_pairs(answers: Any, meaning: str) -> list[tuple[int, ...]]:
     """The positions of every two answers with different scores; empty where the scores cannot be read."""
     try:
         scores = _scores(meaning, None, None, answers) if isinstance(answers, list) else []
