@@ -124,6 +124,7 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         (("eval", "--data", "x.jsonl", "--reward", "math"), "no model is named. Set --model"),
         (("eval", "--model", "m", "--reward", "math"), "no data is named. Set --data"),
         (("eval", "--model", "m", "--data", "x.jsonl"), "no reward is named"),
+        (("eval", "--model", "m", "--data", "b", "--algo", "sft", "--save", "c"), "with --algo nothing is answered"),
         (("generate", "--model", "m"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--data", "b"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--tepm", "1"), "no flag --tepm"),
@@ -140,6 +141,24 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
 )
 def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str) -> None:
     code, _, err = say(*words)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("grpo", "--algo grpo: it learns from prompts and has no losses on rows. Leave --algo out"),
+        (
+            "dpo",
+            "the role 'reference' would be the model that is evaluated. Name the model that it had in training: --ref",
+        ),
+    ],
+)
+def test_an_algorithm_without_losses_of_one_model_is_refused(
+    shop: Workshop, say: Say, algorithm: str, message: str
+) -> None:
+    code, _, err = say("eval", "--model", shop.model, "--data", shop.data, "--algo", algorithm)
     assert code == 2
     assert message in err
 

@@ -111,6 +111,22 @@ def test_transformers_gives_the_step_scores_that_the_run_reported(trained: dict[
 
 
 @pytest.mark.parametrize("kind", ["classes", "lm"])
+def test_rlhf_eval_gives_the_metrics_that_the_run_reported(
+    trained: dict[str, Finished], tmp_path: Path, kind: str
+) -> None:
+    rows, right = tmp_path / "rows.jsonl", {**SOLUTIONS[0], "labels": [True] * 3}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*SOLUTIONS, {**right, "labels": [1]}]))
+    shop = Workshop(tmp_path, trained[kind].path / "model", rows)
+    words = ["--algo", "prm", "--model", str(shop.model), "--data", str(rows), "--data.bad_rows", "drop"]
+    words += ["--algorithm.head", "lm", "--algorithm.label_tokens", '["+", "-"]'] if kind == "lm" else []
+    metrics = json.loads(shop.command("eval", *words, "--json").out)
+    reported = {name[5:]: value for name, value in trained[kind].lines()[-1].items() if name.startswith("eval/")}
+    assert metrics == pytest.approx(reported | {"left_out": 1.0})
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*SOLUTIONS, right]))
+    assert {"solution_accuracy_right", "solution_f1"} <= json.loads(shop.command("eval", *words, "--json").out).keys()
+
+
+@pytest.mark.parametrize("kind", ["classes", "lm"])
 def test_it_learns(trained: dict[str, Finished], kind: str) -> None:
     losses = [line["policy/loss"] for line in trained[kind].lines()]
     assert losses[-1] < 0.9 * losses[0]

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import rlhf
@@ -37,7 +39,7 @@ def digits(completions, answer, **columns):
 
 def train(shop, output, **changes):
     given = {"algorithm": "rloo", "model": shop.model, "data": PROMPTS, "reward": score, "steps": 3, "options": OPTIONS}
-    return rlhf.train(**{**given, "output": shop.folder / output, **changes})
+    return rlhf.train(**{**given, "output": output and shop.folder / output, **changes})
 
 
 def finished(result) -> Finished:
@@ -200,6 +202,22 @@ def test_a_folder_with_a_run_is_refused_before_objects_are_written(shop):
     again = train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True)
     assert again.metrics[0]["epoch"] == pytest.approx(4 / 6)
     assert [str(path) for path in (again.output / "given").iterdir()] == [again.config.data.train[0].path]
+
+
+def test_starts_at_the_same_time_have_their_rows(shop, monkeypatch):
+    """The second start begins after the first has written its rows, and before the run of the first begins."""
+    monkeypatch.chdir(shop.folder)
+    runs = []
+
+    def eval_rows(refusal):
+        with pytest.raises(ConfigError, match="another run of this process is at work") if refusal else nullcontext():
+            runs.append(train(shop, refusal, steps=1))
+        yield from PROMPTS[:2]
+
+    for output in (None, "out"):
+        runs.append(train(shop, output, steps=1, eval_data=eval_rows(output)))
+    assert [run.output.name for run in runs] == ["2", "1", "out"]
+    assert [path.exists() for run in runs if (path := Path(run.config.data.train[0].path))] == [True] * 3
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_error(shop):

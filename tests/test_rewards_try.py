@@ -112,7 +112,7 @@ def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("tyr",), "the one action is `rlhf rewards try`"),
+        (("tyr",), "no action 'tyr'; actions are try. Did you mean 'try'?"),
         (("try", "--reward", "length"), "no data is named"),
         (("try", "--data", "rows.jsonl"), "no reward is named"),
         (("try", "--step", "1"), "only the folder of a run has steps"),

@@ -1,4 +1,4 @@
-"""The command `rlhf data`: its actions, and what `rlhf data preview` shows."""
+"""Commands with actions, and what `rlhf data preview` shows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import io
 import json
 
 import pytest
-from rlhf_cli.data import ACTIONS
+from rlhf_cli.data import DataCommand
 from rlhf_cli.main import main
+from rlhf_cli.plugins import PluginsCommand
+from rlhf_cli.rewards.command import RewardsCommand
 from rlhf_runtime.data.preview import token_texts
 from rlhf_testing.tiny import tiny_model
 
 
-def test_actions_are_named_and_known(capsys):
+@pytest.mark.parametrize(
+    ("group", "word", "problem"),
+    [
+        (DataCommand, "previw", "no action 'previw'; actions are preview, export. Did you mean 'preview'?"),
+        (PluginsCommand, "lst", "no action 'lst'; actions are list, show, new, check, isolate. Did you mean 'list'?"),
+        (RewardsCommand, "tyr", "no action 'tyr'; actions are try. Did you mean 'try'?"),
+    ],
+)
+def test_actions_are_named_and_known(capsys, group, word, problem):
     with pytest.raises(SystemExit, match="0"):
-        main(["data", "--help"])
+        main([group.name, "--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in ACTIONS)
-    assert main(["data", "previw"]) == 2
-    assert "no action 'previw'; actions are preview" in capsys.readouterr().err
+    assert f"usage: rlhf {group.name} ACTION ..." in out
+    assert all(f"  {action.name} " in out for action in group.actions)
+    assert main([group.name, word]) == 2
+    assert problem in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        main(["data"])
+        main([group.name])
 
 
 def test_the_help_of_an_action(capsys):

@@ -10,8 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "cli" / "src"))
-from rlhf_cli.control_groups import machine_memory
+sys.path.append(str(Path(__file__).resolve().parents[2] / "runtime" / "src"))
+from rlhf_runtime.output.control_groups import machine_memory
 
 MODEL_BYTES = 800_000_000
 """The download, and the model's folder in the cache."""

@@ -13,9 +13,8 @@ from rlhf.paths import path_argument
 from rlhf.plugins import Plugins
 from rlhf.plugins.entry import KINDS
 
-from rlhf_cli.data import ACTIONS, DataCommand
+from rlhf_cli.command_group import CommandGroup, first_line
 from rlhf_cli.main import command_names, load_command, one_line_help, plugin_names, typed
-from rlhf_cli.rewards.command import RewardsCommand, RewardsTryCommand
 
 SHELLS = ("bash", "zsh")
 FLAG_KINDS = {"ALGO": "algorithm", "REWARD": "reward", "BACKEND": "backend", "ENV": "env"}
@@ -63,12 +62,11 @@ def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
             command = load_command(plugins, name)
         except RlhfError:
             continue
-        if isinstance(command, RewardsCommand):  # these two read the words of their actions themselves
-            words.fill(parser.add_subparsers().add_parser("try"), RewardsTryCommand())
-        elif isinstance(command, DataCommand):
+        if isinstance(command, CommandGroup):
             actions = parser.add_subparsers()
-            for action, (action_command, text) in ACTIONS.items():
-                words.fill(actions.add_parser(action, help=text), action_command())
+            for action in command.actions:
+                text = first_line(action).replace("%", "%%")
+                words.fill(actions.add_parser(action.name, help=text), action())
         else:
             words.fill(parser, command)
     return top
@@ -92,7 +90,7 @@ class _Words:
                 action.choices = KINDS
             elif metavar == "SECTION[.OPTION]":
                 action.choices = self._sections()
-            elif metavar == "NAME" and command.name == "plugins" and parser.prog.endswith("plugins"):
+            elif metavar == "NAME" and parser.prog.startswith("rlhf plugins "):
                 action.choices = plugin_names(self._plugins, None)
         if command.run_file_flags:
             for path, (text, choices) in self._all_options().items():

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf import hookimpl
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.command_group import CommandGroup
 from rlhf_cli.command_input import natural
 from rlhf_cli.command_output import require_new_file
-from rlhf_cli.main import run_command
 
 if TYPE_CHECKING:
     from rlhf_runtime.config.data_section import DataSection
@@ -295,37 +295,11 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-ACTIONS: dict[str, tuple[type[Command], str]] = {
-    "preview": (DataPreviewCommand, "rows as the model will see them: tokens, trained tokens, rows left out and why"),
-    "export": (
-        DataExportCommand,
-        "recorded samples as data: pairs, best of n, labels, demonstrations, scored and conditional rows",
-    ),
-}
-"""{name: (class, help)}."""
-
-
-class DataCommand(Command):
+class DataCommand(CommandGroup):
     """Show rows as the model will see them, and turn recorded samples into data."""
 
     name = "data"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.usage = f"{parser.prog} ACTION ..."
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        width = max(map(len, ACTIONS))
-        parser.description = (parser.description or "") + "\n\nactions:\n" + "\n".join(
-            f"  {name.ljust(width)}  {text}" for name, (_, text) in ACTIONS.items()
-        )  # fmt: skip
-        names = ", ".join(ACTIONS)
-        parser.add_argument("action", metavar="ACTION", help=f"one of {names}; `ACTION --help` explains it")
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-    def run(self, args: argparse.Namespace) -> int:
-        if args.action not in ACTIONS:
-            actions = ", ".join(ACTIONS)
-            raise ConfigError(f"no action {args.action!r}; actions are {actions}.{did_you_mean(args.action, ACTIONS)}")
-        return run_command(f"rlhf data {args.action}", ACTIONS[args.action][0](), args.arguments)
+    actions = (DataPreviewCommand, DataExportCommand)
 
 
 @hookimpl

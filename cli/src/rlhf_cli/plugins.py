@@ -21,87 +21,41 @@ from rlhf.paths import path_argument
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS, distribution_of
 
+from rlhf_cli.command_group import CommandGroup
 from rlhf_cli.scaffold import LIKE, write_plugin
 
 SECTIONS = {"env": "[env]", "reward": "[[reward]]", "rollout": "[rollout]"}
 """{kind with the option ``python``: its section}. Only some rollouts have the option."""
 
 
-class PluginsCommand(Command):
-    """List, show, check, create and isolate plugins."""
-
-    name = "plugins"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-
-        def action(name: str, text: str) -> argparse.ArgumentParser:
-            added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-            added.set_defaults(act=globals()[f"_{name}"])
-            return added
-
-        listing = action("list", "what is installed, from metadata alone: nothing is imported")
-        listing.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(KINDS)}")
-        listing.add_argument("--json", action="store_true", help="one JSON list of objects")
-        listing.add_argument(
-            "--check", action="store_true", help="import each and say what is wrong; exit 1 if anything is"
-        )
-        show = action("show", "what a plugin is: its options, its needs or capabilities, its source")
-        show.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
-        show.add_argument("--kind", help="where several kinds have the name")
-        show.add_argument("--json", action="store_true", help="one JSON list of objects")
-        new = action("new", "write a new plugin: a distribution that installs and passes its own tests")
-        new.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
-        new.add_argument("--kind", required=True, help=", ".join(KINDS))
-        new.add_argument("--like", help=f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})")
-        new.add_argument(
-            "--output", type=path_argument, default=Path(), metavar="DIR", help="folder to make it in (default: here)"
-        )
-        check = action("check", "run the conformance suite of the plugin's kind")
-        check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
-        check.add_argument("--kind", help="where several kinds have the name")
-        check.add_argument(
-            "-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this"
-        )
-        check.add_argument("--json", action="store_true", help="one JSON list of objects")
-        isolation = action("isolate", "make a virtual environment with the packages of one plugin")
-        isolation.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:env.py")
-        isolation.add_argument("--kind", help="where several kinds have the name")
-        isolation.add_argument(
-            "--output", type=path_argument, required=True, metavar="DIR", help="folder to make; it must not exist"
-        )
-        isolation.add_argument(
-            "--python", default=sys.executable, metavar="PROGRAM", help="Python 3.11 or newer (default: that of rlhf)"
-        )
-        isolation.add_argument(
-            "--with",
-            dest="packages",
-            action="append",
-            default=[],
-            metavar="REQUIREMENT",
-            help="install this too, e.g. --with 'heavy==1.2'; may be repeated",
-        )
-
-    def run(self, args: argparse.Namespace) -> int:
-        return int(args.act(args))
-
-
 # -------------------------------------------------------------------------------------------- list
 
 
-def _list(args: argparse.Namespace) -> int:
-    plugins = Plugins.discover()
-    entries = plugins.list(args.kind)
-    statuses = [_import_status(plugins, e) if args.check else e.status for e in entries]
-    rows = [
-        {"kind": e.kind, "name": e.name, "distribution": e.distribution, "version": e.version, "status": status}
-        for e, status in zip(entries, statuses, strict=True)
-    ]
-    if args.json:
-        _write(json.dumps(rows, indent=2))
-    else:
-        _write(_table(["kind", "name", "distribution", "version", "status"], rows))
-    return 1 if args.check and any(status != "ok" for status in statuses) else 0
+class PluginsListCommand(Command):
+    """List what is installed, from metadata alone: nothing is imported."""
+
+    name = "list"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(KINDS)}")
+        parser.add_argument("--json", action="store_true", help="one JSON list of objects")
+        parser.add_argument(
+            "--check", action="store_true", help="import each and say what is wrong; exit 1 if anything is"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        plugins = Plugins.discover()
+        entries = plugins.list(args.kind)
+        statuses = [_import_status(plugins, e) if args.check else e.status for e in entries]
+        rows = [
+            {"kind": e.kind, "name": e.name, "distribution": e.distribution, "version": e.version, "status": status}
+            for e, status in zip(entries, statuses, strict=True)
+        ]
+        if args.json:
+            _write(json.dumps(rows, indent=2))
+        else:
+            _write(_table(["kind", "name", "distribution", "version", "status"], rows))
+        return 1 if args.check and any(status != "ok" for status in statuses) else 0
 
 
 def _import_status(plugins: Plugins, entry: Entry) -> str:
@@ -123,13 +77,23 @@ def _table(columns: list[str], rows: list[dict[str, str]]) -> str:
 # -------------------------------------------------------------------------------------------- show
 
 
-def _show(args: argparse.Namespace) -> int:
-    from rlhf_cli.describe import as_text, describe
+class PluginsShowCommand(Command):
+    """Show what a plugin is: its options, its needs or capabilities, its source."""
 
-    plugins = Plugins.discover()
-    descriptions = [describe(resolved, plugins) for resolved in _resolve_all(plugins, args.name, args.kind)]
-    _write(json.dumps(descriptions, indent=2) if args.json else "\n\n".join(map(as_text, descriptions)))
-    return 0
+    name = "show"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
+        parser.add_argument("--kind", help="where several kinds have the name")
+        parser.add_argument("--json", action="store_true", help="one JSON list of objects")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf_cli.describe import as_text, describe
+
+        plugins = Plugins.discover()
+        descriptions = [describe(resolved, plugins) for resolved in _resolve_all(plugins, args.name, args.kind)]
+        _write(json.dumps(descriptions, indent=2) if args.json else "\n\n".join(map(as_text, descriptions)))
+        return 0
 
 
 def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]:
@@ -155,30 +119,71 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
 # --------------------------------------------------------------------------------------------- new
 
 
-def _new(args: argparse.Namespace) -> int:
-    folder = write_plugin(args.name, args.kind, args.output, args.like)
-    tests = "" if importlib.util.find_spec("pytest") else " pytest"
-    commands = [
-        f"pip install -e {folder}{tests}",
-        f"pytest {folder}",
-        f"rlhf plugins show {args.name} --kind {args.kind}",
-    ]
-    _write("\n  ".join([f"wrote {folder}; next:", *commands]))
-    installed = {f"{e.distribution} {e.version}" for e in Plugins.discover().list() if e.distribution == folder.name}
-    for name in installed:
-        sys.stderr.write(f"note: {name} is installed: installing the new one replaces it. Another name keeps both\n")
-    return 0
+class PluginsNewCommand(Command):
+    """Write a new plugin: a distribution that installs and passes its own tests."""
+
+    name = "new"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
+        parser.add_argument("--kind", required=True, help=", ".join(KINDS))
+        like = f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})"
+        parser.add_argument("--like", help=like)
+        parser.add_argument(
+            "--output", type=path_argument, default=Path(), metavar="DIR", help="folder to make it in (default: here)"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        folder = write_plugin(args.name, args.kind, args.output, args.like)
+        tests = "" if importlib.util.find_spec("pytest") else " pytest"
+        commands = [
+            f"pip install -e {folder}{tests}",
+            f"pytest {folder}",
+            f"rlhf plugins show {args.name} --kind {args.kind}",
+        ]
+        _write("\n  ".join([f"wrote {folder}; next:", *commands]))
+        installed = {
+            f"{e.distribution} {e.version}" for e in Plugins.discover().list() if e.distribution == folder.name
+        }
+        for name in installed:
+            sys.stderr.write(
+                f"note: {name} is installed: installing the new one replaces it. Another name keeps both\n"
+            )
+        return 0
 
 
 # ----------------------------------------------------------------------------------------- isolate
 
 
-def _isolate(args: argparse.Namespace) -> int:
-    matches = _resolve_all(Plugins.discover(), args.name, args.kind)
-    if len(matches) > 1:
-        raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in matches)}: add --kind")
-    _write(isolate(matches[0], args.output, args.python, args.packages))
-    return 0
+class PluginsIsolateCommand(Command):
+    """Make a virtual environment with the packages of one plugin."""
+
+    name = "isolate"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:env.py")
+        parser.add_argument("--kind", help="where several kinds have the name")
+        parser.add_argument(
+            "--output", type=path_argument, required=True, metavar="DIR", help="folder to make; it must not exist"
+        )
+        parser.add_argument(
+            "--python", default=sys.executable, metavar="PROGRAM", help="Python 3.11 or newer (default: that of rlhf)"
+        )
+        parser.add_argument(
+            "--with",
+            dest="packages",
+            action="append",
+            default=[],
+            metavar="REQUIREMENT",
+            help="install this too, e.g. --with 'heavy==1.2'; may be repeated",
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        matches = _resolve_all(Plugins.discover(), args.name, args.kind)
+        if len(matches) > 1:
+            raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in matches)}: add --kind")
+        _write(isolate(matches[0], args.output, args.python, args.packages))
+        return 0
 
 
 def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) -> str:
@@ -225,36 +230,51 @@ def _call(command: list[str], variables: dict[str, str]) -> None:
 # ------------------------------------------------------------------------------------------- check
 
 
-def _check(args: argparse.Namespace) -> int:
-    from rlhf_testing import conformance
+class PluginsCheckCommand(Command):
+    """Run the conformance suite of the plugin's kind."""
 
-    plugins = Plugins.discover()
-    rows: list[dict[str, Any]] = []
-    selected = _resolve_all(plugins, args.name, args.kind)
-    _refuse_unknown_check(args.only, [resolved.kind for resolved in selected])
-    for resolved in selected:
-        first_names: dict[str, str] = {}
+    name = "check"
 
-        def report(
-            result: conformance.CheckResult, resolved: Resolved = resolved, first_names: dict[str, str] = first_names
-        ) -> None:
-            rows.append({"kind": resolved.kind, "name": resolved.name} | _row(result))
-            if not args.json:
-                first = first_names.setdefault(result.detail, result.name)
-                new = first == result.name or (result.passed and not result.skipped)
-                detail = result.detail if new else f"The reason is that of {first}."
-                _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
+        parser.add_argument("--kind", help="where several kinds have the name")
+        parser.add_argument(
+            "-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this"
+        )
+        parser.add_argument("--json", action="store_true", help="one JSON list of objects")
 
-        # Output of a plugin must not be in the JSON.
-        with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-            conformance.run(resolved, report, args.only)
-    counts = Counter(row["outcome"] for row in rows)
-    if args.json:
-        _write(json.dumps(rows, indent=2))
-    else:
-        summary = f"{counts['ok']} passed, {counts['FAILED']} failed, {counts['left out']} left out"
-        _write(f"{len(rows)} checks: {summary}.")
-    return 1 if counts["FAILED"] or not rows else 0
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf_testing import conformance
+
+        plugins = Plugins.discover()
+        rows: list[dict[str, Any]] = []
+        selected = _resolve_all(plugins, args.name, args.kind)
+        _refuse_unknown_check(args.only, [resolved.kind for resolved in selected])
+        for resolved in selected:
+            first_names: dict[str, str] = {}
+
+            def report(
+                result: conformance.CheckResult,
+                resolved: Resolved = resolved,
+                first_names: dict[str, str] = first_names,
+            ) -> None:
+                rows.append({"kind": resolved.kind, "name": resolved.name} | _row(result))
+                if not args.json:
+                    first = first_names.setdefault(result.detail, result.name)
+                    new = first == result.name or (result.passed and not result.skipped)
+                    detail = result.detail if new else f"The reason is that of {first}."
+                    _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
+
+            # Output of a plugin must not be in the JSON.
+            with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+                conformance.run(resolved, report, args.only)
+        counts = Counter(row["outcome"] for row in rows)
+        if args.json:
+            _write(json.dumps(rows, indent=2))
+        else:
+            summary = f"{counts['ok']} passed, {counts['FAILED']} failed, {counts['left out']} left out"
+            _write(f"{len(rows)} checks: {summary}.")
+        return 1 if counts["FAILED"] or not rows else 0
 
 
 def _refuse_unknown_check(text: str, kinds: list[str]) -> None:
@@ -276,6 +296,13 @@ def _row(result: Any) -> dict[str, str]:
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+class PluginsCommand(CommandGroup):
+    """List, show, check, create and isolate plugins."""
+
+    name = "plugins"
+    actions = (PluginsListCommand, PluginsShowCommand, PluginsNewCommand, PluginsCheckCommand, PluginsIsolateCommand)
 
 
 @hookimpl

@@ -11,7 +11,6 @@ import pytest
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
-from rlhf_cli.control_groups import MachineMemory
 from rlhf_cli.plan.command import target
 from rlhf_cli.plan.from_run_file import layout_of, planned_run, work_of
 from rlhf_cli.plan.layout import Machine
@@ -21,6 +20,7 @@ from rlhf_cli.plan.row_lengths import limits, read_lengths
 from rlhf_cli.plan.shortages import make_plan
 from rlhf_runtime.checks.run import run_plugins
 from rlhf_runtime.config.load import load
+from rlhf_runtime.output.control_groups import MachineMemory
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer

@@ -6,7 +6,9 @@ import re
 
 import pytest
 from rlhf.errors import DataError
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.comparisons import SHAPES
+from rlhf_runtime.data.dataset import TrainData
 
 from runtime.tests.data.template_cases import talk
 
@@ -70,6 +72,40 @@ def test_the_better_answer_is_chosen(read, chat, row, changes, margin):
     if margin is not None:
         _, (example,) = read(chat, "pairs", [row], margin=margin[0])
         assert (texts(chat, example), example.values) == (pair, {"margin": margin[1]})
+
+
+def nectar(**ranks):
+    return NECTAR | {"answers": [{"answer": name, "rank": rank} for name, rank in ranks.items()]}
+
+
+def test_all_pairs_of_ranked_answers(load, chat):
+    rows = [nectar(c=3, a=1, b=2, d=3), nectar(x=1, y=2)]
+    data = load(chat, "pairs", rows, pairs="all", margin="answers")
+    examples = data.examples(data.take(data.rows_per_epoch))
+    turns = [[t.split("<|assistant|>")[1].removesuffix("<eos>") for t in texts(chat, e)] for e in examples]
+    assert turns == [["a", "c"], ["b", "c"], ["a", "b"], ["a", "d"], ["b", "d"], ["x", "y"]], "c and d are equal"
+    assert [e.values["margin"] for e in examples] == [2.0, 1.0, 1.0, 2.0, 1.0, 1.0]
+    extremes = load(chat, "pairs", rows)
+    assert extremes.rows_per_epoch == 2
+    assert extremes.fingerprints() != data.fingerprints()
+    first = SourceSection(path=data.sources["train"][0].section.path, max_rows=1)
+    assert TrainData(DataSection(train=(first,), pairs="all"), chat, "pairs", 0).rows_per_epoch == 5
+
+
+def test_rows_without_a_pair_are_bad_rows_among_all_pairs(refusal, load, chat):
+    good = [nectar(a=1, b=2)]
+    assert re.search(r"\(a tie\)", refusal(chat, "pairs", good, nectar(a=1, b=1), pairs="all"))
+    assert re.search("a finite number", refusal(chat, "pairs", good, nectar(a=1, b=2, c=None), pairs="all"))
+    with pytest.raises(DataError, match=r"line 2, answers 1 and 3: .*must be text"):
+        load(
+            chat, "pairs", [*good, NECTAR | {"answers": [*nectar(a=1, b=1)["answers"], {"rank": 2}]}], pairs="all"
+        ).take(2)
+
+
+def test_all_pairs_need_ranked_answers(read, chat):
+    for row in (HELPSTEER3, {"prompt": "q", "chosen": "a", "rejected": "b"}):
+        with pytest.raises(DataError, match=r"data\.pairs = 'all' is for rows with a list of answers .* have none"):
+            read(chat, "pairs", [row], pairs="all")
 
 
 def test_every_shape_has_a_case():

@@ -201,9 +201,14 @@ def test_naming_another_column_loses_neither_context_nor_system_message(read, ch
     assert "has the column 'system', which is not read where the run file names the prompt" in data.notes[-1]
 
 
-def test_what_is_refused_says_the_option(read, chat):
-    with pytest.raises(DataError, match=r"'dialog' holds conversations: --data\.messages dialog"):
+def test_what_is_refused_says_the_option(read, chat, chars):
+    with pytest.raises(DataError, match=r"no column 'prompt'.* 'dialog' holds conversations: --data\.messages dialog"):
         read(chat, "demonstrations", {"dialog": [Q, A]})
+    both = (
+        r"need a chat template, but none .* data\.chat_template\. 'dialog' holds conversations: --data\.messages dialog"
+    )
+    with pytest.raises(DataError, match=both):
+        read(chars, "demonstrations", {"dialog": [Q, A]})
     with pytest.raises(DataError, match="These are pairs: make two rows of each"):  # ultrafeedback_binarized for KTO
         read(chat, "labels", {"prompt": "q", "chosen": [Q, A], "rejected": [Q, A], "messages": [Q, A]})
     assert text(read(chat, "demonstrations", {"dialog": [Q, A]}, messages="dialog"), "demonstrations") == ANSWERED

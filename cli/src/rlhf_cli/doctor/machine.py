@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.interfaces import Finding
+from rlhf_runtime.output.control_groups import MEMBERSHIP, MEMINFO, ROOT, cpu_limit, machine_memory
 
-from rlhf_cli.control_groups import MEMBERSHIP, MEMINFO, ROOT, cpu_limit, machine_memory
 from rlhf_cli.doctor.findings import GIB, gib, short_list
 
 SHM_MINIMUM = 2 * GIB

@@ -1,4 +1,4 @@
-"""Score a model's answers on data."""
+"""Score a model's answers on data, or compute the losses of an algorithm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 
 from rlhf import hookimpl
+from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
@@ -19,6 +20,9 @@ class EvalCommand(Command):
 
     A run file's [eval], [sampling], rewards, rollout and environment are used; its algorithm is not. `--data` names the
     rows. `--eval.samples 8` samples several answers per prompt (pass@k, avg@k), with `--eval.temperature 1`.
+
+    `rlhf eval --algo prm --model runs/prm/model --data FILE` computes what a run of an algorithm that learns from rows
+    (`prm`, `reward_model`, `sft`, `dpo`) reports of held-out rows. Nothing is answered.
     """
 
     name = "eval"
@@ -26,7 +30,13 @@ class EvalCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(
-            parser, OF_A_RUN, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
+            parser,
+            [flag for flag in OF_A_RUN if flag != "algo"],
+            {
+                "model": "model to evaluate: a folder or a hub name",
+                "data": "rows of the evaluation",
+                "algo": "algorithm whose losses on the rows are computed; nothing is answered",
+            },
         )
         parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
         parser.add_argument(
@@ -34,13 +44,22 @@ class EvalCommand(Command):
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf_cli.jobs.run_files import check_folder, load_for_answers
+        from rlhf_cli.jobs.run_files import check_folder, load_for_answers, load_for_losses
 
-        check_folder(args.save)
-        config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))
-        from rlhf_runtime.jobs.inference import evaluate_model
+        flags = overrides(args, {"data": "data.eval"})
+        if args.algo is not None:
+            if args.save is not None:
+                raise ConfigError("--save writes answers, and with --algo nothing is answered. Leave one out.")
+            config, plugins = load_for_losses(args.run_file, flags)
+            from rlhf_runtime.jobs.inference import evaluate_rows
 
-        metrics, *_ = evaluate_model(config, plugins, save=args.save)
+            metrics = evaluate_rows(config, plugins)
+        else:
+            check_folder(args.save)
+            config, plugins = load_for_answers(args.run_file, flags)
+            from rlhf_runtime.jobs.inference import evaluate_model
+
+            metrics, *_ = evaluate_model(config, plugins, save=args.save)
         if args.json:
             sys.stdout.write(json.dumps(metrics) + "\n")
         else:

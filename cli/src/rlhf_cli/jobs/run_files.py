@@ -50,19 +50,38 @@ def load_for_answers(
     for field, advice in ADVICE.items():
         if config.origins.get(f"sampling.{field}", "").startswith("flag"):
             raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {advice}")
-    if config.policy.model is None:
-        raise ConfigError("no model is named. Set --model PATH (a folder or a hub name).")
-    if not (config.data.eval or config.data.train):
-        raise ConfigError("no data is named. Set --data FILE.")
+    _require_names(config)
     plugins = Plugins.discover()
     if scored and not config.reward and config.env is None and not _rollout_gives_rewards(config, plugins):
-        raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
+        raise ConfigError(
+            "no reward is named: there is nothing to score with. Set --reward plugin:NAME, or --algo NAME for the "
+            "losses of an algorithm that learns from rows."
+        )
     for problem in equal_answers(config):
         raise ConfigError(problem)
     look_for_models(config)
     if not scored:
         config = config.model_copy(update={"reward": ()})
     return config, plugins
+
+
+def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -> tuple[RunFile, Plugins]:
+    """The run file with flags, and the plugins, to compute the losses of its algorithm.
+
+    Raises ConfigError if a model or data is missing.
+    """
+    config = load(run_file, flags)
+    _require_names(config)
+    look_for_models(config)
+    return config, Plugins.discover()
+
+
+def _require_names(config: RunFile) -> None:
+    """Raises ConfigError if no model or no data is named."""
+    if config.policy.model is None:
+        raise ConfigError("no model is named. Set --model PATH (a folder or a hub name).")
+    if not (config.data.eval or config.data.train):
+        raise ConfigError("no data is named. Set --data FILE.")
 
 
 def _rollout_gives_rewards(config: RunFile, plugins: Plugins) -> bool:

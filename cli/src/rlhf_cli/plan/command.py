@@ -13,8 +13,8 @@ from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
+from rlhf_runtime.output.control_groups import machine_memory
 
-from rlhf_cli.control_groups import machine_memory
 from rlhf_cli.plan.speeds import FLAGS
 from rlhf_cli.plan.units import parse, text
 
@@ -63,7 +63,6 @@ class PlanCommand(Command):
         )
         for name, (metavar, meaning) in FLAGS.items():
             parser.add_argument(f"--{name}", metavar=metavar, help=f"step times: {meaning}")
-        parser.add_argument("--summary", action="store_true", help="the few lines that `rlhf train --dry-run` shows")
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.plugins import Plugins
@@ -80,9 +79,6 @@ class PlanCommand(Command):
         run = planned_run(config, plugins, machine.device)
         times = step_times(args, run, run.places_on(machine.device))
         plan, notes = planned(run, machine)
-        if args.summary:
-            show_summary(plan, notes)
-            return 1 if plan.fits is False else 0
         change = None
         if plan.fits is False:
             change = nearest(plan, plugins, lambda changes: load(args.run_file, [*flags, *changes.items()]))

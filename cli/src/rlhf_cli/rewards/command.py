@@ -12,25 +12,9 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import overrides
 
+from rlhf_cli.command_group import CommandGroup
 from rlhf_cli.command_input import add_given_answers
 from rlhf_cli.command_output import note
-from rlhf_cli.main import run_command
-
-
-class RewardsCommand(Command):
-    """Try rewards on answers: `rlhf rewards try --reward math --data FILE`."""
-
-    name = "rewards"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.usage = f"{parser.prog} try ..."
-        parser.add_argument("action", metavar="try", help="the one action; `try --help` explains it")
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-    def run(self, args: argparse.Namespace) -> int:
-        if args.action != "try":
-            raise ConfigError(f"no action {args.action!r}; the one action is `rlhf rewards try`.")
-        return run_command("rlhf rewards try", RewardsTryCommand(), args.arguments)
 
 
 class RewardsTryCommand(Command):
@@ -94,6 +78,13 @@ class RewardsTryCommand(Command):
             args.html.write_text(as_page(title, parts), encoding="utf-8")
             sys.stdout.write(f"\n{args.html}: the same, with whole texts\n")
         return 0
+
+
+class RewardsCommand(CommandGroup):
+    """Look at rewards before a run trusts them."""
+
+    name = "rewards"
+    actions = (RewardsTryCommand,)
 
 
 @hookimpl

@@ -32,6 +32,7 @@ READ_OF: Mapping[str, tuple[DataForm, ...]] = {
     "chosen": ("pairs",),
     "rejected": ("pairs",),
     "margin": ("pairs",),
+    "pairs": ("pairs",),
     "label": ("labels",),
     "steps": ("steps",),
     "step_labels": ("steps",),

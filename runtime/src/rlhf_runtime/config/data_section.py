@@ -65,6 +65,9 @@ class DataSection(ComponentConfig):
     preference: str | None = None
     """Column that says which of two answers is better, in a source that has several of them (PKU-SafeRLHF:
     ``better_response_id`` or ``safer_response_id``)."""
+    pairs: Literal["extremes", "all"] = "extremes"
+    """The pairs of a row with a list of answers that have a rank or a score each: ``extremes``, the best and the worst;
+    ``all``, every two answers that differ in it. A pair counts as a row."""
     label: str | None = None
     """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``. Default: ``label``."""
     steps: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from rlhf.errors import DataError, brief
@@ -99,6 +100,15 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     pair = {"chosen": _answer(answers[best]), "rejected": _answer(answers[worst])}
     margin = {"margin": scores[best] - scores[worst]} if of_margin else {}
     return (_turns({**rest, **pair}) if meaning == "votes" else {**rest, **pair, **_question(rest)}) | margin
+
+
+def unequal_pairs(answers: Any, meaning: str) -> list[tuple[int, ...]]:
+    """The positions of every two answers with different scores; empty where the scores cannot be read."""
+    try:
+        scores = _scores(meaning, None, None, answers) if isinstance(answers, list) else []
+    except DataError:
+        return []
+    return [(i, j) for i, j in combinations(range(len(scores)), 2) if scores[i] != scores[j]]
 
 
 PREFERENCES = {

@@ -19,6 +19,7 @@ from rlhf_hub.hub import Commits
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.loading import load_source
+from rlhf_runtime.data.ranked_pairs import all_pairs
 from rlhf_runtime.data.row_images import NO_IMAGES, has_images
 from rlhf_runtime.data.row_order import ChosenOrder, RowOrder, UsableRows
 from rlhf_runtime.data.row_rules import RowVerdict, check_labels, judge
@@ -69,6 +70,9 @@ class TrainData:
         self.notes = set_layouts(self.sources, form, self.answered, section, self.template)
         """Messages on how the columns of sources were recognised, if the run file does not name them, and on end tokens
         that the chat template does not write."""
+        if section.pairs == "all":
+            sources_of_pairs = all_pairs([*self._train, *self._eval])
+            self._train, self._eval = sources_of_pairs[: len(self._train)], sources_of_pairs[len(self._train) :]
         chat = self.template.chat
         self.end_note = chat.end_note if chat is not None and (form in _END_TOKEN_FORMS or answers) else ""
         """What the user should know about an end token that the chat template does not write; empty if it does."""

@@ -232,10 +232,15 @@ class _Case:
         return self.form == "demonstrations" and not (has_prompt or in_tree) and isinstance(self.row.get("text"), str)
 
     def problem(self) -> str:
-        if not self.chat and any(True for _ in replace(self, chat=True).layouts()):
+        conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
+        unnamed = ""
+        if conversations and self.form == "demonstrations" and not self.user_columns:
+            unnamed = f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."
+        is_read = not self.chat and any(True for _ in replace(self, chat=True).layouts())
+        if is_read or (unnamed and not self.chat):
             return (
                 f"has conversations, which need a chat template, but none is used; {self.present()} Use a tokenizer "
-                "with a chat template, or name a file with one as data.chat_template."
+                f"with a chat template, or name a file with one as data.chat_template.{'' if is_read else unnamed}"
             )
         needed = {"pairs": ("chosen", "rejected"), "steps": ("steps", "step_labels"), "labels": ("response", "label")}
         fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
@@ -247,12 +252,9 @@ class _Case:
         names = {f: self.user_columns.get(f, DEFAULTS.get(f, f)) for f in fields}
         lacking = {f: c for f, c in names.items() if c not in self.columns and not self._is_read(f)}
         if lacking:
-            hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
-            conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
+            hints = [unnamed] if unnamed else [self._did_you_mean(f, c) for f, c in lacking.items()]
             if self.form == "labels" and {"chosen", "rejected"} <= {*self.columns}:
                 hints = [" These are pairs: make two rows of each, the chosen answer with label true, the other false."]
-            if conversations and self.form == "demonstrations" and not self.user_columns:
-                hints = [f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."]
             if conversations and self.form == "steps":
                 advice = "make rows of a prompt, a list of steps and a list of labels."
                 hints = [f" Labels in the turns of conversations ({conversations[0]!r}) are not read: {advice}"]

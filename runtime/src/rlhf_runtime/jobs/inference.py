@@ -1,4 +1,4 @@
-"""Inference with the rollouts, rewards and data of training, without training: `rlhf eval`, `rlhf generate` and
+"""Inference with the rollouts, rewards, losses and data of training, without training: `rlhf eval`, `rlhf generate` and
 `rlhf chat`."""
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from rlhf.types import GenerationRequest, Group, Needs, RoleSpec, Sampling
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
-from rlhf_runtime.checks.order import ANSWERS, check
-from rlhf_runtime.checks.run import Job, job_plugins
+from rlhf_runtime.checks.order import ANSWERS, check, checked
+from rlhf_runtime.checks.run import Job, job_plugins, where_trainer
 from rlhf_runtime.checks.sections import READ_OF
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.prompts import Prompts
-from rlhf_runtime.loop.evaluate import evaluate_rollouts
+from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.sample_metrics import source_metrics
@@ -86,9 +87,8 @@ def evaluate_model(
     plugins: Plugins,
     save: Path | None = None,
 ) -> tuple[Metrics, list[Group], TellPrompt]:
-    """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
-    ``left_out``, the number of rows that are not among them, where there are any, and ``reward/SOURCE/mean``, where
-    there are several rewards; the groups, and the function that gives the prompt of a sample."""
+    """Answer and score every evaluation row; ``save``: a file for answers. The metrics, with ``reward/SOURCE/mean``
+    where there are several rewards; the groups, and the function that gives the prompt of a sample."""
     with answers(config, plugins) as (prepared, sampler):
         rows, prompt_of = prepared.data.eval_rows(config.eval.max_rows), prepared.data.template.prompt_of
         settings = evaluation_settings(config, evaluation_failures(config, _say))
@@ -96,11 +96,53 @@ def evaluate_model(
             metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)
         if save is not None:
             write_lines(save, groups, prompt_of)
-        if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:
-            metrics["eval/left_out"] = float(left_out)
         means = {name: mean for name, mean in source_metrics(groups).items() if name.endswith("/mean")}
         metrics |= {f"eval/{name}": mean for name, mean in means.items() if len(means) > 1}
-        return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups, prompt_of
+        return _with_left_out(metrics, prepared.data), groups, prompt_of
+
+
+def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
+    """The losses of the run file's algorithm on every evaluation row, and their metrics.
+
+    Raises ConfigError where the algorithm learns from prompts, or compares the model with itself.
+    """
+    name = config.algorithm.use
+    if plugins.resolve("algorithm", name).cls.data == "prompts":
+        raise ConfigError(
+            f"--algo {name}: it learns from prompts and has no losses on rows. Leave --algo out: the model's answers "
+            "are scored."
+        )
+    rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
+    data = config.data.model_copy(update={"train": rows, "eval": rows})
+    unused = {"reward": (), "env": None, "curriculum": None, "observer": ()}
+    run = checked(config.model_copy(update={"data": data, **unused}), plugins, scored=False)
+    for role in run.roles.values():
+        if role.like == "policy" and role.model is None and run.section(role.name).model is None:
+            section = where_trainer(role.name).removesuffix(".trainer")
+            raise ConfigError(
+                f"--algo {name}: the role {role.name!r} would be the model that is evaluated. Name the model that it "
+                f"had in training: --{section}.model PATH."
+            )
+    prepared = prepare_run(run, plugins)
+    for note in prepared.data.notes:
+        if not note.startswith("data.train "):  # the same rows
+            _say(note)
+    held_out = prepared.data.eval_rows(config.eval.max_rows)
+    launcher = prepared.parts["launcher"].build()
+    with ExitStack() as resources:
+        resources.callback(launcher.shutdown)
+        roles = launch_roles(prepared, launcher)
+        with phase("evaluating"):
+            metrics = evaluate_loss(prepared.algorithm, roles, prepared.data.examples(held_out))
+    return _with_left_out(metrics, prepared.data)
+
+
+def _with_left_out(metrics: Metrics, data: TrainData) -> Metrics:
+    """The metrics of an evaluation without the ``eval/`` in front, and ``left_out``, the number of rows that are not
+    among them, where there are any."""
+    if left_out := data.eval_dropped + data.eval_bad_rows:
+        metrics["eval/left_out"] = float(left_out)
+    return {name.removeprefix("eval/"): value for name, value in metrics.items()}
 
 
 class Conversation:

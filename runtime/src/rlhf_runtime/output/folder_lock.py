@@ -18,6 +18,10 @@ _FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
 """The system's ``struct flock``, and the position of ``l_type`` in it."""
 
 
+LOCK = ".lock"
+"""Name of the locked file."""
+
+
 class BusyFolderError(ConfigError):
     """Another run is at work in the folder, or finished a step there."""
 
@@ -34,7 +38,7 @@ class FolderLock:
     _locked_folders: ClassVar[set[str]] = set()
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / ".lock"
+        self._file = folder / LOCK
         self._key = os.path.realpath(folder)
         self._require_other(folder)
         try:
@@ -60,7 +64,7 @@ class FolderLock:
         nothing."""
         cls._require_other(folder)  # first: closing a descriptor releases this process's own lock
         try:
-            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as cause:
@@ -82,7 +86,7 @@ class FolderLock:
         ):  # first: closing a descriptor releases this process's own lock
             return True
         try:
-            descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:

@@ -30,6 +30,7 @@ from rlhf_runtime.checkpoint.atomic_files import (
 )
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
 from rlhf_runtime.checkpoint.store import BEST, SavedBest
+from rlhf_runtime.output.control_groups import machine_memory
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import MetricsLog
 from rlhf_runtime.output.run_folder import clear, require_free, require_place, unmade
@@ -75,17 +76,22 @@ class RunDirectory:
     """The folder of one run. :meth:`create` makes and locks it; the lock lasts until :meth:`close` or the end of the
     process."""
 
-    def __init__(self, path: Path, lock: FolderLock, resumed: bool) -> None:
+    def __init__(self, path: Path, lock: FolderLock | None, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
         self.metrics = MetricsLog(path / "metrics.jsonl")
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path | str, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+    def create(
+        cls, path: Path | str, resume: bool = False, overwrite: bool = False, locked: bool = False
+    ) -> RunDirectory:
         """Make ``path`` the folder of one run and lock it. An earlier run there is deleted if it finished no step or if
         ``overwrite`` is set. Only files that runs write are deleted. Without ``overwrite`` the folder ``precomputed``
         is kept, because the new run can use it.
+
+        Args:
+            locked: whether the caller holds the lock of ``path``, and releases it.
 
         Raises ConfigError where another process is running in ``path``; where ``path`` already holds a run and neither
         ``resume`` nor ``overwrite`` is set; where its content is not recognised as a run; and where ``resume`` is set
@@ -97,7 +103,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise unmade(path, cause) from cause
-        lock = FolderLock(path)
+        lock = None if locked else FolderLock(path)
         try:
             require_free(path, resume, overwrite)
             if not resume:
@@ -105,7 +111,8 @@ class RunDirectory:
             for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed"))):
                 remove_leftovers(folder)
         except BaseException:
-            lock.release()
+            if lock is not None:
+                lock.release()
             raise
         return cls(path, lock, resume)
 
@@ -270,7 +277,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the lock of the folder."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -355,6 +363,9 @@ def _cpu_model() -> str:
 
 
 def _memory_gib() -> float | None:
+    """The main memory that this process may use."""
+    if (memory := machine_memory()) is not None:
+        return round((memory.limit or memory.total) / 2**30, 1)
     try:
         return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     except (ValueError, OSError, AttributeError):

@@ -1,6 +1,7 @@
 """Writes rows and models that are given as objects to the folder ``given`` of a run, which reads them like any file.
 
-Names hold a hash of the content, so a resume that is given the same objects finds the same files.
+Names hold a hash of the content, so a resume that is given the same objects finds the same files. So would another
+start in that folder: the folder is locked from the first file on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rlhf.errors import ConfigError, DataError, brief
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
 from rlhf_runtime.data.columnar_sources import content_hash
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
+from rlhf_runtime.output.folder_lock import LOCK
 from rlhf_runtime.output.run_directory import GIVEN_FILES
 
 DIGITS = 12
@@ -66,9 +68,12 @@ class GivenFiles:
         return self._keep("model", "", lambda path: save_model(model, tokenizer, path))
 
     def remove(self) -> None:
-        """Delete the files that were written, and the folders that were made for them if they are empty."""
+        """Delete the files that were written, and the folders that were made for them if they are empty. Called while
+        the folder is locked."""
         for path in self._new:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if self.output in self._made_folders:
+            (self.output / LOCK).unlink(missing_ok=True)
         for folder in self._made_folders:
             with contextlib.suppress(OSError):  # not empty, or never made
                 folder.rmdir()

@@ -20,8 +20,9 @@ from rlhf_runtime.config.flag_values import PythonValue
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.overrides import Override
 from rlhf_runtime.config.runfile import SINGLE, RunFile
-from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.sections import Choice, RunSection
 from rlhf_runtime.config.suggestions import Suggestions
+from rlhf_runtime.output.folder_lock import BusyFolderError, FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_folder import check_folder, default_folder
 from rlhf_runtime.python.components import observer_entries, reward_entries
@@ -143,7 +144,7 @@ def train(
             config = load(path, _overrides({**arguments, **file_options}, options or {}), plugins)
         look_for_models(config)
         with _threads_restored():
-            run = build.train(config, plugins)
+            run = build.train(config, plugins, locked=bool(file_options))
     folder = run.directory.path.absolute()
     return Result(
         status=cast(Literal["finished", "stopped"], run.status),
@@ -179,7 +180,8 @@ class Objects:
 
     @contextmanager
     def write(self, config: RunFile) -> Iterator[dict[str, Any]]:
-        """Writes the files and yields the options that name them. The files are deleted if the run does not start.
+        """Writes the files and yields the options that name them. The run's folder is locked from before the first
+        file until the run has ended. The files are deleted if the run does not start.
 
         Raises ConfigError (the run's folder is not free), DataError.
         """
@@ -187,11 +189,9 @@ class Objects:
         if not rows and self._model is None:
             yield {}
             return
-        run = config.run
-        has_output = "output" in run.model_fields_set
-        output = run.output if has_output else str(default_folder(run.resume or run.overwrite))
-        check_folder(output, run.resume, run.overwrite)
-        files, manifest = GivenFiles(output), Path(output) / "manifest.json"
+        has_output = "output" in config.run.model_fields_set
+        output, files, lock = _lock_folder(config.run, has_output)
+        manifest = Path(output) / "manifest.json"
         old_manifest = manifest.read_bytes() if manifest.exists() else None
         try:
             options: dict[str, Any] = {} if has_output else {"run.output": output}
@@ -204,6 +204,22 @@ class Objects:
             if not started:
                 files.remove()
             raise
+        finally:
+            lock.release()
+
+
+def _lock_folder(run: RunSection, has_output: bool) -> tuple[str, GivenFiles, FolderLock]:
+    """The run's folder, made and locked. Where the user named none and another start was faster, it is the next one."""
+    while True:
+        output = run.output if has_output else str(default_folder(run.resume or run.overwrite))
+        try:
+            check_folder(output, run.resume, run.overwrite)
+            files = GivenFiles(output)
+            Path(output).mkdir(parents=True, exist_ok=True)
+            return output, files, FolderLock(Path(output))
+        except BusyFolderError:
+            if has_output or run.resume or run.overwrite:
+                raise
 
 
 def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:

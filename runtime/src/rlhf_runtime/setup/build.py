@@ -72,22 +72,23 @@ from rlhf_runtime.setup.resume import (
 )
 
 
-def train(config: RunFile, plugins: Plugins | None = None, show: Show = "all") -> Run:
+def train(config: RunFile, plugins: Plugins | None = None, show: Show = "all", locked: bool = False) -> Run:
     """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run.
 
     Args:
         show: what is written on the way.
+        locked: whether the caller holds the lock of the run's folder.
     """
     plugins = plugins or Plugins.discover()
     try:
         with muted(show == "quiet"):
-            return _train(config, plugins, show)
+            return _train(config, plugins, show, locked)
     except SystemExit as end:  # of a plugin: it would end the command with any exit code, and without a word
         raise PluginError(f"the run was ended by {first_cause(end)}. A plugin must raise an error instead") from end
 
 
-def _train(config: RunFile, plugins: Plugins, show: Show) -> Run:
-    run = build(prepare(config, plugins), show)
+def _train(config: RunFile, plugins: Plugins, show: Show, locked: bool) -> Run:
+    run = build(prepare(config, plugins), show, locked)
     try:
         _run_to_its_end(run)
     except Exception:
@@ -117,12 +118,12 @@ def _run_to_its_end(run: Run) -> None:
         run.close()
 
 
-def build(prepared: Prepared, show: Show = "all") -> Run:
+def build(prepared: Prepared, show: Show = "all", locked: bool = False) -> Run:
     """Claim the run directory, load the models and, where the run resumes, restore the newest checkpoint. An error
     releases everything that was started."""
     resources = ExitStack()
     try:
-        run = _build(prepared, resources, show)
+        run = _build(prepared, resources, show, locked)
         if run.sampler is not None:
             with phase("first sync of weights to the generator"):
                 run.sync(run.first_step)
@@ -134,10 +135,10 @@ def build(prepared: Prepared, show: Show = "all") -> Run:
     return run
 
 
-def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
+def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -> Run:
     """Build the run. ``resources`` receives a callback that releases each part as soon as the part is started."""
     check_latest(prepared)
-    prepared, directory = _claim_folder(prepared)
+    prepared, directory = _claim_folder(prepared, locked)
     resources.callback(directory.close)
     config, data, algorithm = prepared.config, prepared.data, prepared.algorithm
     if config.run.threads is not None:
@@ -246,12 +247,12 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
     return OnlineRun(**parts, stream=stream) if stream is not None else Run(**parts)
 
 
-def _claim_folder(prepared: Prepared) -> tuple[Prepared, RunDirectory]:
+def _claim_folder(prepared: Prepared, locked: bool) -> tuple[Prepared, RunDirectory]:
     """Make and lock the run directory. Where the user named none and another start was faster, take the next one."""
     while True:
         run = prepared.config.run
         try:
-            return prepared, RunDirectory.create(run.output, run.resume, run.overwrite)
+            return prepared, RunDirectory.create(run.output, run.resume, run.overwrite, locked)
         except BusyFolderError:
             config = with_folder(prepared.config)
             if config is prepared.config or run.resume or run.overwrite:

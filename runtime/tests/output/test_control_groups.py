@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlhf_cli.control_groups import cpu_limit, machine_memory
+from rlhf_runtime.output.control_groups import cpu_limit, machine_memory
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {8 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {6 * 2**20} kB\n"
