@@ -1,19 +1,24 @@
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 
 import pytest
 import torch
 from rlhf.errors import ConfigError
 from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf_runtime.models.precompute import ValueTable
 from rlhf_runtime.output import run_directory as module
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import check_folder
+from rlhf_runtime.python.given_files import GivenFiles
 from safetensors import safe_open
 
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
@@ -195,6 +200,50 @@ def test_cut_goes_back_to_the_checkpoint(tmp_path):
         assert not list((tmp_path / "rollouts").iterdir())
         assert not list((tmp_path / "skipped").iterdir())
         assert (tmp_path / "config.toml").exists()
+
+
+@pytest.mark.linux("elsewhere a file that is too large kills no process")
+@pytest.mark.parametrize("kind", ["skipped batch", "precomputed values", "rows given in Python"])
+def test_a_resume_deletes_what_a_process_that_died_while_writing_left(tmp_path, kind):
+    """safetensors writes to a file with a name of its own, beside the one that it is given."""
+    begin(tmp_path).close()
+    values = ValueTable({bytes([n]) * 16: torch.zeros(1000) for n in range(10)})
+    batch = pack([UnitData([SequenceData([1] * 5000, {"loss_mask": [True] * 5000})])])
+    writers = {
+        "skipped batch": lambda: RunDirectory.create(tmp_path, resume=True).keep_batch(1, "gradient is nan", batch),
+        "precomputed values": lambda: values.save(tmp_path / "precomputed" / "reference.safetensors", "model"),
+        "rows given in Python": lambda: GivenFiles(tmp_path).rows("train", [{"prompt": "x" * 20_000}]),
+    }
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        with suppress(BaseException):
+            writers[kind]()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+    folder = tmp_path / {"s": "skipped", "p": "precomputed", "r": "given"}[kind[0]]
+    assert list(folder.iterdir())
+    RunDirectory.create(tmp_path, resume=True).close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_model_is_replaced_while_a_reader_keeps_the_old_one_from_being_deleted(tmp_path, monkeypatch):
+    """As on NFS, where the folder of an open file cannot be deleted."""
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with start(tmp_path) as directory:
+        directory.publish_model(lambda folder: (folder / "1").touch())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refuse)
+            for number in "23":
+                directory.publish_model(lambda folder, number=number: (folder / number).touch())
+                assert [path.name for path in directory.model.iterdir()] == [number]
+    RunDirectory.create(tmp_path, resume=True).close()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".saving", ".discarded"))]
 
 
 def test_exports_are_whole_rotated_and_replaced(tmp_path):

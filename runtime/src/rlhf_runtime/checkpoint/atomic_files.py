@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -24,9 +25,11 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_folders(root: Path) -> None:
-    """Force the names in ``root`` and all folders below it to the disk."""
-    for folder, _, _ in os.walk(root, topdown=False):
+def sync_tree(root: Path) -> None:
+    """Force all files and names below a folder to the disk."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            sync_file(Path(folder, name))
         sync_file(Path(folder))
 
 
@@ -53,25 +56,41 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     """``write`` fills a temporary folder beside ``path``, which is then renamed to ``path``. An existing folder is
-    replaced.
+    replaced, and deleted last: on NFS that fails while a reader has a file of it open.
 
     After a crash ``path`` is the old folder, the new one, or (between two renames) absent, but never incomplete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
+    old: Path | None = None
     try:
         temporary.mkdir()
         write(temporary)
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                sync_file(Path(folder, name))
-        sync_folders(temporary)
-        discard_folder(path)
+        sync_tree(temporary)
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f"{DISCARDED}{path.name}-", dir=path.parent))
+            os.rename(path, old)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    sync_file(path.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def publish_file(path: Path, write: Callable[[Path], object]) -> None:
+    """:func:`publish_folder` for one file, made by a writer that opens temporary files of its own beside it."""
+    place = path.with_name(f"{TEMPORARY}{path.name}")
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        place.mkdir(parents=True)
+        write(place / path.name)
+        sync_file(place / path.name)
+        os.replace(place / path.name, path)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
     sync_file(path.parent)
 
 

@@ -352,7 +352,7 @@ def seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, An
         },
     }
     json_values.write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-    files.sync_folders(folder)
+    files.sync_tree(folder)
 
 
 def _sha256(path: Path) -> str:
