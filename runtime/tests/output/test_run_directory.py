@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -384,6 +385,19 @@ def test_a_folder_that_another_process_works_in_is_not_overwritten(tmp_path):
     with start(tmp_path), pytest.raises(ConfigError, match="at work"):
         RunDirectory.create(tmp_path, overwrite=True)
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_file_system_without_locks_is_refused_and_its_runs_can_be_looked_at(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    begin(tmp_path).close()
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    for claim in (RunDirectory.create, check_folder):
+        with pytest.raises(ConfigError, match=r"cannot be locked: No locks available\..* mount it with them"):
+            claim(tmp_path)
+    assert not FolderLock.is_held(tmp_path)
 
 
 def test_the_lock_of_another_process_is_seen_without_taking_it(tmp_path):
