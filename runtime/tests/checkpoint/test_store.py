@@ -106,6 +106,16 @@ def test_an_error_while_writing_is_reported_and_leaves_nothing(tmp_path):
     assert steps(store) == ["step-000001"]
 
 
+def test_an_error_of_a_library_that_writes_names_the_file(tmp_path):
+    """The libraries of models and tokenizers raise errors of the disk in classes of their own."""
+    store = CheckpointStore(tmp_path)
+    with (
+        pytest.raises(CheckpointError, match=r"model could not be saved: Exception: Input/output error.*start the run"),
+        store.writing(tmp_path / "model"),
+    ):
+        raise Exception("Input/output error (os error 5)")
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

@@ -232,13 +232,14 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """While ``path`` is written, turn a full disk into an error that says what remains of the run."""
+        """While ``path`` is written, turn an error into one that says what remains of the run. Libraries that write
+        raise errors of the disk in classes of their own."""
         try:
             yield
-        except Exception as cause:
-            if isinstance(cause, OSError) or disk_is_full(cause):
-                raise self.unwritten(str(path), cause) from cause
+        except RlhfError:
             raise
+        except Exception as cause:
+            raise self.unwritten(str(path), cause) from cause
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
