@@ -230,19 +230,25 @@ def test_a_resume_deletes_what_a_process_that_died_while_writing_left(tmp_path, 
     assert list(folder.iterdir()) == []
 
 
-def test_a_model_is_replaced_while_a_reader_keeps_the_old_one_from_being_deleted(tmp_path, monkeypatch):
+def test_a_reader_keeps_no_model_or_export_from_being_replaced(tmp_path, monkeypatch):
     """As on NFS, where the folder of an open file cannot be deleted."""
 
     def refuse(*arguments, **options):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     with start(tmp_path) as directory:
+        directory.export(2, lambda folder: (folder / "config.json").touch())
         directory.publish_model(lambda folder: (folder / "1").touch())
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", refuse)
+            patch.setattr(os, "rmdir", refuse)
             for number in "23":
                 directory.publish_model(lambda folder, number=number: (folder / number).touch())
                 assert [path.name for path in directory.model.iterdir()] == [number]
+            directory.cut(1)
+            assert not directory.exports(2).exists()
+            directory.close()
+            begin(tmp_path, overwrite=True).close()
+            assert not directory.model.exists()
     RunDirectory.create(tmp_path, resume=True).close()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".saving", ".discarded"))]
 

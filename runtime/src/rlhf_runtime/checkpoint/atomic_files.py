@@ -95,23 +95,27 @@ def publish_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def discard_folder(path: Path) -> None:
-    """Delete a folder. A crash never leaves a part of it under its own name."""
-    if not path.exists():
-        return
+    """Delete a folder. A crash never leaves a part of it under its own name. What a reader on NFS keeps from being
+    deleted is left to :func:`remove_leftovers`."""
+    if path.exists():
+        shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def delete_old(path: Path, note: Callable[[str], None]) -> None:
+    """:func:`discard_folder` of what newer files replace. Where it fails, ``note`` is called with the reason."""
+    try:
+        if path.exists():
+            shutil.rmtree(_set_aside(path))
+    except OSError as cause:
+        note(f"{path} is no longer needed and could not be deleted: {cause}. Delete it yourself.")
+
+
+def _set_aside(path: Path) -> Path:
     discarded = path.with_name(f"{DISCARDED}{path.name}")
     shutil.rmtree(discarded, ignore_errors=True)
     os.rename(path, discarded)
     sync_file(path.parent)
-    shutil.rmtree(discarded)
-
-
-def delete_old(path: Path, note: Callable[[str], None]) -> None:
-    """:func:`discard_folder` of what newer files replace. Where it fails (on NFS while a reader has a file open),
-    ``note`` is called with the reason."""
-    try:
-        discard_folder(path)
-    except OSError as cause:
-        note(f"{path} is no longer needed and could not be deleted: {cause}. Delete it yourself.")
+    return discarded
 
 
 def remove_leftovers(folder: Path) -> list[str]:
