@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from rlhf.errors import CheckpointError, ConfigError, RolloutError
+from rlhf.errors import CheckpointError, ConfigError, RolloutError, TrainingError
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.store import SCHEMA
 
@@ -114,6 +114,25 @@ def test_an_error_of_a_library_that_writes_names_the_file(tmp_path):
         store.writing(tmp_path / "model"),
     ):
         raise Exception("Input/output error (os error 5)")
+
+
+def test_a_full_disk_of_a_rank_is_reported_like_that_of_the_run(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, write(), {})
+
+    def fail(folder):
+        raise TrainingError(
+            "policy rank 1 (node a): save() raised SafetensorError: No space left on device (os error 28)"
+        )
+
+    for attempt in (lambda: store.save(2, fail, {}), lambda: fill(store, fail)):
+        with pytest.raises(CheckpointError, match=r"policy rank 1 .*The disk is full.*steps \[1\] are intact"):
+            attempt()
+
+
+def fill(store, fail):
+    with store.writing(store.root / "model"):
+        fail(store.root)
 
 
 @pytest.mark.parametrize(

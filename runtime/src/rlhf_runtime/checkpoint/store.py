@@ -90,7 +90,7 @@ class CheckpointStore:
             self._rotate()
         except BaseException as cause:
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(cause, RlhfError) or not isinstance(cause, Exception):
+            if _keeps_class(cause) or not isinstance(cause, Exception):
                 raise
             raise self.unwritten(f"checkpoint {target}", cause) from cause
         return target
@@ -236,15 +236,20 @@ class CheckpointStore:
         raise errors of the disk in classes of their own."""
         try:
             yield
-        except RlhfError:
-            raise
         except Exception as cause:
+            if _keeps_class(cause):
+                raise
             raise self.unwritten(str(path), cause) from cause
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         if self._listener is not None:
             self._listener(text)
+
+
+def _keeps_class(cause: BaseException) -> bool:
+    """Whether an error says by itself what to do. That of a rank whose disk is full does not."""
+    return isinstance(cause, RlhfError) and not disk_is_full(cause)
 
 
 def _unusable(checkpoints: Sequence[str], way_out: str) -> CheckpointError:
