@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import filecmp
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rlhf_runtime.jobs import export
 from safetensors.torch import load_file
 
 from tests.runs import Finished, Say, Workshop
@@ -43,8 +45,18 @@ def test_a_checkpoints_model_is_that_which_the_run_exported(shop: Workshop, say:
         equal_folders(shop.folder / str(number), run.path / expected)
 
 
-def test_the_average_is_the_mean_of_all_kept_checkpoints(shop: Workshop, say: Say) -> None:
+def test_the_average_is_the_mean_of_all_kept_checkpoints(
+    shop: Workshop, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = shop.train("sft", "run", **rises(shop, trainer={"lr": 1e-2}))
+    hidden: list[str] = []
+    add_to_mean = export._add_to_mean
+
+    def look(folder: Path, exports: Sequence[Path]) -> None:
+        hidden.extend(path.name for path in shop.folder.iterdir() if path.name.startswith("."))
+        add_to_mean(folder, exports)
+
+    monkeypatch.setattr(export, "_add_to_mean", look)
     code, out, err = say("export", run.path, "--average", "-o", shop.folder / "mean")
     assert code == 0, err
     assert "the mean of steps 1, 2, 3" in out
@@ -53,6 +65,7 @@ def test_the_average_is_the_mean_of_all_kept_checkpoints(shop: Workshop, say: Sa
     for name, tensor in load_file(shop.folder / "mean" / "model.safetensors").items():
         torch.testing.assert_close(tensor, sum(part[name] for part in parts) / 3, rtol=1e-6, atol=1e-7)
     assert sorted(path.name for path in shop.folder.iterdir() if path.name.startswith(".")) == []
+    assert hidden == [".saving-mean"], "a process that dies leaves what the next export to the folder deletes"
 
 
 def test_the_config_of_a_reward_model_is_that_of_its_step(shop: Workshop, say: Say) -> None:

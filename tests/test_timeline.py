@@ -162,6 +162,13 @@ def test_the_timeline_of_a_killed_run_can_be_read_and_a_resume_continues_it(shop
     assert ("driver, start 2", "step 1") not in after
 
 
+def test_a_run_whose_timeline_cannot_be_opened_goes_on(shop: Workshop) -> None:
+    (run_of(shop, run={"steps": 1, "timeline": None}).path / "timeline.json").mkdir()
+    run = shop.train_config(simulated(shop, "run", run={"steps": 2, "timeline": 1}), "--run.resume")
+    assert "note: there is no timeline of this start:" in run.said
+    assert [line["step"] for line in run.lines()] == [1, 2]
+
+
 def test_only_the_steps_that_were_asked_for_are_recorded(shop: Workshop) -> None:
     run = run_of(shop, run={"steps": 4, "timeline": 2})
     steps = [s.path[1] for s in recorded(run) if s.path[0] == "driver" and len(s.path) == 2]

@@ -43,6 +43,8 @@ class Act(Reward):
         elif action == "segfault":
             threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
             ctypes.string_at(0)
+        elif action == "killed":
+            os.kill(os.getpid(), 9)
         elif action == "memory":
             raise MemoryError("no room")
         elif action == "child":
@@ -111,6 +113,7 @@ def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> No
     [
         ("exit", r"worker process exited with code 3 during score\(\). Its last output:\n  cannot go on"),
         ("segfault", r"(?s)worker process was killed by SIGSEGV during score\(\).*Segmentation fault"),
+        ("killed", r"process was killed by SIGKILL \(as the system does when memory runs out\) during score\(\)"),
         ("memory", r"score\(\) raised MemoryError: no room \(.*reward_0.py:\d+\)"),
     ],
 )

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from rlhf.errors import CheckpointError, ConfigError, RolloutError
+from rlhf.errors import CheckpointError, ConfigError, RolloutError, TrainingError
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.store import SCHEMA
 
@@ -104,6 +104,35 @@ def test_an_error_while_writing_is_reported_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"meta\.x is a object, which JSON cannot hold"):
         store.save(2, write(), {"x": object()})
     assert steps(store) == ["step-000001"]
+
+
+def test_an_error_of_a_library_that_writes_names_the_file(tmp_path):
+    """The libraries of models and tokenizers raise errors of the disk in classes of their own."""
+    store = CheckpointStore(tmp_path)
+    with (
+        pytest.raises(CheckpointError, match=r"model could not be saved: Exception: Input/output error.*start the run"),
+        store.writing(tmp_path / "model"),
+    ):
+        raise Exception("Input/output error (os error 5)")
+
+
+def test_a_full_disk_of_a_rank_is_reported_like_that_of_the_run(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, write(), {})
+
+    def fail(folder):
+        raise TrainingError(
+            "policy rank 1 (node a): save() raised SafetensorError: No space left on device (os error 28)"
+        )
+
+    for attempt in (lambda: store.save(2, fail, {}), lambda: fill(store, fail)):
+        with pytest.raises(CheckpointError, match=r"policy rank 1 .*The disk is full.*steps \[1\] are intact"):
+            attempt()
+
+
+def fill(store, fail):
+    with store.writing(store.root / "model"):
+        fail(store.root)
 
 
 @pytest.mark.parametrize(

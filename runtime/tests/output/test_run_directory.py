@@ -1,20 +1,26 @@
+import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 
 import pytest
 import torch
 from rlhf.errors import ConfigError
 from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf_runtime.models.precompute import ValueTable
 from rlhf_runtime.output import run_directory as module
 from rlhf_runtime.output.control_groups import MachineMemory
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import check_folder
+from rlhf_runtime.python.given_files import GivenFiles
 from safetensors import safe_open
 
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
@@ -204,6 +210,56 @@ def test_cut_goes_back_to_the_checkpoint(tmp_path):
         assert (tmp_path / "config.toml").exists()
 
 
+@pytest.mark.linux("elsewhere a file that is too large kills no process")
+@pytest.mark.parametrize("kind", ["skipped batch", "precomputed values", "rows given in Python"])
+def test_a_resume_deletes_what_a_process_that_died_while_writing_left(tmp_path, kind):
+    """safetensors writes to a file with a name of its own, beside the one that it is given."""
+    begin(tmp_path).close()
+    values = ValueTable({bytes([n]) * 16: torch.zeros(1000) for n in range(10)})
+    batch = pack([UnitData([SequenceData([1] * 5000, {"loss_mask": [True] * 5000})])])
+    writers = {
+        "skipped batch": lambda: RunDirectory.create(tmp_path, resume=True).keep_batch(1, "gradient is nan", batch),
+        "precomputed values": lambda: values.save(tmp_path / "precomputed" / "reference.safetensors", "model"),
+        "rows given in Python": lambda: GivenFiles(tmp_path).rows("train", [{"prompt": "x" * 20_000}]),
+    }
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        with suppress(BaseException):
+            writers[kind]()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+    folder = tmp_path / {"s": "skipped", "p": "precomputed", "r": "given"}[kind[0]]
+    assert list(folder.iterdir())
+    RunDirectory.create(tmp_path, resume=True).close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_reader_keeps_no_model_or_export_from_being_replaced(tmp_path, monkeypatch):
+    """As on NFS, where the folder of an open file cannot be deleted."""
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with start(tmp_path) as directory:
+        directory.export(2, lambda folder: (folder / "config.json").touch())
+        directory.publish_model(lambda folder: (folder / "1").touch())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rmdir", refuse)
+            for number in "23":
+                directory.publish_model(lambda folder, number=number: (folder / number).touch())
+                assert [path.name for path in directory.model.iterdir()] == [number]
+            directory.cut(1)
+            assert not directory.exports(2).exists()
+            directory.close()
+            begin(tmp_path, overwrite=True).close()
+            assert not directory.model.exists()
+    RunDirectory.create(tmp_path, resume=True).close()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".saving", ".discarded"))]
+
+
 def test_exports_are_whole_rotated_and_replaced(tmp_path):
     def fail(folder):
         (folder / "half").write_text("x")
@@ -342,6 +398,19 @@ def test_a_folder_that_another_process_works_in_is_not_overwritten(tmp_path):
     with start(tmp_path), pytest.raises(ConfigError, match="at work"):
         RunDirectory.create(tmp_path, overwrite=True)
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_file_system_without_locks_is_refused_and_its_runs_can_be_looked_at(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    begin(tmp_path).close()
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    for claim in (RunDirectory.create, check_folder):
+        with pytest.raises(ConfigError, match=r"cannot be locked: No locks available\..* mount it with them"):
+            claim(tmp_path)
+    assert not FolderLock.is_held(tmp_path)
 
 
 def test_the_lock_of_another_process_is_seen_without_taking_it(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,24 @@ def test_rows_are_read_back_as_they_were_given(tmp_path):
     path = GivenFiles(tmp_path / "run").rows("train", ROWS)
     assert Path(path).parent == tmp_path / "run" / "given"
     assert read(path) == ROWS
+
+
+@pytest.mark.linux("elsewhere there is no /proc")
+def test_the_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """After a loss of power, a file of the right name and another content would be read as the given rows."""
+    forced, fsync, rename = [], os.fsync, os.rename
+
+    def force(number):
+        forced.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def named(old, new):
+        assert str(old) in forced
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", force)
+    monkeypatch.setattr(os, "rename", named)
+    assert read(GivenFiles(tmp_path).rows("train", ROWS)) == ROWS
 
 
 def test_an_iterable_is_read_once(tmp_path):

@@ -185,7 +185,8 @@ class PluginWorker:
         code = self._process.returncode
         if code is None:
             return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        cause = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{cause}" if code < 0 else f"exited with code {code}"
 
     def _output(self) -> str:
         lines = "\n  ".join(self._lines)

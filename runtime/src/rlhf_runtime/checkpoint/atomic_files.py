@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -24,9 +25,11 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_folders(root: Path) -> None:
-    """Force the names in ``root`` and all folders below it to the disk."""
-    for folder, _, _ in os.walk(root, topdown=False):
+def sync_tree(root: Path) -> None:
+    """Force all files and names below a folder to the disk."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            sync_file(Path(folder, name))
         sync_file(Path(folder))
 
 
@@ -53,46 +56,66 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     """``write`` fills a temporary folder beside ``path``, which is then renamed to ``path``. An existing folder is
-    replaced.
+    replaced, and deleted last: on NFS that fails while a reader has a file of it open.
 
     After a crash ``path`` is the old folder, the new one, or (between two renames) absent, but never incomplete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
+    old: Path | None = None
     try:
         temporary.mkdir()
         write(temporary)
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                sync_file(Path(folder, name))
-        sync_folders(temporary)
-        discard_folder(path)
+        sync_tree(temporary)
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f"{DISCARDED}{path.name}-", dir=path.parent))
+            os.rename(path, old)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_file(path.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def publish_file(path: Path, write: Callable[[Path], object]) -> None:
+    """:func:`publish_folder` for one file, made by a writer that opens temporary files of its own beside it."""
+    place = path.with_name(f"{TEMPORARY}{path.name}")
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        place.mkdir(parents=True)
+        write(place / path.name)
+        sync_file(place / path.name)
+        os.replace(place / path.name, path)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    sync_file(path.parent)
 
 
 def discard_folder(path: Path) -> None:
-    """Delete a folder. A crash never leaves a part of it under its own name."""
-    if not path.exists():
-        return
+    """Delete a folder. A crash never leaves a part of it under its own name. What a reader on NFS keeps from being
+    deleted is left to :func:`remove_leftovers`."""
+    if path.exists():
+        shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def delete_old(path: Path, note: Callable[[str], None]) -> None:
+    """:func:`discard_folder` of what newer files replace. Where it fails, ``note`` is called with the reason."""
+    try:
+        if path.exists():
+            shutil.rmtree(_set_aside(path))
+    except OSError as cause:
+        note(f"{path} is no longer needed and could not be deleted: {cause}. Delete it yourself.")
+
+
+def _set_aside(path: Path) -> Path:
     discarded = path.with_name(f"{DISCARDED}{path.name}")
     shutil.rmtree(discarded, ignore_errors=True)
     os.rename(path, discarded)
     sync_file(path.parent)
-    shutil.rmtree(discarded)
-
-
-def delete_old(path: Path, note: Callable[[str], None]) -> None:
-    """:func:`discard_folder` of what newer files replace. Where it fails (on NFS while a reader has a file open),
-    ``note`` is called with the reason."""
-    try:
-        discard_folder(path)
-    except OSError as cause:
-        note(f"{path} is no longer needed and could not be deleted: {cause}. Delete it yourself.")
+    return discarded
 
 
 def remove_leftovers(folder: Path) -> list[str]:

@@ -90,7 +90,7 @@ class CheckpointStore:
             self._rotate()
         except BaseException as cause:
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(cause, RlhfError) or not isinstance(cause, Exception):
+            if _keeps_class(cause) or not isinstance(cause, Exception):
                 raise
             raise self.unwritten(f"checkpoint {target}", cause) from cause
         return target
@@ -232,18 +232,24 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """While ``path`` is written, turn a full disk into an error that says what remains of the run."""
+        """While ``path`` is written, turn an error into one that says what remains of the run. Libraries that write
+        raise errors of the disk in classes of their own."""
         try:
             yield
         except Exception as cause:
-            if isinstance(cause, OSError) or disk_is_full(cause):
-                raise self.unwritten(str(path), cause) from cause
-            raise
+            if _keeps_class(cause):
+                raise
+            raise self.unwritten(str(path), cause) from cause
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         if self._listener is not None:
             self._listener(text)
+
+
+def _keeps_class(cause: BaseException) -> bool:
+    """Whether an error says by itself what to do. That of a rank whose disk is full does not."""
+    return isinstance(cause, RlhfError) and not disk_is_full(cause)
 
 
 def _unusable(checkpoints: Sequence[str], way_out: str) -> CheckpointError:
@@ -352,7 +358,7 @@ def seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, An
         },
     }
     json_values.write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-    files.sync_folders(folder)
+    files.sync_tree(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -84,7 +84,7 @@ def export(
 
         def write_all(folder: Path) -> None:
             *earlier_checkpoints, newest = checkpoints
-            with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as place:
+            with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as place:
                 exports = [Path(place) / f"step-{checkpoint.step}" for checkpoint in earlier_checkpoints]
                 for path, checkpoint in zip(exports, earlier_checkpoints, strict=True):
                     path.mkdir()

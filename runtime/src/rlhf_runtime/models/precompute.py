@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_runtime.checkpoint.atomic_files import TEMPORARY, sync_file
+from rlhf_runtime.checkpoint.atomic_files import publish_file
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 
@@ -58,20 +58,13 @@ class ValueTable:
         return torch.cat(values) if all(f is not None for f in values) else None  # type: ignore[arg-type]
 
     def save(self, path: Path, model: str) -> None:
-        path.parent.mkdir(exist_ok=True)
         order = list(self.values)
         tensors = {
             "keys": torch.frombuffer(bytearray(b"".join(order)), dtype=torch.uint8).view(-1, _KEY),
             "sizes": torch.tensor([self.values[key].numel() for key in order]),
             "values": torch.cat([self.values[key] for key in order]),
         }
-        temporary = path.with_name(f"{TEMPORARY}{path.name}")
-        try:
-            save_file(tensors, temporary, {"model": model})
-            sync_file(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        publish_file(path, lambda file: save_file(tensors, file, {"model": model}))
 
     @classmethod
     def load(cls, path: Path, model: str) -> ValueTable:

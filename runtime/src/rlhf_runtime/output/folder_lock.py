@@ -46,15 +46,15 @@ class FolderLock:
         except OSError as cause:
             raise unusable(folder, "written to", cause) from cause
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(folder, descriptor)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
-        except OSError as cause:
-            refusal = _busy_error(folder, descriptor)
+        except OSError as cause:  # a full disk
             os.close(descriptor)
-            if cause.errno not in (errno.EACCES, errno.EAGAIN):  # a full disk, a file system without locks
-                raise unusable(folder, "locked", cause) from cause
-            raise refusal from cause
+            raise unusable(folder, "written to", cause) from cause
+        except ConfigError:
+            os.close(descriptor)
+            raise
         self._descriptor: int | None = descriptor
         self._locked_folders.add(self._key)
 
@@ -72,8 +72,8 @@ class FolderLock:
         try:
             if _is_locked(descriptor):
                 raise _busy_error(folder, descriptor)
-        except OSError as cause:  # a file system without locks
-            raise unusable(folder, "locked", cause) from cause
+        except OSError as cause:
+            raise _without_locks(folder, cause) from cause
         finally:
             os.close(descriptor)
 
@@ -91,6 +91,8 @@ class FolderLock:
             return False
         try:
             return _is_locked(descriptor)
+        except OSError:  # a file system without locks, where no run can start
+            return False
         finally:
             os.close(descriptor)
 
@@ -107,6 +109,15 @@ class FolderLock:
             self._locked_folders.discard(self._key)
 
 
+def _lock(folder: Path, descriptor: int) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as cause:
+        if cause.errno in (errno.EACCES, errno.EAGAIN):
+            raise _busy_error(folder, descriptor) from cause
+        raise _without_locks(folder, cause) from cause
+
+
 def _is_locked(descriptor: int) -> bool:
     """Whether another process holds the lock of this file."""
     query = [0] * 5
@@ -119,6 +130,13 @@ def _busy_error(folder: Path, descriptor: int) -> BusyFolderError:
     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
     return BusyFolderError(
         f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
+    )
+
+
+def _without_locks(folder: Path, cause: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.output {folder} cannot be locked: {cause.strerror}. A lock keeps two runs out of one folder, so its file "
+        "system must have locks: mount it with them (Lustre: the option flock), or choose another --output."
     )
 
 

@@ -24,6 +24,7 @@ from rlhf.secrets import redact
 from rlhf_runtime.checkpoint.atomic_files import (
     delete_old,
     discard_folder,
+    publish_file,
     publish_folder,
     remove_leftovers,
     write_atomic,
@@ -108,7 +109,7 @@ class RunDirectory:
             require_free(path, resume, overwrite)
             if not resume:
                 clear(path, () if overwrite else ("precomputed",))
-            for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed"))):
+            for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed", GIVEN_FILES))):
                 remove_leftovers(folder)
         except BaseException:
             if lock is not None:
@@ -262,13 +263,13 @@ class RunDirectory:
         from safetensors.torch import save_file
 
         folder = self.path / "skipped"
-        folder.mkdir(exist_ok=True)
         tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
         for level in ("tok", "seq", "unit"):
             tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
         number = 1 + sum(saved_step == step for saved_step, _ in _numbered(folder))
         path = folder / f"step-{step:06d}-{number:04d}.safetensors"
-        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path, {"reason": reason})
+        copies = {name: values.detach().cpu().contiguous().clone() for name, values in tensors.items()}
+        publish_file(path, lambda file: save_file(copies, file, {"reason": reason}))
         for _, old in _numbered(folder)[:-SKIPPED_KEPT]:
             old.unlink()
         return path

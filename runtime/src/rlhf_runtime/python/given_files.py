@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, DataError, brief
 
-from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
+from rlhf_runtime.checkpoint.atomic_files import TEMPORARY, sync_tree
 from rlhf_runtime.data.columnar_sources import content_hash
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
 from rlhf_runtime.output.folder_lock import LOCK
@@ -94,6 +94,7 @@ class GivenFiles:
             digest = write(path)
             target = folder / f"{name}-{digest[:DIGITS]}{suffix}"
             if not target.exists():
+                sync_tree(place)  # the name says that the content is whole
                 os.rename(path, target)
                 self._new.append(target)
         finally:

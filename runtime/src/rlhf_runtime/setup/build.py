@@ -313,7 +313,11 @@ def _timeline(prepared: Prepared, directory: RunDirectory, progress: Progress) -
     steps = prepared.config.run.timeline
     if steps is None:
         return NO_TIMELINE
-    return TimelineFile(directory.timeline, len(directory.starts()) + 1, steps, progress.note)
+    try:
+        return TimelineFile(directory.timeline, len(directory.starts()) + 1, steps, progress.note)
+    except OSError as error:
+        progress.note(f"there is no timeline of this start: {directory.timeline} cannot be written: {error}")
+        return NO_TIMELINE
 
 
 def make_evaluation(

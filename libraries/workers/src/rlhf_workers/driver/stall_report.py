@@ -37,12 +37,16 @@ class StallReport:
         symptom = "has not responded" if self.silent else "has made no progress"
         return f"{self.member.name} ({self.member.location}) {symptom} for {self.seconds:.0f} s in {self.doing}"
 
-    def write(self, folder: Path) -> Path:
-        """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is made if needed. Returns its path."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"stall-{slug(self.member.name)}.txt"
-        path.write_text(self.page(), encoding="utf-8")
-        return path.absolute()
+    def write(self, folder: Path) -> str:
+        """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is made if needed. Returns its path; the
+        report itself where it cannot be written."""
+        path, page = folder / f"stall-{slug(self.member.name)}.txt", self.page()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(page, encoding="utf-8")
+        except OSError as cause:  # the disk may be what the worker waits for
+            return f"{path} cannot be written ({cause}), so here it is:\n{page}"
+        return str(path.absolute())
 
     def page(self) -> str:
         """The report's text."""
