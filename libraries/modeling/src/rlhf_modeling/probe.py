@@ -194,14 +194,16 @@ def _draws(model: LoadedModel, ids_T: Tensor) -> bool:
     """Whether the model draws random numbers in training: two seeds give different results."""
     training = [part for part in model.module.modules() if part.training]
     model.module.train()
+
+    def hidden(seed: int) -> Tensor:
+        with seeded(seed, ids_T.device):
+            return _hidden(model, ids_T)
+
     try:
-        results = []
-        for seed in (0, 1, 0):
-            with seeded(seed, ids_T.device):
-                results.append(_hidden(model, ids_T))
+        first = hidden(0)
+        return not torch.equal(first, hidden(1)) and torch.equal(first, hidden(0))
     finally:
         _evaluate(model.module, training)
-    return not torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def _evaluate(module: nn.Module, training: list[nn.Module]) -> None:
