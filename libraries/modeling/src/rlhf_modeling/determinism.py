@@ -56,3 +56,16 @@ def determinism(chosen: bool) -> Iterator[None]:
         ) from cause
     finally:
         torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers of the CPU and of ``device`` start at ``seed``. Afterwards they go on as before.
+
+    ``torch.manual_seed`` writes a stack trace for each of three kinds of devices that the process does not use, which
+    takes a third of the time of a micro-batch of a tiny model.
+    """
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        (torch.manual_seed if cuda else torch.default_generator.manual_seed)(seed)
+        yield

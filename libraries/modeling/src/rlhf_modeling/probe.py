@@ -18,6 +18,7 @@ from rlhf.interfaces import ModelSpec
 from torch import Tensor, nn
 
 from rlhf_modeling.attention import kinds_of_layers, use_attention, use_packed_attention
+from rlhf_modeling.determinism import seeded
 from rlhf_modeling.images.architecture import NOT_HERE
 from rlhf_modeling.images.packing_check import attach_images, image_sequence, own_statement, packed_with_text
 from rlhf_modeling.loaded import LoadedModel
@@ -191,18 +192,18 @@ def _describe(cause: Exception) -> str:
 
 def _draws(model: LoadedModel, ids_T: Tensor) -> bool:
     """Whether the model draws random numbers in training: two seeds give different results."""
-    device = ids_T.device
     training = [part for part in model.module.modules() if part.training]
     model.module.train()
+
+    def hidden(seed: int) -> Tensor:
+        with seeded(seed, ids_T.device):
+            return _hidden(model, ids_T)
+
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            results = []
-            for seed in (0, 1, 0):
-                torch.manual_seed(seed)
-                results.append(_hidden(model, ids_T))
+        first = hidden(0)
+        return not torch.equal(first, hidden(1)) and torch.equal(first, hidden(0))
     finally:
         _evaluate(model.module, training)
-    return not torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def _evaluate(module: nn.Module, training: list[nn.Module]) -> None:

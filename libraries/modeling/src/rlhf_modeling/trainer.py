@@ -38,7 +38,7 @@ from rlhf_modeling.adapter_check import separable_adapters
 from rlhf_modeling.adapters import train_adapters_only
 from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_parameters, saved_parameters
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.determinism import determinism
+from rlhf_modeling.determinism import determinism, seeded
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.export_files import try_export
@@ -265,9 +265,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         number = self._micros * self.spec.world_size + self.spec.rank  # over all ranks: no two drop the same
         seed = derive_seed(self.spec.seed, f"dropout/{self.spec.role.name}", self.updates, number)
         self._micros += 1
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+        with seeded(seed, self.device):
             with ExitStack() as around:
                 if self.balance is not None:
                     around.enter_context(self.balance.watched())

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import worker_forks
 from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
@@ -37,6 +35,7 @@ FLAGS = {
     "--logprobs-mode": "processed_logprobs",
     "--max-model-len": "257",
 }
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def free_port() -> int:
@@ -53,23 +52,24 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def serving(port: int, log: Path, dtype: str = "float32") -> Iterator[str]:
-    """``vllm serve`` needs the metadata of a distribution that the CPU's build has under another name."""
     model = str(model_path("qwen3", **SIZES))
     flags = {**FLAGS, "--model": model, "--host": "127.0.0.1", "--port": str(port), "--dtype": dtype}
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *(w for flag in flags.items() for w in flag)]
-    words += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as file:
-        process = subprocess.Popen(words, env=environment, stdout=file, stderr=file, start_new_session=True)
+    words = [w for flag in flags.items() for w in flag] + ["--enforce-eager", "--no-enable-chunked-prefill"]
+    worker_forks.start()
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
+        process = worker_forks.Worker(worker_forks.serve, {"words": words, "log": log})
+        process.start()
     try:
         address = f"http://127.0.0.1:{port}"
         while not _answers(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
+            assert process.is_alive(), log.read_text()[-3000:]
+            time.sleep(0.1)
         yield address
     finally:
         process.terminate()
-        process.wait()
+        process.join()
 
 
 def _answers(address: str) -> bool:

@@ -1,21 +1,26 @@
-"""Worker processes of engines from one fork server, which imports vLLM once for all of them.
+"""Worker processes of engines, and servers, from one fork server, which imports vLLM once for all of them.
 
-For tests that start many workers: without it each worker would import vLLM for seconds. All other steps are vLLM's own.
-Tests of the start itself do not use this module.
+For tests that start many workers: without it each worker would import vLLM for seconds, and a server three times. All
+other steps are vLLM's own. Tests of the start itself do not use this module.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-PRELOADED = ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "rlhf_plugin_vllm.worker.extension")
+PRELOADED = (
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.launchers.api_server.entry",
+    "rlhf_plugin_vllm.worker.extension",
+)  # fmt: skip
 
 
 def inside(environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
@@ -60,3 +65,18 @@ def start() -> None:
     """Start the server. It ends with this process. Its socket is in the current folder for temporary files."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
+
+
+def serve(words: list[str], log: Path) -> None:
+    """``vllm serve`` with these flags, as a target of :class:`Worker`. Its engine and worker are forks of it."""
+    from vllm.entrypoints.launchers.api_server.entry import main
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        vars(module)["get_mp_context"] = lambda: multiprocessing.get_context("fork")
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = ["vllm", *words]
+    main()
