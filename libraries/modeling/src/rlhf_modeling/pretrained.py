@@ -9,9 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,29 +79,11 @@ def headers_of(place: str, **_: Any) -> dict[str, Header]:
 
 def read_config(spec: ModelSpec) -> Any:
     """The model's config. Raises ModelError as :func:`read`."""
-    config = read(spec, "model", _config_of)
-    require_names(config.architectures, spec.path)
-    return config
-
-
-def _config_of(place: str, trust_remote_code: bool) -> Any:
-    """The start of a run reads each config several times, and transformers takes 5 ms for it."""
-    file = Path(place) / "config.json"
-    if trust_remote_code or not file.is_file():
-        return _parsed_config(place, trust_remote_code)
-    status = file.stat()
-    return deepcopy(_kept_config(place, (status.st_ino, status.st_size, status.st_mtime_ns)))
-
-
-@lru_cache(maxsize=16)
-def _kept_config(place: str, version: tuple[int, ...]) -> Any:
-    return _parsed_config(place, False)
-
-
-def _parsed_config(place: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    config = read(spec, "model", AutoConfig.from_pretrained)
+    require_names(config.architectures, spec.path)
+    return config
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
