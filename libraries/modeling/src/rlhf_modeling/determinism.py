@@ -65,7 +65,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     ``torch.manual_seed`` writes a stack trace for each of three kinds of devices that the process does not use, which
     takes a third of the time of a micro-batch of a tiny model.
     """
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if cuda else []):
-        (torch.manual_seed if cuda else torch.default_generator.manual_seed)(seed)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
         yield
