@@ -28,8 +28,8 @@ module_count = [0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "fail a test whose call takes more seconds of processor time, that of its child processes included"
-    parser.addoption("--longest-case", type=float, metavar="SECONDS", help=about)
+    description = "fail a test whose call takes more seconds of processor time, that of its child processes included"
+    parser.addoption("--longest-case", type=float, metavar="SECONDS", help=description)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -92,11 +92,11 @@ def effects(folder: str, ids: list[int], arguments: argparse.Namespace) -> list[
     rows = [ids[i * TOKENS : (i + 1) * TOKENS] for i in range(TRAINED + MEASURED)]
     engines = {f"{way}, {dtype}": engine(folder, 8, way, dtype) for dtype in ("fp32", "bf16") for way in WAYS}
     try:
-        before: dict[str, Tensor] = {}
-        return [line for lr in arguments.rates for line in effect(folder, rows, lr, arguments.steps, engines, before)]
+        base: dict[str, Tensor] = {}
+        return [line for lr in arguments.rates for line in effect(folder, rows, lr, arguments.steps, engines, base)]
     finally:
-        for each in engines.values():
-            each.close()
+        for generator in engines.values():
+            generator.close()
 
 
 def effect(
@@ -105,18 +105,18 @@ def effect(
     lr: float,
     steps: list[int],
     engines: Mapping[str, VllmGenerator],
-    before: dict[str, Tensor],
+    base: dict[str, Tensor],
 ) -> Iterator[dict[str, object]]:
-    """One line for each of ``steps``. ``before``: readings of the base, which the first call fills."""
+    """One line for each of ``steps``. ``base``: readings of the base, which the first call fills."""
     role = policy(folder, 8, lr)
     update, measured = weigh(batch(rows[:TRAINED]), Nll().reduce()), rows[TRAINED:]
-    read = readings(role, measured, engines)
-    for name, reading in read.items() if not before else ():
-        before[name] = reading()
+    readers = readings(role, measured, engines)
+    for name, reading in readers.items() if not base else ():
+        base[name] = reading()
     for step in range(1, max(steps) + 1):
         role.group.worker.update([update], Nll(), {}, {})
         if step in steps:
-            changes = {name: reading() - before[name] for name, reading in read.items()}
+            changes = {name: reading() - base[name] for name, reading in readers.items()}
             truth_N = changes.pop("trainer")
             line: dict[str, object] = {"lr": lr, "steps": step, "rms": rms(truth_N)}
             for name, change_N in changes.items():
@@ -165,8 +165,8 @@ def syncs(folder: str, repeats: int) -> dict[str, object]:
     """Of rank 16, weights and adapters stored in fp32: seconds, the proof included, and MiB."""
     role, engines = policy(folder, 16, 1e-5), {way: engine(folder, 16, way) for way in WAYS}
     pushes = {
-        way: WeightSync(role, each, SyncSection(tolerance=0.5), 0, print, adapters=way == "alone")
-        for way, each in engines.items()
+        way: WeightSync(role, generator, SyncSection(tolerance=0.5), 0, print, adapters=way == "alone")
+        for way, generator in engines.items()
     }
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     mebibytes = {}
@@ -179,8 +179,8 @@ def syncs(folder: str, repeats: int) -> dict[str, object]:
                     seconds[way].append(time.perf_counter() - start)
                     mebibytes[way] = metrics["sync/MiB"]
     finally:
-        for each in engines.values():
-            each.close()
+        for generator in engines.values():
+            generator.close()
     middle = {way: round(median(values), 4) for way, values in seconds.items()}
     return {
         "MiB": mebibytes,

@@ -36,13 +36,13 @@ def main() -> None:
         execute(sys.executable, "model.py", str(work))
         for repeat in range(arguments.repeats):
             for precision in arguments.precisions:
-                for who, python, script in (("ours", sys.executable, "ours_cluster.py"), ("trl", trl, "trl_train.py")):
+                for side, python, script in (("ours", sys.executable, "ours_cluster.py"), ("trl", trl, "trl_train.py")):
                     options = [WORKLOAD, precision, "--steps", str(arguments.steps), "--warmup", "2"]
                     execute(python, script, *options, "--work", str(work), "--result", str(work / "result.json"))
                     latest = json.loads((work / "result.json").read_text())
-                    arms.setdefault(f"{precision}/{who}", []).append(latest)
+                    arms.setdefault(f"{precision}/{side}", []).append(latest)
                     print(
-                        f"{precision}/{who}, repeat {repeat + 1}: {median(latest['seconds']):.2f} s/step, "
+                        f"{precision}/{side}, repeat {repeat + 1}: {median(latest['seconds']):.2f} s/step, "
                         f"{throughput([latest]):.0f} tokens/s",
                         flush=True,
                     )

@@ -37,46 +37,48 @@ def plain() -> One:
         done = subprocess.run([*command, "-c", program], input=b"1\n", env=ENVIRONMENT, capture_output=True, check=True)
         assert done.stdout == b"1\n"
 
-    async def one(program: str) -> None:
+    async def execute(program: str) -> None:
         await asyncio.to_thread(run, program)
 
-    return one
+    return execute
 
 
 def sandboxed(launcher: SandboxLauncher) -> One:
-    async def one(program: str) -> None:
+    async def execute(program: str) -> None:
         finished = await launcher.run(program, "1\n")
         assert finished.out == "1\n", finished
 
-    return one
+    return execute
 
 
 async def measure(ways: dict[str, One], work: float, programs: int) -> dict[str, dict[str, float]]:
     cores = len(os.sched_getaffinity(0))
-    alone: dict[str, list[float]] = {name: [] for name in ways}
-    together: dict[str, list[float]] = {name: [] for name in ways}
+    latencies: dict[str, list[float]] = {name: [] for name in ways}
+    throughputs: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(max(1, programs // ROUND)):
-        for name, one in ways.items():
+        for name, execute in ways.items():
             text = PROGRAM.format(work=work)
             for _ in range(ROUND):
                 begin = time.perf_counter()
-                await one(text)
-                alone[name].append(time.perf_counter() - begin)
+                await execute(text)
+                latencies[name].append(time.perf_counter() - begin)
             free = asyncio.Semaphore(cores)
 
-            async def limited(one: One = one, free: asyncio.Semaphore = free, text: str = text) -> None:
+            async def limited(execute: One = execute, free: asyncio.Semaphore = free, text: str = text) -> None:
                 async with free:
-                    await one(text)
+                    await execute(text)
 
             begin = time.perf_counter()
             await asyncio.gather(*(limited() for _ in range(ROUND * cores)))
-            together[name].append(ROUND * cores / (time.perf_counter() - begin))
-    rates = {name: statistics.median(values) for name, values in together.items()}
+            throughputs[name].append(ROUND * cores / (time.perf_counter() - begin))
+    rates = {name: statistics.median(values) for name, values in throughputs.items()}
     return {
         name: {
             "work_ms": 1e3 * work,
-            "alone_ms": round(1e3 * statistics.median(alone[name]), 2),
-            "above_plain_ms": round(1e3 * (statistics.median(alone[name]) - statistics.median(alone["plain"])), 2),
+            "alone_ms": round(1e3 * statistics.median(latencies[name]), 2),
+            "above_plain_ms": round(
+                1e3 * (statistics.median(latencies[name]) - statistics.median(latencies["plain"])), 2
+            ),
             "per_second": round(rates[name], 1),
             "ratio": round(rates[name] / rates["plain"], 3),
         }
@@ -93,9 +95,9 @@ async def main() -> None:
     limits = ProgramLimits(cpu_seconds=20, wall_seconds=60.0, memory=512 * MIB, disk=16 * MIB, output=MIB)
     names = [name for name in ("bwrap", "sandlock") if name != "bwrap" or shutil.which("bwrap")]
     launchers = [SandboxLauncher(name, interpreter(None), limits) for name in names]
-    ways = {"plain": plain(), **{one.sandbox: sandboxed(one) for one in launchers}}
-    for one in ways.values():
-        await one(PROGRAM.format(work=0))
+    ways = {"plain": plain(), **{runner.sandbox: sandboxed(runner) for runner in launchers}}
+    for runner in ways.values():
+        await runner(PROGRAM.format(work=0))
     rows = []
     print(f"{'':10} {'work':>8} {'alone':>10} {'above plain':>12} {'a second':>10} {'ratio':>7}")
     for work in args.work:

@@ -52,7 +52,7 @@ def main() -> None:
     for column, scale in (("old_logprobs", 0.0), ("gen_logprobs", 0.01), ("advantages", 1.0)):
         batch = batch.with_column("tok", column, logprobs_N + scale * torch.randn(batch.tokens))
     batch = weigh(batch, losses["none"].reduce())
-    alone: dict[str, list[float]] = {name: [] for name in losses}
+    loss_seconds: dict[str, list[float]] = {name: [] for name in losses}
     updates: dict[str, list[float]] = {"none": [], COSTLIEST: []}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
@@ -71,22 +71,22 @@ def main() -> None:
                 evaluate(loss, batch, outputs, {}, {})[0].backward()
 
         for repeat in range(repeats + 1):
-            for call, seconds in ((update, updates), (evaluations, alone)):
+            for call, seconds in ((update, updates), (evaluations, loss_seconds)):
                 for name in seconds:
-                    taken = processor_seconds(call, losses[name])
+                    duration = processor_seconds(call, losses[name])
                     if repeat:  # the first is a warm-up
-                        seconds[name].append(taken)
-    whole, bare = (statistics.median(seconds["none"]) for seconds in (updates, alone))
-    ratios = [one / none for none, one in zip(*updates.values(), strict=True)]
+                        seconds[name].append(duration)
+    update_seconds, bare = (statistics.median(seconds["none"]) for seconds in (updates, loss_seconds))
+    ratios = [correction / none for none, correction in zip(*updates.values(), strict=True)]
     print(
-        f"{int(batch.tok['loss_mask'].sum())} tokens, {repeats} repeats. An update takes {whole:.2f} s, with "
+        f"{int(batch.tok['loss_mask'].sum())} tokens, {repeats} repeats. An update takes {update_seconds:.2f} s, with "
         f"{COSTLIEST} {statistics.median(ratios):.3f} times as long ({min(ratios):.3f} to {max(ratios):.3f}).\n"
     )
     print("| correction | the loss alone, ms | above none, ms | share of an update |\n|---|---|---|---|")
-    for name, seconds in alone.items():
-        taken = statistics.median(seconds)
-        above = (taken - bare) / LOSSES
-        print(f"| {name} | {1e3 * taken / LOSSES:.2f} | {1e3 * above:.2f} | {above / whole:.3%} |")
+    for name, seconds in loss_seconds.items():
+        duration = statistics.median(seconds)
+        cost = (duration - bare) / LOSSES
+        print(f"| {name} | {1e3 * duration / LOSSES:.2f} | {1e3 * cost:.2f} | {cost / update_seconds:.3%} |")
 
 
 if __name__ == "__main__":

@@ -47,30 +47,30 @@ TOTAL = "a step"
 
 def groups(tokens: int) -> list[Group]:
     """Samples with ``tokens`` tokens in all."""
-    rng, made = np.random.default_rng(0), []
+    rng, result = np.random.default_rng(0), []
 
-    def drawn(count: int) -> Any:
+    def draw(count: int) -> Any:
         return array("i", rng.integers(150000, size=count, dtype=np.int32).tobytes())
 
     for number in range(max(1, round(tokens / (PROMPT + ANSWER) / SAMPLES))):
         row = Row({"prompt": "p"}, "train", number)
-        prompt = Turn(drawn(PROMPT), sampled=False, text="word " * PROMPT)
+        prompt = Turn(draw(PROMPT), sampled=False, text="word " * PROMPT)
         samples = []
         for sample in range(SAMPLES):
             logprobs = array("f", (-2 * rng.random(ANSWER, dtype=np.float32)).tobytes())
             spans, text = ((0, 3), (ANSWER // 2, 4)), "word " * ANSWER
-            answer = Turn(drawn(ANSWER), True, logprobs, spans, "stop", text=text)
+            answer = Turn(draw(ANSWER), True, logprobs, spans, "stop", text=text)
             reward = float(rng.random())
             samples.append(Trajectory(row, [prompt, answer], (number, sample), reward=reward, score=reward))
-        made.append(Group(row, number, samples))
-    return made
+        result.append(Group(row, number, samples))
+    return result
 
 
-def parts(made: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def parts(data: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, what to measure) in the order of a step."""
-    rows = {(g.row.source, g.row.index): g.row for g in made}
-    yield "assemble", lambda: assemble(made)
-    batch = assemble(made)
+    rows = {(g.row.source, g.row.index): g.row for g in data}
+    yield "assemble", lambda: assemble(data)
+    batch = assemble(data)
     assert batch is not None
     yield "credit", lambda: _credit(batch)
     credited = _credit(batch)
@@ -79,7 +79,7 @@ def parts(made: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any
     yield "dispatch", lambda: _plan(slim)
     shares = _plan(slim)
     yield "select", lambda: micro_batches(slim, shares)
-    yield "save", lambda: saved_groups.write_groups(path, made)
+    yield "save", lambda: saved_groups.write_groups(path, data)
     yield "load", lambda: saved_groups.read_groups(path, lambda source, index: rows[source, index])
 
 
@@ -95,19 +95,19 @@ def _plan(batch: Any) -> Any:
 
 def measure(tokens: int, folder: Path) -> dict[str, dict[str, float]]:
     """{part: its figures} for ``tokens`` tokens a step."""
-    made, found = groups(tokens), {}
-    count = sum(len(turn.ids) for g in made for t in g.trajectories for turn in t.turns)
-    for name, part in parts(made, folder / "step-000001"):
+    data, figures = groups(tokens), {}
+    count = sum(len(turn.ids) for g in data for t in g.trajectories for turn in t.turns)
+    for name, part in parts(data, folder / "step-000001"):
         times = [_timed(part) for _ in range(REPEATS)]
         peak, result = _memory(part)
         cpu, wall, mapped = (min(values) / count for values in zip(*times, strict=True))
-        found[name] = {"cpu": cpu * 1e6, "wall": wall * 1e6, "mapped": mapped}
-        found[name] |= {"result": result / count, "above": (peak - result) / count}
-    steps = [part for name, part in found.items() if name != "load"]
-    found[TOTAL] = {key: sum(part[key] for part in steps) for key in ("cpu", "wall", "mapped")}
-    found[TOTAL]["above"] = max(part["above"] for part in steps)
-    found["file"] = {"result": (folder / "step-000001").stat().st_size / count}
-    return found
+        figures[name] = {"cpu": cpu * 1e6, "wall": wall * 1e6, "mapped": mapped}
+        figures[name] |= {"result": result / count, "above": (peak - result) / count}
+    steps = [part for name, part in figures.items() if name != "load"]
+    figures[TOTAL] = {key: sum(part[key] for part in steps) for key in ("cpu", "wall", "mapped")}
+    figures[TOTAL]["above"] = max(part["above"] for part in steps)
+    figures["file"] = {"result": (folder / "step-000001").stat().st_size / count}
+    return figures
 
 
 def table(per_token: dict[str, Any]) -> str:
@@ -123,10 +123,10 @@ def table(per_token: dict[str, Any]) -> str:
 def _timed(part: Callable[[], Any]) -> tuple[float, ...]:
     """Seconds of the processor, seconds, and bytes of the mapped pages (a huge page counts as a small one)."""
     gc.collect()
-    before = _clocks()
-    kept = part()
-    spent = tuple(b - a for a, b in zip(before, _clocks(), strict=True))
-    del kept
+    start = _clocks()
+    result = part()
+    spent = tuple(b - a for a, b in zip(start, _clocks(), strict=True))
+    del result
     return spent
 
 
@@ -139,13 +139,13 @@ def _memory(part: Callable[[], Any]) -> tuple[int, int]:
     """Bytes that the process needs more at the peak of ``part``, and that its result takes."""
     _release()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is in use now
-    before = _status("VmRSS")
-    kept = part()
+    start = _status("VmRSS")
+    result = part()
     peak = _status("VmHWM")
     _release()
     after = _status("VmRSS")
-    del kept
-    return peak - before, after - before
+    del result
+    return peak - start, after - start
 
 
 def _release() -> None:
@@ -166,10 +166,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    load, found = os.getloadavg()[0], {}
+    load, results = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory() as folder:
         for tokens in args.tokens:
-            found[str(tokens)] = measured = measure(tokens, Path(folder))
+            results[str(tokens)] = measured = measure(tokens, Path(folder))
             print(f"{tokens:,} tokens a step")
             for name, figures in measured.items():
                 print(f"  {name:9}  " + "  ".join(f"{key} {value:9.4f}" for key, value in figures.items()))
@@ -177,7 +177,7 @@ def main() -> None:
         machine = {"processor": _processor(), "cpus": os.cpu_count(), "load_before": load}
         versions = {"python": platform.python_version(), "torch": torch.__version__, "pyarrow": pyarrow.__version__}
         shape = {"prompt": PROMPT, "answer": ANSWER, "samples": SAMPLES, "ranks": RANKS, "budget": BUDGET}
-        text = {"shape": shape, "repeats": REPEATS, "per_token": found, "machine": machine, "versions": versions}
+        text = {"shape": shape, "repeats": REPEATS, "per_token": results, "machine": machine, "versions": versions}
         args.output.write_text(json.dumps(text, indent=1) + "\n")
 
 

@@ -40,18 +40,18 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         from rlhf_testing.tiny import tiny_model
 
         tiny_model(Path(folder) / "model", **SIZES)
         for ranks in options.ranks:
-            found[str(ranks)] = on_ranks(Path(folder), ranks, options)
-    first = found[str(options.ranks[0])]
-    for measured in found.values():
+            figures[str(ranks)] = on_ranks(Path(folder), ranks, options)
+    first = figures[str(options.ranks[0])]
+    for measured in figures.values():
         measured["speed"] = first["wall"] / measured["wall"]
     words = {name: getattr(options, name) for name in ("tokens", "trainer", "dtype", "checkpointing", "repeats")}
-    result = {**words, "ranks": found}
+    result = {**words, "ranks": figures}
     if options.result:
         options.result.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
@@ -71,10 +71,10 @@ def on_ranks(folder: Path, ranks: int, options: argparse.Namespace) -> dict[str,
         subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
         for rank in range(ranks)
     ]
-    said = [rank.communicate()[0] for rank in started]
+    outputs = [rank.communicate()[0] for rank in started]
     if any(rank.returncode for rank in started):
         raise SystemExit("a rank failed")
-    figures = [json.loads(text.splitlines()[-1]) for text in said]
+    figures = [json.loads(text.splitlines()[-1]) for text in outputs]
     return {name: max(figure[name] for figure in figures) for name in figures[0]}
 
 
@@ -101,37 +101,39 @@ def rank(
     from tests.support.token_parts import kept_bytes
 
     loss, count = SequenceLoss(), int(tokens)
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     units = []
     for length in (3 * count // 4, count // 4):
-        ids = torch.randint(3, 90, (length,), generator=drawn).tolist()
+        ids = torch.randint(3, 90, (length,), generator=generator).tolist()
         units.append(UnitData([SequenceData(ids, {"loss_mask": [place > length // 4 for place in range(length)]})]))
     micro = slim_batch(weigh(columns(pack(units)), loss.reduce()), loss)
-    of = spec(Path(folder), int(number), int(ranks), port, dtype=dtype, gradient_checkpointing=bool(int(checkpointing)))
+    model_spec = spec(
+        Path(folder), int(number), int(ranks), port, dtype=dtype, gradient_checkpointing=bool(int(checkpointing))
+    )
     kind = Plugins.discover().resolve("trainer", name).cls
-    one = kind(kind.Config(lr=1e-6, device="cpu", sequence_parallel=int(ranks)), of)
-    one.update([micro], loss, {}, {})  # makes the optimizer's state
-    kept = kept_bytes(one, [micro], loss)
-    one.zero_grad()
+    trainer = kind(kind.Config(lr=1e-6, device="cpu", sequence_parallel=int(ranks)), model_spec)
+    trainer.update([micro], loss, {}, {})  # makes the optimizer's state
+    activations = kept_bytes(trainer, [micro], loss)
+    trainer.zero_grad()
     wall, processor, peak = [], [], 0
     for _ in range(int(repeats)):
-        before = resident("VmRSS")
+        base = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the memory of now
         start, used = time.perf_counter(), time.process_time()
-        one.update([micro], loss, {}, {})
+        trainer.update([micro], loss, {}, {})
         wall.append(time.perf_counter() - start)
         processor.append(time.process_time() - used)
-        peak = max(peak, resident("VmHWM") - before)
-    figures = {"kept": kept, "peak": peak, "wall": median(wall), "processor": median(processor)}
+        peak = max(peak, resident("VmHWM") - base)
+    figures = {"kept": activations, "peak": peak, "wall": median(wall), "processor": median(processor)}
     print(json.dumps(figures), flush=True)
     os._exit(0)
 
 
 def resident(field: str) -> int:
     """Bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def _written_kib() -> int:
     return sum(int(words[1]) for words in lines if words[0] == "Private_Dirty:")
 
 
-def train(folder: Path, steps: int, *more: str) -> None:
+def train(folder: Path, steps: int, *flags: str) -> None:
     from rlhf_cli.main import main
 
     every = str(steps // PARTS)
@@ -86,7 +86,7 @@ def train(folder: Path, steps: int, *more: str) -> None:
     words += ["--sampling.samples_per_prompt", "3", "--sampling.max_new_tokens", "6", "--trainer.lr", "1e-3"]
     words += ["--policy.dtype", "fp32", "--run.threads", "1", "--checkpoint.every", every, "--checkpoint.keep", "2"]
     words += ["--observer", f"file:{Path(__file__).resolve()}", "--observer.0.every", every]
-    words += ["--observer.0.file", str(folder / "counts.jsonl"), *more]
+    words += ["--observer.0.file", str(folder / "counts.jsonl"), *flags]
     if code := main(words):
         raise SystemExit(code)
 

@@ -23,7 +23,7 @@ from rlhf_plugin_math.extraction import extract_answer
 
 Pair = tuple[str, str, bool]
 """True answer, answer, whether they are equal."""
-OURS = Path(__file__).parent.parent / "plugins/rewards/math/tests/test_math.py"
+TEST_FILE = Path(__file__).parent.parent / "plugins/rewards/math/tests/test_math.py"
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 PLACES = ("boxed", "hash", "tag", "answer_is", "last_number")
 
@@ -46,7 +46,7 @@ def their_pairs(folder: Path) -> Iterator[Pair]:
 
 
 def our_pairs() -> Iterator[Pair]:
-    for function in ast.parse(OURS.read_text()).body:
+    for function in ast.parse(TEST_FILE.read_text()).body:
         match function:
             case ast.FunctionDef(
                 name="test_equal" | "test_not_equal" as name, decorator_list=[ast.Call(args=[_, ast.List(elts)])]
@@ -66,22 +66,22 @@ def ours(truth: str, text: str) -> bool:
     return equivalent(answer_of(text), answer_of(truth))
 
 
-def theirs(truth: str, text: str) -> bool:
+def judge_math_verify(truth: str, text: str) -> bool:
     return bool(verify(parse(truth), parse(text)))
 
 
 def main(folder: Path) -> None:
     logging.disable()
-    judges: dict[str, Callable[[str, str], bool]] = {"reward math": ours, "math-verify": theirs}
+    judges: dict[str, Callable[[str, str], bool]] = {"reward math": ours, "math-verify": judge_math_verify}
     print("| pairs | judge | equal ones accepted | others refused | ms a pair |\n|---|---|---|---|---|")
     for name, pairs in {"Math-Verify's tests": [*their_pairs(folder)], "tests of `math`": [*our_pairs()]}.items():
         for judge, judged in judges.items():
             begin = time.perf_counter()
             verdicts = [(judged(truth, text), equal) for truth, text, equal in pairs]
             cost = (time.perf_counter() - begin) / len(pairs) * 1000
-            equals, others = [v for v, equal in verdicts if equal], [v for v, equal in verdicts if not equal]
-            kept = f"{sum(equals)} of {len(equals)} | {others.count(False)} of {len(others)}"
-            print(f"| {name} | {judge} | {kept} | {cost:.0f} |")
+            equals, unequal = [v for v, equal in verdicts if equal], [v for v, equal in verdicts if not equal]
+            counts = f"{sum(equals)} of {len(equals)} | {unequal.count(False)} of {len(unequal)}"
+            print(f"| {name} | {judge} | {counts} | {cost:.0f} |")
 
 
 if __name__ == "__main__":

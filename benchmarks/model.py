@@ -37,8 +37,8 @@ def make_model(path: Path, head: Literal["lm", "scalar"] = "lm") -> None:
     Additional tokens are numbers after a space. No text is encoded with them, but each can be sampled and decodes to
     text, so that rewards differ.
     """
-    more = (f" {n}" for n in range(VOCABULARY - 3 - len(CHARS)))
-    tiny_model(path, std=0.02, chars=[*CHARS, *more], seed=0, head=head, **SIZES)
+    words = (f" {n}" for n in range(VOCABULARY - 3 - len(CHARS)))
+    tiny_model(path, std=0.02, chars=[*CHARS, *words], seed=0, head=head, **SIZES)
 
 
 def make_ending_model(source: Path, path: Path) -> None:
@@ -88,8 +88,8 @@ def make_pairs(work: Path) -> None:
     def text(tokens: int) -> str:
         return "".join(draw.choice(CHARS[:-1]) for _ in range(tokens))
 
-    def spread(number: int, least: int, most: int) -> int:
-        return least + (most - least) * (number % ROWS) // (ROWS - 1)
+    def spread(number: int, low: int, high: int) -> int:
+        return low + (high - low) * (number % ROWS) // (ROWS - 1)
 
     with (work / "pairs.jsonl").open("w") as file:
         for number in range(ROWS):

@@ -42,15 +42,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         steps = arguments.warmup + arguments.steps
         embedded = run_file(arguments.workload, arguments.precision, arguments.work, steps, f"{folder}/run", 1)
-        asked = embedded.model_dump(exclude_unset=True)
-        asked |= {
+        settings = embedded.model_dump(exclude_unset=True)
+        settings |= {
             "launcher": {"use": "ray", "cpus": THREADS},
             "placement": {"policy": {"devices": THREADS}, "generator": {"devices": THREADS, "share": "policy"}},
             "generator": {"use": "vllm", "max_sequences": 128, "kv_cache_gib": 0.25},
         }
         clock = Clock(arguments.warmup)
         watch = Watch(clock)
-        prepared = prepare(RunFile.model_validate(asked), Plugins.discover())
+        prepared = prepare(RunFile.model_validate(settings), Plugins.discover())
         run = build(replace(prepared, observers={**prepared.observers, "watch": watch}))
         assert isinstance(run, OnlineRun)
         clock.begin()

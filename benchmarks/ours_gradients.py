@@ -20,14 +20,14 @@ from settings import THREADS
 
 
 def groups(rows: list[dict]) -> list[Group]:
-    made = []
-    for number, given in enumerate(rows):
+    result = []
+    for number, record in enumerate(rows):
         row, trajectories = Row({}, "gate", number), []
-        for sample, (ids, reward) in enumerate(zip(given["answers"], given["rewards"], strict=True)):
-            turns = [Turn(given["prompt"], sampled=False), Turn(ids, sampled=True, finish="stop")]
+        for sample, (ids, reward) in enumerate(zip(record["answers"], record["rewards"], strict=True)):
+            turns = [Turn(record["prompt"], sampled=False), Turn(ids, sampled=True, finish="stop")]
             trajectories.append(Trajectory(row, turns, (number, sample), reward=reward, score=reward))
-        made.append(Group(row, number, trajectories))
-    return made
+        result.append(Group(row, number, trajectories))
+    return result
 
 
 def demonstrations(rows: list[dict]) -> list[Example]:
@@ -36,12 +36,12 @@ def demonstrations(rows: list[dict]) -> list[Example]:
             Row({}, "gate", number),
             [
                 Sequence(
-                    given["prompt"] + given["answer"],
-                    [False] * len(given["prompt"]) + [True] * len(given["answer"]),
+                    record["prompt"] + record["answer"],
+                    [False] * len(record["prompt"]) + [True] * len(record["answer"]),
                 )
             ],
         )
-        for number, given in enumerate(rows)
+        for number, record in enumerate(rows)
     ]
 
 

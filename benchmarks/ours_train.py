@@ -70,9 +70,9 @@ def run_file(
             "response": "completion",
             "max_tokens": LONGEST + 8,
         }
-        return changed({**run, "algorithm": "sft", "data": data}, options)
+        return apply_options({**run, "algorithm": "sft", "data": data}, options)
     if workload in PREFERENCES:
-        return changed(preferences(run, workload, work), options)
+        return apply_options(preferences(run, workload, work), options)
     sampling = {
         "samples_per_prompt": SAMPLES,
         "max_new_tokens": MAX_NEW_TOKENS,
@@ -84,7 +84,7 @@ def run_file(
         "max_tokens": PROMPT_TOKENS + MAX_NEW_TOKENS,
     }
     reward = f"file:{Path(__file__).with_name('ours_reward.py')}:score"
-    return changed({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling}, options)
+    return apply_options({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling}, options)
 
 
 def preferences(run: dict[str, Any], workload: str, work: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def preferences(run: dict[str, Any], workload: str, work: Path) -> dict[str, Any
     return {**run, "algorithm": "dpo"}
 
 
-def changed(run: dict[str, Any], options: Options) -> RunFile:
+def apply_options(run: dict[str, Any], options: Options) -> RunFile:
     for section, values in options.items():
         run[section] = {**run.get(section, {}), **values}
     return RunFile.model_validate(run)
@@ -174,7 +174,7 @@ class Phases:
     def watch_trainer(self, trainer: Any) -> None:
         accumulate, learning = trainer.accumulate, []
 
-        def counted(micros: Any, *arguments: Any) -> Any:
+        def count_tokens(micros: Any, *arguments: Any) -> Any:
             self.trained += sum(micro.tokens for micro in micros)
             learning.append(True)
             try:
@@ -187,7 +187,7 @@ class Phases:
                 self.computed += inputs[0].numel()
 
         trainer.module.get_input_embeddings().register_forward_hook(entered)
-        trainer.accumulate = counted
+        trainer.accumulate = count_tokens
         self.watch(trainer, "accumulate", "forward and backward")
         self.watch(trainer, "apply", "optimizer")
         self.watch(trainer, "forward", "log-probs")
@@ -209,9 +209,9 @@ def keep_engine(eager: bool) -> None:
 
     start, engines = generator.Engine, []
 
-    def engine(config: Any, *others: Any) -> Any:
+    def engine(config: Any, *rest: Any) -> Any:
         if not engines:
-            engines.append(start(config.model_copy(update={"eager": eager}), *others))
+            engines.append(start(config.model_copy(update={"eager": eager}), *rest))
             engines[0].close = lambda: None
         return engines[0]
 

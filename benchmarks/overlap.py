@@ -67,12 +67,12 @@ def measure(folder: Path, times: Sequence[float], steps: int) -> list[dict[str, 
     """One line for each time of learning."""
     continuous = ("--stream.mode", "continuous", "--stream.staleness", "2")
     generation = seconds_of_a_step(folder, 0.0, steps, *continuous)
-    found = []
+    figures = []
     for learning in times:
         waves = seconds_of_a_step(folder, learning, steps)
         step = seconds_of_a_step(folder, learning, steps, *continuous)
         longer = max(generation, learning)
-        found.append(
+        figures.append(
             {
                 "learning": learning,
                 "generation": generation,
@@ -82,12 +82,12 @@ def measure(folder: Path, times: Sequence[float], steps: int) -> list[dict[str, 
                 "of the sum": step / (generation + learning),
             }
         )
-    return found
+    return figures
 
 
-def table(found: Sequence[dict[str, float]]) -> str:
-    lines = ["| " + " | ".join(found[0]) + " |", "|" + "---|" * len(found[0])]
-    for line in found:
+def table(rows: Sequence[dict[str, float]]) -> str:
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    for line in rows:
         *seconds, longer, total = line.values()
         lines.append("| " + " | ".join(f"{value:.1f} s" for value in seconds) + f" | {longer:.2f} | {total:.2f} |")
     return "\n".join(lines)
@@ -107,10 +107,10 @@ def main() -> None:
         tiny_model(folder / "model", hidden=16, heads=2, kv_heads=1)
         rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(2000)]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found = measure(folder, options.learning, options.steps)
-    print(f"\n{table(found)}")
+        figures = measure(folder, options.learning, options.steps)
+    print(f"\n{table(figures)}")
     if options.output is not None:
-        text = {"overlap": found, "machine": machine() | {"load_before": load}}
+        text = {"overlap": figures, "machine": machine() | {"load_before": load}}
         options.output.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 

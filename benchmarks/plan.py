@@ -95,11 +95,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(options.pairs, folder, 8)
-        for number, (case, own) in enumerate(CASES.items()):
+        for number, (case, case_flags) in enumerate(CASES.items()):
             if options.cases and str(number) not in options.cases:
                 continue
             flags = ["--model", str(options.model.resolve()), "--run.threads", str(THREADS), "--policy.dtype", "fp32"]
-            flags += [*own, "--output", f"run-{number}"]
+            flags += [*case_flags, "--output", f"run-{number}"]
             plan, peak = planned(flags, folder), measured(flags, folder, options.steps)
             print(f"| {case} | {plan / MIB:.0f} | {peak / MIB:.0f} | {plan / peak:.2f} |", flush=True)
 

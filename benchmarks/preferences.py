@@ -42,16 +42,18 @@ def others() -> float:
     """Seconds of processor time, of all cores, that other processes than this benchmark and its children took."""
     fields = [int(x) / os.sysconf("SC_CLK_TCK") for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     idle, waiting = fields[3:5]
-    own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(fields) - idle - waiting - own
+    benchmark_seconds = sum(
+        sum(resource.getrusage(process)[:2]) for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return sum(fields) - idle - waiting - benchmark_seconds
 
 
 def undisturbed(python: str, script: str, options: list[str], result: Path, tries: int) -> dict[str, Any]:
     """Run one process of an arm. Repeat it if other processes took more than 3 % of the processor meanwhile."""
     for _ in range(tries):
-        start, before = time.time(), others()
+        start, base = time.time(), others()
         execute(python, script, *options, "--result", str(result))
-        share = (others() - before) / (time.time() - start) / (os.cpu_count() or 1)
+        share = (others() - base) / (time.time() - start) / (os.cpu_count() or 1)
         if share <= DISTURBED:
             return json.loads(result.read_text()) | {"others": share}
         print(f"repeating: other processes took {share:.0%} of the processor", flush=True)
@@ -63,19 +65,19 @@ def comparison(arms: dict[str, list[dict[str, Any]]], precisions: list[str]) -> 
     rows = []
     for workload, target in TARGETS.items():
         for precision in precisions:
-            runs = {who: arms.get(f"{workload}/{precision}/{who}", []) for who in ("ours", "trl")}
+            runs = {side: arms.get(f"{workload}/{precision}/{side}", []) for side in ("ours", "trl")}
             if not all(runs.values()):
                 continue
-            tokens = {who: {t for run in found for t in run["tokens"]} for who, found in runs.items()}
+            tokens = {side: {t for run in side_runs for t in run["tokens"]} for side, side_runs in runs.items()}
             if tokens["ours"] != tokens["trl"]:
                 sys.exit(
                     f"{workload}, {precision}: ours trained on {tokens['ours']} tokens a step, TRL on {tokens['trl']}"
                 )
             row: dict[str, Any] = {"workload": workload, "precision": precision, "target": target}
-            for who, found in runs.items():
-                row[f"{who}_seconds"] = median([s for run in found for s in run["seconds"]])
-                row[f"{who}_tokens_per_second"] = throughput(found)
-                row[f"{who}_peak_mib"] = median([run["peak_mib"] for run in found])
+            for side, side_runs in runs.items():
+                row[f"{side}_seconds"] = median([s for run in side_runs for s in run["seconds"]])
+                row[f"{side}_tokens_per_second"] = throughput(side_runs)
+                row[f"{side}_peak_mib"] = median([run["peak_mib"] for run in side_runs])
             row["tokens"] = tokens["ours"].pop()
             row["computed_tokens"] = median([p["computed_tokens"] for run in runs["ours"] for p in run["phases"]])
             row["ratio"] = row["ours_tokens_per_second"] / row["trl_tokens_per_second"]
@@ -105,9 +107,9 @@ def phases(arms: dict[str, list[dict[str, Any]]]) -> str:
     for arm, runs in arms.items():
         if arm.endswith("/ours"):
             steps = [step for run in runs for step in run["phases"]]
-            found = [median([step.get(name, 0.0) for step in steps]) for name in names]
-            found.append(median([s["step"] - sum(s.get(name, 0.0) for name in names) for s in steps]))
-            lines.append(f"| {arm.removesuffix('/ours')} | {' | '.join(f'{1e3 * x:.0f}' for x in found)} |")
+            medians = [median([step.get(name, 0.0) for step in steps]) for name in names]
+            medians.append(median([s["step"] - sum(s.get(name, 0.0) for name in names) for s in steps]))
+            lines.append(f"| {arm.removesuffix('/ours')} | {' | '.join(f'{1e3 * x:.0f}' for x in medians)} |")
     return "\n".join(lines)
 
 
@@ -121,12 +123,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     for repeat in range(arguments.repeats):
         for workload in arguments.workloads:
             for precision in arguments.precisions:
-                for who, python in (("ours", sys.executable), ("trl", trl)):
+                for side, python in (("ours", sys.executable), ("trl", trl)):
                     arm = [workload, precision, *options]
-                    latest = undisturbed(python, f"{who}_train.py", arm, work / "result.json", arguments.tries)
-                    arms.setdefault(f"{workload}/{precision}/{who}", []).append(latest)
+                    latest = undisturbed(python, f"{side}_train.py", arm, work / "result.json", arguments.tries)
+                    arms.setdefault(f"{workload}/{precision}/{side}", []).append(latest)
                     print(
-                        f"{time.time() - start:5.0f} s  {workload}/{precision}/{who}, repeat {repeat + 1}: "
+                        f"{time.time() - start:5.0f} s  {workload}/{precision}/{side}, repeat {repeat + 1}: "
                         f"{median(latest['seconds']):.2f} s/step, peak {latest['peak_mib']:.0f} MiB",
                         flush=True,
                     )

@@ -137,8 +137,8 @@ class Step:
         self.sync = WeightSync(self.roles["policy"], self.generator, SyncSection(), 0, print)
         self.batch, self.loss, self.heads = the_batch(), PolicyLoss(), [resolve_head("logprobs", None)]
         prompts = [(n,) * PROMPT for n in range(PROMPTS)]
-        drawn = Sampling(ANSWER)
-        self.requests = [GenerationRequest(p, n, drawn) for p in prompts for n in range(SAMPLES)]
+        sampling = Sampling(ANSWER)
+        self.requests = [GenerationRequest(p, n, sampling) for p in prompts for n in range(SAMPLES)]
         self.version = 0
 
     def parts(self) -> dict[str, Callable[[], Any]]:
@@ -170,12 +170,12 @@ def measure(step: Step, steps: int) -> dict[str, float]:
 def round_trips(step: Step) -> dict[str, dict[str, int]]:
     """For each part: calls of actors' methods, and how often the driver waits for an answer. Unlike times, these counts
     do not depend on other load of the machine."""
-    found: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     send, wait = ActorMethod._remote, Watchdog.wait
     for name, part in step.parts().items():
-        counts = found[name] = {"calls": 0, "waits": 0}
+        counts = result[name] = {"calls": 0, "waits": 0}
 
-        def sent(self: Any, *args: Any, counts: dict[str, int] = counts, **options: Any) -> Any:
+        def count_calls(self: Any, *args: Any, counts: dict[str, int] = counts, **options: Any) -> Any:
             counts["calls"] += 1
             return send(self, *args, **options)
 
@@ -183,27 +183,27 @@ def round_trips(step: Step) -> dict[str, dict[str, int]]:
             counts["waits"] += 1
             return wait(self, *args)
 
-        ActorMethod._remote, Watchdog.wait = sent, waited
+        ActorMethod._remote, Watchdog.wait = count_calls, waited
         try:
             part()
         finally:
             ActorMethod._remote, Watchdog.wait = send, wait
-    return found
+    return result
 
 
 def transfers(step: Step) -> dict[str, dict[str, int]]:
     """For the calls that carry a batch: puts, bytes in the store, and bytes of the columns that the call declares."""
-    found: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     put = ray.put
     for name in ("old log-probs", "update"):
         sizes: list[int] = []
 
-        def counted(value: Any, sizes: list[int] = sizes) -> Any:
+        def measure_put(value: Any, sizes: list[int] = sizes) -> Any:
             ref = put(value)
             sizes.append(ray.experimental.get_local_object_locations([ref])[ref]["object_size"])
             return ref
 
-        ray.put = counted
+        ray.put = measure_put
         step.parts()[name]()
         ray.put = put
         micros = step.roles["policy"]._shares(step.batch, step.loss) if name == "update" else None
@@ -217,8 +217,8 @@ def transfers(step: Step) -> dict[str, dict[str, int]]:
             for m in slim
             for t in (m.ids_N, m.lens_B, m.unit_B, m.role_B, *m.tok.values(), *m.seq.values(), *m.unit.values())
         )
-        found[name] = {"puts": len(sizes), "bytes_put": sum(sizes), "bytes_of_columns": columns}
-    return found
+        result[name] = {"puts": len(sizes), "bytes_put": sum(sizes), "bytes_of_columns": columns}
+    return result
 
 
 def main() -> None:
@@ -230,7 +230,7 @@ def main() -> None:
     options = parser.parse_args()
     plugins = Plugins.discover()
     local = plugins.resolve("launcher", "local").cls()
-    alone = measure(Step(local, 1, 1), options.steps)
+    in_one_process = measure(Step(local, 1, 1), options.steps)
     cls = plugins.resolve("launcher", "processes").cls
     launcher = cls(cls.Config(cpus=options.ranks + options.engines))
     try:
@@ -242,16 +242,19 @@ def main() -> None:
     try:
         step = Step(launcher, options.ranks, options.engines)
         with_ray = measure(step, options.steps)
-        carried, asked = transfers(step), round_trips(step)
+        carried, trips = transfers(step), round_trips(step)
     finally:
         launcher.shutdown()
     for name in with_ray:
         row = f"{with_ray[name]:7.2f} ms on Ray, {in_processes[name]:7.2f} ms in processes"
-        print(f"{name:20} {row}, {alone[name]:7.2f} ms in one process")
-    total, apart, base = sum(with_ray.values()), sum(in_processes.values()), sum(alone.values())
-    print(f"{'step':20} {total:7.2f} ms on Ray, {apart:7.2f} ms in processes, {base:7.2f} ms in one process")
-    print(f"Ray costs {total - base:.1f} ms, processes {apart - base:.1f} ms; a step takes {apart / total:.2f} x Ray's")
-    for name, counts in asked.items():
+        print(f"{name:20} {row}, {in_one_process[name]:7.2f} ms in one process")
+    total, process_total, base = sum(with_ray.values()), sum(in_processes.values()), sum(in_one_process.values())
+    print(f"{'step':20} {total:7.2f} ms on Ray, {process_total:7.2f} ms in processes, {base:7.2f} ms in one process")
+    print(
+        f"Ray costs {total - base:.1f} ms, processes {process_total - base:.1f} ms; a step takes "
+        f"{process_total / total:.2f} x Ray's"
+    )
+    for name, counts in trips.items():
         print(f"{name}: {counts['calls']} calls, waits for {counts['waits']} answers")
     for name, sizes in carried.items():
         share = sizes["bytes_put"] / sizes["bytes_of_columns"]
@@ -263,12 +266,12 @@ def main() -> None:
         "steps": options.steps,
         "milliseconds_on_ray": with_ray,
         "milliseconds_in_processes": in_processes,
-        "milliseconds_in_one_process": alone,
+        "milliseconds_in_one_process": in_one_process,
         "step_milliseconds_on_ray": total,
-        "step_milliseconds_in_processes": apart,
+        "step_milliseconds_in_processes": process_total,
         "step_milliseconds_in_one_process": base,
         "transfers": carried,
-        "round_trips": asked,
+        "round_trips": trips,
         "machine": {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()},
         "versions": {"ray": ray.__version__, "torch": torch.__version__},
     }

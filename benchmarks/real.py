@@ -106,8 +106,8 @@ class Maker:
 
     def _rows(self) -> Iterator[dict[str, str]]:
         rows = opened(self.data / "gsm8k_train.jsonl")
-        named = ({"prompt": self._prompt(r["question"]), "completion": r["answer"].strip()} for r in rows)
-        return islice(filter(self._fits, named), ROWS)
+        pairs = ({"prompt": self._prompt(r["question"]), "completion": r["answer"].strip()} for r in rows)
+        return islice(filter(self._fits, pairs), ROWS)
 
     def _pairs(self) -> Iterator[dict[str, str]]:
         """Dialogues of one question."""
@@ -152,32 +152,37 @@ def same_rows(trl: str, work: Path, workloads: list[str]) -> None:
     """Ends the benchmark if the two sides make other tokens, or train on other tokens, of the same rows."""
     os.environ["PARITY_ROWS"] = str(work / "row_cases.json")
     rows = {}
-    for who, python in (("ours", sys.executable), ("trl", trl)):
-        result = work / f"{who}-rows.json"
+    for side, python in (("ours", sys.executable), ("trl", trl)):
+        result = work / f"{side}-rows.json"
         options = ["--work", str(work), "--result", str(result), "--cases", *workloads]
-        execute(python, f"parity/{who}_rows.py", *options)
-        rows[who] = json.loads(result.read_text())["cases"]
+        execute(python, f"parity/{side}_rows.py", *options)
+        rows[side] = json.loads(result.read_text())["cases"]
     for workload in workloads:
-        ours, theirs = (rows[who][workload] for who in ("ours", "trl"))
-        for number, (own, its) in enumerate(zip(ours, theirs, strict=True)):
-            if own != its:
-                sys.exit(f"{workload}, row {number}: ours is {own}, TRL's {its}: nothing is timed, as the rows differ")
-        print(f"tokens of ours and TRL, {workload}: the same in {len(ours)} rows", flush=True)
+        rlhf_rows, trl_rows = (rows[side][workload] for side in ("ours", "trl"))
+        for number, (rlhf_row, trl_row) in enumerate(zip(rlhf_rows, trl_rows, strict=True)):
+            if rlhf_row != trl_row:
+                sys.exit(
+                    f"{workload}, row {number}: ours is {rlhf_row}, TRL's {trl_row}: nothing is timed, as the rows "
+                    "differ"
+                )
+        print(f"tokens of ours and TRL, {workload}: the same in {len(rlhf_rows)} rows", flush=True)
 
 
-def check_first(arm: str, ours: dict[str, Any], trl: dict[str, Any]) -> None:
+def check_first(arm: str, rlhf: dict[str, Any], trl: dict[str, Any]) -> None:
     """Ends the benchmark if loss or gradient norm of the first step differ, or the tokens of a step. GRPO is left out:
     its samples differ."""
     workload, precision = arm.split("/")
     if workload.startswith("grpo"):
         return
-    if set(ours["tokens"]) != set(trl["tokens"]):
-        sys.exit(f"{arm}: ours trained on {ours['tokens']} tokens a step, TRL on {trl['tokens']}")
-    for name, its in trl["first"].items():
-        apart = abs(ours["first"][name] - its) / abs(its)
-        print(f"first {name} of ours and TRL, {arm}: {ours['first'][name]:.6f} and {its:.6f}", flush=True)
-        if not apart <= FIRST[precision]:
-            sys.exit(f"{arm}: the first {name} differs by {apart:.1e}, more than {FIRST[precision]:g}: no equal work")
+    if set(rlhf["tokens"]) != set(trl["tokens"]):
+        sys.exit(f"{arm}: ours trained on {rlhf['tokens']} tokens a step, TRL on {trl['tokens']}")
+    for name, value in trl["first"].items():
+        difference = abs(rlhf["first"][name] - value) / abs(value)
+        print(f"first {name} of ours and TRL, {arm}: {rlhf['first'][name]:.6f} and {value:.6f}", flush=True)
+        if not difference <= FIRST[precision]:
+            sys.exit(
+                f"{arm}: the first {name} differs by {difference:.1e}, more than {FIRST[precision]:g}: no equal work"
+            )
 
 
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -191,18 +196,18 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     options = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup), "--work", str(work)]
     for repeat in range(arguments.repeats):
         for workload in arguments.workloads:
-            for who, python in (("ours", sys.executable), ("trl", trl)):
+            for side, python in (("ours", sys.executable), ("trl", trl)):
                 arm, result = f"{workload}/{arguments.precision}", work / "result.json"
-                execute(python, f"{who}_train.py", workload, arguments.precision, *options, "--result", str(result))
+                execute(python, f"{side}_train.py", workload, arguments.precision, *options, "--result", str(result))
                 latest = json.loads(result.read_text())
-                arms.setdefault(f"{arm}/{who}", []).append(latest)
+                arms.setdefault(f"{arm}/{side}", []).append(latest)
                 print(
-                    f"{time.time() - start:5.0f} s  {arm}/{who}, repeat {repeat + 1}: "
+                    f"{time.time() - start:5.0f} s  {arm}/{side}, repeat {repeat + 1}: "
                     f"{report.median(latest['seconds']):.2f} s/step, {report.throughput([latest]):.0f} tokens/s, "
                     f"peak {latest['peak_mib']:.0f} MiB",
                     flush=True,
                 )
-            check_first(arm, *(arms[f"{arm}/{who}"][-1] for who in ("ours", "trl")))
+            check_first(arm, *(arms[f"{arm}/{side}"][-1] for side in ("ours", "trl")))
     return {
         **circumstances(arguments, load),
         "gradient_distance": distances,
@@ -215,10 +220,10 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def tabled(arms: dict[str, report.Runs], precision: str, limit: dict[str, float]) -> dict[str, Any]:
     """What ``report.tables`` shows."""
-    ours = {arm.removesuffix("/ours"): runs for arm, runs in arms.items() if arm.endswith("/ours")}
+    rlhf_arms = {arm.removesuffix("/ours"): runs for arm, runs in arms.items() if arm.endswith("/ours")}
     return {
         "comparison": report.comparison(arms, {(name, precision): target for name, target in TARGETS.items()}),
-        "phases": {arm: report.phases(runs, limit[precision]) for arm, runs in ours.items()},
+        "phases": {arm: report.phases(runs, limit[precision]) for arm, runs in rlhf_arms.items()},
         "scaling": [],
     }
 

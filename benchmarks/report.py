@@ -32,15 +32,15 @@ def comparison(
     """One row per workload and precision; `arms` are named `<workload>/<precision>/<who>`."""
     rows = []
     for (workload, precision), target in targets.items():
-        ours, trl = (arms.get(f"{workload}/{precision}/{who}", []) for who in ("ours", "trl"))
-        if not ours or not trl:
+        rlhf, trl = (arms.get(f"{workload}/{precision}/{side}", []) for side in ("ours", "trl"))
+        if not rlhf or not trl:
             continue
         row: dict[str, Any] = {"workload": workload, "precision": precision, "target": target}
-        for who, runs in (("ours", ours), ("trl", trl)):
-            row[f"{who}_seconds"] = median([s for run in runs for s in run["seconds"]])
-            row[f"{who}_tokens"] = median([t for run in runs for t in run["tokens"]])
-            row[f"{who}_tokens_per_second"] = throughput(runs)
-            row[f"{who}_peak_mib"] = median([run["peak_mib"] for run in runs])
+        for side, runs in (("ours", rlhf), ("trl", trl)):
+            row[f"{side}_seconds"] = median([s for run in runs for s in run["seconds"]])
+            row[f"{side}_tokens"] = median([t for run in runs for t in run["tokens"]])
+            row[f"{side}_tokens_per_second"] = throughput(runs)
+            row[f"{side}_peak_mib"] = median([run["peak_mib"] for run in runs])
         if parts := arms.get(f"{workload}/{precision}/trl in 4 parts"):
             row["trl_parts_tokens_per_second"] = throughput(parts)
             row["trl_parts_peak_mib"] = median([run["peak_mib"] for run in parts])
@@ -53,11 +53,11 @@ def phases(runs: Runs, rate: float) -> dict[str, float]:
     """Median seconds per step of each phase, the rest, and the rate of the update as a share of the limit. The update
     counts the tokens that it computes (shared prompts once)."""
     steps = [step for run in runs for step in run["phases"]]
-    found = {name: median([step.get(name, 0.0) for step in steps]) for name in PHASES}
-    found["rest"] = median([s["step"] - sum(s.get(name, 0.0) for name in PHASES) for s in steps])
+    figures = {name: median([step.get(name, 0.0) for step in steps]) for name in PHASES}
+    figures["rest"] = median([s["step"] - sum(s.get(name, 0.0) for name in PHASES) for s in steps])
     shares = [6 * runs[0]["parameters"] * s["computed_tokens"] / s["forward and backward"] / rate for s in steps]
-    found["share of limit"] = median(shares)
-    return found
+    figures["share of limit"] = median(shares)
+    return figures
 
 
 def scaling(arms: dict[str, Runs]) -> list[dict[str, Any]]:
@@ -97,9 +97,9 @@ def tables(result: dict[str, Any]) -> str:
     names = (*PHASES, "rest")
     lines += ["", f"| ours, ms per step | {' | '.join(names)} | update's share of the limit |"]
     lines += ["|---" * (len(names) + 2) + "|"]
-    for arm, found in result["phases"].items():
-        cells = " | ".join(f"{1e3 * found[name]:.0f}" for name in names)
-        lines.append(f"| {arm} | {cells} | {found['share of limit']:.0%} |")
+    for arm, figures in result["phases"].items():
+        cells = " | ".join(f"{1e3 * figures[name]:.0f}" for name in names)
+        lines.append(f"| {arm} | {cells} | {figures['share of limit']:.0%} |")
     if result["scaling"]:
         lines += ["", "| cost against tokens | trained tokens a step | s/step | ms/token |", "|---|---|---|---|"]
         lines += [

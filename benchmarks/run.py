@@ -31,11 +31,11 @@ PEERS = HERE.parent / ".venv-peers"
 @contextmanager
 def competing(count: int) -> Iterator[None]:
     """``count`` other processes that never wait, beside what is timed."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
-        for other in others:
+        for other in processes:
             other.kill()
             other.wait()
 
@@ -56,11 +56,11 @@ def distance(work: Path, workload: str) -> float:
     """|ours - TRL| / |TRL| of the gradients of all parameters together, as both left them."""
     from safetensors.torch import load_file
 
-    ours, theirs = (load_file(str(work / f"{who}-{workload}.safetensors")) for who in ("ours", "trl"))
-    if set(ours) != set(theirs):
-        sys.exit(f"{workload}: the parameters with gradients differ: {sorted(set(ours) ^ set(theirs))}")
-    difference = sum(float((ours[n] - theirs[n]).double().square().sum()) for n in ours) ** 0.5
-    return difference / sum(float(theirs[n].double().square().sum()) for n in theirs) ** 0.5
+    gradients, reference = (load_file(str(work / f"{side}-{workload}.safetensors")) for side in ("ours", "trl"))
+    if set(gradients) != set(reference):
+        sys.exit(f"{workload}: the parameters with gradients differ: {sorted(set(gradients) ^ set(reference))}")
+    difference = sum(float((gradients[n] - reference[n]).double().square().sum()) for n in gradients) ** 0.5
+    return difference / sum(float(reference[n].double().square().sum()) for n in reference) ** 0.5
 
 
 def gate(trl: str, work: Path, tolerance: float = TOLERANCE) -> dict[str, float]:
@@ -82,10 +82,10 @@ def plan(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     """(arm, script, arguments) in the order of one repeat."""
     steps = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     return [
-        (f"{workload}/{precision}/{who}", f"{who}_train.py", [workload, precision, *steps])
+        (f"{workload}/{precision}/{side}", f"{side}_train.py", [workload, precision, *steps])
         for workload in arguments.workloads
         for precision in arguments.precisions
-        for who in ("ours", "trl")
+        for side in ("ours", "trl")
     ]
 
 
@@ -149,8 +149,8 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     print(f"matrix products: {limit['fp32'] / 1e9:.0f} GFLOP/s fp32, {limit['bf16'] / 1e9:.0f} bf16", flush=True)
     arms: dict[str, report.Runs] = {}
     timed = [(r + 1, *job) for r in range(arguments.repeats) for job in plan(arguments)]
-    once = [] if arguments.busy else [(1, *job) for job in (*parts_plan(arguments), *scale_plan(arguments))]
-    for repeat, arm, script, options in [*timed, *once]:
+    single_jobs = [] if arguments.busy else [(1, *job) for job in (*parts_plan(arguments), *scale_plan(arguments))]
+    for repeat, arm, script, options in [*timed, *single_jobs]:
         python = trl if script == "trl_train.py" else sys.executable
         result = work / "result.json"
         with competing(arguments.busy):
@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             f"{report.throughput([latest]):.0f} tokens/s, peak {latest['peak_mib']:.0f} MiB",
             flush=True,
         )
-    ours = {name: runs for name, runs in arms.items() if name.endswith("/ours")}
+    rlhf_arms = {name: runs for name, runs in arms.items() if name.endswith("/ours")}
     return {
         **circumstances(arguments, load_before),
         "competing_processes": arguments.busy,
@@ -170,7 +170,8 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         "limit": limit,
         "comparison": report.comparison(arms),
         "phases": {
-            name.removesuffix("/ours"): report.phases(runs, limit[name.split("/")[1]]) for name, runs in ours.items()
+            name.removesuffix("/ours"): report.phases(runs, limit[name.split("/")[1]])
+            for name, runs in rlhf_arms.items()
         },
         "scaling": report.scaling(arms),
         "arms": arms,

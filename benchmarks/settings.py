@@ -114,8 +114,8 @@ class Clock:
             return {}
         import torch
 
-        taken, held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return {"peak_device_mib": taken / 2**20, "reserved_device_mib": held / 2**20}
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"peak_device_mib": peak / 2**20, "reserved_device_mib": reserved / 2**20}
 
 
 def arm_arguments(description: str) -> argparse.Namespace:

@@ -58,17 +58,21 @@ def main() -> None:
             subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
             for rank in range(arguments.ranks)
         ]
-        said = [rank.communicate()[0] for rank in ranks]
+        outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit("a rank failed")
-    seconds = json.loads(said[0].splitlines()[-1])
-    wall, processor = ({name: median(found[kind]) for name, found in seconds.items()} for kind in ("wall", "processor"))
+    seconds = json.loads(outputs[0].splitlines()[-1])
+    wall, processor = (
+        {name: median(samples[kind]) for name, samples in seconds.items()} for kind in ("wall", "processor")
+    )
     ratios: dict[str, dict[str, float]] = {}
-    for of, times in (("wall", wall), ("processor", processor)):
+    for quantity, times in (("wall", wall), ("processor", processor)):
         first = arguments.storage[0]
-        ratios[of] = {f"fsdp / deepspeed, {s}": times[f"fsdp {s}"] / times[f"deepspeed {s}"] for s in arguments.storage}
+        ratios[quantity] = {
+            f"fsdp / deepspeed, {s}": times[f"fsdp {s}"] / times[f"deepspeed {s}"] for s in arguments.storage
+        }
         for s in arguments.storage[1:]:
-            ratios[of] |= {
+            ratios[quantity] |= {
                 f"{s} / {first}, {name}": times[f"{name} {s}"] / times[f"{name} {first}"] for name in TRAINERS
             }
     result: dict[str, Any] = {
@@ -93,15 +97,15 @@ def rank(folder: str, ranks: str, port: str, dtype: str, storages: str, repeats:
     from tests.support.rank_batches import batch, shares, spec
 
     micros = shares(batch(0, units=UNITS), int(ranks), budget=256)[int(number)]
-    made, seconds = {}, {}
+    trainers, seconds = {}, {}
     for storage in storages.split(","):
-        of = spec(Path(folder), int(number), int(ranks), port, dtype=dtype, storage=storage)
+        model_spec = spec(Path(folder), int(number), int(ranks), port, dtype=dtype, storage=storage)
         for name, options in TRAINERS.items():
             trainer = Plugins.discover().resolve("trainer", name).cls
-            made[f"{name} {storage}"] = trainer(trainer.Config(lr=1e-6, device="cpu", **options), of)
+            trainers[f"{name} {storage}"] = trainer(trainer.Config(lr=1e-6, device="cpu", **options), model_spec)
             seconds[f"{name} {storage}"] = {"wall": [], "processor": []}
     for repeat in range(int(repeats) + 2):
-        for name, trainer in made.items():
+        for name, trainer in trainers.items():
             start, used = time.perf_counter(), time.process_time()
             trainer.update(micros, TokenLoss(), {}, {})
             if repeat >= 2:

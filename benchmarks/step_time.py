@@ -149,9 +149,9 @@ def main() -> None:
             of_plan = plan[layout]
             row = [name, layout, f"{run['step']:.2f} ± {run['standard error']:.2f}", f"{of_plan['step']:.2f}"]
             row += [f"{of_plan['step'] / run['step']:.2f}"]
-            for which in ("trainer", "engines"):
-                share = run.get(f"{which} idle")
-                row += ["" if share is None else f"{share:.0%}", f"{of_plan[f'{which}_idle']:.0%}"]
+            for part in ("trainer", "engines"):
+                share = run.get(f"{part} idle")
+                row += ["" if share is None else f"{share:.0%}", f"{of_plan[f'{part}_idle']:.0%}"]
             print(f"| {' | '.join(row)} |")
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

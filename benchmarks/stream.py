@@ -60,9 +60,9 @@ IN_FLIGHT_WORKLOADS: dict[str, dict[str, Any]] = {
     "answers of 10 to 1,000 tokens, learning 2 s": {"trainer": 2.0, "tokens": 250.0, "sigma": 1.1, "env": False},
 }
 IN_FLIGHT_STREAMS = {
-    f"{what}, staleness {age}": [*STREAMS[f"continuous, submission, staleness {age}"], "--sync.in_flight", what]
+    f"{mode}, staleness {age}": [*STREAMS[f"continuous, submission, staleness {age}"], "--sync.in_flight", mode]
     for age in (1, 4)
-    for what in ("drain", "continue", "restart")
+    for mode in ("drain", "continue", "restart")
 }
 
 
@@ -130,7 +130,7 @@ class Requests:
     def watch(self) -> None:
         answer = SimulatedPool.answer
 
-        async def counted(generator: SimulatedPool, request: GenerationRequest) -> Turn:
+        async def count_request(generator: SimulatedPool, request: GenerationRequest) -> Turn:
             if not self.wall:
                 self.wall, self.cpu = time.perf_counter(), time.process_time()
             self.now += 1
@@ -141,7 +141,7 @@ class Requests:
                 self.now -= 1
                 self.answered += 1
 
-        SimulatedPool.answer = counted
+        SimulatedPool.answer = count_request
 
 
 def measure_scale(folder: Path, batch: int) -> dict[str, float]:
@@ -168,7 +168,7 @@ def measure_scale(folder: Path, batch: int) -> dict[str, float]:
         "stream.mode": "continuous",
         "stream.staleness": STALENESS,
     }
-    requests, before = Requests(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    requests, base = Requests(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     requests.watch()
     flags = [str(word) for name, value in values.items() for word in (f"--{name}", value)]
     if code := rlhf(["train", *flags]):
@@ -183,7 +183,7 @@ def measure_scale(folder: Path, batch: int) -> dict[str, float]:
         "samples a second": trained / wall,
         "processor microseconds a sample": cpu / trained * 1e6,
         "peak memory [MiB]": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "memory before the run [MiB]": before / 1024,
+        "memory before the run [MiB]": base / 1024,
     }
 
 
@@ -191,10 +191,10 @@ def check_record(run: Path, batch: int) -> int:
     """Each group was trained on once, each prompt drawn was trained on or counted, and no token is too old. Returns the
     number of samples."""
     lines, samples = read_metrics(run / "metrics.jsonl"), 0
-    seen: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for step, path in enumerate(sorted((run / "rollouts").glob("*.arrow"))):
         table = feather.read_table(path, columns=["group", "turns"])
-        seen.update(set(table["group"].to_pylist()))
+        counts.update(set(table["group"].to_pylist()))
         samples += table.num_rows
         turns = table["turns"].combine_chunks().flatten()
         versions = turns.field("versions").flatten().flatten().to_numpy()[1::2]
@@ -202,9 +202,9 @@ def check_record(run: Path, batch: int) -> int:
         assert step - versions.min() <= STALENESS, (step, versions.min())
     left_out = sum(line[f"stream/{name}"] for line in lines for name in ("filtered", "failed_groups"))
     assert len(lines) == SCALE_STEPS
-    assert set(seen.values()) == {1}, "a group was trained on twice"
-    assert len(seen) == batch * SCALE_STEPS
-    assert sum(line["stream/prompts"] for line in lines) == len(seen) + left_out, "a prompt was lost"
+    assert set(counts.values()) == {1}, "a group was trained on twice"
+    assert len(counts) == batch * SCALE_STEPS
+    assert sum(line["stream/prompts"] for line in lines) == len(counts) + left_out, "a prompt was lost"
     return samples
 
 
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2500, help="groups of a batch, with --scale")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tiny_model(folder / "model", hidden=16, heads=2, kv_heads=1)
@@ -242,8 +242,8 @@ def main() -> None:
             return
         compared = (IN_FLIGHT_WORKLOADS, IN_FLIGHT_STREAMS) if options.in_flight else (WORKLOADS, STREAMS)
         for title, workload in compared[0].items():
-            found[title] = {stream: measure(folder, workload, flags) for stream, flags in compared[1].items()}
-    for title, streams in found.items():
+            results[title] = {stream: measure(folder, workload, flags) for stream, flags in compared[1].items()}
+    for title, streams in results.items():
         first = next(iter(streams.values()))["samples a second"]
         print(f"\n{title}\n\n| stream | step | waiting | samples a second | ratio | age | idle |")
         print("|---|---|---|---|---|---|---|")
@@ -252,7 +252,7 @@ def main() -> None:
             ratio, share = rate / first, "" if idle is None else f"{idle:.1%}"
             print(f"| {stream} | {step:.1f} s | {waiting:.1f} s | {rate:.1f} | {ratio:.2f} | {age:.1f} | {share} |")
     if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ def samples(timeline: Timeline) -> None:
         ]
         for turn in range(TURNS):
             for n, sample in enumerate(slices):
-                with sample.child("turn", context=1000, group=n, sample=0, turn=turn) as drawn:
-                    drawn.add(tokens=500, versions=[12, 13])
+                with sample.child("turn", context=1000, group=n, sample=0, turn=turn) as span:
+                    span.add(tokens=500, versions=[12, 13])
                 with sample.child("environment step"):
                     pass
         for sample in slices:
@@ -37,23 +37,25 @@ def samples(timeline: Timeline) -> None:
 
 def measure(timeline: Timeline) -> float:
     """Microseconds of processor time for each turn, the median of the rounds. The thread that writes is included."""
-    found = []
+    times = []
     for step in range(ROUNDS):
         start = time.process_time()
         timeline.step(step)
         samples(timeline)
-        found.append((time.process_time() - start) / SAMPLES / TURNS * 1e6)
-    return statistics.median(found)
+        times.append((time.process_time() - start) / SAMPLES / TURNS * 1e6)
+    return statistics.median(times)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"
         file = TimelineFile(path, 1, ROUNDS, print)
-        on, off = measure(file), measure(NO_TIMELINE)
+        on, baseline = measure(file), measure(NO_TIMELINE)
         file.close()
         size = path.stat().st_size / SAMPLES / TURNS / ROUNDS
-    print(f"| timeline | processor time of a turn [us] | bytes of a turn |\n|---|---|---|\n| none | {off:.1f} | 0 |")
+    print(
+        f"| timeline | processor time of a turn [us] | bytes of a turn |\n|---|---|---|\n| none | {baseline:.1f} | 0 |"
+    )
     print(f"| file | {on:.1f} | {size:.0f} |")
 
 

@@ -20,8 +20,8 @@ def padded(rows: list[list[int]], value: int, left: bool = False) -> tuple[Tenso
     width = max(map(len, rows))
     ids, mask = torch.full((len(rows), width), value), torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, where], mask[i, where] = torch.tensor(row), 1
+        span = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, span], mask[i, span] = torch.tensor(row), 1
     return ids, mask
 
 

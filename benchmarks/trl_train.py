@@ -211,18 +211,18 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         fields = common(precision, steps, folder, parts) | (options or {})
         trainer = make(workload, work, fields, flash() if attention == "flash" else attention)
-        seen = 0
+        total = 0
 
         class Tick(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 # completion tokens of this step (GRPO: mean length x samples), or tokens seen so far (the others)
-                nonlocal seen
+                nonlocal total
                 metrics = trainer._metrics["train"]
                 if workload.startswith("grpo"):
                     clock.step(round(metrics["completions/mean_length"][-1] * PROMPTS * SAMPLES))
                 else:
-                    before, seen = seen, metrics["num_tokens"][-1]
-                    clock.step(int(seen - before))
+                    start, total = total, metrics["num_tokens"][-1]
+                    clock.step(int(total - start))
 
         trainer.add_callback(Tick())
         with suppress(Ended):

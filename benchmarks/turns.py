@@ -52,16 +52,16 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def perform(who: str, job: dict[str, Any], connection: Connection) -> dict[str, Any]:
+def perform(side: str, job: dict[str, Any], connection: Connection) -> dict[str, Any]:
     """The result of one job: gradients of a fixed batch, or the times of steps."""
     arguments = {name: x for name, x in job.items() if name not in ("gate", "eager")} | {"work": Path(job["work"])}
     if job["gate"]:
-        importlib.import_module(f"{who}_gradients").save(**arguments)
+        importlib.import_module(f"{side}_gradients").save(**arguments)
         return {}
-    train = importlib.import_module(f"{who}_train")
-    if "eager" in job and who not in kept:
+    train = importlib.import_module(f"{side}_train")
+    if "eager" in job and side not in kept:
         train.keep_engine(job["eager"])
-        kept.append(who)
+        kept.append(side)
     if DEVICE == "cuda":
         import torch
 
@@ -70,7 +70,7 @@ def perform(who: str, job: dict[str, Any], connection: Connection) -> dict[str, 
 
 
 def main() -> None:
-    who, descriptor = sys.argv[1:]
+    side, descriptor = sys.argv[1:]
     connection = Connection(int(descriptor))
     os.set_inheritable(int(descriptor), False)
     import torch
@@ -82,7 +82,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            answer = perform(who, job, connection)
+            answer = perform(side, job, connection)
         except Exception:
             answer = {"error": traceback.format_exc()[-6000:]}
         release()

@@ -87,8 +87,8 @@ def compare(role: Role, generator: VllmGenerator, arguments: argparse.Namespace)
     worker = generator.engine._llm.engine_core.engine_core.model_executor.driver_worker.worker
 
     def copy() -> None:
-        for mine, (_, theirs) in zip(target, weights, strict=True):
-            mine.copy_(theirs)
+        for destination, (_, source) in zip(target, weights, strict=True):
+            destination.copy_(source)
 
     def repack() -> None:
         """vLLM's own path for weights in memory, plus the head, which that path does not load."""
@@ -147,23 +147,23 @@ def differences(folder: Path, lr: float, arguments: argparse.Namespace) -> Itera
     spec = ModelSpec(RoleSpec("policy", trained=True), path, "fp32")
     trainer = TorchTrainer(TorchTrainerConfig(lr=lr, device="cpu"), spec)
     ids, size = AutoTokenizer.from_pretrained(path)(TEXT.read_text())["input_ids"], SEQUENCES * TOKENS
-    sent, file = SentWeights({"bfloat16"}), folder / "bucket"
+    sent_weights, file = SentWeights({"bfloat16"}), folder / "bucket"
     for step in range(arguments.steps + 1):
         if step:
             rows = [ids[n : n + TOKENS] for n in range((step - 1) * size, step * size, TOKENS)]
             trainer.update([weigh(batch(rows), Nll().reduce())], Nll(), {}, {})
-        changed, total = 0, 0
-        sent.begin(step)
+        changes, total = 0, 0
+        sent_weights.begin(step)
         for bucket in trainer.buckets("live", arguments.bucket_mb * 2**20):
             for name, tensor in bucket.tensors if step else ():
-                changed += int((tensor.bfloat16() != sent.tensors[name]).sum())
+                changes += int((tensor.bfloat16() != sent_weights.tensors[name]).sum())
                 total += tensor.numel()
-            sent.write(bucket, file)
+            sent_weights.write(bucket, file)
         line = {
             "lr": lr,
             "step": step,
-            "share": round(changed / max(1, total), 5),
-            "MiB": round(sent.nbytes / 2**20, 2),
+            "share": round(changes / max(1, total), 5),
+            "MiB": round(sent_weights.nbytes / 2**20, 2),
         }
         print(json.dumps(line), file=sys.stderr)
         yield line

@@ -55,14 +55,14 @@ LINK = re.compile(r"\]\(([^)#\s]+\.md)\)")
 
 def navigation(docname: str, text: str) -> str:
     """Hidden toctrees of the links below each heading of level two. A page is listed where it is linked first."""
-    parts, trees, seen = HEADING.split(text), [], set[str]()
+    parts, trees, targets = HEADING.split(text), [], set[str]()
     for caption, body in zip(parts[1::2], parts[2::2], strict=True):
         entries = []
         for link in LINK.findall(body):
             target = os.path.normpath(os.path.join(os.path.dirname(docname), link)).removesuffix(".md")
-            if target not in seen and target not in INDEXES[:1]:
+            if target not in targets and target not in INDEXES[:1]:
                 entries.append(f"/{target}")
-                seen.add(target)
+                targets.add(target)
         if entries:
             trees.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", *entries, "```"]))
     return "\n\n".join(trees)

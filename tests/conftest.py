@@ -45,9 +45,9 @@ def two_cpus() -> Iterator[None]:
     from rlhf_plugin_ray.cluster.connection import Cluster
     from rlhf_plugin_ray.config import RayConfig
 
-    made = Cluster(RayConfig(cpus=2, object_store_gib=0.25))
+    cluster = Cluster(RayConfig(cpus=2, object_store_gib=0.25))
     yield
-    made.close()
+    cluster.close()
 
 
 @pytest.fixture(scope="session")

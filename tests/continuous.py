@@ -118,12 +118,12 @@ def drawn(seed: int) -> dict[str, Any]:
 def groups_of(run: Finished) -> Iterator[tuple[int, int, int, int]]:
     """(step from 0, group's number, row, oldest version of its tokens) of everything that was trained on."""
     for line, name in zip(run.lines(), sorted(run.rollouts()), strict=True):
-        found: dict[int, tuple[int, int]] = {}
+        groups: dict[int, tuple[int, int]] = {}
         for sample in run.samples_of(name):
             versions = [v for turn in sample["turns"] if turn["sampled"] for _, v in turn["versions"]]
-            row, oldest = found.get(sample["group"], (sample["row"]["index"], 10**9))
-            found[sample["group"]] = row, min([oldest, *versions])
-        for number, (row, oldest) in found.items():
+            row, oldest = groups.get(sample["group"], (sample["row"]["index"], 10**9))
+            groups[sample["group"]] = row, min([oldest, *versions])
+        for number, (row, oldest) in groups.items():
             yield line["step"] - 1, number, row, oldest
 
 
@@ -150,7 +150,9 @@ def check_dealt(run: Finished, trained: set[int]) -> None:
     """Every row that the curriculum dealt was told to it or is pending, in the last checkpoint."""
     state = json.loads((run.last_checkpoint / "state.json").read_text())
     deals, stream = state["components"]["curriculum"], state["stream"]
-    told, untold = set(deals["told"]), [group["row"] for group in stream["chosen"]["rejected"]]
-    assert trained <= told
-    assert deals["dealt"] == len(told) + len(untold) + len(stream["pending"]) == stream["rows"]["order"]["drawn"][0]
+    feedback, rejects = set(deals["told"]), [group["row"] for group in stream["chosen"]["rejected"]]
+    assert trained <= feedback
+    assert (
+        deals["dealt"] == len(feedback) + len(rejects) + len(stream["pending"]) == stream["rows"]["order"]["drawn"][0]
+    )
     assert deals["steps"][1] == state["step"] - 1

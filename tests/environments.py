@@ -35,25 +35,25 @@ def build_wheels(folder: Path) -> Path:
 
 def third_parties(distribution: str) -> set[str]:
     """Names of the distributions that this one needs, transitively, and that are not of this repository."""
-    found: set[tuple[str, str]] = set()
+    requirements: set[tuple[str, str]] = set()
     queue = [(distribution, "")]
     while queue:
         name, extra = queue.pop()
         for text in importlib.metadata.requires(name) or ():
             needed = Requirement(text)
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                steps = {(canonicalize_name(needed.name), e) for e in ("", *needed.extras)} - found
-                found |= steps
+                steps = {(canonicalize_name(needed.name), e) for e in ("", *needed.extras)} - requirements
+                requirements |= steps
                 queue += steps
-    return {name for name, _ in found} - set(BY_NAME)
+    return {name for name, _ in requirements} - set(BY_NAME)
 
 
 @cache
 def files_of(distribution: str) -> list[Path]:
     """The files and folders in site-packages that belong to an installed distribution."""
-    found = importlib.metadata.distribution(distribution)
-    tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
-    return [Path(str(found.locate_file(top))) for top in sorted(tops)]
+    metadata = importlib.metadata.distribution(distribution)
+    tops = {file.parts[0] for file in metadata.files or ()} - {"..", "__pycache__"}
+    return [Path(str(metadata.locate_file(top))) for top in sorted(tops)]
 
 
 def all_third_parties() -> list[Path]:
@@ -80,22 +80,22 @@ class Environment:
         links.mkdir()
         for file in files:
             (links / file.name).symlink_to(file)
-        made = cls(folder, wheels)
-        (made.site / "third_parties.pth").write_text(f"{links}\n")
-        return made
+        environment = cls(folder, wheels)
+        (environment.site / "third_parties.pth").write_text(f"{links}\n")
+        return environment
 
     @property
     def site(self) -> Path:
         """Where pip installs."""
-        [found] = (self.folder / "lib").glob("python*/site-packages")
-        return found
+        [folder] = (self.folder / "lib").glob("python*/site-packages")
+        return folder
 
     def install(self, *requirements: str) -> None:
         """``pip install``, from the wheels alone."""
         words = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation"]
         python = ["-m", "pip", "--python", str(self.folder / "bin" / "python")]
-        found = ["--find-links", str(self.wheels)]
-        self._run([sys.executable, *python, "install", *words, *found, *requirements], self.folder)
+        options = ["--find-links", str(self.wheels)]
+        self._run([sys.executable, *python, "install", *words, *options, *requirements], self.folder)
 
     def run(self, program: str, *words: str, cwd: Path | None = None) -> str:
         """What a program of this environment prints. It must end well."""

@@ -175,9 +175,9 @@ def _child(request: Mapping[str, Any], main: Callable[[Sequence[str]], int]) -> 
 def _move(place: Place) -> None:
     import importlib
 
-    here = str(Path(__file__).parent.parent)
-    found = filter(None, place.environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [place.folder, *found, *(path for path in sys.path if path not in ("", here))]
+    root = str(Path(__file__).parent.parent)
+    folders = filter(None, place.environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [place.folder, *folders, *(path for path in sys.path if path not in ("", root))]
     importlib.invalidate_caches()
     os.chdir(place.folder)
     os.environ.clear()

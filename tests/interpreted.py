@@ -17,12 +17,12 @@ def complete_the_interpreter() -> None:
     from liger_kernel.ops import geglu, rms_norm
     from triton.runtime import interpreter
 
-    before = interpreter._implicit_cvt
+    convert = interpreter._implicit_cvt
 
     def converted(argument: Any) -> Any:
         if isinstance(argument, float):
             return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
-        return before(argument)
+        return convert(argument)
 
     interpreter._implicit_cvt = converted
     rms_norm.rsqrt = lambda x: tl.rsqrt(x)

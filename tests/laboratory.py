@@ -55,9 +55,9 @@ class Scorer:
     async def score(self, group, trained_on=True):
         for t in group.trajectories:
             if t.status != "failed":
-                given = [turn.reward for turn in t.turns if turn.reward is not None]
+                rewards = [turn.reward for turn in t.turns if turn.reward is not None]
                 t.rewards["one"] = RewardResult(1.0)
-                t.reward = t.score = sum(given) if given else 1.0
+                t.reward = t.score = sum(rewards) if rewards else 1.0
 
 
 class Laboratory:
@@ -82,8 +82,8 @@ class Laboratory:
         rollouts = Rollouts(rollout, self.generator, self.template, Scorer(), self.main)
         fixed = {"sampling": Sampling(12), "purpose": "sample", "seed": 1, "max_tokens": 2000, "deadline": 60.0}
         settings = RolloutSettings(samples=samples, abort_on_failure=False, **{**fixed, **settings})
-        made = [Row({"prompt": "1+2?", **row}, "rows", n) for n, row in enumerate(rows)]
-        groups = rollouts.run(made, 0, settings)
+        examples = [Row({"prompt": "1+2?", **row}, "rows", n) for n, row in enumerate(rows)]
+        groups = rollouts.run(examples, 0, settings)
         for group in groups:
             self.check(group)
         return groups
@@ -94,20 +94,20 @@ class Laboratory:
         if not alive:
             return
         batch = assemble([group], scored=False)
-        got = self.trainer.forward([batch], ["logprobs"])[0]["logprobs"]
+        logprobs = self.trainer.forward([batch], ["logprobs"])[0]["logprobs"]
         trained = batch.tok["loss_mask"]
         assert int(trained.sum()) == sum(t.sampled_tokens for t in alive), "each sampled token is trained on once"
-        assert (got - batch.tok["gen_logprobs"])[trained].abs().max() < 1e-5
+        assert (logprobs - batch.tok["gen_logprobs"])[trained].abs().max() < 1e-5
 
     def text(self, trajectory):
         """The sequences of a trajectory, as text."""
-        found = []
+        texts = []
         for turn in trajectory.turns:
             text = self.template.tokenizer.decode(turn.ids)
-            if turn.fresh or not found:
-                found.append("")
-            found[-1] += text
-        return found
+            if turn.fresh or not texts:
+                texts.append("")
+            texts[-1] += text
+        return texts
 
     def close(self):
         self.main.close()
@@ -116,10 +116,10 @@ class Laboratory:
 def python_with(folder: Path, name: str, *requirements: str) -> str:
     """The Python of a virtual environment with packages. ``RLHF_TEST_ENVIRONMENTS`` names a folder in which such
     environments are kept; ``folder`` is used without it."""
-    kept = os.environ.get("RLHF_TEST_ENVIRONMENTS")
-    made = (Path(kept) if kept else folder) / name
-    python = made / "bin" / "python"
+    parent = os.environ.get("RLHF_TEST_ENVIRONMENTS")
+    environment = (Path(parent) if parent else folder) / name
+    python = environment / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", made], check=True)
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *requirements], check=True)
     return str(python)

@@ -95,11 +95,11 @@ def ours(requirements: list[Requirement]) -> list[Member]:
 
 def required(member: Member) -> list[Member]:
     """The member and the members it requires, transitively."""
-    found = {member.name: member}
+    members = {member.name: member}
     queue = [member]
     while queue:
         for needed in ours(queue.pop().requirements):
-            if needed.name not in found:
-                found[needed.name] = needed
+            if needed.name not in members:
+                members[needed.name] = needed
                 queue.append(needed)
-    return list(found.values())
+    return list(members.values())

@@ -66,14 +66,14 @@ def end(processes: Iterable[psutil.Process], seconds: float = 20.0) -> bool:
 def end_with(driver: subprocess.Popen[str] | subprocess.Popen[bytes], pids: Path) -> bool:
     """Kill the driver when its child, in mid-call, has run :func:`leaving`. Whether all its descendants end."""
     try:
-        away = left(pids, driver)
+        orphans = left(pids, driver)
         family = psutil.Process(driver.pid).children(recursive=True)
-        assert away[0].is_running()
+        assert orphans[0].is_running()
         assert family
     finally:
         driver.kill()
         driver.communicate()
-    return end([*family, *away])
+    return end([*family, *orphans])
 
 
 def _lives(process: psutil.Process) -> bool:

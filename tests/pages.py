@@ -17,8 +17,8 @@ def pages() -> list[Path]:
     """Every page of the documentation, written by hand or generated."""
     outer = ROOT.glob("*.md")
     members = [path for folder in ("[!.]*", "libraries/*", "plugins/*/*") for path in ROOT.glob(f"{folder}/README.md")]
-    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
-    return sorted({*outer, *DOCS.rglob("*.md"), *members, *others})
+    readmes = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
+    return sorted({*outer, *DOCS.rglob("*.md"), *members, *readmes})
 
 
 def name_of(path: Path) -> str:
@@ -45,10 +45,10 @@ def read(page: Path) -> str:
 
 def blocks(page: Path, *languages: str) -> list[Block]:
     """The page's code blocks of these languages, in order; all blocks if no language is given."""
-    found = [
+    code = [
         Block(page, m[1], (re.search(r"file=(\S+)", m[2]) or ["", ""])[1], m[3]) for m in FENCE.finditer(read(page))
     ]
-    return [b for b in found if not languages or b.language in languages]
+    return [b for b in code if not languages or b.language in languages]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Table:
 
 
 def tables(page: Path) -> list[Table]:
-    heading, found, lines = "", [], []
+    heading, contents, lines = "", [], []
     for line in [*prose(page).splitlines(), ""]:
         if line.startswith("#"):
             heading = line.lstrip("# ")
@@ -69,9 +69,9 @@ def tables(page: Path) -> list[Table]:
             lines.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
         elif lines:
             header, _, *rows = lines
-            found.append(Table(heading, tuple(header), tuple(dict(zip(header, r, strict=True)) for r in rows)))
+            contents.append(Table(heading, tuple(header), tuple(dict(zip(header, r, strict=True)) for r in rows)))
             lines = []
-    return found
+    return contents
 
 
 def prose(page: Path) -> str:
@@ -81,8 +81,8 @@ def prose(page: Path) -> str:
 
 def links(page: Path) -> list[str]:
     """Targets of the page's links within the repository."""
-    found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
-    return [link for link in found if not re.match(r"\w+:", link)]
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    return [link for link in targets if not re.match(r"\w+:", link)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -97,9 +97,9 @@ def commands(page: Path) -> list[list[str]]:
     lines = [line.strip() for line in shell.splitlines()]
     lines += [line.strip() for line in prose(page).splitlines() if line.startswith("    ")]
     lines += re.findall(r"`(rlhf [^`\n]+)`", prose(page))
-    found = []
+    argument_lists = []
     for line in lines:
         for part in re.split(r"\s*(?:&&|\|\||;)\s*", line):
             if part.startswith("rlhf "):
-                found.append(shlex.split(part.partition(" #")[0])[1:])
-    return found
+                argument_lists.append(shlex.split(part.partition(" #")[0])[1:])
+    return argument_lists

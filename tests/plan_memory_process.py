@@ -43,11 +43,13 @@ def image_batch(seed: int, path: str) -> Batch:
     processor, units = load_processor(path), []
     for number in range(TOKENS // LENGTH):
         file = drawing(256, 256, f"rgb({seed},{number},0)")
-        made = processor(images=[open_image(file)], text=[processor.image_token], add_special_tokens=False)
-        own = [int(i) for i in made["input_ids"][0]]
-        ids = [*own, *(3 + i % 50 for i in range(LENGTH - len(own)))]
-        mask = [n >= len(own) for n in range(LENGTH)]
-        units.append(UnitData([SequenceData(ids, {"loss_mask": mask}, images=(Image(file, 0, len(own), own[:1]),))]))
+        inputs = processor(images=[open_image(file)], text=[processor.image_token], add_special_tokens=False)
+        image_ids = [int(i) for i in inputs["input_ids"][0]]
+        ids = [*image_ids, *(3 + i % 50 for i in range(LENGTH - len(image_ids)))]
+        mask = [n >= len(image_ids) for n in range(LENGTH)]
+        units.append(
+            UnitData([SequenceData(ids, {"loss_mask": mask}, images=(Image(file, 0, len(image_ids), image_ids[:1]),))])
+        )
     return weigh(pack(units), NllLoss().reduce())
 
 
@@ -70,7 +72,7 @@ def main(work: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     plugins, ranks, train = Plugins.discover(), work["ranks"], work["what"] != "forward"
     options = dict(work["options"])
-    seen = bool(options.pop("images", ""))
+    with_images = bool(options.pop("images", ""))
     use = options.pop("use", "deepspeed" if ranks > 1 else "torch")
     if use == "deepspeed":
         import deepspeed  # noqa: F401
@@ -78,30 +80,32 @@ def main(work: dict[str, Any]) -> None:
         import peft  # noqa: F401
     trainer = plugins.resolve("trainer", use).cls
     sampler = plugins.resolve("generator", "transformers").cls
-    where = {"rank": work["rank"], "world_size": ranks, "rendezvous": f"tcp://127.0.0.1:{work['port']}"}
+    rank_options = {"rank": work["rank"], "world_size": ranks, "rendezvous": f"tcp://127.0.0.1:{work['port']}"}
     role = RoleSpec("policy", "lm", train)
-    spec = ModelSpec(role, work["path"], "fp32", total_updates=9, images=seen, **(where if ranks > 1 else {}))
-    if seen:  # imports what loading needs
+    spec = ModelSpec(
+        role, work["path"], "fp32", total_updates=9, images=with_images, **(rank_options if ranks > 1 else {})
+    )
+    if with_images:  # imports what loading needs
         with torch.device("meta"):
             AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(work["path"]))
         image_batch(0, work["path"])
     gc.collect()
-    before = resident("VmRSS")
-    made = trainer(trainer.Config(device="cpu", **options), spec)
+    baseline = resident("VmRSS")
+    role_trainer = trainer(trainer.Config(device="cpu", **options), spec)
     numbers = [2 * work["rank"] + number for number in range(2)]
-    micros = [image_batch(number, work["path"]) if seen else batch(number) for number in numbers]
+    micros = [image_batch(number, work["path"]) if with_images else batch(number) for number in numbers]
     if train:
-        made.update(micros, NllLoss(), {}, {})  # the first step makes the optimizer's state
+        role_trainer.update(micros, NllLoss(), {}, {})  # the first step makes the optimizer's state
     generator = sampler(sampler.Config(), GeneratorSpec(eos_token_ids=(1,), decode=lambda ids: ""))
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
     if work["what"] == "train":
-        made.update(micros, NllLoss(), {}, {})
+        role_trainer.update(micros, NllLoss(), {}, {})
     elif work["what"] == "forward":
-        made.forward(micros, ["logprobs"])
+        role_trainer.forward(micros, ["logprobs"])
     else:
-        generator.load(made, 0)
+        generator.load(role_trainer, 0)
         list(generator.generate(requests()))
-    print(resident("VmHWM") - before)
+    print(resident("VmHWM") - baseline)
 
 
 if __name__ == "__main__":

@@ -177,8 +177,8 @@ def change_rows(path: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 def assert_same_run(a: Finished, b: Finished) -> None:
     """Assert that two runs are bit-equal, except wall times and the folder's name."""
     assert [line["step"] for line in a.lines()] == [line["step"] for line in b.lines()]
-    for one, other in zip(a.lines(), b.lines(), strict=True):
-        assert one == other
+    for first, second in zip(a.lines(), b.lines(), strict=True):
+        assert first == second
     assert a.rollouts() == b.rollouts()
     assert a.checkpoint() == b.checkpoint()
     assert a.weights == b.weights
@@ -186,7 +186,7 @@ def assert_same_run(a: Finished, b: Finished) -> None:
 
 def _frozen(config: Mapping[str, Any]) -> list[str]:
     """The roles of rewards with a model that the run file does not configure."""
-    usual = {"model": "reward_model", "prm": "process_reward_model"}
-    used = [(usual.get(reward["use"].partition(":")[0]), reward) for reward in config.get("reward", [])]
+    role_names = {"model": "reward_model", "prm": "process_reward_model"}
+    used = [(role_names.get(reward["use"].partition(":")[0]), reward) for reward in config.get("reward", [])]
     roles = [reward.get("role", role) for role, reward in used if role is not None]
     return [role for role in roles if role not in config.get("roles", {})]

@@ -73,8 +73,8 @@ def learn_everywhere(
                 role.every("load", folder / name)
             run = prepared(shop, case, f"again {label}", run=runtime["run"])
             scalar = run.specs["policy"].role.head == "scalar"
-            own = {"policy": roles["critic"]} if scalar else roles
-            learnt[label] = learn_recorded(run, own, recorded[label])
+            learners = {"policy": roles["critic"]} if scalar else roles
+            learnt[label] = learn_recorded(run, learners, recorded[label])
         return learnt
 
 
@@ -92,11 +92,11 @@ def recorded_batches(run: Prepared, first: Finished) -> list[Batch]:
     """The batches that ``assemble`` makes from each step's rollouts or rows."""
     files = sorted((first.path / "rollouts").glob("*.arrow")) if run.online else []
     if files:
-        found = [run.algorithm.assemble(read_groups(file, run.data.row))[0] for file in files]
+        batches = [run.algorithm.assemble(read_groups(file, run.data.row))[0] for file in files]
     else:
         size, steps = run.config.data.batch_size, run.total_steps
-        found = [run.algorithm.assemble(run.data.examples(run.data.take(size)))[0] for _ in range(steps)]
-    return [batch for batch in found if batch is not None]
+        batches = [run.algorithm.assemble(run.data.examples(run.data.take(size)))[0] for _ in range(steps)]
+    return [batch for batch in batches if batch is not None]
 
 
 def first_gradients(run: Prepared, roles: Mapping[str, Role], batch: Batch) -> Gradients:
@@ -107,17 +107,17 @@ def first_gradients(run: Prepared, roles: Mapping[str, Role], batch: Batch) -> G
     state = algorithm.state_dict()
     batch, _ = algorithm.credit(batch)
     algorithm.load_state_dict(state)
-    found = {}
+    gradients = {}
     for update in algorithm.updates(0, batch):
-        loss, own = algorithm.parts[update.loss], batch
+        loss, inputs = algorithm.parts[update.loss], batch
         for annotation in loss.prepass():
-            own = roles[annotation.role].annotate(own, [annotation])
-        found[update.role] = roles[update.role].gradients(weigh(loss.prepare(own), loss.reduce()), loss, update)
-    return found
+            inputs = roles[annotation.role].annotate(inputs, [annotation])
+        gradients[update.role] = roles[update.role].gradients(weigh(loss.prepare(inputs), loss.reduce()), loss, update)
+    return gradients
 
 
-def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+def distance(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """|ours - theirs| / |theirs| over all parameters together."""
-    assert ours.keys() == theirs.keys()
-    difference = torch.stack([(ours[n].double() - theirs[n].double()).norm() for n in theirs]).norm()
-    return float(difference / torch.stack([t.double().norm() for t in theirs.values()]).norm())
+    assert tensors.keys() == expected.keys()
+    difference = torch.stack([(tensors[n].double() - expected[n].double()).norm() for n in expected]).norm()
+    return float(difference / torch.stack([t.double().norm() for t in expected.values()]).norm())

@@ -26,8 +26,8 @@ def test_eval_scores_every_row_and_saves_the_answers(shop: Workshop, say: Say) -
     assert len(answers) == 48
     assert metrics["reward"] == pytest.approx(sum(a["reward"] for a in answers) / 48)
     assert metrics["avg@4"] <= metrics["pass@4"]
-    again = json.loads(say(*words, "--eval.samples", 4, "--eval.temperature", 1, "--json")[1])
-    assert again == metrics, "the same weights, rows and seed give the same evaluation"
+    repeat = json.loads(say(*words, "--eval.samples", 4, "--eval.temperature", 1, "--json")[1])
+    assert repeat == metrics, "the same weights, rows and seed give the same evaluation"
 
 
 def test_eval_takes_a_run_file_and_ignores_its_algorithm(shop: Workshop, say: Say) -> None:
@@ -51,11 +51,11 @@ def test_a_run_file_for_eval_needs_no_algorithm(shop: Workshop, say: Say) -> Non
 def test_eval_prints_the_mean_of_each_of_several_rewards(shop: Workshop, say: Say) -> None:
     reward = shop.file("long.py", "def score(prompt, completion, row):\n    return float(len(completion))\n")
     words = ("eval", "--model", shop.model, "--data", shop.data, *SHORT, "--reward", f"file:{reward}", "--json")
-    alone = json.loads(say(*words)[1])
-    both = json.loads(say(*words, "--reward", "math", "--reward.math.weight", 0)[1])
-    assert not any(name.startswith("reward/") for name in alone), "it is the reward"
-    assert both["reward"] == both["reward/long/mean"] == alone["reward"] > 0
-    assert both["reward/math/mean"] == 0
+    single = json.loads(say(*words)[1])
+    metrics = json.loads(say(*words, "--reward", "math", "--reward.math.weight", 0)[1])
+    assert not any(name.startswith("reward/") for name in single), "it is the reward"
+    assert metrics["reward"] == metrics["reward/long/mean"] == single["reward"] > 0
+    assert metrics["reward/math/mean"] == 0
 
 
 def test_the_scores_of_a_reward_model_pass_only_a_threshold_that_is_set(shop: Workshop, say: Say) -> None:
@@ -66,8 +66,8 @@ def test_the_scores_of_a_reward_model_pass_only_a_threshold_that_is_set(shop: Wo
     assert not any("@" in name for name in of_model)
     with_threshold = json.loads(say(*words, f"model:{judge}", "--eval.pass_threshold", "-100")[1])
     assert with_threshold == {**of_model, "pass@1": 1.0}
-    both = json.loads(say(*words, "math", "--reward", f"model:{judge}")[1])
-    assert "pass@1" not in both, "the sum of a verdict and a score"
+    metrics = json.loads(say(*words, "math", "--reward", f"model:{judge}")[1])
+    assert "pass@1" not in metrics, "the sum of a verdict and a score"
     assert json.loads(say(*words, "math")[1])["pass@1"] == 0
     code, _, err = say(*words[:-2], "--eval.samples", "2", "--eval.temperature", "1", "--reward", f"model:{judge}")
     assert code == 0, err
@@ -102,8 +102,8 @@ def test_a_run_file_on_pairs_is_evaluated_by_its_prompts_with_a_note(shop: Works
     length = shop.file("length.py", "def score(prompt, completion, row):\n    return float(len(completion))\n")
     code, out, err = say("eval", path, "--json", "--reward", f"file:{length}", "--sampling.max_new_tokens", "4")
     assert code == 0, err
-    found = json.loads(out)
-    assert (found["prompts"], found["left_out"]) == (2, 1)
+    metrics = json.loads(out)
+    assert (metrics["prompts"], metrics["left_out"]) == (2, 1)
 
 
 def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
@@ -164,8 +164,8 @@ def test_an_algorithm_without_losses_of_one_model_is_refused(
 
 
 def test_values_of_dotted_flags_are_not_read_as_the_run_file() -> None:
-    others, dotted = split_dotted(["run.toml", "--run.seed", "3", "--algo", "x", "--run.name=y", "--a.b", "--json"])
-    assert others == ["run.toml", "--algo", "x", "--json"]
+    words, dotted = split_dotted(["run.toml", "--run.seed", "3", "--algo", "x", "--run.name=y", "--a.b", "--json"])
+    assert words == ["run.toml", "--algo", "x", "--json"]
     assert dotted == ["--run.seed", "3", "--run.name=y", "--a.b"]
 
 

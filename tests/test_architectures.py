@@ -47,8 +47,8 @@ def test_a_config_of_the_hub_becomes_a_line_of_the_page(tmp_path, capsys):
     assert code == 0, text
     assert "num_attention_heads 8, num_key_value_heads 2" in text
     assert "| `llama` | packed | yes | not run | not run | yes | not run |" in text
-    kept = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (kept["hidden_size"], kept["intermediate_size"], kept["head_dim"]) == (256, 1024, 32)
+    fields = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]) == (256, 1024, 32)
 
 
 def test_a_refused_config_is_a_line_with_the_reason(tmp_path, capsys):

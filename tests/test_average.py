@@ -37,36 +37,37 @@ def told_of(shop: Workshop, run: Finished, config: dict[str, Any]) -> float:
 @pytest.mark.parametrize("stream", [{}, {"staleness": 1}, {"round": 2}], ids=str)
 def test_the_last_evaluation_is_that_of_the_exported_model(shop: Workshop, stream: dict[str, int]) -> None:
     """Tested with the generator that samples from the trainer's module, and with one that gets tensors."""
-    given = averaged(shop, stream=stream)
-    embedded = shop.train("rloo", "embedded", **given)
+    settings = averaged(shop, stream=stream)
+    embedded = shop.train("rloo", "embedded", **settings)
     generator = {"use": f"file:{shop.file('copying.py', COPYING)}"}
-    copied = shop.train("rloo", "copied", generator=generator, sync={"canaries": 0}, **given)
+    copied = shop.train("rloo", "copied", generator=generator, sync={"canaries": 0}, **settings)
     assert scores(copied) == scores(embedded)
     assert copied.weights == embedded.weights
-    told = told_of(shop, embedded, shop.config("rloo", "embedded", **given))
-    assert scores(embedded)[-1] == told
-    live = shop.train("rloo", "live", **merged(given, {"eval": {"weights": "live"}}))
+    expected = told_of(shop, embedded, shop.config("rloo", "embedded", **settings))
+    assert scores(embedded)[-1] == expected
+    live = shop.train("rloo", "live", **merged(settings, {"eval": {"weights": "live"}}))
     assert scores(live) != scores(embedded)
     assert live.weights == embedded.weights
 
 
 def test_evaluations_with_the_average_do_not_change_training(shop: Workshop) -> None:
     evaluated = shop.train("rloo", "evaluated", **averaged(shop))
-    alone = shop.train("rloo", "alone", **averaged(shop, data={"eval": None}, eval=None))
-    assert evaluated.weights == alone.weights
-    assert evaluated.rollouts() == alone.rollouts()
+    baseline = shop.train("rloo", "alone", **averaged(shop, data={"eval": None}, eval=None))
+    assert evaluated.weights == baseline.weights
+    assert evaluated.rollouts() == baseline.rollouts()
     assert (
-        evaluated.checkpoint()["roles/policy/model.safetensors"] == alone.checkpoint()["roles/policy/model.safetensors"]
+        evaluated.checkpoint()["roles/policy/model.safetensors"]
+        == baseline.checkpoint()["roles/policy/model.safetensors"]
     )
 
 
 def test_a_loss_on_held_out_rows_is_that_of_the_exported_model(shop: Workshop) -> None:
-    given = averaged(shop, reward=None)
-    run = shop.train("sft", "run", **given)
+    settings = averaged(shop, reward=None)
+    run = shop.train("sft", "run", **settings)
     exported = str(run.path / "model")
-    again = shop.train("sft", "again", **merged(given, {"policy": {"model": exported}, "eval": {"at_start": True}}))
-    assert again.lines()[0]["eval/loss"] == pytest.approx(run.lines()[-1]["eval/loss"], rel=1e-6)
-    live = shop.train("sft", "live", **merged(given, {"eval": {"weights": "live"}}))
+    rerun = shop.train("sft", "again", **merged(settings, {"policy": {"model": exported}, "eval": {"at_start": True}}))
+    assert rerun.lines()[0]["eval/loss"] == pytest.approx(run.lines()[-1]["eval/loss"], rel=1e-6)
+    live = shop.train("sft", "live", **merged(settings, {"eval": {"weights": "live"}}))
     assert live.lines()[-1]["eval/loss"] != pytest.approx(run.lines()[-1]["eval/loss"], rel=1e-3)
 
 
@@ -87,16 +88,16 @@ class Breaks(TransformersGenerator):
 
 def test_after_an_evaluation_that_breaks_the_trained_weights_are_saved(shop: Workshop) -> None:
     marker = shop.folder / "marker"
-    given = averaged(shop, generator={"use": f"file:{shop.file('breaks.py', BREAKS.format(marker=str(marker)))}"})
+    settings = averaged(shop, generator={"use": f"file:{shop.file('breaks.py', BREAKS.format(marker=str(marker)))}"})
     marker.touch()
-    broken = shop.run("rloo", "broken", **given)
+    broken = shop.run("rloo", "broken", **settings)
     assert broken.code == 1
     assert "generator 'breaks' raised RuntimeError: broke while evaluating" in broken.said
     assert broken.last_checkpoint.name == "step-000002"
     marker.unlink()
-    resumed, whole = shop.train("rloo", "broken", "--resume", **given), shop.train("rloo", "whole", **given)
-    assert resumed.weights == whole.weights
-    assert resumed.rollouts() == whole.rollouts()
+    resumed, baseline = shop.train("rloo", "broken", "--resume", **settings), shop.train("rloo", "whole", **settings)
+    assert resumed.weights == baseline.weights
+    assert resumed.rollouts() == baseline.rollouts()
 
 
 UNABLE = """
@@ -207,7 +208,7 @@ def test_no_training_sample_of_a_continuous_stream_is_drawn_with_the_average(sho
     run = shop.train_config(config)
     check_ledger(run, config)
     answers = [json.loads(line) for line in log.read_text().splitlines()]
-    trained = [seen for training, seen in answers if training]
-    assert all(weights == int(weights) for seen in trained for weights in seen)
-    assert any(len(set(seen)) > 1 for seen in trained), "samples are under way when weights come"
-    assert {weights for training, seen in answers if not training for weights in seen} == {1.5, 3.5, 5.5}
+    trained = [versions for training, versions in answers if training]
+    assert all(weights == int(weights) for versions in trained for weights in versions)
+    assert any(len(set(versions)) > 1 for versions in trained), "samples are under way when weights come"
+    assert {weights for training, versions in answers if not training for weights in versions} == {1.5, 3.5, 5.5}

@@ -277,18 +277,18 @@ def test_more_passes_than_a_run_can_have_steps(shop: Workshop, epochs: str, step
 
 
 def test_an_output_folder_already_used(shop: Workshop) -> None:
-    before = shop.train("sft", "run")
-    weights = before.weights
+    first = shop.train("sft", "run")
+    weights = first.weights
     for flags in ((), ("--dry-run",)):
         refused(shop.run("sft", "run", *flags), "already holds a run", "--resume", "Nothing was changed")
-        assert before.weights == weights
+        assert first.weights == weights
         refused(shop.run("sft", "new", *flags, "--resume"), "there is no run to resume")
     assert shop.run("sft", "run", "--resume", "--dry-run").code == 0
 
 
 def test_a_checkpoint_from_another_config(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = shop.train("rloo", "run")
-    files = {path: path.read_bytes() for path in sorted(before.path.rglob("*")) if path.is_file()}
+    first = shop.train("rloo", "run")
+    files = {path: path.read_bytes() for path in sorted(first.path.rglob("*")) if path.is_file()}
     other = shop.run("rloo", "run", "--resume", run={"seed": 2}, data={"batch_size": 2})
     refused(other, "is from another config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1)
     assert {path: path.read_bytes() for path in files} == files
@@ -361,10 +361,10 @@ def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
     assert 3 not in {sample["row"]["index"] for sample in groups.samples()}
 
     samples = shop.train("rloo", "samples", stream={"on_failed_sample": "drop_sample"}, **changes)
-    alone = fault == "nan"  # the other two samples of the group were scored
-    assert samples.lines()[0]["stream/failed_samples"] == (1.0 if alone else 3.0)
+    is_single = fault == "nan"  # the other two samples of the group were scored
+    assert samples.lines()[0]["stream/failed_samples"] == (1.0 if is_single else 3.0)
     assert [s["reward"] is None for s in samples.samples()].count(True) == 0
-    assert len([s for s in samples.samples() if s["row"]["index"] == 3]) == (2 if alone else 0)
+    assert len([s for s in samples.samples() if s["row"]["index"] == 3]) == (2 if is_single else 0)
 
 
 ROLE = """
@@ -491,10 +491,10 @@ def test_a_batch_without_metrics_is_an_error_with_a_message(shop: Workshop, base
 
 
 @pytest.mark.parametrize(
-    ("first", "who"), [(0, "annotations() of algorithm 'undeclared'"), (1, "annotations() of 'undeclared'")]
+    ("first", "subject"), [(0, "annotations() of algorithm 'undeclared'"), (1, "annotations() of 'undeclared'")]
 )
-def test_an_undeclared_role_is_an_error_with_a_message(shop: Workshop, first: int, who: str) -> None:
+def test_an_undeclared_role_is_an_error_with_a_message(shop: Workshop, first: int, subject: str) -> None:
     path = shop.file("undeclared.py", UNDECLARED.replace("FROM", str(first)))
     run = shop.run("sft", "run", algorithm={"use": f"file:{path}"})
-    refused(run, f"{who} names the role 'reference'", "policy. ", "RoleSpec('reference')", code=1)
+    refused(run, f"{subject} names the role 'reference'", "policy. ", "RoleSpec('reference')", code=1)
     assert nothing_written(run) == (first == 0)

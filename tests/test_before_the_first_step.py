@@ -26,12 +26,12 @@ def refused(
         patch.setattr(Run, "steps", lambda _: pytest.fail("a step begins"))
         if dry:
             patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
-            found = shop.run(algorithm, "refused", "--dry-run", **changes)
-            assert found.code == 2, found.said
-            assert says in " ".join(found.said.split())
-        found = shop.run(algorithm, "refused", **changes)
-    assert found.code != 0
-    assert says in " ".join(found.said.split())
+            run = shop.run(algorithm, "refused", "--dry-run", **changes)
+            assert run.code == 2, run.said
+            assert says in " ".join(run.said.split())
+        run = shop.run(algorithm, "refused", **changes)
+    assert run.code != 0
+    assert says in " ".join(run.said.split())
 
 
 # ---------------------------------------------------------------------------------------- eval.metric
@@ -39,32 +39,32 @@ def refused(
 
 def test_a_metric_of_answers_is_recognised_by_its_name(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     other = shop.rows("other.jsonl", PROMPTS[:3])
-    one, both = {"eval": str(shop.data)}, {"eval": [str(shop.data), str(other)]}
+    single, pair = {"eval": str(shop.data)}, {"eval": [str(shop.data), str(other)]}
     cases: list[tuple[dict[str, Any], str, str]] = [
-        (one, "pas@1", "Did you mean 'pass@1'?"),
-        (one, "eval/lenght", "Did you mean 'length'?"),
-        (one, "avg@4", "there are eval/length, eval/pass@1, eval/prompts, eval/reward, eval/score, eval/truncated"),
-        (one, "other/pass@1", "which the evaluation does not have"),
-        (both, "oter/pass@1", "Did you mean 'other/pass@1'?"),
-        (one, "loss", "which the evaluation does not have"),
+        (single, "pas@1", "Did you mean 'pass@1'?"),
+        (single, "eval/lenght", "Did you mean 'length'?"),
+        (single, "avg@4", "there are eval/length, eval/pass@1, eval/prompts, eval/reward, eval/score, eval/truncated"),
+        (single, "other/pass@1", "which the evaluation does not have"),
+        (pair, "oter/pass@1", "Did you mean 'other/pass@1'?"),
+        (single, "loss", "which the evaluation does not have"),
     ]
     for data, metric, says in cases:
         wrong = {"data": data, "eval": {"metric": metric}}
         refused(shop, "rloo", f"eval.metric is {metric!r}, which the evaluation does not have", monkeypatch, **wrong)
         refused(shop, "rloo", says, monkeypatch, **wrong)
-    for data, metric in ((one, "pass@1"), (one, "eval/length"), (both, "other/reward")):
+    for data, metric in ((single, "pass@1"), (single, "eval/length"), (pair, "other/reward")):
         shop.train("rloo", "right", "--dry-run", data=data, eval={"metric": metric})
 
 
 def test_a_metric_of_a_loss_is_computed_before_the_first_step(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"data": {"eval": str(shop.rows("held.jsonl", PAIRS[:4]))}}
+    changes = {"data": {"eval": str(shop.rows("held.jsonl", PAIRS[:4]))}}
     says = "eval.metric is 'los', which the evaluation does not have; there are eval/"
-    refused(shop, "dpo", says, monkeypatch, dry=False, eval={"metric": "los"}, **held)
-    names = [name for name in shop.train("dpo", "plain", **held).lines()[-1] if name.startswith("eval/")]
-    own = next(name for name in sorted(names) if "loss" not in name).removeprefix("eval/")
-    run = shop.train("dpo", "own", eval={"metric": own}, **held)
+    refused(shop, "dpo", says, monkeypatch, dry=False, eval={"metric": "los"}, **changes)
+    names = [name for name in shop.train("dpo", "plain", **changes).lines()[-1] if name.startswith("eval/")]
+    metric = next(name for name in sorted(names) if "loss" not in name).removeprefix("eval/")
+    run = shop.train("dpo", "own", eval={"metric": metric}, **changes)
     best = json.loads((run.path / "checkpoints" / "best.json").read_text())
-    assert best["metric"] == f"eval/{own}"
+    assert best["metric"] == f"eval/{metric}"
 
 
 def test_a_run_file_can_be_evaluated_with_any_metric(shop: Workshop) -> None:
@@ -90,9 +90,9 @@ def test_a_row_of_a_wrong_type_is_found_before_the_first_step(
     with monkeypatch.context() as patch:
         patch.setattr(Run, "steps", lambda _: pytest.fail("a step begins"))
         for words in (("--dry-run",), ()):
-            found = shop.run(algorithm, "wrong", *words, **data)
-            assert found.code == 1, found.said
-            assert says in " ".join(found.said.split())
+            run = shop.run(algorithm, "wrong", *words, **data)
+            assert run.code == 1, run.said
+            assert says in " ".join(run.said.split())
     dropped = shop.train(algorithm, "dropped", data={**data["data"], "bad_rows": "drop"})
     assert dropped.lines()[-1]["data/bad_rows"] == 1.0 or algorithm == "rloo"
 
@@ -106,9 +106,9 @@ def test_rows_that_the_run_does_not_reach_are_not_checked(shop: Workshop) -> Non
 def test_roles_that_are_precomputed_wait_for_the_check(shop: Workshop) -> None:
     rows = [*PAIRS, {"prompt": "1+1=", "chosen": 7, "rejected": "3"}]
     data = {"train": str(shop.rows("wrong.jsonl", rows)), "shuffle": False}
-    found: Finished = shop.run("dpo", "run", data=data, reference={"precompute": True}, run={"steps": 4})
-    assert found.code == 1
-    assert "wrong.jsonl, line 13: column 'chosen': must be text, got int" in found.said
+    run: Finished = shop.run("dpo", "run", data=data, reference={"precompute": True}, run={"steps": 4})
+    assert run.code == 1
+    assert "wrong.jsonl, line 13: column 'chosen': must be text, got int" in run.said
 
 
 class Slow(TrainData):

@@ -33,8 +33,8 @@ def evaluated(shop: Workshop, **changes: Any) -> dict[str, Any]:
 
 
 def best_of(run: Finished) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.path / "model-best" / "best.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((run.path / "model-best" / "best.json").read_text())
+    return content
 
 
 def test_the_model_of_the_best_evaluation_is_exported(shop: Workshop) -> None:
@@ -42,11 +42,11 @@ def test_the_model_of_the_best_evaluation_is_exported(shop: Workshop) -> None:
     losses = [line["eval/loss"] for line in run.lines()]
     step = losses.index(max(losses)) + 1
     assert best_of(run) == {"step": step, "metric": "eval/loss", "value": max(losses)}
-    least = shop.train("sft", "least", **evaluated(shop))
-    assert best_of(least)["step"] == losses.index(min(losses)) + 1 != step
-    for each, at in ((run, step), (least, best_of(least)["step"])):
-        folder = each.path / ("model" if at == 3 else f"exports/step-{at:06d}")
-        assert same(weights(each.path / "model-best"), weights(folder))
+    default = shop.train("sft", "least", **evaluated(shop))
+    assert best_of(default)["step"] == losses.index(min(losses)) + 1 != step
+    for candidate, best_step in ((run, step), (default, best_of(default)["step"])):
+        folder = candidate.path / ("model" if best_step == 3 else f"exports/step-{best_step:06d}")
+        assert same(weights(candidate.path / "model-best"), weights(folder))
     for name in ("save_best", "export_best"):
         checkpoint = {"export_every": 1, name: False}
         assert not (shop.train("sft", name, **evaluated(shop, checkpoint=checkpoint)).path / "model-best").exists()
@@ -60,12 +60,12 @@ def test_export_best_without_evaluations_is_refused(shop: Workshop) -> None:
 
 def test_a_resume_exports_the_best_model_that_a_kill_came_before(shop: Workshop) -> None:
     changes = evaluated(shop, eval={"every": 1, "metric": "loss", "mode": "max"}, checkpoint={"every": 1})
-    whole = shop.train("sft", "whole", **changes)
-    stopped = shop.train("sft", "run", "--run.stop_after", str(best_of(whole)["step"]), **changes)
+    baseline = shop.train("sft", "whole", **changes)
+    stopped = shop.train("sft", "run", "--run.stop_after", str(best_of(baseline)["step"]), **changes)
     shutil.rmtree(stopped.path / "model-best")
     resumed = shop.train("sft", "run", "--resume", **changes)
-    assert best_of(resumed) == best_of(whole)
-    assert same(weights(resumed.path / "model-best"), weights(whole.path / "model-best"))
+    assert best_of(resumed) == best_of(baseline)
+    assert same(weights(resumed.path / "model-best"), weights(baseline.path / "model-best"))
 
 
 @pytest.mark.parametrize("algo", ["grpo", "sft"])
@@ -79,9 +79,9 @@ def test_the_answers_of_every_evaluation_are_kept(shop: Workshop, algo: str) -> 
     run = shop.train(algo, "run", **changes)
     files = sorted(path.name for path in (run.path / "evaluations").iterdir())
     assert files == [f"step-{step:06d}.jsonl" for step in (0, 2, 3)]
-    found = [sample for _, sample in recorded(run.path / "evaluations" / "step-000002.jsonl")]
-    assert [sample["row"]["index"] for sample in found] == [0, 1, 2, 3]
-    mean = sum(sample["reward"] for sample in found) / 4
+    samples = [sample for _, sample in recorded(run.path / "evaluations" / "step-000002.jsonl")]
+    assert [sample["row"]["index"] for sample in samples] == [0, 1, 2, 3]
+    mean = sum(sample["reward"] for sample in samples) / 4
     assert run.lines()[2]["eval/reward"] == pytest.approx(mean)
     out = shop.folder / "demonstrations.jsonl"
     words = (
@@ -96,5 +96,5 @@ def test_the_answers_of_every_evaluation_are_kept(shop: Workshop, algo: str) -> 
     )
     assert main([str(word) for word in words]) == 0
     if algo == "grpo":
-        off = shop.train(algo, "off", **changes, checkpoint={"save_rollouts": False})
-        assert not (off.path / "evaluations").exists()
+        plain = shop.train(algo, "off", **changes, checkpoint={"save_rollouts": False})
+        assert not (plain.path / "evaluations").exists()

@@ -37,8 +37,8 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def test_a_line_of_a_pipe_is_answered_in_a_line(chat, models, capsys) -> None:
     code, out, err = chat("Hello\n\nAnd?\n/template\n/reset\nHello\n/quit\nnot read\n", models[0], "--system", "Be.")
     assert code == 0, err
-    first, _, prompt, again = out.split("\n")[:-1]
-    assert first == again, "a reset forgets the conversation"
+    first, _, prompt, second = out.split("\n")[:-1]
+    assert first == second, "a reset forgets the conversation"
     assert prompt.startswith("<|system|>Be.<eos><|user|>Hello<eos><|assistant|>")
     assert prompt.endswith("<eos><|user|>And?<eos><|assistant|>")
     words = ("--model", str(models[0]), "--prompt", "Hello", "--data.system", "Be.", "--policy.dtype", "fp32")
@@ -70,16 +70,16 @@ def test_the_model_of_a_run_is_talked_to_with_its_system_message(chat, models, s
 
 @pytest.mark.parametrize("columns", [120, 60])
 def test_on_a_terminal_answers_are_side_by_side_or_one_below_the_other(monkeypatch, models, columns: int) -> None:
-    ours, theirs = pty.openpty()
+    controller, device = pty.openpty()
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    with os.fdopen(theirs, "r+b", buffering=0) as file:
+    with os.fdopen(device, "r+b", buffering=0) as file:
         terminal = io.TextIOWrapper(file, write_through=True)
         monkeypatch.setattr("sys.stdin", terminal)
         monkeypatch.setattr("sys.stdout", terminal)
-        os.write(ours, b"Hello\n/nothing\n/quit\n")
+        os.write(controller, b"Hello\n/nothing\n/quit\n")
         assert main(["chat", *map(str, models), *FLAGS]) == 0
-        text = os.read(ours, 2**16).decode(errors="replace")
+        text = os.read(controller, 2**16).decode(errors="replace")
     assert "no command /nothing" in text
     heads = [line for line in text.splitlines() if "talks" in line]
     assert ("plain" in heads[0]) == (columns == 120), text

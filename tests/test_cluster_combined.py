@@ -57,11 +57,11 @@ def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, t
     assert lines[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6), "adapters start without effect"
     assert lines[2]["policy/kl_reference"] > 0
     embedded = dict.fromkeys(("launcher", "trainer", "generator", "placement"))
-    told = told_of(place, first, merged(config, embedded))
-    assert lines[2]["eval/reward"] == pytest.approx(told, rel=1e-5), "the average is evaluated and exported"
+    expected = told_of(place, first, merged(config, embedded))
+    assert lines[2]["eval/reward"] == pytest.approx(expected, rel=1e-5), "the average is evaluated and exported"
 
-    apart = {"policy": {"ranks": 1}, "reference": None, "generator": {"share": None}, "reward_model": {"ranks": 1}}
-    other = merged(config, {"placement": apart, "trainer": {"stage": 2}, "run": {"steps": 4}})
+    layout = {"policy": {"ranks": 1}, "reference": None, "generator": {"share": None}, "reward_model": {"ranks": 1}}
+    other = merged(config, {"placement": layout, "trainer": {"stage": 2}, "run": {"steps": 4}})
     resumed = Training(forks, place, other, "--resume").finish()
     assert resumed.code == 0, resumed.said
     assert "continues as a different run" in resumed.said
@@ -103,20 +103,22 @@ def test_separate_roles_and_a_resume_on_fewer_ranks_give_the_numbers_of_one_proc
     assert stopped.code == 128 + signal.SIGTERM, stopped.said
     assert len(stopped.lines()) in (1, 2)
     roles = ("critic", "reference", "generator", "reward_model")
-    together = {"policy": {"ranks": 1}} | {role: {"ranks": 1, "share": "policy"} for role in roles}
+    layout = {"policy": {"ranks": 1}} | {role: {"ranks": 1, "share": "policy"} for role in roles}
     resumed = Training(
-        forks, place, merged(config, {"placement": together, "trainer": {"stage": 2}}), "--resume"
+        forks, place, merged(config, {"placement": layout, "trainer": {"stage": 2}}), "--resume"
     ).finish()
     assert resumed.code == 0, resumed.said
 
-    alone = dict.fromkeys(("launcher", "generator", "placement")) | {"trainer": {"use": "torch", "stage": None}}
+    single_process = dict.fromkeys(("launcher", "generator", "placement")) | {
+        "trainer": {"use": "torch", "stage": None}
+    }
     replay = {
         "rollout": {"use": "replay", "path": str(resumed.path / "rollouts")},
         "run": {"output": str(tmp_path / "again")},
     }
-    again = place.train_config(merged(merged(config, alone), replay))
+    reference = place.train_config(merged(merged(config, single_process), replay))
     assert [line["stream/version"] for line in resumed.lines()] == [0, 0, 1]
-    for ours, theirs in zip(resumed.lines(), again.lines(), strict=True):
-        names = [name for name in theirs if name.endswith(("/loss", "/grad_norm")) or name == "reward"]
+    for metrics, expected in zip(resumed.lines(), reference.lines(), strict=True):
+        names = [name for name in expected if name.endswith(("/loss", "/grad_norm")) or name == "reward"]
         assert len(names) >= 4
-        assert {n: ours[n] for n in names} == {n: pytest.approx(theirs[n], rel=1e-3, abs=1e-4) for n in names}
+        assert {n: metrics[n] for n in names} == {n: pytest.approx(expected[n], rel=1e-3, abs=1e-4) for n in names}

@@ -74,15 +74,15 @@ class Training:
 
     def workers(self, engines: bool) -> list[psutil.Process]:
         """The processes of this run that hold models: engines, which have vLLM's library loaded, or ranks."""
-        found = []
+        processes = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(OSError, psutil.Error):  # it has ended
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
                 command = " ".join(process.cmdline())
-                ours = "ray::" in command or "worker_program.py" in command
-                if "libtorch_cpu" in maps and ours and ("/vllm/" in maps) == engines:
-                    found.append(process)
-        return found
+                is_worker = "ray::" in command or "worker_program.py" in command
+                if "libtorch_cpu" in maps and is_worker and ("/vllm/" in maps) == engines:
+                    processes.append(process)
+        return processes
 
     def finish(self, seconds: float = 600) -> Finished:
         deadline = time.monotonic() + seconds
@@ -166,7 +166,7 @@ def test_no_process_and_file_of_a_run_is_left(undisturbed):
 @pytest.mark.full
 def test_a_continuous_run_survives_killed_workers(forks, place):
     """A killed engine is replaced while samples are under way. A killed rank ends the run, and the run resumes."""
-    apart = {
+    placement = {
         "launcher": {"cpus": 4},
         "placement": {"policy": {"ranks": 2}, "generator": {"share": None, "ranks": 2}},
         "stream": {"mode": "continuous", "staleness": 1},
@@ -174,7 +174,7 @@ def test_a_continuous_run_survives_killed_workers(forks, place):
         "data": {"batch_size": 2},
         "sampling": {"max_new_tokens": 50},
     }
-    config = place.config("grpo", "continuous", **merged(CLUSTER, apart))
+    config = place.config("grpo", "continuous", **merged(CLUSTER, placement))
     run = Training(forks, place, config)
     with run.held_after(2):
         engine, _ = run.workers(engines=True)

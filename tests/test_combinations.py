@@ -110,17 +110,17 @@ def test_an_average_that_bf16_would_stop_is_refused(shop: Workshop) -> None:
 def test_a_resume_makes_an_export_that_a_kill_prevented(shop: Workshop) -> None:
     """The process died between the checkpoint of a step and the export of it."""
     config = {"run": {"steps": 5}, "checkpoint": {"every": 2, "export_every": 2}}
-    whole = shop.train("sft", "whole", **config)
+    baseline = shop.train("sft", "whole", **config)
     stopped = {"observer": [{"use": f"file:{shop.file('dying.py', DYING)}"}]}
     broken = shop.run("sft", "broken", **config, **stopped)
     assert broken.code == 1
     assert "no further" in broken.said
     assert exports(broken) == {}
     resumed = shop.train("sft", "broken", "--resume", **config)
-    assert exports(resumed) == exports(whole)
-    assert {path.parent.name for path in exports(whole)} == {"step-000002", "step-000004"}
-    again = shop.train("sft", "broken", "--resume", **config)
-    assert exports(again) == exports(whole), "a finished run exports nothing more"
+    assert exports(resumed) == exports(baseline)
+    assert {path.parent.name for path in exports(baseline)} == {"step-000002", "step-000004"}
+    repeat = shop.train("sft", "broken", "--resume", **config)
+    assert exports(repeat) == exports(baseline), "a finished run exports nothing more"
 
 
 DYING = """
@@ -230,7 +230,7 @@ def case(shop: Workshop, folder: Path, name: str) -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The outputs of the run's policy for the probes, at each export."""
-    said: list[Tensor] = []
+    probe_outputs: list[Tensor] = []
     write_model = Saves.write_model
     units = [
         UnitData([SequenceData(ids, {"loss_mask": [False] * len(ids), "every": [True] * len(ids)})]) for ids in PROBES
@@ -239,13 +239,13 @@ def live(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     def listened(self: Saves, path: Path) -> None:
         policy = self._state.roles["policy"]
         view = "ema" if "ema" in policy.facts.views else "live"
-        said.append(
+        probe_outputs.append(
             policy.forward(pack(units), [Head("outputs", _as_they_are, over="every", position="at")], view)["outputs"]
         )
         write_model(self, path)
 
     monkeypatch.setattr(Saves, "write_model", listened)
-    return said
+    return probe_outputs
 
 
 def _as_they_are(outputs_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
@@ -257,28 +257,32 @@ def test_many_options_at_once(shop: Workshop, live: list[Tensor], name: str) -> 
     """A run that was stopped and resumed equals an uninterrupted one. transformers computes the same from the export,
     one sequence at a time. All trained parameters changed, and no others."""
     algorithm, changes = case(shop, shop.folder, name)
-    whole = shop.train(algorithm, "whole", **changes)
+    baseline = shop.train(algorithm, "whole", **changes)
     final = live[-1]  # the best model is exported before it
     stopping = {"observer": [{"use": f"file:{shop.file('stopping.py', STOPPING)}"}]}
     assert shop.run(algorithm, "broken", **changes, **stopping).code == 130
     resumed = shop.train(algorithm, "broken", "--resume", **changes)
     assert "resumed after step 2" in resumed.said
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, baseline)
     assert torch.equal(live[-1], final)
 
-    near = 0.1 if changes["policy"].get("dtype") == "bf16" else 1e-4
-    torch.testing.assert_close(outputs(whole.path / "model"), final, atol=near, rtol=0)
-    before, after = (
-        load_file(Path(p) / "model.safetensors") for p in (changes["policy"]["model"], whole.path / "model")
+    tolerance = 0.1 if changes["policy"].get("dtype") == "bf16" else 1e-4
+    torch.testing.assert_close(outputs(baseline.path / "model"), final, atol=tolerance, rtol=0)
+    old_weights, new_weights = (
+        load_file(Path(p) / "model.safetensors") for p in (changes["policy"]["model"], baseline.path / "model")
     )
-    moved = {n for n in before if n in after and not torch.equal(before[n], after[n])}
+    moved = {n for n in old_weights if n in new_weights and not torch.equal(old_weights[n], new_weights[n])}
     lora = changes["trainer"].get("lora")
-    adapted = {n for n in after if after[n].ndim >= 2 and not any(w in n for w in ("embed_tokens", "lm_head", "score"))}
-    trained = {n for n in before if n in after}
+    adapted = {
+        n
+        for n in new_weights
+        if new_weights[n].ndim >= 2 and not any(w in n for w in ("embed_tokens", "lm_head", "score"))
+    }
+    trained = {n for n in old_weights if n in new_weights}
     if lora is not None:
         trained &= {n for n in adapted if n.removesuffix(".weight").endswith(tuple(lora.get("targets", ("_proj",))))}
     routed = {
-        n for n in before if "expert" in n or ".gate." in n
+        n for n in old_weights if "expert" in n or ".gate." in n
     }  # some get no token, and transformers' are no linear layers
     assert moved - routed == trained - routed
 
@@ -289,9 +293,9 @@ def outputs(folder: Path) -> Tensor:
     scores = "SequenceClassification" in config.architectures[0]
     auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model = auto.from_pretrained(folder, attn_implementation="eager")
-    found = []
+    logits = []
     with torch.no_grad():
         for ids in PROBES:
             hidden = model.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state
-            found.append(model.score(hidden)[0] if scores else model(torch.tensor([ids]), use_cache=False).logits[0])
-    return torch.cat(found)
+            logits.append(model.score(hidden)[0] if scores else model(torch.tensor([ids]), use_cache=False).logits[0])
+    return torch.cat(logits)

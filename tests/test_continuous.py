@@ -61,8 +61,12 @@ def test_a_curriculum_is_asked_and_told_as_in_waves(shop: Workshop) -> None:
         assert [line["curriculum/dealt"] for line in run.lines()] == [4.0 * n for n in range(1, 7)]
         logs.append(file.with_suffix(".log").read_text().splitlines())
     check_ledger(run, config)
-    start, asked = [f"choose 4 {step}" for step in range(3)], [f"choose 4 {step}" for step in range(3, 6)]
-    assert logs[0] == logs[1] == start + [line for one in asked for line in ("finished 4", one)] + ["finished 4"] * 3
+    start, choices = [f"choose 4 {step}" for step in range(3)], [f"choose 4 {step}" for step in range(3, 6)]
+    assert (
+        logs[0]
+        == logs[1]
+        == start + [line for choice in choices for line in ("finished 4", choice)] + ["finished 4"] * 3
+    )
 
 
 def test_a_curriculum_that_fails_while_samples_go_on_ends_the_run(shop: Workshop) -> None:

@@ -25,8 +25,8 @@ def test_a_function_stops_the_run_after_the_current_step(shop: Workshop):
     assert [row["step"] for row in result.metrics] == [1, 2]
     assert steps_saved(result) == ["step-000002"]
     assert (result.model_path / "model.safetensors").exists()
-    whole = train(shop, "whole", steps=3)
-    assert finished(train(shop, "out", steps=3, resume=True)).weights == finished(whole).weights
+    baseline = train(shop, "whole", steps=3)
+    assert finished(train(shop, "out", steps=3, resume=True)).weights == finished(baseline).weights
 
 
 def test_a_stop_before_the_first_step_trains_nothing(shop: Workshop):
@@ -68,11 +68,11 @@ def test_the_learning_rate_changes_from_the_next_step_on(shop: Workshop, optimiz
 
 
 def test_a_resume_continues_with_the_changed_learning_rate(shop: Workshop):
-    whole = train(shop, "whole", steps=4, observers=[lower])
+    baseline = train(shop, "whole", steps=4, observers=[lower])
     train(shop, "parts", steps=2, observers=[lower])
     resumed = train(shop, "parts", steps=4, observers=[lower], resume=True)
-    assert finished(resumed).lines() == finished(whole).lines()
-    assert finished(resumed).weights == finished(whole).weights
+    assert finished(resumed).lines() == finished(baseline).lines()
+    assert finished(resumed).weights == finished(baseline).weights
 
 
 def test_a_change_is_kept_where_the_next_step_fails(shop: Workshop):

@@ -41,9 +41,9 @@ def test_a_gguf_file_becomes_a_folder_with_the_weights_that_it_stands_for(archit
     assert code == 0, err
     assert "with a chat template" in out
     assert "next: rlhf generate --model new" in out
-    written = load_file(tmp_path / "new/model.safetensors")
-    assert written.keys() == weights.keys()
-    assert all(torch.equal(written[name], weights[name]) for name in weights)
+    tensors = load_file(tmp_path / "new/model.safetensors")
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
     generation = json.loads((tmp_path / "new/generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["pad_token_id"]) == ([EOS, TURN], PAD)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
@@ -56,8 +56,8 @@ def test_a_gguf_file_becomes_a_folder_with_the_weights_that_it_stands_for(archit
 def test_bf16_halves_the_weights(say, tmp_path):
     weights = write_gguf(tmp_path / "tiny.gguf")
     assert say("convert", "tiny.gguf", "new", "--dtype", "bf16")[0] == 0
-    written = load_file(tmp_path / "new/model.safetensors")
-    assert all(torch.equal(written[name], weights[name].bfloat16()) for name in weights)
+    tensors = load_file(tmp_path / "new/model.safetensors")
+    assert all(torch.equal(tensors[name], weights[name].bfloat16()) for name in weights)
     assert json.loads((tmp_path / "new/config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -75,9 +75,9 @@ def test_a_folder_of_bin_weights_is_converted_with_its_settings(sharded, say, tm
         (tmp_path / "old/pytorch_model.bin.index.json").write_text(json.dumps(index))
     code, _, err = say("convert", "old", "new")
     assert code == 0, err
-    written = load_file(tmp_path / "new/model.safetensors")
-    assert written.keys() == weights.keys()
-    assert all(torch.equal(written[name], weights[name]) for name in weights)
+    tensors = load_file(tmp_path / "new/model.safetensors")
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "new" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
     assert not (tmp_path / "new/pytorch_model.bin.index.json").exists()
@@ -281,7 +281,7 @@ def test_a_model_of_another_format_is_refused_with_the_command_that_converts_it(
     (tmp_path / "old").mkdir()
     shutil.copy(tmp_path / "ok/config.json", tmp_path / "old")
     (tmp_path / "old/pytorch_model.bin").write_bytes(b"")
-    before = sorted(tmp_path.rglob("*"))
+    files = sorted(tmp_path.rglob("*"))
     commands = {
         "a file.gguf": "rlhf convert 'a file.gguf' 'a file'",
         "files": "rlhf convert files/b.gguf files/b",
@@ -290,4 +290,4 @@ def test_a_model_of_another_format_is_refused_with_the_command_that_converts_it(
     for model, command in commands.items():
         code, _, err = say(*(word.replace("MODEL", model) for word in COMMANDS[name]))
         assert (code, command in err) == (1, True), err
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == files

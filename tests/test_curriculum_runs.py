@@ -22,11 +22,11 @@ async def score(prompt, completion, row):
 
 def rows_of(run: Finished) -> list[Counter[tuple[str, int]]]:
     """Of each step: how many groups each row has in what was trained on."""
-    found = []
+    counts = []
     for name in run.rollouts():
         groups = {(line["group"], line["row"]["source"], line["row"]["index"]) for line in run.samples_of(name)}
-        found.append(Counter((source, index) for _, source, index in groups))
-    return found
+        counts.append(Counter((source, index) for _, source, index in groups))
+    return counts
 
 
 def by_chance(shop: Workshop, **changes: Any) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def two_sources(shop: Workshop, **changes: Any) -> dict[str, Any]:
 def test_pass_rate_turns_to_rows_that_are_solved_sometimes(shop: Workshop) -> None:
     run = shop.train("rloo", "run", **by_chance(shop, curriculum={"use": "pass_rate"}, run={"steps": 12}))
     steps = rows_of(run)
-    first, later = sum(steps[:3], Counter()), sum(steps[6:], Counter())
+    first, last = sum(steps[:3], Counter()), sum(steps[6:], Counter())
     assert len(first) >= 9, "most rows are seen once at first"
-    sometimes = sum(n for (_, index), n in later.items() if 4 <= index < 8)
-    assert sometimes / later.total() > 0.6, "of all rows a third"
-    assert {index for _, index in later} - {4, 5, 6, 7}, "others are explored"
+    sometimes = sum(n for (_, index), n in last.items() if 4 <= index < 8)
+    assert sometimes / last.total() > 0.6, "of all rows a third"
+    assert {index for _, index in last} - {4, 5, 6, 7}, "others are explored"
     lines = run.lines()
     assert lines[0]["curriculum/from_unseen"] == 1.0
     assert lines[-1]["curriculum/from_band"] >= 0.5
@@ -70,7 +70,7 @@ def test_easy_to_hard_lets_harder_rows_in_step_by_step(shop: Workshop) -> None:
     run = shop.train("rloo", "run", **by_chance(shop, curriculum=section, run={"steps": 4}, data={"batch_size": 3}))
     hardest = [max(11 - index for _, index in step) for step in rows_of(run)]
     allowed = [3, 6, 9, 12]
-    assert [level < most for level, most in zip(hardest, allowed, strict=True)] == [True] * 4
+    assert [level < maximum for level, maximum in zip(hardest, allowed, strict=True)] == [True] * 4
     assert {index for _, index in rows_of(run)[0]} == {9, 10, 11}, "the easiest three, each once"
     assert sum(rows_of(run), Counter()).most_common(1)[0][1] == 1, "no row comes again before all came"
     assert [line["curriculum/share_allowed"] for line in run.lines()] == [n / 12 for n in allowed]
@@ -83,8 +83,8 @@ def test_adaptive_mixing_turns_to_the_source_that_teaches(shop: Workshop) -> Non
     assert lines[0]["curriculum/share/open"] == 0.5
     assert lines[-1]["curriculum/share/open"] > 0.9
     assert lines[-1]["curriculum/value/solved"] == 0.0
-    later = sum(rows_of(run)[4:], Counter())
-    assert sum(n for (source, _), n in later.items() if source == "open") / later.total() > 0.8
+    last = sum(rows_of(run)[4:], Counter())
+    assert sum(n for (source, _), n in last.items() if source == "open") / last.total() > 0.8
 
 
 def test_adaptive_mixing_begins_at_the_probabilities(shop: Workshop) -> None:
@@ -101,9 +101,9 @@ def test_an_offline_run_can_begin_with_the_easy_rows(shop: Workshop) -> None:
     section = {"use": "easy_to_hard", "column": "level", "start": 0.01, "until": 1.0}
     data = {"train": str(shop.rows("levels.jsonl", rows))}
     run = shop.train("sft", "run", data=data, curriculum=section, run={"steps": 1})
-    alone = shop.train("sft", "alone", data={"train": str(shop.rows("alone.jsonl", rows[-1:]))}, run={"steps": 1})
-    usual = shop.train("sft", "usual", data=data, run={"steps": 1})
-    assert run.weights == alone.weights != usual.weights
+    single = shop.train("sft", "alone", data={"train": str(shop.rows("alone.jsonl", rows[-1:]))}, run={"steps": 1})
+    default = shop.train("sft", "usual", data=data, run={"steps": 1})
+    assert run.weights == single.weights != default.weights
     assert run.lines()[0]["curriculum/share_allowed"] == pytest.approx(1 / 12)
 
 
@@ -155,14 +155,14 @@ def test_a_killed_run_chooses_the_same_rows(runs: Runs, name: str, stream: dict[
         checkpoint={"every": 3},
         observer=[{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}],
     )
-    whole = runs.end(runs.shop.config("rloo", "whole", **changes))
-    assert whole.code == 0, whole.err
+    baseline = runs.end(runs.shop.config("rloo", "whole", **changes))
+    assert baseline.code == 0, baseline.err
     broken = runs.shop.config("rloo", "broken", **changes)
     runs.die_at(broken, "rollouts 5")
     resumed = runs.resume(broken)
     assert "resumed after step 3" in resumed.err
-    assert_same_run(resumed, whole)
-    assert sum(line["stream/filtered"] for line in whole.lines()) > 0
+    assert_same_run(resumed, baseline)
+    assert sum(line["stream/filtered"] for line in baseline.lines()) > 0
 
 
 STOP = """
@@ -188,12 +188,12 @@ def test_an_offline_run_resumes_to_the_same_rows(shop: Workshop) -> None:
         "curriculum": {"use": "easy_to_hard", "column": "level"},
         "run": {"steps": 6},
     }
-    whole = shop.train("sft", "whole", **changes)
+    baseline = shop.train("sft", "whole", **changes)
     observer = shop.file("stop.py", STOP)
     broken = shop.run("sft", "broken", **changes, observer=[{"use": f"file:{observer}"}])
     assert broken.lines()[-1]["step"] == 2
     resumed = shop.train("sft", "broken", "--resume", **changes)
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, baseline)
 
 
 def test_another_curriculum_is_another_run(shop: Workshop) -> None:
@@ -220,11 +220,11 @@ def test_a_checkpoint_of_a_run_with_a_curriculum_says_which(shop: Workshop) -> N
     }
     manifest = json.loads((run.path / "manifest.json").read_text())
     assert ("curriculum", "pass_rate") in [(p["kind"], p["name"]) for p in manifest["starts"][0]["plugins"]]
-    again = shop.command(
+    rerun = shop.command(
         "train", str(run.path / "config.toml"), "--run.output", str(shop.folder / "again"), output=shop.folder / "again"
     )
-    assert again.code == 0, again.said
-    assert rows_of(again) == rows_of(run)
+    assert rerun.code == 0, rerun.said
+    assert rows_of(rerun) == rows_of(run)
 
 
 def test_a_run_file_with_a_curriculum_can_be_evaluated(shop: Workshop) -> None:

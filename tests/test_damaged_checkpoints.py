@@ -39,9 +39,9 @@ def put(path: str, value: Any = None) -> Change:
     """Set the field at a path of names and numbers; None removes it."""
 
     def change(data: Any) -> Any:
-        *above, last = [int(part) if part.isdigit() else part for part in path.split("/")]
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
         node = data
-        for part in above:
+        for part in parents:
             node = node[part]
         if value is None:
             del node[last]
@@ -282,7 +282,7 @@ def content(folder: Path) -> dict[str, bytes | str]:
     }
 
 
-def tried(trained: Workshop, shop: Workshop, *flags: str) -> Finished:
+def attempt(trained: Workshop, shop: Workshop, *flags: str) -> Finished:
     config = trained.config("sft", "sft", checkpoint={"every": 2})
     return shop.run_config({**config, "run": {**config["run"], "output": str(shop.folder / "run")}}, *flags)
 
@@ -304,10 +304,10 @@ def cut(name: str) -> Callable[[Path], None]:
     return lambda folder: void((folder / name).write_bytes((folder / name).read_bytes()[:-7]))
 
 
-def flipped(name: str, at: int) -> Callable[[Path], None]:
+def flipped(name: str, position: int) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         data = bytearray((folder / name).read_bytes())
-        data[at] ^= 1
+        data[position] ^= 1
         (folder / name).write_bytes(data)
 
     return damage
@@ -364,51 +364,51 @@ def test_a_resume_whose_only_checkpoint_cannot_be_read_changes_nothing(
     (copy / "model").mkdir()  # as after a first end of the run
     (checkpoint,) = (copy / "checkpoints").glob("step-*")
     damage(checkpoint)
-    before = content(copy)
+    contents = content(copy)
     for flags in (["--resume", "--dry-run"], ["--resume"], ["--dry-run"], []):
-        run = tried(trained, shop, *flags)
+        run = attempt(trained, shop, *flags)
         assert run.code == (1 if "--resume" in flags else 2), run.said
         assert "Traceback" not in run.said
         if "--resume" in flags:
             assert says in run.err
             assert "--overwrite" in run.err or "disk" in run.err
-        assert content(copy) == before
+        assert content(copy) == contents
     if case in ("manifest, cut", "newer layout", "a link to nothing", "all on a disk that is away"):
-        assert tried(trained, shop, "--overwrite").code == 0
+        assert attempt(trained, shop, "--overwrite").code == 0
 
 
 def test_a_resume_goes_on_from_an_older_checkpoint_when_the_damaged_ones_are_deleted(shop: Workshop) -> None:
     every = {"checkpoint": {"every": 1}}
-    whole = shop.train("sft", "whole", **every)
+    baseline = shop.train("sft", "whole", **every)
     run = shop.train("sft", "run", **every)
     shutil.rmtree(run.path / "model")
     cut(MODEL)(run.path / "checkpoints" / "step-000003")
     newer_layout(run.path / "checkpoints" / "step-000002")
-    again = shop.run("sft", "run", "--resume", **every)
-    refused(again, "step-000003: ", "saved were", "step-000002: its layout is version 2", "to continue from step 1")
-    assert [line["step"] for line in again.lines()] == [1, 2, 3]
+    retry = shop.run("sft", "run", "--resume", **every)
+    refused(retry, "step-000003: ", "saved were", "step-000002: its layout is version 2", "to continue from step 1")
+    assert [line["step"] for line in retry.lines()] == [1, 2, 3]
     for step in (2, 3):
         shutil.rmtree(run.path / "checkpoints" / f"step-00000{step}")
-    assert shop.train("sft", "run", "--resume", **every).weights == whole.weights
+    assert shop.train("sft", "run", "--resume", **every).weights == baseline.weights
 
 
-@pytest.mark.parametrize("kept", ["model", "exports/step-000002", "checkpoints/best.json"])
-def test_a_run_that_saved_something_does_not_start_again_at_step_0(shop: Workshop, kept: str) -> None:
+@pytest.mark.parametrize("folder_name", ["model", "exports/step-000002", "checkpoints/best.json"])
+def test_a_run_that_saved_something_does_not_start_again_at_step_0(shop: Workshop, folder_name: str) -> None:
     run = shop.train("sft", "run")
     for name in ("model", "checkpoints"):
         shutil.rmtree(run.path / name)
     started = shop.run("sft", "run", "--resume", "--dry-run")
     assert started.code == 0, started.said  # a run that was killed before its first checkpoint starts at step 0
-    (run.path / kept).mkdir(parents=True)
+    (run.path / folder_name).mkdir(parents=True)
     for flags in (["--dry-run"], []):
-        again = shop.run("sft", "run", "--resume", *flags)
-        assert again.code == 1
-        assert f"holds {kept}" in again.err
-        assert [line["step"] for line in again.lines()] == [1, 2, 3]
+        retry = shop.run("sft", "run", "--resume", *flags)
+        assert retry.code == 1
+        assert f"holds {folder_name}" in retry.err
+        assert [line["step"] for line in retry.lines()] == [1, 2, 3]
 
 
 def test_a_dry_run_of_a_resume_reads_the_metrics(trained: Workshop, shop: Workshop) -> None:
     copy = shutil.copytree(trained.folder / "sft", shop.folder / "run")
     (copy / "metrics.jsonl").write_text("[]\n")
-    run = tried(trained, shop, "--resume", "--dry-run")
+    run = attempt(trained, shop, "--resume", "--dry-run")
     refused(run, "metrics.jsonl:1 is not a step's metrics")

@@ -135,17 +135,17 @@ def test_recognised_columns_are_printed_and_bad_rows_counted(shop: Workshop) -> 
     assert 'set data.bad_rows = "drop"' in stopped.err
     run = shop.train("sft", "other", data={**data, "bad_rows": "drop"})
     for name in ("train 'rows'", "eval 'held'"):
-        (said,) = [text for text in run.said.splitlines() if f"data.{name}" in text]
-        assert said.endswith("is read as prompt = 'question', response = 'answer'")
+        (note,) = [text for text in run.said.splitlines() if f"data.{name}" in text]
+        assert note.endswith("is read as prompt = 'question', response = 'answer'")
     left_out = "of the first 6 training rows 1 are left out (1 with nothing to learn or malformed), e.g. "
     assert left_out in run.said
     assert "rows.jsonl, line 3: column 'answer': the answer is empty" in run.said
     assert [line["data/bad_rows"] for line in run.lines()] == [1, 2, 3]  # 15 of 18 draws are used
     assert "data/dropped" not in run.lines()[0]
     assert "evaluation rows" not in run.said
-    held = str(shop.rows("some.jsonl", rows[1:]))
-    some = shop.train("sft", "some", data={**data, "bad_rows": "drop", "eval": held})
-    assert "1 evaluation rows are bad and left out" in some.said
+    held_out = str(shop.rows("some.jsonl", rows[1:]))
+    subset = shop.train("sft", "some", data={**data, "bad_rows": "drop", "eval": held_out})
+    assert "1 evaluation rows are bad and left out" in subset.said
     dry = shop.run("sft", "third", "--dry-run", data={**data, "bad_rows": "drop"})
     assert "is read as prompt = 'question', response = 'answer'" in dry.out
     assert left_out in dry.out

@@ -61,7 +61,9 @@ def test_every_algorithm_has_its_default_parts():
         [name for member in PLUGINS for kind, name, _ in member.entry_points if kind == "algorithm"],
     )
     slots = {name: plugins.resolve("algorithm", name).cls.slots for name in names}
-    assert {n: {s: (slot.use, dict(slot.defaults)) for s, slot in own.items()} for n, own in slots.items()} == PARTS
+    assert {
+        n: {s: (slot.use, dict(slot.defaults)) for s, slot in members.items()} for n, members in slots.items()
+    } == PARTS
 
 
 def test_dr_grpo_of_openrlhf_takes_the_mean_over_tokens():

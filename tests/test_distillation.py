@@ -17,8 +17,8 @@ from tests.test_first_step import close, norm
 from tests.test_resume import Runs, config
 from tests.test_teachers import CONTEXT
 
-SAMPLED, GIVEN = "distill_on_policy", "distill"
-BOTH = (GIVEN, SAMPLED)
+ONLINE, OFFLINE = "distill_on_policy", "distill"
+ALGORITHMS = (OFFLINE, ONLINE)
 MIXED = {"algorithm": {"sampled": 0.5}}
 AVERAGED = {"roles": None, "algorithm": {"teacher": {"weights": "averaged", "share": 0.5}, "loss": {"top_k": 5}}}
 
@@ -29,18 +29,18 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("teacher") / "model", seed=5, std=0.1, tied=False)
 
 
-def changes(algorithm: str, teacher: Path, **more: Any) -> dict[str, Any]:
+def changes(algorithm: str, teacher: Path, **settings: Any) -> dict[str, Any]:
     """The options of distillation: a teacher, and no reward."""
-    base: dict[str, Any] = {"reward": None, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}, **more}
-    return base if algorithm == SAMPLED else {"sampling": None, **base}
+    base: dict[str, Any] = {"reward": None, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}, **settings}
+    return base if algorithm == ONLINE else {"sampling": None, **base}
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_the_student_nears_its_teacher_on_demonstrations(shop: Workshop, teacher: Path, divergence: str) -> None:
     run = shop.train(
-        GIVEN,
+        OFFLINE,
         "run",
-        **changes(GIVEN, teacher),
+        **changes(OFFLINE, teacher),
         run={"steps": 12},
         algorithm={"loss": {"divergence": divergence, "alpha": 1.0}},
         trainer={"lr": 1e-2},
@@ -48,14 +48,14 @@ def test_the_student_nears_its_teacher_on_demonstrations(shop: Workshop, teacher
         eval={"every": 12, "at_start": True},
     )
     lines = run.lines()
-    before, after = lines[0]["eval/divergence"], lines[-1]["eval/divergence"]
-    assert after < 0.8 * before
+    first, last = lines[0]["eval/divergence"], lines[-1]["eval/divergence"]
+    assert last < 0.8 * first
     assert lines[-1]["eval/agreement"] > lines[0]["eval/agreement"]
     assert all(math.isfinite(value) for line in lines for value in line.values())
 
 
 def test_alpha_weights_the_data_and_the_teacher(shop: Workshop, teacher: Path) -> None:
-    run = shop.train(GIVEN, "run", **changes(GIVEN, teacher), algorithm={"loss": {"alpha": 0.9}})
+    run = shop.train(OFFLINE, "run", **changes(OFFLINE, teacher), algorithm={"loss": {"alpha": 0.9}})
     for line in run.lines():
         mixed = 0.1 * line["policy/nll"] + 0.9 * line["policy/divergence"]
         assert line["policy/loss"] == pytest.approx(mixed, rel=1e-5)
@@ -65,9 +65,9 @@ def test_alpha_weights_the_data_and_the_teacher(shop: Workshop, teacher: Path) -
 def test_the_student_nears_its_teacher_on_its_own_answers(shop: Workshop, teacher: Path, divergence: str) -> None:
     """No reward scores the answers. They are sampled at a higher temperature than the models are compared at."""
     run = shop.train(
-        SAMPLED,
+        ONLINE,
         "run",
-        **changes(SAMPLED, teacher),
+        **changes(ONLINE, teacher),
         run={"steps": 12},
         algorithm={"loss": {"divergence": divergence}},
         trainer={"lr": 1e-2},
@@ -102,9 +102,9 @@ def test_the_student_nears_a_teacher_that_scores_its_tokens(shop: Workshop, teac
 def test_given_and_sampled_answers_are_mixed(shop: Workshop, teacher: Path) -> None:
     """Six steps of four rows with two samples each. For some rows the answers are those of the data."""
     run = shop.train(
-        SAMPLED,
+        ONLINE,
         "run",
-        **changes(SAMPLED, teacher),
+        **changes(ONLINE, teacher),
         run={"steps": 6},
         algorithm={"sampled": 0.5},
         sampling={"samples_per_prompt": 2},
@@ -112,72 +112,72 @@ def test_given_and_sampled_answers_are_mixed(shop: Workshop, teacher: Path) -> N
     groups: dict[int, list[dict[str, Any]]] = {}
     for sample in run.samples():
         groups.setdefault(sample["group"], []).append(sample)
-    given = [members for members in groups.values() if members[0]["turns"][1]["is_demonstration"]]
+    demonstrations = [members for members in groups.values() if members[0]["turns"][1]["is_demonstration"]]
     assert len(groups) == 24
-    assert 4 <= len(given) <= 20
-    assert all(len(members) == 1 for members in given)
+    assert 4 <= len(demonstrations) <= 20
+    assert all(len(members) == 1 for members in demonstrations)
     rows = [json.loads(line) for line in shop.data.read_text().splitlines()]
-    for [sample] in given:
+    for [sample] in demonstrations:
         row = rows[sample["row"]["index"]]
         assert [turn["text"] for turn in sample["turns"]] == [row["prompt"], row["response"]]
-    assert all(len(members) == 2 for members in groups.values() if members not in given)
-    assert sum(line["stream/demonstrations"] for line in run.lines()) == len(given)
-    tokens = [len(s["turns"][1]["ids"]) for m in groups.values() if m not in given for s in m]
+    assert all(len(members) == 2 for members in groups.values() if members not in demonstrations)
+    assert sum(line["stream/demonstrations"] for line in run.lines()) == len(demonstrations)
+    tokens = [len(s["turns"][1]["ids"]) for m in groups.values() if m not in demonstrations for s in m]
     assert max(line.get("length/max", 0) for line in run.lines()) == max(tokens)
-    alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher), run={"steps": 6})
-    assert run.weights != alone.weights
+    baseline = shop.train(ONLINE, "alone", **changes(ONLINE, teacher), run={"steps": 6})
+    assert run.weights != baseline.weights
 
 
 def test_mixing_needs_answers_and_no_environment(shop: Workshop, teacher: Path) -> None:
     prompts = shop.rows("prompts.jsonl", [{"prompt": "1+1="}])
-    changed = changes(SAMPLED, teacher) | MIXED
-    run = shop.run(SAMPLED, "run", **changed, data={"train": str(prompts)})
+    settings = changes(ONLINE, teacher) | MIXED
+    run = shop.run(ONLINE, "run", **settings, data={"train": str(prompts)})
     refused(run, "has no column 'response'", "learns from the answers of some rows", code=1)
-    run = shop.run(SAMPLED, "run", **changed, env={"use": "number_game"}, rollout={"use": "multi_turn"})
+    run = shop.run(ONLINE, "run", **settings, env={"use": "number_game"}, rollout={"use": "multi_turn"})
     refused(run, "learns from the answers of a share of 0.5 of the rows", "env 'number_game' is set")
     assert not (shop.folder / "run").exists()
 
 
 def test_a_reward_is_reported_and_filters_but_gives_no_gradient(shop: Workshop, teacher: Path) -> None:
-    own = {"roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
-    alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher))
-    beside = shop.train(SAMPLED, "beside", **own)
-    assert alone.weights == beside.weights
-    assert {sample["reward"] for sample in alone.samples()} == {None}
-    assert None not in {sample["reward"] for sample in beside.samples()}
-    filtered = shop.train(SAMPLED, "filtered", **own, stream={"filter": {"min_std": 0.01}})
-    assert filtered.weights != alone.weights
+    teacher_role = {"roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
+    baseline = shop.train(ONLINE, "alone", **changes(ONLINE, teacher))
+    reward_run = shop.train(ONLINE, "beside", **teacher_role)
+    assert baseline.weights == reward_run.weights
+    assert {sample["reward"] for sample in baseline.samples()} == {None}
+    assert None not in {sample["reward"] for sample in reward_run.samples()}
+    filtered = shop.train(ONLINE, "filtered", **teacher_role, stream={"filter": {"min_std": 0.01}})
+    assert filtered.weights != baseline.weights
 
 
 def test_hidden_states_in_bf16_are_nearly_those_in_fp32(shop: Workshop, teacher: Path) -> None:
-    fp32 = shop.train(GIVEN, "fp32", **changes(GIVEN, teacher)).lines()
-    bf16 = shop.train(GIVEN, "bf16", **changes(GIVEN, teacher), algorithm={"hidden": "bf16"}).lines()
-    for one, two in zip(fp32, bf16, strict=True):
-        assert one["policy/divergence"] != two["policy/divergence"]
-        assert two["policy/divergence"] == pytest.approx(one["policy/divergence"], rel=2e-2)
+    fp32 = shop.train(OFFLINE, "fp32", **changes(OFFLINE, teacher)).lines()
+    bf16 = shop.train(OFFLINE, "bf16", **changes(OFFLINE, teacher), algorithm={"hidden": "bf16"}).lines()
+    for first, second in zip(fp32, bf16, strict=True):
+        assert first["policy/divergence"] != second["policy/divergence"]
+        assert second["policy/divergence"] == pytest.approx(first["policy/divergence"], rel=2e-2)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "staleness", "more"),
+    ("algorithm", "staleness", "extra_options"),
     [
-        (GIVEN, 0, {}),
-        pytest.param(SAMPLED, 0, {}, marks=pytest.mark.full),
-        pytest.param(SAMPLED, 2, {}, marks=pytest.mark.full),
-        (SAMPLED, 2, MIXED),
-        (SAMPLED, 0, AVERAGED),
+        (OFFLINE, 0, {}),
+        pytest.param(ONLINE, 0, {}, marks=pytest.mark.full),
+        pytest.param(ONLINE, 2, {}, marks=pytest.mark.full),
+        (ONLINE, 2, MIXED),
+        (ONLINE, 0, AVERAGED),
     ],
 )
 def test_a_killed_and_resumed_distillation_ends_with_equal_weights(
-    forks: Any, shop: Workshop, teacher: Path, algorithm: str, staleness: int, more: dict[str, Any]
+    forks: Any, shop: Workshop, teacher: Path, algorithm: str, staleness: int, extra_options: dict[str, Any]
 ) -> None:
     runs = Runs(forks, shop)
-    whole, broken = (
-        config(shop, algorithm, name, staleness, **{**changes(algorithm, teacher), **more})
+    baseline, broken = (
+        config(shop, algorithm, name, staleness, **{**changes(algorithm, teacher), **extra_options})
         for name in ("whole", "broken")
     )
-    reference = runs.start(whole)
+    reference = runs.start(baseline)
     runs.die_at(broken, "step 4")
-    finished, expected = runs.resume(broken), runs.result(whole, reference)
+    finished, expected = runs.resume(broken), runs.result(baseline, reference)
     assert expected.code == 0, expected.err
     assert_same_run(finished, expected)
 
@@ -205,11 +205,11 @@ def self_taught(shop: Workshop, loss: dict[str, Any], rows: list[dict[str, Any]]
 def test_the_first_step_of_a_student_that_is_its_teacher(shop: Workshop, weights: str, loss: dict[str, Any]) -> None:
     """Again from the recorded samples with whole logits in fp64, one sequence at a time."""
     policy = tiny_model(shop.folder / "policy", seed=2, std=0.2)
-    changed = self_taught(shop, loss, weights=weights)
-    changed["policy"] = {"model": str(policy), "micro_tokens": 40}
+    settings = self_taught(shop, loss, weights=weights)
+    settings["policy"] = {"model": str(policy), "micro_tokens": 40}
     if weights == "role":
-        changed["roles"] = {"teacher": {"model": str(policy), "dtype": "fp32"}}
-    run = shop.train(SAMPLED, "run", **changed, sampling={"temperature": 1.3})
+        settings["roles"] = {"teacher": {"model": str(policy), "dtype": "fp32"}}
+    run = shop.train(ONLINE, "run", **settings, sampling={"temperature": 1.3})
     tokenizer = AutoTokenizer.from_pretrained(policy)
     student = AutoModelForCausalLM.from_pretrained(policy).double().eval()
     k, beta, temperature = loss.get("top_k", 10**6), loss.get("beta", 0.5), loss.get("temperature", 1.0)
@@ -235,19 +235,19 @@ def test_the_first_step_of_a_student_that_is_its_teacher(shop: Workshop, weights
         sequences.append(d.mean())
     total = torch.stack(sequences).mean() if "reduce" in loss else torch.cat(tokens).mean()
     total.backward()
-    first, *others = run.lines()
+    first, *later_lines = run.lines()
     assert first["policy/loss"] == close(float(total.detach()))
     assert first["policy/divergence"] == close(float(torch.cat(tokens).detach().mean()))
     assert first["policy/grad_norm"] == close(norm(student))
     assert first["teacher/left_out"] == 0
-    assert all(line["policy/grad_norm"] > 0 for line in others)
+    assert all(line["policy/grad_norm"] > 0 for line in later_lines)
 
 
 @pytest.mark.parametrize("weights", ["base", "live", "averaged"])
 def test_the_student_learns_what_only_its_teacher_reads(shop: Workshop, weights: str) -> None:
     policy = tiny_model(shop.folder / "policy", seed=2, std=0.2)
-    changed = self_taught(shop, {"top_k": 20, "divergence": "jsd"}, weights=weights)
-    run = shop.train(SAMPLED, "run", **changed, policy={"model": str(policy)}, run={"steps": 12}, trainer={"lr": 1e-2})
+    settings = self_taught(shop, {"top_k": 20, "divergence": "jsd"}, weights=weights)
+    run = shop.train(ONLINE, "run", **settings, policy={"model": str(policy)}, run={"steps": 12}, trainer={"lr": 1e-2})
     first, last = (sum(line["policy/divergence"] for line in part) for part in (run.lines()[:3], run.lines()[-3:]))
     assert last < 0.8 * first
 
@@ -256,15 +256,15 @@ def test_the_weights_of_a_self_teacher(shop: Workshop) -> None:
     """They are equal in the first step. Afterwards the average with the whole share is the student."""
     lines: dict[Any, list[float]] = {}
     cases: list[dict[str, Any]] = [{}, {"share": 0.05}, {"share": 1.0}]
-    for weights, more in zip(("live", "averaged", "averaged"), cases, strict=True):
-        changed = self_taught(shop, {"top_k": 20}, weights=weights, **more)
-        run = shop.train(SAMPLED, f"{weights}-{more}", **changed, trainer={"lr": 1e-2})
-        lines[weights, *more.values()] = [line["policy/divergence"] for line in run.lines()]
+    for weights, case in zip(("live", "averaged", "averaged"), cases, strict=True):
+        settings = self_taught(shop, {"top_k": 20}, weights=weights, **case)
+        run = shop.train(ONLINE, f"{weights}-{case}", **settings, trainer={"lr": 1e-2})
+        lines[weights, *case.values()] = [line["policy/divergence"] for line in run.lines()]
     for adapters in (None, {"rank": 4}):
         trainer = {"lr": 1e-2} | ({} if adapters is None else {"lora": adapters})
         for top_k in (None, 20):
             loss = {} if top_k is None else {"top_k": top_k}
-            run = shop.train(SAMPLED, f"{top_k}-{adapters}", **self_taught(shop, loss, weights="base"), trainer=trainer)
+            run = shop.train(ONLINE, f"{top_k}-{adapters}", **self_taught(shop, loss, weights="base"), trainer=trainer)
             lines[top_k, adapters is None] = [line["policy/divergence"] for line in run.lines()]
     live = lines["live",]
     assert lines["averaged", 1.0] == pytest.approx(live, rel=1e-5)
@@ -275,18 +275,18 @@ def test_the_weights_of_a_self_teacher(shop: Workshop) -> None:
 
 def test_samples_that_a_teacher_does_not_read_are_left_out(shop: Workshop) -> None:
     rows = [{**row, "privileged_context": "" if n % 2 else "It is so."} for n, row in enumerate(CONTEXT)]
-    run = shop.train(SAMPLED, "some", **self_taught(shop, {"top_k": 5}, rows, weights="live"))
+    run = shop.train(ONLINE, "some", **self_taught(shop, {"top_k": 5}, rows, weights="live"))
     assert sum(line["teacher/left_out"] for line in run.lines()) == pytest.approx(1.5)  # 12 rows in three steps
     rows = [{**row, "privileged_context": "so " * 40} for row in CONTEXT]
-    none = shop.run(SAMPLED, "none", **self_taught(shop, {"top_k": 5}, rows, weights="live"))
+    none = shop.run(ONLINE, "none", **self_taught(shop, {"top_k": 5}, rows, weights="live"))
     assert [line["teacher/left_out"] for line in none.lines()] == [1.0] * 3
     assert not any("policy/loss" in line for line in none.lines())
     assert (none.code, "nothing to learn" in none.said) == (1, True), none.said
 
 
 def test_answers_of_the_data_have_a_teacher_with_a_context_too(shop: Workshop) -> None:
-    changed = merged(self_taught(shop, {"top_k": 5}, weights="live"), MIXED)
-    lines = shop.train(SAMPLED, "run", **changed).lines()
+    settings = merged(self_taught(shop, {"top_k": 5}, weights="live"), MIXED)
+    lines = shop.train(ONLINE, "run", **settings).lines()
     assert sum(line["stream/demonstrations"] for line in lines) > 0
     assert all(line["teacher/left_out"] == 0 for line in lines)
 
@@ -296,7 +296,7 @@ def test_answers_of_the_data_have_a_teacher_with_a_context_too(shop: Workshop) -
 
 def test_self_teachers_that_do_not_fit_are_refused(shop: Workshop) -> None:
     def run(loss: dict[str, Any], rows: list[dict[str, Any]] = CONTEXT, **options: Any) -> Finished:
-        return shop.run(SAMPLED, "run", **self_taught(shop, loss, rows, **options))
+        return shop.run(ONLINE, "run", **self_taught(shop, loss, rows, **options))
 
     refused(run({}, weights="live"), "head that is lent once", "--algorithm.loss.top_k 100")
     refused(run({}, weights="base", context=None, template=None, share=0.5), "share = 0.5 is of weights = 'averaged'")
@@ -304,30 +304,30 @@ def test_self_teachers_that_do_not_fit_are_refused(shop: Workshop) -> None:
     refused(run({}), "no model is named for the role 'teacher'")
     game = {"env": {"use": "number_game"}, "rollout": {"use": "multi_turn"}}
     refused(
-        shop.run(SAMPLED, "run", **self_taught(shop, {}, weights="base"), **game), "an environment writes the prompts"
+        shop.run(ONLINE, "run", **self_taught(shop, {}, weights="base"), **game), "an environment writes the prompts"
     )
 
 
-def refused(run: Finished, *said: str, code: int = 2) -> None:
+def refused(run: Finished, *texts: str, code: int = 2) -> None:
     assert run.code == code, run.said
-    for text in said:
+    for text in texts:
         assert text in run.err, run.err
 
 
 def test_a_teacher_must_be_named(shop: Workshop) -> None:
-    run = shop.run(GIVEN, "run", sampling=None, reward=None)
+    run = shop.run(OFFLINE, "run", sampling=None, reward=None)
     refused(run, "no model is named for the role 'teacher'", "--roles.teacher.model")
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(shop: Workshop, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "other", chars="abc0123456789+= ")
     other = tiny_model(tmp_path / "other")
-    run = shop.run(GIVEN, "run", **changes(GIVEN, other))
+    run = shop.run(OFFLINE, "run", **changes(OFFLINE, other))
     refused(run, "role 'teacher'", "vocabulary of 19 tokens", code=1)
     assert not (shop.folder / "run").exists(), "before anything starts"
 
 
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_teacher_whose_vocabulary_is_padded_further_is_compared(
     shop: Workshop, tmp_path: Path, algorithm: str
 ) -> None:
@@ -338,18 +338,22 @@ def test_a_teacher_whose_vocabulary_is_padded_further_is_compared(
 
 
 def test_options_without_effect_are_refused_in_distillation(shop: Workshop, teacher: Path) -> None:
-    base = changes(SAMPLED, teacher)
-    said = "cross-entropy to the student's own samples", "its expected gradient is zero"
-    refused(shop.run(SAMPLED, "run", **base, algorithm={"loss": {"alpha": 0.5}}), *said)
-    filtered = shop.run(SAMPLED, "run", **base, stream={"filter": {"min_std": 0.1}})
+    base = changes(ONLINE, teacher)
+    messages = "cross-entropy to the student's own samples", "its expected gradient is zero"
+    refused(shop.run(ONLINE, "run", **base, algorithm={"loss": {"alpha": 0.5}}), *messages)
+    filtered = shop.run(ONLINE, "run", **base, stream={"filter": {"min_std": 0.1}})
     refused(filtered, "stream.filter reads scores, but the run has no reward")
-    evaluated = shop.run(SAMPLED, "run", **base, data={"eval": str(shop.data)})
+    evaluated = shop.run(ONLINE, "run", **base, data={"eval": str(shop.data)})
     refused(evaluated, "data.eval: nothing scores the answers", "--eval.metric length")
-    given = changes(GIVEN, teacher, roles={"teacher": {"model": str(teacher), "precompute": True, "dtype": "fp32"}})
-    refused(shop.run(GIVEN, "run", **given), "output head of 'teacher'", "teacher.precompute = true unloads its model")
+    settings = changes(
+        OFFLINE, teacher, roles={"teacher": {"model": str(teacher), "precompute": True, "dtype": "fp32"}}
+    )
+    refused(
+        shop.run(OFFLINE, "run", **settings), "output head of 'teacher'", "teacher.precompute = true unloads its model"
+    )
 
 
 def test_answers_are_evaluated_by_a_metric_that_needs_no_score(shop: Workshop, teacher: Path) -> None:
     held_out = {"data": {"eval": str(shop.data)}, "eval": {"metric": "length"}}
-    run = shop.train(SAMPLED, "run", **changes(SAMPLED, teacher), **held_out)
+    run = shop.train(ONLINE, "run", **changes(ONLINE, teacher), **held_out)
     assert run.lines()[-1]["eval/unscored"] == 1.0

@@ -28,9 +28,9 @@ def changes(teacher: Path) -> dict[str, Any]:
     return {"run": {"steps": 5}, "reward": None, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
 
 
-def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], steps: int = 5) -> None:
-    assert len(ours) == len(theirs) == steps
-    for a, b in zip(ours, theirs, strict=True):
+def agree(lines: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int = 5) -> None:
+    assert len(lines) == len(expected) == steps
+    for a, b in zip(lines, expected, strict=True):
         for name in ("policy/loss", "policy/divergence", "policy/grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
 
@@ -39,11 +39,11 @@ def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
     """On answers of the student. The teacher's head is tied, divided over the ranks, and has a larger padded
     vocabulary."""
     padded = tiny_model(shop.folder / "padded", seed=6, std=0.2, vocab_size=112)
-    given = {**changes(padded), "algorithm": {"loss": {"divergence": "jsd"}}}
-    sampled = shop.train("distill_on_policy", "sampled", **given)
-    replayed = {**given, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
-    again = shop.train("distill_on_policy", "replayed", **replayed, **ON_RANKS)
-    agree(again.lines(), sampled.lines())
+    settings = {**changes(padded), "algorithm": {"loss": {"divergence": "jsd"}}}
+    sampled = shop.train("distill_on_policy", "sampled", **settings)
+    replayed = {**settings, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
+    repeat = shop.train("distill_on_policy", "replayed", **replayed, **ON_RANKS)
+    agree(repeat.lines(), sampled.lines())
 
 
 def test_two_ranks_of_a_student_that_is_its_teacher(shop: Workshop) -> None:
@@ -51,19 +51,19 @@ def test_two_ranks_of_a_student_that_is_its_teacher(shop: Workshop) -> None:
     options = {"run": {"steps": 5}, **self_taught(shop, {"divergence": "jsd", "top_k": 7}, weights="live")}
     sampled = shop.train("distill_on_policy", "sampled", **options)
     replayed = {**options, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
-    again = shop.train(
+    repeat = shop.train(
         "distill_on_policy", "replayed", **replayed, **ON_RANKS | {"placement": {"policy": {"ranks": 2}}}
     )
-    agree(again.lines(), sampled.lines())
+    agree(repeat.lines(), sampled.lines())
 
 
 def test_two_ranks_on_given_answers(shop: Workshop) -> None:
     """Offline with ZeRO-2. A step has three rows, so that one rank has one row and a filler. The teacher's head is not
     tied."""
     teacher = tiny_model(shop.folder / "teacher", seed=5, std=0.2, tied=False)
-    given = {**changes(teacher), "run": {"steps": 3}, "data": {"batch_size": 3}, "sampling": None}
-    given["algorithm"] = {"loss": {"divergence": "reverse_kl", "alpha": 0.7}}
-    embedded = shop.train("distill", "embedded", **given)
-    ranks = shop.train("distill", "ranks", **given, **{**ON_RANKS, "trainer": {"use": "deepspeed", "stage": 2}})
+    settings = {**changes(teacher), "run": {"steps": 3}, "data": {"batch_size": 3}, "sampling": None}
+    settings["algorithm"] = {"loss": {"divergence": "reverse_kl", "alpha": 0.7}}
+    embedded = shop.train("distill", "embedded", **settings)
+    ranks = shop.train("distill", "ranks", **settings, **{**ON_RANKS, "trainer": {"use": "deepspeed", "stage": 2}})
     agree(ranks.lines(), embedded.lines(), 3)
     assert embedded.lines()[0]["policy/nll"] != embedded.lines()[0]["policy/divergence"]

@@ -31,14 +31,16 @@ def even(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(folder, tiny_model(folder / "model", hidden=16, heads=4, kv_heads=2), tiny.data)
 
 
-def assert_equal(ours: Finished, theirs: Finished) -> None:
-    for one, other in zip(ours.lines(), theirs.lines(), strict=True):
+def assert_equal(result: Finished, reference: Finished) -> None:
+    for line, expected in zip(result.lines(), reference.lines(), strict=True):
         for name in ("policy/loss", "policy/grad_norm"):
-            assert abs(one[name] - other[name]) <= 1e-4 * max(1.0, abs(other[name])), (one["step"], name)
-    a, b = (load_file(run.path / "model" / "model.safetensors") for run in (ours, theirs))
+            assert abs(line[name] - expected[name]) <= 1e-4 * max(1.0, abs(expected[name])), (line["step"], name)
+    a, b = (load_file(run.path / "model" / "model.safetensors") for run in (result, reference))
     assert a.keys() == b.keys()
-    apart = torch.stack([(a[n] - b[n]).norm() for n in b]).norm() / torch.stack([t.norm() for t in b.values()]).norm()
-    assert float(apart) < 1e-4
+    difference = (
+        torch.stack([(a[n] - b[n]).norm() for n in b]).norm() / torch.stack([t.norm() for t in b.values()]).norm()
+    )
+    assert float(difference) < 1e-4
 
 
 def test_supervised(even, two_cpus):

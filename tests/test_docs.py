@@ -69,19 +69,19 @@ class Shell:
 
     def __call__(self, text: str) -> str:
         """Run the lines and return their output. Every line must succeed."""
-        said = ""
+        transcript = ""
         for line in text.splitlines():
             code, output = self.line(line)
-            assert code == 0, f"{line}\n{said}{output[-6000:]}"
-            said += output
-        return said
+            assert code == 0, f"{line}\n{transcript}{output[-6000:]}"
+            transcript += output
+        return transcript
 
     def line(self, line: str) -> tuple[int, str]:
         """(exit code, output)."""
         program, *words = shlex.split(line, comments=True)
         if program == "pip":
-            command, where = ["bash", "-c", line], {"cwd": self.folder, "env": self.environment}
-            done = subprocess.run(command, **where, capture_output=True, text=True, check=False)
+            command, arguments = ["bash", "-c", line], {"cwd": self.folder, "env": self.environment}
+            done = subprocess.run(command, **arguments, capture_output=True, text=True, check=False)
             return done.returncode, done.stdout + done.stderr
         assert program in ("rlhf", "python", "pytest"), f"not known here: {line}"
         assert not set(line) & set("|&;<>()$`*?~"), f"not one plain command: {line}"
@@ -122,9 +122,9 @@ def test_the_tutorial_works_from_the_first_line_to_the_last(shell, page):
 @pytest.mark.slow
 def test_the_tutorials_algorithm_works_and_its_wrong_options_are_refused(shell):
     execute(DOCS / "tutorial/first-algorithm.md", shell)
-    code, said = shell.line("rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other")
+    code, output = shell.line("rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other")
     assert code == 2
-    assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in said
+    assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in output
     assert not (shell.folder / "runs" / "other").exists(), "found before anything starts"
 
 
@@ -136,13 +136,13 @@ def test_the_inputs_from_the_author_work_as_the_conformance_page_says(shell):
 
 
 def test_the_attributes_of_the_conformance_page_are_those_of_the_suites():
-    [listed] = [t for t in tables(DOCS / "reference/conformance.md") if t.header == ("suite", "attributes")]
-    for row in listed.rows:
+    [table] = [t for t in tables(DOCS / "reference/conformance.md") if t.header == ("suite", "attributes")]
+    for row in table.rows:
         kind = row["suite"] if row["suite"] in conformance.SUITES else "reward"
         names = re.findall(r"(?:^|, )`([a-z_]+)", row["attributes"])
         assert names
         assert [n for n in names if not hasattr(conformance.suite(kind), n)] == [], row
-    assert {row["suite"] for row in listed.rows} - set(conformance.SUITES) == {"every kind"}
+    assert {row["suite"] for row in table.rows} - set(conformance.SUITES) == {"every kind"}
 
 
 @every_page
@@ -249,8 +249,8 @@ def test_every_page_of_the_site_is_in_its_navigation():
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
     entries = {line for name in site.INDEXES for line in site.navigation(name, read(ROOT / f"{name}.md")).splitlines()}
-    inside = {path.relative_to(ROOT) for pattern in site.include_patterns for path in ROOT.glob(pattern)}
-    paths = {f"/{path.with_suffix('')}" for path in inside if path.with_suffix("").as_posix() != site.root_doc}
+    sources = {path.relative_to(ROOT) for pattern in site.include_patterns for path in ROOT.glob(pattern)}
+    paths = {f"/{path.with_suffix('')}" for path in sources if path.with_suffix("").as_posix() != site.root_doc}
     assert sorted(paths - entries) == []
 
 
@@ -342,8 +342,8 @@ def wrong(words: list[str]) -> str:
             if rest[0] not in inner(parser):
                 return f"no action {rest[0]!r}"
             parser = inner(parser)[rest[0]]
-    others, dotted = split_dotted(rest)
-    for word in [w.strip("[]") for w in others]:
+    flags, dotted = split_dotted(rest)
+    for word in [w.strip("[]") for w in flags]:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in flags_of(parser) | {"--traceback"}:
             return f"no flag {word}"
@@ -369,9 +369,9 @@ def leaves(table: object, path: tuple[str, ...] = ()) -> list[list[str]]:
     if isinstance(table, dict) and str(table.get("use", "")).startswith("file:"):
         return [[*path, "use"]]
     if isinstance(table, dict) and table:
-        return [found for key, value in table.items() for found in leaves(value, (*path, key))]
+        return [leaf for key, value in table.items() for leaf in leaves(value, (*path, key))]
     if isinstance(table, list) and table and isinstance(table[0], dict):
-        return [found for i, entry in enumerate(table) for found in leaves(entry, (*path, str(i)))]
+        return [leaf for i, entry in enumerate(table) for leaf in leaves(entry, (*path, str(i)))]
     return [list(path)]
 
 
@@ -389,10 +389,10 @@ def known(path: list[str]) -> bool:
     if head == "algorithm" and rest[:1] == ["members"]:  # fields of the member itself, or options of its algorithm
         return ".".join(["members", "NAME", *rest[2:]]) in plugin_options(head) or known([head, *rest[2:]])
     if head in SINGLE:
-        named = ".".join([*rest[:1], "NAME", *rest[2:]])  # an option in a table of a plugin's, with a name in between
+        option = ".".join([*rest[:1], "NAME", *rest[2:]])  # an option in a table of a plugin's, with a name in between
         options = plugin_options(head)
         free = rest[:1] != [] and rest[0] in FREE_TABLES.get(head, ())
-        return not rest or free or rest[-1] in SINGLE[head].model_fields or bool({".".join(rest), named} & options)
+        return not rest or free or rest[-1] in SINGLE[head].model_fields or bool({".".join(rest), option} & options)
     return own(RunFile.model_fields[head].annotation, rest)
 
 
@@ -420,13 +420,13 @@ EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
 def plugin_options(kind: str) -> set[str]:
     """Option paths of all installed plugins of a kind; for algorithms also those of the parts in their slots."""
     plugins = Plugins.discover()
-    found = set(EXAMPLES.get(kind, ()))
+    option_paths = set(EXAMPLES.get(kind, ()))
     for entry in plugins.list(kind):
         cls = plugins.resolve(kind, f"{entry.distribution}/{entry.name}").cls
-        found |= paths(cls.Config) if hasattr(cls, "Config") else set()
+        option_paths |= paths(cls.Config) if hasattr(cls, "Config") else set()
         for name, slot in getattr(cls, "slots", {}).items() if kind == "algorithm" else ():
-            found |= {f"{name}.{option}" for option in {"use"} | plugin_options(slot.kind)}
-    return found
+            option_paths |= {f"{name}.{option}" for option in {"use"} | plugin_options(slot.kind)}
+    return option_paths
 
 
 def paths(config: type) -> set[str]:

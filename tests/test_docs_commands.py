@@ -16,13 +16,15 @@ from rlhf_runtime.config.load import load
 
 from tests.pages import ROOT, commands, name_of, pages, read, tables
 
-WHOLE = {"--algo", "--model", "--data"}
+REQUIREMENTS = {"--algo", "--model", "--data"}
 """A command with all of these flags is complete; other commands are fragments."""
 
 
 def whole(words: list[str]) -> bool:
     command, *rest = words
-    return command in ("train", "plan") and set(rest) >= WHOLE and not any(word.endswith(".toml") for word in rest)
+    return (
+        command in ("train", "plan") and set(rest) >= REQUIREMENTS and not any(word.endswith(".toml") for word in rest)
+    )
 
 
 def configure(words: list[str]) -> None:
@@ -31,13 +33,13 @@ def configure(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     plugins = Plugins.discover()
     plugins.resolve("command", command).cls().add_arguments(parser)
-    others, dotted = split_dotted(rest)
-    args = parser.parse_args(others)
+    arguments, dotted = split_dotted(rest)
+    args = parser.parse_args(arguments)
     args.overrides = dotted
     checked(load(None, overrides(args)), plugins)
 
 
-SHOWN = [
+COMMANDS = [
     pytest.param(words, id=f"{name_of(page)}: {' '.join(words)}")
     for page in pages()
     for words in commands(page)
@@ -59,10 +61,12 @@ def test_extras_that_pages_install_exist():
     for member in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")]:
         project = tomllib.loads(read(member))["project"]
         declared[project["name"]] = project.get("optional-dependencies", {})
-    shown = {
-        (page, *found) for page in pages() for found in re.findall(r"(?<![\w-])(rlhf[\w-]*)\[([a-z,-]+)\]", read(page))
+    installs = {
+        (page, *groups)
+        for page in pages()
+        for groups in re.findall(r"(?<![\w-])(rlhf[\w-]*)\[([a-z,-]+)\]", read(page))
     }
-    assert {(name, extras) for _, name, extras in shown} == {
+    assert {(name, extras) for _, name, extras in installs} == {
         ("rlhf-kit", "cluster"),
         ("rlhf-plugin-vllm", "cpu"),
         ("rlhf-plugin-vllm", "gpu"),
@@ -70,16 +74,16 @@ def test_extras_that_pages_install_exist():
         ("rlhf-plugin-swanlab", "swanlab"),
         ("rlhf-plugin-trackio", "trackio"),
     }
-    assert [s for s in shown if s[1] not in declared or not set(s[2].split(",")) <= set(declared[s[1]])] == []
+    assert [s for s in installs if s[1] not in declared or not set(s[2].split(",")) <= set(declared[s[1]])] == []
 
 
 SCRIPT = re.compile(r"python ((?:benchmarks|examples|docs)/[\w/.-]+\.py)([^`\n#]*)")
 
 
 def test_scripts_that_pages_call_exist_and_have_the_flags():
-    shown = {(page, *found) for page in pages() for found in SCRIPT.findall(read(page))}
-    assert len(shown) > 15
-    for page, script, words in shown:
+    calls = {(page, *groups) for page in pages() for groups in SCRIPT.findall(read(page))}
+    assert len(calls) > 15
+    for page, script, words in calls:
         assert (ROOT / script).exists(), f"{name_of(page)} calls {script}"
         source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
         for flag in re.findall(r"--[\w-]+", words):
@@ -93,23 +97,23 @@ def test_every_check_of_the_doctor_is_on_its_page():
         path for folder in folders[1:] for path in folder.rglob("*.py") if "checks" in str(path.relative_to(ROOT))
     ]
     sources = "".join(path.read_text() for path in files)
-    named = {
+    entries = {
         name
         for table in tables(ROOT / "docs/how-to/doctor.md")
         for row in table.rows
         for name in re.findall("`([^`]+)`", row.get("check", ""))
     }
-    made = set(re.findall(r'Finding\(\s*"([^"]+)"', sources))
-    assert len(made) > 20
-    assert sorted(made - named) == []
-    assert [name for name in sorted(named - made) if f'"{name}"' not in sources and name != "policy.model"] == []
+    checks = set(re.findall(r'Finding\(\s*"([^"]+)"', sources))
+    assert len(checks) > 20
+    assert sorted(checks - entries) == []
+    assert [name for name in sorted(entries - checks) if f'"{name}"' not in sources and name != "policy.model"] == []
 
 
 def test_there_are_such_commands():
-    assert len(SHOWN) > 20
+    assert len(COMMANDS) > 20
 
 
-@pytest.mark.parametrize("words", SHOWN)
+@pytest.mark.parametrize("words", COMMANDS)
 def test_the_command_can_be_configured(words):
     configure(words)
 

@@ -24,9 +24,9 @@ RESULTS = {path.name: json.loads(path.read_text()) for path in sorted((BENCHMARK
 def script(monkeypatch):
     """A script of benchmarks/, imported like the other scripts of that folder import it."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
+    old_modules = set(sys.modules)
     yield importlib.import_module
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - old_modules:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
             del sys.modules[name]
 
@@ -48,9 +48,9 @@ def sections(page: Path) -> list[tuple[list[str], set[str]]]:
     rows: dict[str, list[str]] = {}
     for table in tables(page):
         assert len(set(table.header)) == len(table.header), f"{table.heading}: two columns with one name"
-        shown = [plain(f"| {' | '.join(row.values())} |") for row in table.rows]
-        rows.setdefault(table.heading, []).extend(shown)
-    return [(shown, links[heading]) for heading, shown in rows.items()]
+        lines = [plain(f"| {' | '.join(row.values())} |") for row in table.rows]
+        rows.setdefault(table.heading, []).extend(lines)
+    return [(lines, links[heading]) for heading, lines in rows.items()]
 
 
 def beside_trl(result: dict[str, Any]) -> list[str]:
@@ -89,7 +89,7 @@ def preference_rows(comparison: list[dict[str, Any]]) -> list[str]:
 
 def cluster(result: dict[str, Any]) -> str:
     """Median seconds, and tokens a second of all steps together."""
-    arms = [result["arms"][f"fp32/{who}"] for who in ("ours", "trl")]
+    arms = [result["arms"][f"fp32/{arm}"] for arm in ("ours", "trl")]
     seconds = [[s for run in runs for s in run["seconds"]] for runs in arms]
     tokens = [sum(sum(run["tokens"]) for run in runs) for runs in arms]
     rates = [count / sum(steps) for count, steps in zip(tokens, seconds, strict=True)]
@@ -98,7 +98,7 @@ def cluster(result: dict[str, Any]) -> str:
 
 
 def launchers(result: dict[str, Any]) -> list[str]:
-    steps = (result.get(f"step_milliseconds_{where}") for where in ("on_ray", "in_processes", "in_one_process"))
+    steps = (result.get(f"step_milliseconds_{launcher}") for launcher in ("on_ray", "in_processes", "in_one_process"))
     return [f"| {' | '.join(f'{ms:.1f}' for ms in steps if ms is not None)} |"]
 
 
@@ -108,8 +108,8 @@ def sharding(result: dict[str, Any]) -> list[str]:
     for storage in storages:
         cells = []
         for clock in ("wall", "processor"):
-            ours, other = (result[clock][f"{name} {storage}".strip()] for name in ("fsdp", "deepspeed"))
-            cells += [f"{ours:.2f}", f"{other:.2f}", f"{ours / other:.2f}"]
+            fsdp, deepspeed = (result[clock][f"{name} {storage}".strip()] for name in ("fsdp", "deepspeed"))
+            cells += [f"{fsdp:.2f}", f"{deepspeed:.2f}", f"{fsdp / deepspeed:.2f}"]
         rows.append(f"| {result['dtype']} | {storage or result['dtype']} | {' | '.join(cells)} |")
     return rows
 
@@ -131,12 +131,13 @@ def long_contexts(ranks: dict[str, Any]) -> list[str]:
 
 
 def busy(result: dict[str, Any]) -> list[str]:
-    whole = result["whole_steps"]
-    ours, trl = (
-        median(s for run in whole["processes"] if run["who"] == who for s in run["seconds"]) for who in ("ours", "trl")
+    full_steps = result["whole_steps"]
+    rlhf, trl = (
+        median(s for run in full_steps["processes"] if run["who"] == arm for s in run["seconds"])
+        for arm in ("ours", "trl")
     )
-    before, after = (median(whole["before_the_change"][key]["seconds"]) for key in ("before", "after"))
-    return [f"| 16 | 5 to 10 | {ours:.1f} | | {trl:.1f} |", f"| 16 | 3 | {after:.1f} | {before:.1f} | |"]
+    old_median, new_median = (median(full_steps["before_the_change"][key]["seconds"]) for key in ("before", "after"))
+    return [f"| 16 | 5 to 10 | {rlhf:.1f} | | {trl:.1f} |", f"| 16 | 3 | {new_median:.1f} | {old_median:.1f} | |"]
 
 
 def stream(result: dict[str, Any]) -> list[str]:
@@ -181,8 +182,8 @@ def rows_of(result: dict[str, Any], report: Any, preferences: Any, driver: Any, 
     elif "overlap" in result:
         rows = [overlap.table(result["overlap"])]
     elif "per_token" in result:
-        whole = {n: parts for n, parts in result["per_token"].items() if driver.TOTAL in parts}
-        rows = [driver.table(whole)]  # the first measurement has other parts
+        totals = {n: parts for n, parts in result["per_token"].items() if driver.TOTAL in parts}
+        rows = [driver.table(totals)]  # the first measurement has other parts
     elif "fp32/ours" in result.get("arms", {}):
         rows = [cluster(result)]
     elif "milliseconds_on_ray" in result:
@@ -208,8 +209,8 @@ def rows_of(result: dict[str, Any], report: Any, preferences: Any, driver: Any, 
 def test_the_tables_of_a_section_are_made_of_the_results_that_it_links(script, page):
     scripts = [script(name) for name in ("report", "preferences", "driver", "overlap")]
     for rows, links in sections(page):
-        known = set().union(*(rows_of(RESULTS[name], *scripts) for name in links))
-        assert [row for row in rows if row not in known] == [], links
+        expected = set().union(*(rows_of(RESULTS[name], *scripts) for name in links))
+        assert [row for row in rows if row not in expected] == [], links
 
 
 def test_no_table_of_the_page_of_measurements_is_left_out():

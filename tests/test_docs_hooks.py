@@ -45,9 +45,9 @@ def test_the_page_has_the_hook_every_member_and_a_way_to_start(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_written_part_is_present(kind):
-    written = (FOLDER / f"{kind}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
-    assert written.startswith(f"# `rlhf_register_{kind}`\n")
-    assert len(written.split()) > 40
+    text = (FOLDER / f"{kind}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
+    assert text.startswith(f"# `rlhf_register_{kind}`\n")
+    assert len(text.split()) > 40
 
 
 def test_the_page_of_types_has_every_type_of_the_interfaces():
@@ -65,8 +65,8 @@ def test_the_page_of_types_has_every_type_of_the_interfaces():
 
 @pytest.mark.parametrize("name", ["component", "reward"])
 def test_the_first_example_of_a_page_is_a_reward_that_passes_its_suite(tmp_path, name, capsys):
-    written = (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
-    (tmp_path / "brevity.py").write_text(re.search(r"```python\n(.*?)```", written, re.DOTALL)[1])
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
+    (tmp_path / "brevity.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     assert main(["plugins", "check", f"file:{tmp_path / 'brevity.py'}", "--kind", "reward"]) == 0, capsys.readouterr()
 
 
@@ -91,9 +91,9 @@ def test_a_real_batch_of_pairs_has_the_columns_that_its_table_lists(tmp_path, ma
         for name, values in columns.items()
     }
     page = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8").partition("## `rlhf_algorithms.pairs`")[2]
-    listed = re.findall(r"^``(\w+)`` +(\w+) +(\w+),", page.partition("\n### ")[0], re.MULTILINE)
-    assert laid == {line for line in listed if margin or line[0] != "margin"}
-    assert len(listed) == 2
+    table_rows = re.findall(r"^``(\w+)`` +(\w+) +(\w+),", page.partition("\n### ")[0], re.MULTILINE)
+    assert laid == {line for line in table_rows if margin or line[0] != "margin"}
+    assert len(table_rows) == 2
     assert batch.role_B.tolist() == [0, 1, 0, 1]
 
 
@@ -118,12 +118,12 @@ def test_the_page_of_building_blocks_has_every_name_that_authors_import():
 def test_links_to_types_resolve(page):
     headings = re.findall(r"^#+ (.*)$", (FOLDER / "types.md").read_text(encoding="utf-8"), re.MULTILINE)
     anchors = {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in headings}
-    wanted = re.findall(r"types\.md#([a-z0-9_-]+)\)", (DOCS / page).read_text(encoding="utf-8"))
-    assert [anchor for anchor in wanted if anchor not in anchors] == []
+    anchors_of_links = re.findall(r"types\.md#([a-z0-9_-]+)\)", (DOCS / page).read_text(encoding="utf-8"))
+    assert [anchor for anchor in anchors_of_links if anchor not in anchors] == []
 
 
 def test_examples_in_the_pages_are_complete():
     """No class may be outside of a code block, which would mean that the block ends too early."""
     for path in FOLDER.glob("*.md"):
-        outside = re.sub(r"```.*?```", "", reference.page(path.stem), flags=re.DOTALL)
-        assert not re.search(r"^(class|    def|async def) ", outside, re.MULTILINE), path.name
+        prose = re.sub(r"```.*?```", "", reference.page(path.stem), flags=re.DOTALL)
+        assert not re.search(r"^(class|    def|async def) ", prose, re.MULTILINE), path.name

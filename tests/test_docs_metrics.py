@@ -89,9 +89,9 @@ def test_every_metric_is_listed_once_with_what_to_do():
 
 
 def test_metrics_of_losses_are_on_the_page():
-    found = {(name, path.name) for path, tree in trees().items() for name in reported_by_losses(tree)}
-    assert len(found) > 30
-    assert sorted((name, file) for name, file in found if not on_the_page(f"policy/{name}")) == []
+    metrics = {(name, path.name) for path, tree in trees().items() for name in reported_by_losses(tree)}
+    assert len(metrics) > 30
+    assert sorted((name, file) for name, file in metrics if not on_the_page(f"policy/{name}")) == []
 
 
 def test_every_literal_metric_name_of_the_code_is_on_the_page():
@@ -104,24 +104,24 @@ def test_every_literal_metric_name_of_the_code_is_on_the_page():
 def test_every_metric_of_the_page_exists_in_the_code():
     """Each part of a name, except words in capitals, must occur in a string of the code."""
     texts = {text for tree in trees().values() for text in constants(tree)}
-    known = {word for text in texts if len(text) < 60 for word in re.findall(r"\w+", text)}
-    known |= {
+    words = {word for text in texts if len(text) < 60 for word in re.findall(r"\w+", text)}
+    words |= {
         node.arg for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg
     }
     pieces = {(name, piece) for name in names() for piece in re.findall(r"\b[a-z_]+\b", name)}
-    assert sorted(name for name, piece in pieces if piece not in known) == []
+    assert sorted(name for name, piece in pieces if piece not in words) == []
 
 
 def test_every_reason_for_a_sequence_of_an_agent_is_on_the_page():
-    listed = {name.removeprefix("rollout/sequences/") for name in names() if name.startswith("rollout/sequences/")}
-    assert listed == set(get_args(Reason))
+    reasons = {name.removeprefix("rollout/sequences/") for name in names() if name.startswith("rollout/sequences/")}
+    assert reasons == set(get_args(Reason))
 
 
 def test_metrics_of_the_console_are_on_the_page():
     section = read(PAGE).partition("The console shows")[2].partition("\n\n")[0]
-    for label, shown in HEADLINE.items():
-        assert f"`{label}` (`{shown[0]}`" in " ".join(section.split())
-        assert [name for name in shown if name != "loss" and not on_the_page(name)] == []
+    for label, metrics in HEADLINE.items():
+        assert f"`{label}` (`{metrics[0]}`" in " ".join(section.split())
+        assert [name for name in metrics if name != "loss" and not on_the_page(name)] == []
 
 
 EVALUATED = {"at_start": True, "samples": 2, "temperature": 1.0}

@@ -35,14 +35,14 @@ class Stated:
 @cache
 def configs(distribution: str) -> dict[tuple[str, str], dict[str, Any]]:
     """(kind, name) -> option -> its default (``...`` where required) of all plugins of a distribution."""
-    plugins, found = Plugins.discover(), {}
+    plugins, defaults = Plugins.discover(), {}
     for kind in KINDS:
         for entry in plugins.list(kind):
             if entry.distribution == distribution:
                 cls = plugins.resolve(kind, f"{distribution}/{entry.name}").cls
-                own = options(cls.Config) if hasattr(cls, "Config") else []
-                found[kind, entry.name] = {o["name"]: ... if o["required"] else o["default"] for o in own}
-    return found
+                rows = options(cls.Config) if hasattr(cls, "Config") else []
+                defaults[kind, entry.name] = {o["name"]: ... if o["required"] else o["default"] for o in rows}
+    return defaults
 
 
 def distribution(page) -> str:
@@ -52,7 +52,7 @@ def distribution(page) -> str:
 def stated(page) -> list[Stated]:
     """All options of all tables with a column ``option``. A cell left empty under ``plugin`` and ``kind`` repeats the
     one above it; where a table has neither, the heading above it may name the kind (``## Trainer `torch```)."""
-    found = []
+    statements = []
     for table in tables(page):
         if "option" not in table.header:
             continue
@@ -62,14 +62,14 @@ def stated(page) -> list[Stated]:
                 kind, names = row["kind"].partition(",")[0], ticked(row["plugin"])
             elif row.get("of"):
                 names = of(row["of"], {name for _, name in configs(distribution(page))})
-            found += in_row(row, kind, names, page)
-    return found
+            statements += in_row(row, kind, names, page)
+    return statements
 
 
-def of(cell: str, own: set[str]) -> list[str]:
+def of(cell: str, plugins: set[str]) -> list[str]:
     """Names under ``of``: ``gae, reinforce``; ``all but value``; none where it says ``all``."""
-    named = [name for name in re.findall(r"\w+", cell) if name in own]
-    return sorted(own - set(named)) if " but " in cell else named
+    members = [name for name in re.findall(r"\w+", cell) if name in plugins]
+    return sorted(plugins - set(members)) if " but " in cell else members
 
 
 def in_heading(table: Table, page) -> tuple[str, list[str]]:
@@ -81,18 +81,20 @@ def in_heading(table: Table, page) -> tuple[str, list[str]]:
 
 
 def in_row(row: dict[str, str], kind: str, names: list[str], page) -> list[Stated]:
-    own = configs(distribution(page))
-    plugins = [key for key in own if (not kind or key[0] == kind) and (not names or key[1] in names)]
+    plugin_defaults = configs(distribution(page))
+    plugins = [key for key in plugin_defaults if (not kind or key[0] == kind) and (not names or key[1] in names)]
     plugins.sort(key=lambda key: names.index(key[1]) if names else 0)
-    fields, found = [], []
+    fields, statements = [], []
     for name in ticked(row["option"]):
         fields.append(f"{fields[-1].rpartition('.')[0]}{name}" if name.startswith(".") else name)
     if " / " in row.get("of", ""):  # one default for each of the plugins named
         for key, default in zip(plugins, row["default"].split(" / "), strict=True):
-            found += [Stated(f, d, (key,)) for f, d in zip(fields, apart(default, len(fields)), strict=True)]
-        return found
-    having = [[key for key in plugins if field in own[key]] for field in fields]
-    defaults = apart(row["default"], len(fields))
+            statements += [
+                Stated(f, d, (key,)) for f, d in zip(fields, split_defaults(default, len(fields)), strict=True)
+            ]
+        return statements
+    having = [[key for key in plugins if field in plugin_defaults[key]] for field in fields]
+    defaults = split_defaults(row["default"], len(fields))
     return [Stated(f, d, tuple(keys)) for f, d, keys in zip(fields, defaults, having, strict=True)]
 
 
@@ -100,7 +102,7 @@ def ticked(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def apart(cell: str, count: int) -> list[str]:
+def split_defaults(cell: str, count: int) -> list[str]:
     """``1, 1`` of two options; one default that several share is that of each."""
     parts = cell.split(", ") if count > 1 else [cell]
     return parts if len(parts) == count else [cell] * count
@@ -112,12 +114,12 @@ WORDS = {"all five": ["boxed", "hash", "tag", "answer_is", "last_number"]}
 
 def meant(text: str, plugin: str) -> tuple[Any, ...]:
     """The defaults that a cell can mean. Words describe the behaviour if the option is absent."""
-    usual, *others = text.split("; ")
-    for other in others:  # token_mean; gspo, sapo: seq_mean_token_mean
+    default_text, *exceptions = text.split("; ")
+    for other in exceptions:  # token_mean; gspo, sapo: seq_mean_token_mean
         names, colon, default = other.partition(": ")
         if colon and plugin in names.replace("`", "").split(", "):
             return meant(default, plugin)
-    text = usual.replace("`", "").strip()
+    text = default_text.replace("`", "").strip()
     if text == "":
         return None, ..., [], {}
     if text == "required":
@@ -135,13 +137,13 @@ def meant(text: str, plugin: str) -> tuple[Any, ...]:
 
 
 def wrong(page) -> list[str]:
-    own = configs(distribution(page))
+    defaults = configs(distribution(page))
     problems = []
     for option in stated(page):
         if not option.plugins:
-            problems.append(f"{option.name} is not an option of any of {list(own)}")
+            problems.append(f"{option.name} is not an option of any of {list(defaults)}")
         for key in option.plugins:
-            default = own[key].get(option.name, "no such option")
+            default = defaults[key].get(option.name, "no such option")
             if not any(
                 (type(default) is type(m) and default == m) or same_number(default, m)
                 for m in meant(option.default, key[1])
@@ -157,17 +159,17 @@ def same_number(a: Any, b: Any) -> bool:
 def missing(page) -> list[str]:
     """Options that the page does not name: neither in a table, nor in code within a row or sentence, nor as those of
     another plugin (``all options of the trainer `torch```)."""
-    own, known = configs(distribution(page)), {(key, o.name) for o in stated(page) for key in o.plugins}
-    said = set(re.findall(r"[\w.]+", " ".join(ticked(prose(page)))))
+    defaults, page_options = configs(distribution(page)), {(key, o.name) for o in stated(page) for key in o.plugins}
+    words = set(re.findall(r"[\w.]+", " ".join(ticked(prose(page)))))
     borrowed = {}
     for kind, name in re.findall(r"all options of the (\w+) `(\w+)`", prose(page)):
         borrowed |= dict(options_of(kind, name))
     return [
         f"{kind} {name}: {option}"
-        for (kind, name), fields in own.items()
+        for (kind, name), fields in defaults.items()
         for option, default in fields.items()
-        if ((kind, name), option) not in known
-        and option.rpartition(".")[2] not in said
+        if ((kind, name), option) not in page_options
+        and option.rpartition(".")[2] not in words
         and borrowed.get(option, "absent") != default
     ]
 

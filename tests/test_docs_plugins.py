@@ -22,14 +22,14 @@ def test_the_file_example_works(tmp_path):
 
 def test_the_shown_parts_of_a_new_plugin_equal_what_the_command_writes(tmp_path):
     folder = write_plugin("brevity", "reward", tmp_path)
-    for shown, file in (
+    for excerpt, file in (
         (blocks("toml")[0], "pyproject.toml"),
         (blocks("python")[1], "src/rlhf_plugin_brevity/__init__.py"),
     ):
-        written = (folder / file).read_text(encoding="utf-8").splitlines()
-        lines = [line.split("  #")[0].rstrip() for line in shown.splitlines() if not line.startswith("# ")]
+        file_lines = (folder / file).read_text(encoding="utf-8").splitlines()
+        lines = [line.split("  #")[0].rstrip() for line in excerpt.splitlines() if not line.startswith("# ")]
         assert len(lines) > 5
-        assert [line for line in lines if line not in written] == []
+        assert [line for line in lines if line not in file_lines] == []
 
 
 def test_every_python_block_compiles():

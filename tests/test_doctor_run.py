@@ -181,7 +181,10 @@ def test_weights_that_are_older_than_recorded(
 ) -> None:
     folder = shop.folder / "run"
     shutil.copytree(trained(*causes), folder)
-    edit_turns(folder / LAST, lambda turn: replace(turn, versions=tuple((at, STEPS - 1) for at, _ in turn.versions)))
+    edit_turns(
+        folder / LAST,
+        lambda turn: replace(turn, versions=tuple((position, STEPS - 1) for position, _ in turn.versions)),
+    )
     answer = result(shop, folder)
     assert (answer["causes"], answer["ways"]) == ([cause], {cause: "1 version older than recorded"})
     assert answer["left"] < 1e-5 < answer["gap"]
@@ -209,8 +212,8 @@ def test_a_trainer_that_computes_packed_sequences_otherwise(
     """A trainer's own probe of packing would find this when the model is loaded; here it is behind the probe."""
     run, hidden_states = trained(), packed_model.hidden_states
 
-    def wrong(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden_MH, place_N = hidden_states(loaded, batch, share)
+    def wrong(model: LoadedModel, batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden_MH, place_N = hidden_states(model, batch, share)
         return hidden_MH * (1.0 if batch.sequences == 1 else 0.5), place_N
 
     monkeypatch.setattr(packed_model, "hidden_states", wrong)

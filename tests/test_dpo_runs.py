@@ -49,13 +49,13 @@ def test_the_loss_of_each_source_is_that_of_the_source_alone(shop: Workshop) -> 
     sources = [{"path": str(shop.rows(f"{name}.jsonl", PAIRS[rows])), "name": name}
                for name, rows in {"few": slice(3), "many": slice(5, 12)}.items()]  # fmt: skip
     run = offline(shop, "both", data={"eval": sources}, eval={"metric": "many/accuracy"})
-    both = shop.train_config(run).lines()[-1]
+    metrics = shop.train_config(run).lines()[-1]
     for source in sources:
-        alone = shop.train_config(offline(shop, source["name"], data={"eval": [source]})).lines()[-1]
+        single = shop.train_config(offline(shop, source["name"], data={"eval": [source]})).lines()[-1]
         of_source = {name.replace(f"eval/{source['name']}/", "eval/"): value
-                     for name, value in both.items() if name.startswith(f"eval/{source['name']}/")}  # fmt: skip
-        assert of_source == {name: value for name, value in alone.items() if name.startswith("eval/")}
-    assert both["eval/few/loss"] != both["eval/many/loss"]
+                     for name, value in metrics.items() if name.startswith(f"eval/{source['name']}/")}  # fmt: skip
+        assert of_source == {name: value for name, value in single.items() if name.startswith("eval/")}
+    assert metrics["eval/few/loss"] != metrics["eval/many/loss"]
 
 
 def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
@@ -71,27 +71,27 @@ def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
     assert last["policy/loss"] < 0.5
     assert last["eval/accuracy"] > 0.9
     assert last["eval/loss"] < 0.6
-    wanted = {"chosen_reward", "rejected_reward", "chosen_logprobs", "rejected_logprobs", "nll", "loss/sigmoid"}
-    assert {f"eval/{name}" for name in wanted} <= set(last)
+    names = {"chosen_reward", "rejected_reward", "chosen_logprobs", "rejected_logprobs", "nll", "loss/sigmoid"}
+    assert {f"eval/{name}" for name in names} <= set(last)
 
 
 def test_adapters_take_their_base_as_reference(shop):
     adapters = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}}
-    alone = shop.train_config(offline(shop, "base", **adapters)).lines()
-    beside = shop.train_config(offline(shop, "second", placement={"reference": {}}, **adapters)).lines()
-    assert alone[0]["policy/reward_margin"] == 0
-    assert abs(alone[-1]["policy/reward_margin"]) > 1e-3
-    for one, two in zip(alone, beside, strict=True):
-        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
-        assert one["policy/reward_margin"] == pytest.approx(two["policy/reward_margin"], abs=1e-5)
+    base_view = shop.train_config(offline(shop, "base", **adapters)).lines()
+    second_model = shop.train_config(offline(shop, "second", placement={"reference": {}}, **adapters)).lines()
+    assert base_view[0]["policy/reward_margin"] == 0
+    assert abs(base_view[-1]["policy/reward_margin"]) > 1e-3
+    for first, second in zip(base_view, second_model, strict=True):
+        assert first["policy/loss"] == pytest.approx(second["policy/loss"], rel=1e-5)
+        assert first["policy/reward_margin"] == pytest.approx(second["policy/reward_margin"], abs=1e-5)
 
 
 def test_micro_batches_change_nothing_for_losses_of_the_whole_batch(shop):
     loss = {"loss_type": ["aot", "aot_unpaired", "sft"], "loss_weights": [1.0, 0.5, 0.1]}
-    whole = shop.train_config(offline(shop, "whole", loss)).lines()
+    full = shop.train_config(offline(shop, "whole", loss)).lines()
     split = shop.train_config(offline(shop, "split", loss, policy={"micro_tokens": 12})).lines()
-    for one, two in zip(whole, split, strict=True):
-        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-4)
+    for first, second in zip(full, split, strict=True):
+        assert first["policy/loss"] == pytest.approx(second["policy/loss"], rel=1e-4)
 
 
 def test_the_running_shift_is_resumed_and_ignores_evaluations(runs: Runs) -> None:
@@ -103,17 +103,17 @@ def test_the_running_shift_is_resumed_and_ignores_evaluations(runs: Runs) -> Non
         return offline(runs.shop, name, loss, run={"steps": 5}, checkpoint={"every": 2}, observer=killer, **changes)
 
     evaluated = {"data": {"eval": held_out}, "eval": {"every": 1}}
-    whole, without = runs.end(config("whole", **evaluated)), runs.end(config("without"))
-    assert whole.code == without.code == 0, whole.err + without.err
-    shifts = [line["bco_shift"] for line in whole.lines()]
+    baseline, plain = runs.end(config("whole", **evaluated)), runs.end(config("without"))
+    assert baseline.code == plain.code == 0, baseline.err + plain.err
+    shifts = [line["bco_shift"] for line in baseline.lines()]
     assert shifts[:2] == [0, 0], "the first step's rewards are 0, as the policy is its reference"
     assert len(set(shifts)) == len(shifts) - 1
-    assert shifts == [line["bco_shift"] for line in without.lines()]
-    assert whole.weights == without.weights
+    assert shifts == [line["bco_shift"] for line in plain.lines()]
+    assert baseline.weights == plain.weights
 
     broken = config("broken", **evaluated)
     runs.die_at(broken, "step 4")
-    assert_same_run(runs.resume(broken), whole)
+    assert_same_run(runs.resume(broken), baseline)
 
 
 ITERATIVE = {
@@ -133,21 +133,21 @@ ITERATIVE = {
 )
 def test_online_dpo_resumes_across_its_snapshots(runs: Runs, event: str) -> None:
     killer = {"observer": [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]}
-    whole = runs.end(online(runs.shop, "whole", **ITERATIVE, **killer))
-    assert whole.code == 0, whole.err
+    baseline = runs.end(online(runs.shop, "whole", **ITERATIVE, **killer))
+    assert baseline.code == 0, baseline.err
     broken = online(runs.shop, "broken", **ITERATIVE, **killer)
     runs.die_at(broken, event)
-    assert_same_run(runs.resume(broken), whole)
+    assert_same_run(runs.resume(broken), baseline)
 
 
 def test_a_run_that_stopped_before_its_first_snapshot_may_be_resumed_for_more_steps(shop: Workshop) -> None:
     """Nothing is a snapshot within one step, so its checkpoint holds the policy alone."""
     soft = {"algorithm": {"snapshot_every": 2}, "trainer": {"lr": 1e-2, "schedule": "constant"}}
-    whole = shop.train_config(offline(shop, "whole", run={"steps": 4}, **soft))
+    baseline = shop.train_config(offline(shop, "whole", run={"steps": 4}, **soft))
     short = shop.train_config(offline(shop, "short", run={"steps": 1}, **soft))
     assert [p.name for p in (short.last_checkpoint / "roles").iterdir()] == ["policy"]
     longer = shop.train_config(offline(shop, "short", run={"steps": 4}, **soft), "--resume")
-    assert longer.weights == whole.weights
+    assert longer.weights == baseline.weights
 
 
 def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
@@ -166,8 +166,8 @@ def test_a_reference_that_follows_the_policy_is_mixed_of_both_and_resumes(runs: 
     """TR-DPO, stated from the weights in the checkpoints: after every second step 0.6 policy + 0.4 old reference."""
     soft = {"algorithm": {"snapshot_every": 2, "snapshot_share": 0.6}, "checkpoint": {"every": 1, "keep": 9}}
     killer = {"observer": [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]}
-    whole = runs.end(run := offline(runs.shop, "whole", **soft, **killer))
-    assert whole.code == 0, whole.err
+    baseline = runs.end(run := offline(runs.shop, "whole", **soft, **killer))
+    assert baseline.code == 0, baseline.err
 
     def weights(step: int, role: str) -> dict[str, torch.Tensor]:
         return load_file(Path(run["run"]["output"]) / f"checkpoints/step-{step:06}/roles/{role}/model.safetensors")
@@ -175,25 +175,25 @@ def test_a_reference_that_follows_the_policy_is_mixed_of_both_and_resumes(runs: 
     old = weights(1, "reference")
     for step in (2, 4):
         policy, new = weights(step, "policy"), weights(step, "reference")
-        stated = {name: 0.6 * policy[name].double() + 0.4 * old[name].double() for name in old}
+        expected = {name: 0.6 * policy[name].double() + 0.4 * old[name].double() for name in old}
         assert max(float((policy[name] - old[name]).abs().max()) for name in old) > 1e-3
         for name in old:
-            torch.testing.assert_close(new[name].double(), stated[name], rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(new[name].double(), expected[name], rtol=1e-6, atol=1e-8)
         old = new
     assert all(torch.equal(tensor, weights(3, "reference")[name]) for name, tensor in weights(2, "reference").items())
 
     broken = offline(runs.shop, "broken", **soft, **killer)
     runs.die_at(broken, "step 3")
-    assert_same_run(runs.resume(broken), whole)
+    assert_same_run(runs.resume(broken), baseline)
 
 
 def test_online_dpo_raises_the_reward_and_counts_ties(shop):
     run = online(shop, "run", run={"steps": 24}, trainer={"lr": 1e-2}, algorithm={"loss": {"beta": 0.5}})
     finished = shop.train_config(run)
     lines = [line for line in finished.lines() if "empty" not in line]
-    made, tied, groups = (sum(line[f"pairs/{name}"] for line in lines) for name in ("made", "tied_groups", "groups"))
-    assert made > 0
-    assert made + tied + sum(line["pairs/equal_answers"] for line in lines) == groups
+    pairs, tied, groups = (sum(line[f"pairs/{name}"] for line in lines) for name in ("made", "tied_groups", "groups"))
+    assert pairs > 0
+    assert pairs + tied + sum(line["pairs/equal_answers"] for line in lines) == groups
     assert all(line["pairs/chosen_score"] > line["pairs/rejected_score"] for line in lines)
     rewards = [sample["reward"] for sample in finished.samples()]
     quarter = len(rewards) // 4
@@ -233,12 +233,12 @@ def test_the_schedule_ends_with_the_run_where_steps_have_few_pairs_or_none(shop)
     run = online(shop, "run", algorithm={"minibatches": 3, "epochs": 2}, **changes)
     run["reward"] = [{"use": f"file:{shop.file('fewer.py', FEWER)}"}]
     lines = shop.train_config(run).lines()
-    made = [line.get("pairs/made", 0.0) for line in lines]
-    assert made[0] in (1, 2)
-    assert made[1] == 0
+    pairs = [line.get("pairs/made", 0.0) for line in lines]
+    assert pairs[0] in (1, 2)
+    assert pairs[1] == 0
     assert lines[1]["empty"] == 1
     for step in (0, 2):  # the last of 2 x min(3, pairs) optimizer steps, of 6 planned for each of 3 steps
-        last = 6 * step + 2 * min(3, made[step]) - 1
+        last = 6 * step + 2 * min(3, pairs[step]) - 1
         assert lines[step]["policy/lr"] == pytest.approx(1e-3 * (1 - last / 18))
 
 

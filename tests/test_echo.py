@@ -21,13 +21,13 @@ COEF = 0.1
 
 def likelihoods(line: dict[str, Any], model: Any) -> Tensor:
     """-log p of each observation token of a saved sample, at temperature 1."""
-    ids, seen = [], []
+    ids, positions = [], []
     for turn in line["turns"]:
         if ids and not turn["sampled"] and any(t["sampled"] for t in line["turns"][: line["turns"].index(turn)]):
-            seen += range(len(ids), len(ids) + len(turn["ids"]))
+            positions += range(len(ids), len(ids) + len(turn["ids"]))
         ids += turn["ids"]
     logp = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    return -torch.stack([logp[i - 1, ids[i]] for i in seen]) if seen else torch.zeros(0)
+    return -torch.stack([logp[i - 1, ids[i]] for i in positions]) if positions else torch.zeros(0)
 
 
 def test_the_first_step_computed_again(shop: Workshop) -> None:
@@ -36,7 +36,7 @@ def test_the_first_step_computed_again(shop: Workshop) -> None:
         "grpo", "run", **GAME, sampling=SAMPLING, policy={"micro_tokens": 40}, run={"steps": 1},
         algorithm={"echo_coef": COEF},
     )  # fmt: skip
-    found, lines = run.lines()[0], list(run.samples())
+    metrics, lines = run.lines()[0], list(run.samples())
     samples = [Sample(line) for line in lines]
     model = AutoModelForCausalLM.from_pretrained(shop.model, dtype=torch.float32)
     policy, nll = [], []
@@ -50,9 +50,9 @@ def test_the_first_step_computed_again(shop: Workshop) -> None:
     assert len(observed) >= 6
     total = torch.cat(policy).mean() + COEF * torch.stack([values.mean() for values in observed]).mean()
     total.backward()
-    assert found["policy/loss"] == close(float(total.detach()))
-    assert found["policy/grad_norm"] == close(norm(model))
-    assert found["policy/observation_nll"] == close(float(torch.cat(observed).mean()))
+    assert metrics["policy/loss"] == close(float(total.detach()))
+    assert metrics["policy/grad_norm"] == close(norm(model))
+    assert metrics["policy/observation_nll"] == close(float(torch.cat(observed).mean()))
 
 
 def test_samples_without_an_advantage_teach_their_observations(shop: Workshop) -> None:
@@ -67,12 +67,12 @@ def test_samples_without_an_advantage_teach_their_observations(shop: Workshop) -
 
 def test_a_member_learns_observations_as_its_algorithm_alone(shop: Workshop) -> None:
     options, shared = {"echo_coef": COEF}, {**GAME, "policy": {"micro_tokens": 40}}
-    alone = shop.train("grpo", "alone", algorithm=options, **shared)
+    single = shop.train("grpo", "alone", algorithm=options, **shared)
     member = {"use": "grpo", "sources": ["data"], **options}
     run = shop.train("per_source", "member", algorithm={"members": {"all": member}}, **shared)
-    assert run.weights == alone.weights
-    nll = [[line[name] for line in one.lines()] for one, name in
-           ((run, "policy/all/observation_nll"), (alone, "policy/observation_nll"))]  # fmt: skip
+    assert run.weights == single.weights
+    nll = [[line[name] for line in member_run.lines()] for member_run, name in
+           ((run, "policy/all/observation_nll"), (single, "policy/observation_nll"))]  # fmt: skip
     assert nll[0] == nll[1]
 
 
@@ -152,8 +152,8 @@ def test_held_out_observations_become_likelier_and_the_reward_does_not_suffer(sh
 
     plain, echo = train("plain", 40, 1, 3e-3), train("echo", 40, 1, 3e-3, echo_coef=COEF)
     rewards = {run: [line["reward/mean"] for line in run.lines()] for run in (plain, echo)}
-    before, after = (statistics.mean(rewards[echo][part]) for part in (slice(16), slice(-16, None)))
+    first, last = (statistics.mean(rewards[echo][part]) for part in (slice(16), slice(-16, None)))
     assert nll(echo.path / "model") < nll(base) - 0.2
     assert nll(plain.path / "model") > nll(base)
-    assert after > before + 0.05
-    assert after > statistics.mean(rewards[plain][-16:]) - 0.1
+    assert last > first + 0.05
+    assert last > statistics.mean(rewards[plain][-16:]) - 0.1

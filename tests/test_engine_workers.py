@@ -22,7 +22,7 @@ from rlhf_plugin_vllm.platforms import cores
 
 pytestmark = pytest.mark.full
 
-ASKED = [GenerationRequest((20, 21, 22 + n), n, Sampling(5 + 45 * n, ignore_eos=True)) for n in range(6)]
+REQUESTS = [GenerationRequest((20, 21, 22 + n), n, Sampling(5 + 45 * n, ignore_eos=True)) for n in range(6)]
 """The first one ends when most of the others' tokens are still to come."""
 
 
@@ -49,12 +49,12 @@ class Run:
         return [p for p in engine.children() if "libtorch_cpu" in Path(f"/proc/{p.pid}/maps").read_text()]
 
     def drawn(self, after_first=lambda: None) -> dict[int, tuple[list[int], object]]:
-        found = {}
-        for position, turn in self.engines.generate(ASKED):
-            if not found:
+        turns = {}
+        for position, turn in self.engines.generate(REQUESTS):
+            if not turns:
                 after_first()
-            found[position] = turn.ids, turn.versions
-        return found
+            turns[position] = turn.ids, turn.versions
+        return turns
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_killed_worker_ends_its_engine_and_no_sample_is_lost(run):
     assert len(first) == 2
     assert run.drawn(first[1].kill) == want
     assert run.loads == 2
-    again = run.workers()
-    assert len(again) == 2
-    assert not {p.pid for p in first} & {p.pid for p in again}
+    second = run.workers()
+    assert len(second) == 2
+    assert not {p.pid for p in first} & {p.pid for p in second}
     assert [(p.version, p.receiver) for p in run.proofs] == [(3, f"engine 0, engine worker {n}") for n in (0, 1)]

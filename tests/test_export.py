@@ -52,21 +52,21 @@ def test_exported_prompts_are_read_back_as_the_sampled_tokens(
     path = tmp_path / "rows.jsonl"
     code, out, err = say("data", "export", run.path, "--form", form, "--truncated", "-o", path)
     assert code == 0, err
-    found = rows(path)
-    assert f"{len(found)} rows of 36 answers to 12 prompts" in out
+    prompts = rows(path)
+    assert f"{len(prompts)} rows of 36 answers to 12 prompts" in out
     section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)
     data = TrainData(section, AutoTokenizer.from_pretrained(run.path / "model"), read_as, 0)
     sampled: dict[tuple[int, ...], set[str]] = {}
     for sample in run.samples():
         prompt, answer = sample["turns"]
         sampled.setdefault(tuple(prompt["ids"]), set()).add(answer["text"])
-    for example, row in zip(data.examples(data.take(len(found))), found, strict=True):
+    for example, row in zip(data.examples(data.take(len(prompts))), prompts, strict=True):
         columns = ("chosen", "rejected") if form == "pairs" else ("completion",)
         for sequence, column in zip(example.sequences, columns, strict=True):
-            asked = tuple(sequence.ids[: sequence.loss_mask.index(True)])
+            prompt_ids = tuple(sequence.ids[: sequence.loss_mask.index(True)])
             text = row[column] if isinstance(row[column], str) else row[column][0]["content"]
-            assert text in sampled[asked]
-            assert data.template.decode(sequence.ids[len(asked) :]).strip() == text.strip()
+            assert text in sampled[prompt_ids]
+            assert data.template.decode(sequence.ids[len(prompt_ids) :]).strip() == text.strip()
 
 
 def test_answers_of_eval_and_generate_are_exported_too(shop: Workshop, say: Say) -> None:
@@ -75,13 +75,13 @@ def test_answers_of_eval_and_generate_are_exported_too(shop: Workshop, say: Say)
     words = ("--model", shop.model, "--data", shop.data, *SHORT, "--eval.samples", 4, "--eval.temperature", 1, "--save")
     assert say("eval", "--reward", f"file:{reward}", *words, scored)[0] == 0
     assert say("generate", *words, unscored)[0] == 0
-    code, told, _ = say("data", "export", scored, "--form", "conditional", "--truncated", "-o", out, "--json")
-    counts = json.loads(told)
+    code, stdout, _ = say("data", "export", scored, "--form", "conditional", "--truncated", "-o", out, "--json")
+    counts = json.loads(stdout)
     assert (code, counts["answers"], counts["prompts"], counts["rows"]) == (0, 48, 12, len(rows(out)))
     assert all("= <rm_score>: " in row["prompt"] for row in rows(out))
-    code, told, _ = say("data", "export", unscored, "--form", "demonstrations", "--truncated", "-o", out, "--force")
+    code, stdout, _ = say("data", "export", unscored, "--form", "demonstrations", "--truncated", "-o", out, "--force")
     assert code == 0
-    code, told, err = say("data", "export", unscored, "--form", "best", "--truncated", "-o", out, "--force")
+    code, stdout, err = say("data", "export", unscored, "--form", "best", "--truncated", "-o", out, "--force")
     assert code == 1
     assert "nothing to write: of 48 answers none gives a row" in err
     assert "answers without a reward" in err
@@ -89,11 +89,11 @@ def test_answers_of_eval_and_generate_are_exported_too(shop: Workshop, say: Say)
 
 
 def test_wrong_usage_is_refused_with_what_to_do(plain_run: Finished, say: Say, tmp_path: Path) -> None:
-    there = tmp_path / "there.jsonl"
-    there.write_text("")
+    target = tmp_path / "there.jsonl"
+    target.write_text("")
     export = ("data", "export", plain_run.path, "-o")
     for words, message in (
-        ((*export, there, "--form", "pairs"), "there.jsonl exists; --force replaces it"),
+        ((*export, target, "--form", "pairs"), "there.jsonl exists; --force replaces it"),
         ((*export, tmp_path / "no" / "f.jsonl", "--form", "pairs"), "there is no folder"),
         ((*export, tmp_path, "--form", "pairs", "--force"), "is a folder"),
         ((*export, tmp_path / "f.jsonl", "--form", "pairs", "--keep", 2), "--keep is for --form best; --form pairs"),
@@ -102,5 +102,5 @@ def test_wrong_usage_is_refused_with_what_to_do(plain_run: Finished, say: Say, t
     ):
         code, _, err = say(*words)
         assert (code, message in err) == (2, True), err
-    assert there.read_text() == ""
+    assert target.read_text() == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.jsonl"]

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from tests.runs import Finished, Say, Workshop
 
 
-def equal_folders(found: Path, expected: Path) -> None:
+def equal_folders(folder: Path, expected: Path) -> None:
     names = sorted(str(path.relative_to(expected)) for path in expected.rglob("*") if path.is_file())
-    assert sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()) == names
-    assert filecmp.cmpfiles(found, expected, names, shallow=False)[0] == names
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == names
+    assert filecmp.cmpfiles(folder, expected, names, shallow=False)[0] == names
 
 
 def rises(shop: Workshop, **changes: Any) -> dict[str, Any]:
@@ -89,17 +89,17 @@ def test_an_online_run_is_exported_without_its_data(short: Finished, say: Say, t
 
 
 def test_wrong_usage_is_refused_and_writes_nothing(short: Finished, say: Say, tmp_path: Path) -> None:
-    (there := tmp_path / "there").mkdir()
-    (there / "file").touch()
+    (target := tmp_path / "there").mkdir()
+    (target / "file").touch()
     for words, message in (
         (("--step", 7, "-o", tmp_path / "m"), "holds the steps [1]"),
         (("--best", "-o", tmp_path / "m"), "no checkpoint of"),
         (("--average", "-o", tmp_path / "m"), "--average is the mean of two"),
-        (("--step", 1, "-o", there), "exists"),
+        (("--step", 1, "-o", target), "exists"),
     ):
         code, _, err = say("export", short.path, *words)
         assert (code, message in err) == (2, True), err
-    code, _, err = say("export", there, "--step", 1, "-o", tmp_path / "m")
+    code, _, err = say("export", target, "--step", 1, "-o", tmp_path / "m")
     assert (code, "no config.toml" in err) == (2, True), err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

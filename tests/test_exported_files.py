@@ -56,8 +56,8 @@ def test_an_export_has_the_names_that_transformers_4_reads_too(
     config = json.loads((path / "config.json").read_text())
     names = ("rope_theta", "rope_scaling", "partial_rotary_factor")
     assert {name: config[name] for name in names if name in config} == {"rope_theta": 5e5, **older}
-    exported, before = AutoConfig.from_pretrained(path), AutoConfig.from_pretrained(model)
-    assert exported.rope_parameters == before.rope_parameters
+    exported, original = AutoConfig.from_pretrained(path), AutoConfig.from_pretrained(model)
+    assert exported.rope_parameters == original.rope_parameters
     assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert type(AutoTokenizer.from_pretrained(path)) is type(AutoTokenizer.from_pretrained(model))
 
@@ -83,14 +83,14 @@ def test_what_cannot_be_exported_is_refused_before_the_first_step(shop: Workshop
 def test_a_resume_takes_a_changed_generation_config_with_the_same_end_tokens(shop: Workshop) -> None:
     model = Path(shutil.copytree(shop.model, shop.folder / "model"))
     changes: dict[str, Any] = {"policy": {"model": str(model)}, "checkpoint": {"every": 1}}
-    whole = shop.train("sft", "whole", **changes)
+    baseline = shop.train("sft", "whole", **changes)
     shop.train("sft", "run", "--run.stop_after", "2", **changes)
     generation(model, eos_token_id=[1, 5])
     refused = shop.run("sft", "run", "--resume", **changes)
     assert (refused.code, "content of policy.model" in refused.said) == (1, True)
     generation(model, eos_token_id=[1], do_sample=True, temperature=0.7)
     resumed = shop.train("sft", "run", "--resume", **changes)
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, baseline)
     assert GenerationConfig.from_pretrained(resumed.path / "model").temperature == 0.7
 
 
@@ -100,9 +100,9 @@ def test_a_checkpoint_with_the_hash_of_the_whole_generation_config_is_resumed(
     """Earlier releases wrote such checkpoints."""
     from rlhf_runtime.setup import resume
 
-    now = resume.content_of
+    content_of = resume.content_of
     with monkeypatch.context() as earlier:
-        earlier.setattr(resume, "content_of", lambda folder, full_config=True: now(folder, True))
+        earlier.setattr(resume, "content_of", lambda folder, full_config=True: content_of(folder, True))
         shop.train("sft", "run", "--run.stop_after", "2", checkpoint={"every": 1})
     assert "content of" not in shop.train("sft", "run", "--resume", checkpoint={"every": 1}).said
 
@@ -133,10 +133,10 @@ def test_a_named_chat_template_replaces_all_of_the_tokenizers_own(shop: Workshop
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = {"default": "d{{ eos_token }}", "tool_use": "t{{ eos_token }}"}
     tokenizer.save_pretrained(model)
-    own = "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
-    data = {"chat_template": str(shop.file("own.jinja", own))}
+    template = "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
+    data = {"chat_template": str(shop.file("own.jinja", template))}
     run = shop.train("sft", "run", policy={"model": str(model)}, data=data, run={"steps": 1})
     exported = AutoTokenizer.from_pretrained(run.path / "model")
-    assert exported.chat_template == own
-    asked = [{"role": "user", "content": "1"}]
-    assert exported.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False) == "u:1<eos>"
+    assert exported.chat_template == template
+    messages = [{"role": "user", "content": "1"}]
+    assert exported.apply_chat_template(messages, tools=[{"type": "function"}], tokenize=False) == "u:1<eos>"

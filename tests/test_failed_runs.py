@@ -28,9 +28,9 @@ def test_finished_steps_are_saved_when_an_evaluation_fails(shop: Workshop) -> No
     refused(broken, "eval.metric is 'score', which the evaluation does not have; there are", "pass@1")
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     assert [line["step"] for line in broken.lines()] == [1, 2]
-    again = shop.train("rloo", "broken", "--resume", **evaluated)
-    assert again.weights == shop.train("rloo", "whole", **evaluated).weights
-    assert again.lines() == Finished(shop.folder / "whole", 0).lines()
+    retry = shop.train("rloo", "broken", "--resume", **evaluated)
+    assert retry.weights == shop.train("rloo", "whole", **evaluated).weights
+    assert retry.lines() == Finished(shop.folder / "whole", 0).lines()
 
 
 BROKEN = """
@@ -51,20 +51,20 @@ def test_finished_steps_are_saved_when_a_step_fails_before_its_update(shop: Work
     marker = shop.folder / "broken"
     advantage = shop.file("broken.py", BROKEN.format(marker=str(marker)))
     algorithm = {"algorithm": {"advantage": {"use": f"file:{advantage}"}}}
-    whole = shop.train("rloo", "whole", **algorithm)
+    baseline = shop.train("rloo", "whole", **algorithm)
     marker.touch()
     broken = shop.run("rloo", "run", **algorithm)
     refused(broken, "broke in the third step", code=1)
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     marker.unlink()
-    assert_same_run(shop.train("rloo", "run", "--resume", **algorithm), whole)
+    assert_same_run(shop.train("rloo", "run", "--resume", **algorithm), baseline)
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "sft"])
 def test_a_step_is_saved_when_its_sync_fails(shop: Workshop, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2, "metric": "pass@1"}}
     evaluated |= {"reward": shop.config("rloo", "whole")["reward"], "sampling": {"max_new_tokens": 6}}
-    whole = shop.train(algorithm, "whole", **evaluated)
+    baseline = shop.train(algorithm, "whole", **evaluated)
     load = TransformersGenerator.load
 
     def refuse(self: TransformersGenerator, module: object, version: int) -> Proof:
@@ -77,9 +77,9 @@ def test_a_step_is_saved_when_its_sync_fails(shop: Workshop, monkeypatch: pytest
         broken = shop.run(algorithm, "broken", **evaluated)
     refused(broken, "the canaries differ", code=1)
     assert "saved what was learnt in 2 steps" in broken.said
-    again = shop.train(algorithm, "broken", "--resume", **evaluated)
-    assert again.weights == whole.weights
-    for line, expected in zip(again.lines(), whole.lines(), strict=True):
+    retry = shop.train(algorithm, "broken", "--resume", **evaluated)
+    assert retry.weights == baseline.weights
+    for line, expected in zip(retry.lines(), baseline.lines(), strict=True):
         assert {**line, "sync/version": 0} == {**expected, "sync/version": 0}
 
 
@@ -98,7 +98,7 @@ def test_finished_steps_are_saved_after_a_failure(shop: Workshop) -> None:
         f"    assert not (row['answer'] == '5' and os.path.exists({str(marker)!r})), 'server is down'\n    digits",
     )
     reward = {"reward": [{"use": f"file:{shop.file('down.py', text)}"}], "data": {"shuffle": False}}
-    whole = shop.train("rloo", "whole", **reward)
+    baseline = shop.train("rloo", "whole", **reward)
     marker.touch()
     broken = shop.run("rloo", "broken", **reward)
     refused(broken, "server is down", code=1)
@@ -106,7 +106,7 @@ def test_finished_steps_are_saved_after_a_failure(shop: Workshop) -> None:
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     assert "saved what was learnt in 2 steps" in broken.said
     marker.unlink()
-    assert_same_run(shop.train("rloo", "broken", "--resume", **reward), whole)
+    assert_same_run(shop.train("rloo", "broken", "--resume", **reward), baseline)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def test_a_full_disk(forks: Forks, shop: Workshop, whole: Finished, kilobytes: i
     assert [c.step for c in store.complete()] == [2]
     assert store.open(2).damage() == ""
     assert not list(store.root.glob(".saving-*"))
-    again = forks.start(shop.arguments(run, "--resume"))
-    assert again.wait() == 0, again.output
+    retry = forks.start(shop.arguments(run, "--resume"))
+    assert retry.wait() == 0, retry.output
     assert Finished(shop.folder / "run", 0).lines() == whole.lines()
     assert Finished(shop.folder / "run", 0).weights == whole.weights
 

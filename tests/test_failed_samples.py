@@ -112,14 +112,14 @@ def test_a_share_outside_of_zero_to_one_is_refused(shop: Workshop) -> None:
 
 def judged(shop: Workshop, rows: str) -> dict[str, Any]:
     """A reward that raises for those rows of evaluation and for none of training."""
-    held = shop.rows("held.jsonl", [{"prompt": f"{n}+1=", "answer": str(n)} for n in range(4)])
+    held_out = shop.rows("held.jsonl", [{"prompt": f"{n}+1=", "answer": str(n)} for n in range(4)])
     text = f"""
 async def score(prompt, completion, row):
     if row.get("response") is None and int(row["answer"]) {rows}:
         raise ConnectionError("the judge is down")
     return len(completion) / 7
 """
-    return {"data": {"eval": str(held)}, "reward": [{"use": f"file:{shop.file('judge.py', text)}"}]}
+    return {"data": {"eval": str(held_out)}, "reward": [{"use": f"file:{shop.file('judge.py', text)}"}]}
 
 
 def test_an_evaluation_with_too_many_failures_ends_the_run_and_keeps_its_steps(shop: Workshop) -> None:

@@ -45,8 +45,8 @@ class Sample:
         """(log-prob, entropy) of each own token, at the temperature it was drawn with."""
         logits = model(torch.tensor([self.ids])).logits[0].double() / TEMPERATURE
         logp = logits.log_softmax(-1)
-        taken = torch.stack([logp[i - 1, self.ids[i]] for i in self.own])
-        return taken, torch.stack([-(logp[i - 1].exp() * logp[i - 1]).sum() for i in self.own])
+        logprobs = torch.stack([logp[i - 1, self.ids[i]] for i in self.own])
+        return logprobs, torch.stack([-(logp[i - 1].exp() * logp[i - 1]).sum() for i in self.own])
 
 
 def first_step(run: Finished) -> tuple[dict[str, Any], list[Sample]]:
@@ -75,7 +75,7 @@ def test_grpo_over_turns_with_an_entropy_bonus_a_correction_and_kl_as_a_loss(sho
         policy={"micro_tokens": 40},
         run={"steps": 1},
     )
-    found, samples = first_step(run)
+    metrics, samples = first_step(run)
     assert len(samples) == 12
     assert any(s.own != list(range(s.own[0], s.own[-1] + 1)) for s in samples), "observations between answers"
     model, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (shop.model, reference))
@@ -94,13 +94,13 @@ def test_grpo_over_turns_with_an_entropy_bonus_a_correction_and_kl_as_a_loss(sho
         total = total + values.mean() / len(samples)
         entropies, kls, weights = [*entropies, entropy], [*kls, k3], [*weights, weight]
     total.backward()
-    assert found["policy/loss"] == close(float(total.detach()))
-    assert found["policy/grad_norm"] == close(norm(model))
-    assert found["policy/entropy"] == close(float(torch.cat(entropies).mean()))
-    assert found["policy/kl_reference"] == close(float(torch.cat(kls).mean()))
-    assert found["policy/correction_weight"] == close(float(torch.cat(weights).mean()))
+    assert metrics["policy/loss"] == close(float(total.detach()))
+    assert metrics["policy/grad_norm"] == close(norm(model))
+    assert metrics["policy/entropy"] == close(float(torch.cat(entropies).mean()))
+    assert metrics["policy/kl_reference"] == close(float(torch.cat(kls).mean()))
+    assert metrics["policy/correction_weight"] == close(float(torch.cat(weights).mean()))
     assert float(torch.cat(weights).min()) < 0.99
-    assert found["length/mean"] == close(statistics.mean(len(s.own) for s in samples))
+    assert metrics["length/mean"] == close(statistics.mean(len(s.own) for s in samples))
 
 
 @pytest.mark.parametrize("turn_credit", ["outcome", "step"])
@@ -122,7 +122,7 @@ def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: W
         **{name: {"model": str(path)} for name, path in paths.items()},
         run={"steps": 1},
     )
-    found, samples = first_step(run)
+    metrics, samples = first_step(run)
     policy, reference = (AutoModelForCausalLM.from_pretrained(p) for p in (shop.model, paths["reference"]))
     critic = AutoModelForSequenceClassification.from_pretrained(paths["critic"], num_labels=1)
     assert any(s.cut for s in samples)
@@ -153,12 +153,12 @@ def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: W
     white = (raw - raw.mean()) / raw.std(correction=0)
     (-(logp - logp.detach()).exp() * white).mean().backward()
     ((value - target).square() / 2).mean().backward()
-    assert found["advantage/mean"] == close(float(raw.mean()))
-    assert found["advantage/std"] == close(float(raw.std(correction=0)))
-    assert found["policy/grad_norm"] == close(norm(policy))
-    assert found["critic/loss"] == close(float(((value - target).square() / 2).mean().detach()))
-    assert found["critic/grad_norm"] == close(norm(critic))
-    assert found["value/explained_variance"] == close(float(1 - (target - value).var() / target.var()))
+    assert metrics["advantage/mean"] == close(float(raw.mean()))
+    assert metrics["advantage/std"] == close(float(raw.std(correction=0)))
+    assert metrics["policy/grad_norm"] == close(norm(policy))
+    assert metrics["critic/loss"] == close(float(((value - target).square() / 2).mean().detach()))
+    assert metrics["critic/grad_norm"] == close(norm(critic))
+    assert metrics["value/explained_variance"] == close(float(1 - (target - value).var() / target.var()))
 
 
 def test_several_passes_clip_the_policy_and_the_values(shop: Workshop) -> None:
@@ -179,18 +179,22 @@ def test_several_passes_clip_the_policy_and_the_values(shop: Workshop) -> None:
         policy={"micro_tokens": 25},
         run={"steps": 1},
     )
-    found, samples = first_step(run)
+    metrics, samples = first_step(run)
     policy = AutoModelForCausalLM.from_pretrained(shop.model)
     critic = AutoModelForSequenceClassification.from_pretrained(critic_path, num_labels=1)
 
     def values() -> Tensor:
-        of = [critic.score(critic.model(torch.tensor([s.ids])).last_hidden_state[0])[:, 0] for s in samples]
-        return torch.cat([torch.stack([v[i - 1] for i in s.own]) for s, v in zip(samples, of, strict=True)])
+        values_of_samples = [
+            critic.score(critic.model(torch.tensor([s.ids])).last_hidden_state[0])[:, 0] for s in samples
+        ]
+        return torch.cat(
+            [torch.stack([v[i - 1] for i in s.own]) for s, v in zip(samples, values_of_samples, strict=True)]
+        )
 
     def optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
         decayed = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        rest = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
 
     old_logp = torch.cat([s.log_probs(policy)[0] for s in samples]).detach()
@@ -207,8 +211,8 @@ def test_several_passes_clip_the_policy_and_the_values(shop: Workshop) -> None:
         floor = torch.where(white < 0, torch.maximum(objective, dual * white), objective)
         clipped.append(float(((cut < plain) | (floor > objective)).double().mean()))
         drift.append(float((ratio - 1 - (logp - old_logp)).detach().mean()))
-        near = old_value + (value - old_value).clamp(-reach, reach)
-        worst = torch.maximum((near - target).square(), (value - target).square())
+        clip_value = old_value + (value - old_value).clamp(-reach, reach)
+        worst = torch.maximum((clip_value - target).square(), (value - target).square())
         for model, loss in ((policy, -floor.mean()), (critic, worst.mean() / 2)):
             loss.backward()
             norms[model].append(norm(model))
@@ -221,16 +225,16 @@ def test_several_passes_clip_the_policy_and_the_values(shop: Workshop) -> None:
     assert clipped[2] > 0.1
     assert max(norms[policy]) > 0.5
     for name, values_of_steps in (("clip_fraction", clipped), ("kl_old", drift), ("grad_norm", norms[policy])):
-        assert found[f"policy/{name}"] == pytest.approx(statistics.mean(values_of_steps), rel=2e-3), name
-    assert found["critic/grad_norm"] == pytest.approx(statistics.mean(norms[critic]), rel=2e-3)
-    assert found["policy/lr"] == pytest.approx(1e-3)
+        assert metrics[f"policy/{name}"] == pytest.approx(statistics.mean(values_of_steps), rel=2e-3), name
+    assert metrics["critic/grad_norm"] == pytest.approx(statistics.mean(norms[critic]), rel=2e-3)
+    assert metrics["policy/lr"] == pytest.approx(1e-3)
     exported = AutoModelForCausalLM.from_pretrained(run.path / "model").state_dict()
-    before = AutoModelForCausalLM.from_pretrained(shop.model).state_dict()
-    moved, apart = (
+    initial = AutoModelForCausalLM.from_pretrained(shop.model).state_dict()
+    moved, error = (
         math.sqrt(sum(float((policy.state_dict()[n] - other[n]).square().sum()) for n in exported))
-        for other in (before, exported)
+        for other in (initial, exported)
     )
-    assert apart < 0.01 * moved
+    assert error < 0.01 * moved
 
 
 def test_saved_samples_have_the_fields_that_these_tests_read(shop: Workshop) -> None:

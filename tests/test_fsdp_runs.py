@@ -43,14 +43,14 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_one(tiny: Workshop, tmp_path:
     assert failed.code == 1, failed.said
     assert "policy rank" in failed.said
     assert "Traceback" not in failed.said
-    alone = merged(config, {"placement": {"policy": {"ranks": 1}}})
-    resumed = Training(forks, place, alone, "--backend", "fsdp", "--resume").finish()
+    single_rank = merged(config, {"placement": {"policy": {"ranks": 1}}})
+    resumed = Training(forks, place, single_rank, "--backend", "fsdp", "--resume").finish()
     assert resumed.code == 0, resumed.said
     lines = resumed.lines()
     assert [line["sync/version"] for line in lines] == [1, 2, 3, 4]
     assert all(line["sync/canary"] < 1e-5 for line in lines)
-    whole = (resumed.path / "model" / "model.safetensors").stat().st_size
-    assert all((2 * line["sync/MiB"] * 2**20 < whole) == adapters for line in lines)
+    size = (resumed.path / "model" / "model.safetensors").stat().st_size
+    assert all((2 * line["sync/MiB"] * 2**20 < size) == adapters for line in lines)
     assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # sampled with the weights of now
     assert (resumed.path / "model" / "config.json").exists()
 
@@ -79,9 +79,9 @@ def test_two_ranks_send_weights_in_bf16_to_vllm(tiny: Workshop, tmp_path: Path, 
 def test_a_run_is_not_resumed_with_another_trainer(shop: Workshop):
     options = {"use": "fsdp", "lr": 1e-2, "device": "cpu"}
     shop.train("sft", "changed", trainer=options, run={"steps": 1}, checkpoint={"every": 1})
-    more = {"steps": 2, "resume": True}
+    changes = {"steps": 2, "resume": True}
     for other in ("torch", "deepspeed"):
-        refused = shop.run("sft", "changed", trainer={**options, "use": other}, run=more)
+        refused = shop.run("sft", "changed", trainer={**options, "use": other}, run=changes)
         assert refused.code != 0
         assert "trainer.use" in refused.said
-    assert shop.run("sft", "changed", trainer=options, run=more).code == 0
+    assert shop.run("sft", "changed", trainer=options, run=changes).code == 0

@@ -46,17 +46,17 @@ def test_equality_runs_without_a_gpu(tmp_path):
         "figures": {},
         "checks": [],
     }
-    for dtype, least, most in (("fp32", 0.0, 1e-5), ("bf16", 1e-4, 5e-2)):
+    for dtype, minimum, maximum in (("fp32", 0.0, 1e-5), ("bf16", 1e-4, 5e-2)):
         figures = parts[f"gradients and log-probs, {dtype}"]["figures"]
         assert set(figures) == {"grpo", "sft"}
-        for found in figures.values():
-            assert tuple(found) == LAYOUTS
-            for one in found.values():  # in bf16 they differ, or it was not computed in bf16
-                assert least <= one["gradients apart"] <= most
-                assert 0 <= one["log-probs apart, mean"] <= one["log-probs apart, most"]
+        for layouts in figures.values():
+            assert tuple(layouts) == LAYOUTS
+            for comparison in layouts.values():  # in bf16 they differ, or it was not computed in bf16
+                assert minimum <= comparison["gradients apart"] <= maximum
+                assert 0 <= comparison["log-probs apart, mean"] <= comparison["log-probs apart, most"]
     samples = parts["samples of transformers"]
     assert samples["status"] == "passed"
-    assert all(found["tokens"] == 48 for found in samples["figures"].values())
+    assert all(layouts["tokens"] == 48 for layouts in samples["figures"].values())
 
 
 def test_kernels_determinism_and_training_run_without_a_gpu(tmp_path):
@@ -77,16 +77,16 @@ def test_kernels_determinism_and_training_run_without_a_gpu(tmp_path):
         assert figures["tensors"] > 10
         assert (figures["tensors that differ"], figures["not trained"]) == (0, {})
     training = result["sections"]["training"]["parts"]
-    why = {name: part["why"] for name, part in training.items() if part["status"] == "not run"}
-    assert {name.partition(",")[0] for name in why} == {
+    reasons = {name: part["why"] for name, part in training.items() if part["status"] == "not run"}
+    assert {name.partition(",")[0] for name in reasons} == {
         "attention sdpa",
         "kernels liger",
         "deepspeed stage 2 on one rank",
         "deepspeed stage 3 on one rank",
     }
-    assert "--device is cpu" in why["attention sdpa, 16 x 1k"]
+    assert "--device is cpu" in reasons["attention sdpa, 16 x 1k"]
     for name, part in training.items():
-        if name not in why and "aside" not in name:
+        if name not in reasons and "aside" not in name:
             assert part["figures"]["tokens per second"] > 0
             assert part["figures"]["planned GiB"]["train"] > part["figures"]["planned GiB"]["rest"] > 0
 
@@ -98,12 +98,12 @@ def test_our_steps_are_timed_where_trl_is_not_installed(tmp_path):
     done = execute("--result", str(file), *options, "--skip", *left_out)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(file.read_text())["sections"]["throughput"]["parts"]
-    why = {name: part["why"] for name, part in parts.items() if part["status"] == "not run"}
-    assert list(why) == ["the same gradients as TRL", "grpo-forced", "grpo-natural", *left_out[1:]]
-    assert "/bin/false does not run" in why["the same gradients as TRL"]
+    reasons = {name: part["why"] for name, part in parts.items() if part["status"] == "not run"}
+    assert list(reasons) == ["the same gradients as TRL", "grpo-forced", "grpo-natural", *left_out[1:]]
+    assert "/bin/false does not run" in reasons["the same gradients as TRL"]
     for name in ("sft", "grpo-forced, without vllm"):
         figures = parts[name]["figures"]
-        assert figures["TRL is not run"] == why["the same gradients as TRL"]
+        assert figures["TRL is not run"] == reasons["the same gradients as TRL"]
         assert figures["ours, tokens per second"] > 0
         assert len(figures["arms"]["ours"]["phases"]) == len(figures["arms"]["ours"]["seconds"]) == 1
 
@@ -168,8 +168,8 @@ def test_a_run_in_phases_goes_through_ray(tmp_path):
     pytest.importorskip("ray")
     pytest.importorskip("vllm")
     file = tmp_path / "result.json"
-    others = ("deepspeed", "vllm sleeps, level 1", "vllm sleeps, level 2", "optimizer of torch aside")
-    done = execute("--result", str(file), "--device", "cpu", "--small", "--only", "sleep", "--skip", *others)
+    parts_to_skip = ("deepspeed", "vllm sleeps, level 1", "vllm sleeps, level 2", "optimizer of torch aside")
+    done = execute("--result", str(file), "--device", "cpu", "--small", "--only", "sleep", "--skip", *parts_to_skip)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(file.read_text())["sections"]["sleep"]["parts"]["a run in phases on Ray"]["status"] == "passed"
 
@@ -280,21 +280,21 @@ def test_a_part_that_fails_is_in_the_file_and_the_others_run(parts, tmp_path):
     section.part("misses", misses)
     section.part("needs", misses, needs=("no_such_package",))
     section.part("holds", lambda part: part.at_least("share", 0.95, 0.9))
-    written = json.loads((tmp_path / "section.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in written.items()} == {
+    results = json.loads((tmp_path / "section.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in results.items()} == {
         "breaks": "error",
         "ends": "error",
         "misses": "failed",
         "needs": "not run",
         "holds": "passed",
     }
-    assert written["breaks"]["error"] == "ValueError: it broke"
-    assert "in breaks" in written["breaks"]["traceback"]
-    assert written["breaks"]["figures"] == {"so far": "nan"}
-    assert written["needs"]["why"] == "no_such_package is not installed"
-    assert parts.status_of(written) == "failed"
-    assert parts.status_of({name: written[name] for name in ("needs", "holds")}) == "passed"
-    assert parts.status_of({"needs": written["needs"]}) == "not run"
+    assert results["breaks"]["error"] == "ValueError: it broke"
+    assert "in breaks" in results["breaks"]["traceback"]
+    assert results["breaks"]["figures"] == {"so far": "nan"}
+    assert results["needs"]["why"] == "no_such_package is not installed"
+    assert parts.status_of(results) == "failed"
+    assert parts.status_of({name: results[name] for name in ("needs", "holds")}) == "passed"
+    assert parts.status_of({"needs": results["needs"]}) == "not run"
 
 
 def test_a_checkout_need_not_be_installed(tmp_path):

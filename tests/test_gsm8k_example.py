@@ -41,9 +41,9 @@ def test_the_example_trains_both_models_and_its_format_rate_rises(tmp_path, monk
     for name in ("sft", "grpo"):
         assert (tmp_path / "runs/gsm8k" / name / "model" / "model.safetensors").exists()
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    before, after = map(float, re.search(r"'#### number': ([\d.]+) -> ([\d.]+)$", last).groups())
-    assert before < 0.6, "there is something to learn"
-    assert after > before + 0.2
+    start, end = map(float, re.search(r"'#### number': ([\d.]+) -> ([\d.]+)$", last).groups())
+    assert start < 0.6, "there is something to learn"
+    assert end > start + 0.2
 
 
 def test_its_commands_are_processes_of_this_python(capfd):

@@ -82,11 +82,11 @@ def test_a_run_reads_the_commits_of_its_start(folders, tmp_path):
         }
 
         def go(name: str, home: str, *flags: str, **environment: str):
-            named = {**config, "run": {**config["run"], "output": str(tmp_path / name)}}
-            return start(hub, tmp_path / home, named, *flags, **environment)
+            settings = {**config, "run": {**config["run"], "output": str(tmp_path / name)}}
+            return start(hub, tmp_path / home, settings, *flags, **environment)
 
-        whole = go("whole", "home", HF_TOKEN=TOKEN)
-        assert whole.returncode == 0, whole.stderr
+        baseline = go("whole", "home", HF_TOKEN=TOKEN)
+        assert baseline.returncode == 0, baseline.stderr
         died = go("died", "home", HF_TOKEN=TOKEN, CALLS="14")
         assert died.returncode == -9
         hub.publish("dataset", "owner/sums", {"train.jsonl": lines(ROWS[::-1])}, token=TOKEN)
@@ -105,6 +105,6 @@ def test_a_run_reads_the_commits_of_its_start(folders, tmp_path):
         assert "evil" not in " ".join(p.name for p in (tmp_path / "whole/model").iterdir())
         assert not (tmp_path / "unpickled").exists()
         assert not hub.asked("*/evil.py") + hub.asked("*/pytorch_model.bin")
-        for done in (whole, died, resumed):
+        for done in (baseline, died, resumed):
             assert TOKEN not in done.stdout + done.stderr
         assert not [p for p in tmp_path.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]

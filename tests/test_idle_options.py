@@ -67,13 +67,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 """{case: (algorithm, changes, message)}."""
 
 
-def given(tiny: Workshop, changes: Any) -> Any:
+def fill_paths(tiny: Workshop, changes: Any) -> Any:
     """``changes`` with paths of the workshop's files instead of their names."""
     files = {"TRAIN": str(tiny.data), "REWARD": f"file:{tiny.file('digits.py', DIGITS)}"}
     if isinstance(changes, dict):
-        return {key: given(tiny, value) for key, value in changes.items()}
+        return {key: fill_paths(tiny, value) for key, value in changes.items()}
     if isinstance(changes, list):
-        return [given(tiny, value) for value in changes]
+        return [fill_paths(tiny, value) for value in changes]
     return files.get(changes, changes) if isinstance(changes, str) else changes
 
 
@@ -82,10 +82,10 @@ DIGITS = "def score(prompt, completion, row):\n    return float(completion.isdig
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_dry_run_refuses_options_that_do_nothing(tiny: Workshop, name: str) -> None:
-    algorithm, changes, why = CASES[name]
-    run = tiny.run(algorithm, f"idle {name}", "--dry-run", **given(tiny, changes))
+    algorithm, changes, message = CASES[name]
+    run = tiny.run(algorithm, f"idle {name}", "--dry-run", **fill_paths(tiny, changes))
     assert run.code != 0
-    assert why in " ".join(run.said.split())
+    assert message in " ".join(run.said.split())
     assert "Traceback" not in run.said
 
 
@@ -100,12 +100,12 @@ def test_a_dry_run_refuses_options_that_do_nothing(tiny: Workshop, name: str) ->
     ],
 )
 def test_what_is_read_is_not(tiny: Workshop, algorithm: str, changes: dict[str, Any]) -> None:
-    tiny.train(algorithm, f"read {algorithm}", "--dry-run", **given(tiny, changes))
+    tiny.train(algorithm, f"read {algorithm}", "--dry-run", **fill_paths(tiny, changes))
 
 
 # ------------------------------------------------------------------------------------------ margins
 
-OWN = """
+LOSS_PLUGIN = """
 from rlhf.interfaces import Loss, Slot
 from rlhf_algorithms.pair_learning import PairLearning
 from rlhf_algorithms.pairs import logistic_loss
@@ -150,14 +150,14 @@ def pairs_with_a_gap(tiny: Workshop) -> Path:
     return tiny.rows("gaps.jsonl", [{**row, "gap": 40.0} for row in PAIRS])
 
 
-def own(tiny: Workshop, name: str) -> dict[str, Any]:
-    loss = tiny.file("far.py", OWN.partition("\n\nclass Apart")[0])
-    code = OWN + BY_HAND
+def plugin_algorithm(tiny: Workshop, name: str) -> dict[str, Any]:
+    loss = tiny.file("far.py", LOSS_PLUGIN.partition("\n\nclass Apart")[0])
+    code = LOSS_PLUGIN + BY_HAND
     return {"use": f"file:{tiny.file('apart.py', code.replace('LOSS', str(loss)))}:{name}"}
 
 
 def test_an_own_pair_loss_that_declares_the_column_gets_it(tiny: Workshop) -> None:
-    shared: dict[str, Any] = {"algorithm": own(tiny, "Apart"), "run": {"steps": 1}}
+    shared: dict[str, Any] = {"algorithm": plugin_algorithm(tiny, "Apart"), "run": {"steps": 1}}
     rows = {"train": str(pairs_with_a_gap(tiny))}
     plain = tiny.train("dpo", "without margins", **shared, data=rows)
     far = tiny.train("dpo", "with margins", **shared, data={**rows, "margin": "gap"})
@@ -167,7 +167,7 @@ def test_an_own_pair_loss_that_declares_the_column_gets_it(tiny: Workshop) -> No
 
 def test_an_algorithm_that_drops_the_column_is_refused(tiny: Workshop) -> None:
     rows = {"train": str(pairs_with_a_gap(tiny)), "margin": "gap"}
-    run = tiny.run("dpo", "dropped margins", "--dry-run", algorithm=own(tiny, "ByHand"), data=rows)
+    run = tiny.run("dpo", "dropped margins", "--dry-run", algorithm=plugin_algorithm(tiny, "ByHand"), data=rows)
     assert run.code != 0
     assert (
         "data.margin = 'gap': the loss reads the column 'margin', and assemble() of by_hand does not create it"

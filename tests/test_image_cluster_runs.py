@@ -35,14 +35,16 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_samples_with_the_log_probs_of_the_ranks(tmp_path: Path, forks: Forks, case: str) -> None:
     place = Workshop(tmp_path, tiny_image_model(tmp_path / "model", "qwen3_vl"), drawn_rows(tmp_path))
-    more = merged(merged(VLLM, {"launcher": {"cpus": 4}, "trainer": {"lr": 1e-2}, "run": {"steps": 3}}), CASES[case])
-    done = Training(forks, place, place.config("grpo", "run", **changes(place, "grpo", **more))).finish()
+    settings = merged(
+        merged(VLLM, {"launcher": {"cpus": 4}, "trainer": {"lr": 1e-2}, "run": {"steps": 3}}), CASES[case]
+    )
+    done = Training(forks, place, place.config("grpo", "run", **changes(place, "grpo", **settings))).finish()
     assert done.code == 0, done.said
     lines = done.lines()
     assert [line["sync/version"] for line in lines] == [1, 2, 3]
     assert all(line["sync/canary"] < 1e-5 for line in lines)
     assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # sampled with the weights of now
     assert all(line["policy/grad_norm"] > 0 for line in lines)
-    shown = [turn for sample in done.samples() for turn in sample["turns"] if turn.get("images")]
-    assert len(shown) > len(COLOURS)
+    turns_with_images = [turn for sample in done.samples() for turn in sample["turns"] if turn.get("images")]
+    assert len(turns_with_images) > len(COLOURS)
     assert vision_moved(place, done.path)

@@ -46,17 +46,23 @@ def test_a_run_with_images_goes_on_exactly_after_a_resume(family, tmp_path):
         "checkpoint.every": 1,
         "checkpoint.save_rollouts": True,
     }
-    given = {"algorithm": "grpo", "model": str(tiny_image_model(tmp_path / "model", family)), "data": rows, "steps": 3}
+    arguments = {
+        "algorithm": "grpo",
+        "model": str(tiny_image_model(tmp_path / "model", family)),
+        "data": rows,
+        "steps": 3,
+    }
 
     def stop(step, metrics, control):
         control.stop("half way")
 
-    whole = train(**given, options=options, output=tmp_path / "whole")
-    half = train(**given, options=options, output=tmp_path / "half", observers=[stop])
+    baseline = train(**arguments, options=options, output=tmp_path / "whole")
+    half = train(**arguments, options=options, output=tmp_path / "half", observers=[stop])
     assert half.status == "stopped"
-    rest = train(**given, options=options, output=tmp_path / "half", resume=True)
+    rest = train(**arguments, options=options, output=tmp_path / "half", resume=True)
     untimed = [
-        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.metrics] for run in (whole, rest)
+        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.metrics]
+        for run in (baseline, rest)
     ]
     assert len(untimed[0]) == 3
     assert untimed[0] == untimed[1]

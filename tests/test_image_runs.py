@@ -55,8 +55,8 @@ def drawn_rows(folder: Path) -> Path:
     rows = []
     for number, colour in enumerate(COLOURS * 2):
         (folder / f"{colour}.png").write_bytes(drawing(32, 32 + 16 * (number % 2), colour))
-        shown: list[str] = [[], [f"{colour}.png"]][number % 2]
-        rows.append({"prompt": f"c{number}", "images": shown, "response": colour, "answer": colour})
+        files: list[str] = [[], [f"{colour}.png"]][number % 2]
+        rows.append({"prompt": f"c{number}", "images": files, "response": colour, "answer": colour})
     rows[0]["images"] = ["red.png", "blue.png"]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,17 +71,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(folder, tiny_image_model(folder / "model", "qwen3_vl"), drawn_rows(folder))
 
 
-def changes(shop: Workshop, algorithm: str, **more: Any) -> dict[str, Any]:
+def changes(shop: Workshop, algorithm: str, **settings: Any) -> dict[str, Any]:
     """Of a run file: room for the tokens of images."""
     data = {"max_tokens": 128} | ({"train": str(shop.folder / "pairs.jsonl")} if algorithm == "dpo" else {})
-    return merged({"data": data}, more)
+    return merged({"data": data}, settings)
 
 
 def vision_moved(shop: Workshop, path: Path) -> bool:
     """Whether the run has trained the part that reads images."""
-    before, after = load_file(shop.model / "model.safetensors"), load_file(path / "model" / "model.safetensors")
-    assert before.keys() == after.keys()
-    return any("visual" in name and not before[name].equal(after[name]) for name in before)
+    old_weights, new_weights = (
+        load_file(shop.model / "model.safetensors"),
+        load_file(path / "model" / "model.safetensors"),
+    )
+    assert old_weights.keys() == new_weights.keys()
+    return any("visual" in name and not old_weights[name].equal(new_weights[name]) for name in old_weights)
 
 
 FULL = [pytest.param(algorithm, marks=pytest.mark.full) for algorithm in ("sft", "dpo", "ppo")]
@@ -104,8 +107,8 @@ def test_a_teacher_that_reads_text_only_is_refused_before_the_first_step(images,
     size = len(AutoTokenizer.from_pretrained(images.model))
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": size, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    more = changes(images, "distill_on_policy", reward=None, roles={"teacher": {"model": str(tmp_path)}})
-    done = images.run("distill_on_policy", "text-teacher", "--dry-run", **more)
+    settings = changes(images, "distill_on_policy", reward=None, roles={"teacher": {"model": str(tmp_path)}})
+    done = images.run("distill_on_policy", "text-teacher", "--dry-run", **settings)
     assert done.code == 1
     assert "the data have images, but the model" in done.err
     assert "of role 'teacher' is a Qwen3ForCausalLM, which reads text only" in done.err
@@ -117,8 +120,8 @@ def test_a_teacher_with_other_tokens_of_images_is_refused_before_the_first_step(
     processor = json.loads(file.read_text())
     processor["image_processor"]["size"]["longest_edge"] //= 2  # as another family's: larger images get fewer tokens
     file.write_text(json.dumps(processor))
-    more = changes(images, "distill_on_policy", reward=None, roles={"teacher": {"model": str(teacher)}})
-    done = images.run("distill_on_policy", "other-teacher", "--dry-run", **more)
+    settings = changes(images, "distill_on_policy", reward=None, roles={"teacher": {"model": str(teacher)}})
+    done = images.run("distill_on_policy", "other-teacher", "--dry-run", **settings)
     assert done.code == 1
     assert "role 'teacher'" in done.err
     assert "reads an image of 64x64 pixels as" in done.err
@@ -131,49 +134,49 @@ def test_a_reward_model_sees_the_images_of_samples(images):
     pairs = {"data": {"train": str(images.folder / "pairs.jsonl")}}
     path = images.train("reward_model", "judge", **changes(images, "reward_model", **merged(offline, pairs))).path
     run = images.train("grpo", "judged", **changes(images, "grpo", reward=[{"use": f"model:{path / 'model'}"}]))
-    loaded = load_model(ModelSpec(RoleSpec("judge", head="scalar"), str(path / "model")), torch.device("cpu"))
-    shown = 0
+    model = load_model(ModelSpec(RoleSpec("judge", head="scalar"), str(path / "model")), torch.device("cpu"))
+    count = 0
     for sample in run.samples():
         ids, output = [i for turn in sample["turns"] for i in turn["ids"]], sample["rewards"]["model"]["value"]
-        own = tuple(Image(**{**i, "data": b64decode(i["data"])}) for i in sample["turns"][0]["images"])
-        seen, blind = (_score(loaded, torch.tensor(ids), given) for given in (own, ()))
-        assert output == pytest.approx(seen, abs=1e-4)
-        assert not own or abs(output - blind) > 1e-3
-        shown += bool(own)
-    assert shown
-    given = [{**json.loads(line), "answers": ["red"]} for line in images.data.read_text().splitlines()[:2]]
-    images.rows("given.jsonl", given)  # the first has two images, the second one
+        pictures = tuple(Image(**{**i, "data": b64decode(i["data"])}) for i in sample["turns"][0]["images"])
+        score, blind = (_score(model, torch.tensor(ids), inputs) for inputs in (pictures, ()))
+        assert output == pytest.approx(score, abs=1e-4)
+        assert not pictures or abs(output - blind) > 1e-3
+        count += bool(pictures)
+    assert count
+    inputs = [{**json.loads(line), "answers": ["red"]} for line in images.data.read_text().splitlines()[:2]]
+    images.rows("given.jsonl", inputs)  # the first has two images, the second one
     output = images.folder / "scored.jsonl"
     words = ("--data", str(images.folder / "given.jsonl"), "--reward", f"model:{path / 'model'}", "-o", str(output))
     done = images.command("score", *words, "--answers", "answers", "--roles.reward_model.dtype", "fp32")
     assert done.code == 0, done.said
     for scored in map(json.loads, output.read_text().splitlines()):
         ids = torch.tensor([i for turn in scored["turns"] for i in turn["ids"]])
-        own = tuple(Image(**{**i, "data": b64decode(i["data"])}) for i in scored["turns"][0]["images"])
-        assert own
-        assert scored["rewards"]["model"]["value"] == pytest.approx(_score(loaded, ids, own), abs=1e-4)
+        pictures = tuple(Image(**{**i, "data": b64decode(i["data"])}) for i in scored["turns"][0]["images"])
+        assert pictures
+        assert scored["rewards"]["model"]["value"] == pytest.approx(_score(model, ids, pictures), abs=1e-4)
 
 
 @torch.no_grad()
-def _score(loaded: LoadedModel, ids_T: torch.Tensor, images: tuple[Image, ...]) -> float:
-    hidden_TH = loaded.hidden(ids_T, torch.arange(len(ids_T)), [len(ids_T)], (images,) if images else ())
-    return float(loaded.logits(hidden_TH[-1:]))
+def _score(model: LoadedModel, ids_T: torch.Tensor, images: tuple[Image, ...]) -> float:
+    hidden_TH = model.hidden(ids_T, torch.arange(len(ids_T)), [len(ids_T)], (images,) if images else ())
+    return float(model.logits(hidden_TH[-1:]))
 
 
 @pytest.mark.full
 def test_a_resume_is_exact(images):
-    more = changes(images, "grpo", checkpoint={"every": 1}, run={"steps": 4})
-    whole = images.train("grpo", "whole", **more)
-    images.train("grpo", "parted", **merged(more, {"run": {"steps": 2}}))
-    resumed = images.train("grpo", "parted", "--resume", **more)
-    assert_same_run(whole, resumed)
+    settings = changes(images, "grpo", checkpoint={"every": 1}, run={"steps": 4})
+    baseline = images.train("grpo", "whole", **settings)
+    images.train("grpo", "parted", **merged(settings, {"run": {"steps": 2}}))
+    resumed = images.train("grpo", "parted", "--resume", **settings)
+    assert_same_run(baseline, resumed)
 
 
-def over_turns(shop: Workshop, output: str, **more: Any) -> list[dict[str, Any]]:
+def over_turns(shop: Workshop, output: str, **settings: Any) -> list[dict[str, Any]]:
     """Two turns, with an image between them. Returns the samples."""
     env = {"use": f"file:{shop.file('shows.py', SHOWS)}", "max_turns": 2}
-    given = merged({"rollout": {"use": "multi_turn"}, "env": env, "reward": None}, more)
-    run = shop.train("grpo", output, **changes(shop, "grpo", **given))
+    base = merged({"rollout": {"use": "multi_turn"}, "env": env, "reward": None}, settings)
+    run = shop.train("grpo", output, **changes(shop, "grpo", **base))
     assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in run.lines())
     return list(run.samples())
 
@@ -191,20 +194,22 @@ def test_an_environment_answers_with_an_image(images):
 @pytest.mark.parametrize("generator", ["transformers", "vllm"])
 def test_a_run_of_text_has_the_log_probs_of_transformers(images, generator, monkeypatch):
     """Rows without images: vLLM loads the text part of the model, and gets tokens only."""
-    more: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     engines: list[dict[str, Any]] = []
     if generator == "vllm":
         pytest.importorskip("vllm")
         from rlhf_plugin_vllm.engine import engine
 
         of_engine = engine.arguments
-        monkeypatch.setattr(engine, "arguments", lambda *given: engines.append(of_engine(*given)) or engines[-1])
-        monkeypatch.setattr(engine.ImagePrompts, "prompt", lambda *given: pytest.fail("a prompt with images"))
-        more["generator"] = VLLM["generator"]
+        monkeypatch.setattr(engine, "arguments", lambda *args: engines.append(of_engine(*args)) or engines[-1])
+        monkeypatch.setattr(engine.ImagePrompts, "prompt", lambda *args: pytest.fail("a prompt with images"))
+        settings["generator"] = VLLM["generator"]
     shop = Workshop(images.folder, tiny_image_model(images.folder / "qwen2_5_vl"), images.rows("text.jsonl", PROMPTS))
-    run = shop.train("grpo", f"text-{generator}", **more)
+    run = shop.train("grpo", f"text-{generator}", **settings)
     assert all(abs(line["policy/kl_generator"]) < 1e-8 and line["policy/grad_norm"] > 0 for line in run.lines())
-    assert [made["limit_mm_per_prompt"]["image"] for made in engines] == [0] * (generator == "vllm")
+    assert [engine_arguments["limit_mm_per_prompt"]["image"] for engine_arguments in engines] == [0] * (
+        generator == "vllm"
+    )
     model = AutoModelForImageTextToText.from_pretrained(shop.model, dtype=torch.float32).eval()
     samples = list(run.samples_of("step-000001.arrow"))
     assert len(samples) == 12
@@ -244,13 +249,13 @@ def test_a_run_with_images_stops_where_the_engine_has_a_wrong_vision_tower(image
 def test_on_ray_with_vllm(images, mode):
     pytest.importorskip("ray")
     pytest.importorskip("vllm")
-    more = merged(VLLM, {"run": {"steps": 4}})
+    settings = merged(VLLM, {"run": {"steps": 4}})
     if mode == "turns":
-        over_turns(images, "ray-turns", **more)
+        over_turns(images, "ray-turns", **settings)
         return
     if mode == "continuous":
-        more["stream"] = {"mode": "continuous", "staleness": 1}
-    run = images.train("grpo", f"ray-{mode.replace(' ', '-')}", **changes(images, "grpo", **more))
+        settings["stream"] = {"mode": "continuous", "staleness": 1}
+    run = images.train("grpo", f"ray-{mode.replace(' ', '-')}", **changes(images, "grpo", **settings))
     lines = read_metrics(run.path / "metrics.jsonl")
     assert all(line["sync/canary"] < 1e-5 for line in lines)
     if mode == "single turn":

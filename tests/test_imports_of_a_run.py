@@ -48,9 +48,9 @@ def test_a_step_imports_no_large_package_and_the_run_none_that_it_does_not_use(s
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
-    before, after, at_end = ({name.partition(".")[0] for name in modules} for modules in json.loads(output.read_text()))
-    assert (after - before) & HEAVY == set(), "imported inside the first step"
-    assert at_end & UNUSED == set()
+    first, second, last = ({name.partition(".")[0] for name in modules} for modules in json.loads(output.read_text()))
+    assert (second - first) & HEAVY == set(), "imported inside the first step"
+    assert last & UNUSED == set()
 
 
 def test_the_tokenizer_is_loaded_once_for_prompts_and_answers_and_once_for_exports(

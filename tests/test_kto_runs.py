@@ -102,26 +102,28 @@ def test_the_first_step_is_the_definition(shop: Workshop) -> None:
         j = next(j for j in (*range(i - 1, -1, -1), *range(len(ids) - 1, i, -1)) if ids[j][0] != prompt)
         drift.append(h(prompt, ids[j][1]))
     z = max(0.0, sum(drift) / len(drift))
-    own = torch.tensor([h(*pair) for pair in ids], dtype=torch.float64)
+    log_ratios = torch.tensor([h(*pair) for pair in ids], dtype=torch.float64)
     label = torch.tensor([r["label"] for r in LABELS])
-    loss = torch.where(label, 1.5 * (1 - torch.sigmoid(0.3 * (own - z))), 0.75 * (1 - torch.sigmoid(0.3 * (z - own))))
+    loss = torch.where(
+        label, 1.5 * (1 - torch.sigmoid(0.3 * (log_ratios - z))), 0.75 * (1 - torch.sigmoid(0.3 * (z - log_ratios)))
+    )
     assert z > 0, "this reference lies below the policy on mismatched answers"
     assert line["policy/kl"] == pytest.approx(z, rel=1e-5)
     assert line["policy/loss"] == pytest.approx(float(loss.mean()), rel=1e-5)
-    assert line["policy/desirable_reward"] == pytest.approx(0.3 * float(own[label].mean()), rel=1e-4)
-    assert line["policy/undesirable_reward"] == pytest.approx(0.3 * float(own[~label].mean()), rel=1e-4)
+    assert line["policy/desirable_reward"] == pytest.approx(0.3 * float(log_ratios[label].mean()), rel=1e-4)
+    assert line["policy/undesirable_reward"] == pytest.approx(0.3 * float(log_ratios[~label].mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", ["kto", "vanilla"])
 def test_micro_batches_change_nothing(shop: Workshop, loss_type: str) -> None:
-    same = {"algorithm": {"loss": {"loss_type": loss_type}}, "reference": {"model": str(far_reference(shop))}}
-    whole = shop.train_config(config(shop, "whole", **same)).lines()
+    settings = {"algorithm": {"loss": {"loss_type": loss_type}}, "reference": {"model": str(far_reference(shop))}}
+    full = shop.train_config(config(shop, "whole", **settings)).lines()
     few = {"micro_tokens": 10}
-    split = shop.train_config(config(shop, "split", **same, policy=few)).lines()
-    assert all(line["policy/kl"] > 1 for line in whole)
-    for one, two in zip(whole, split, strict=True):
-        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-4)
-        assert one["policy/kl"] == pytest.approx(two["policy/kl"], rel=1e-3, abs=1e-5)
+    split = shop.train_config(config(shop, "split", **settings, policy=few)).lines()
+    assert all(line["policy/kl"] > 1 for line in full)
+    for first, second in zip(full, split, strict=True):
+        assert first["policy/loss"] == pytest.approx(second["policy/loss"], rel=1e-4)
+        assert first["policy/kl"] == pytest.approx(second["policy/kl"], rel=1e-3, abs=1e-5)
 
 
 def test_held_out_rows_are_evaluated_from_two_on(shop: Workshop) -> None:
@@ -142,41 +144,42 @@ def test_a_step_of_one_row_is_refused_before_anything_starts(shop: Workshop) -> 
 
 
 def test_the_reference_is_precomputed_only_where_it_can_be(shop: Workshop) -> None:
-    ahead = {"reference": {"precompute": True}}
-    refused = shop.run_config(config(shop, "run", **ahead))
+    precompute = {"reference": {"precompute": True}}
+    refused = shop.run_config(config(shop, "run", **precompute))
     assert refused.code == 2
     assert "'twin_ref_logprobs' on combinations of rows" in refused.said
     apo = {"algorithm": {"loss": {"loss_type": "apo_zero_unpaired"}}}
     along, cached = (
-        shop.train_config(config(shop, name, **apo, **more)).lines() for name, more in (("a", {}), ("b", ahead))
+        shop.train_config(config(shop, name, **apo, **reference)).lines()
+        for name, reference in (("a", {}), ("b", precompute))
     )
-    for one, two in zip(along, cached, strict=True):
-        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
+    for first, second in zip(along, cached, strict=True):
+        assert first["policy/loss"] == pytest.approx(second["policy/loss"], rel=1e-5)
 
 
 def test_adapters_take_their_base_as_reference(shop: Workshop) -> None:
     """Undesirable answers have weight 0, so that the log-probs of all answers rise."""
     raise_all = {"loss": {"undesirable_weight": 0.0}}
     adapters = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}, "algorithm": raise_all}
-    alone = shop.train_config(config(shop, "base", **adapters)).lines()
-    beside = shop.train_config(config(shop, "second", placement={"reference": {}}, **adapters)).lines()
-    assert alone[-1]["policy/kl"] > 0
-    for one, two in zip(alone, beside, strict=True):
-        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
-        assert one["policy/kl"] == pytest.approx(two["policy/kl"], rel=1e-3, abs=1e-5)
+    base_view = shop.train_config(config(shop, "base", **adapters)).lines()
+    second_model = shop.train_config(config(shop, "second", placement={"reference": {}}, **adapters)).lines()
+    assert base_view[-1]["policy/kl"] > 0
+    for first, second in zip(base_view, second_model, strict=True):
+        assert first["policy/loss"] == pytest.approx(second["policy/loss"], rel=1e-5)
+        assert first["policy/kl"] == pytest.approx(second["policy/kl"], rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("event", [pytest.param("saved 2", marks=pytest.mark.full), "step 4"])
 def test_a_killed_run_resumes_exactly(forks: Forks, shop: Workshop, event: str) -> None:
     runs = Runs(forks, shop)
-    more = {
+    settings = {
         "run": {"steps": 5},
         "checkpoint": {"every": 2},
         "data": {"batch_size": 5, "shuffle": True},
         "observer": [{"use": f"file:{shop.file('killer.py', KILLER)}"}],
     }
-    whole = runs.end(config(shop, "whole", **more))
-    assert whole.code == 0, whole.err
-    broken = config(shop, "broken", **more)
+    baseline = runs.end(config(shop, "whole", **settings))
+    assert baseline.code == 0, baseline.err
+    broken = config(shop, "broken", **settings)
     runs.die_at(broken, event)
-    assert_same_run(runs.resume(broken), whole)
+    assert_same_run(runs.resume(broken), baseline)

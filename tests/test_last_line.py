@@ -17,9 +17,9 @@ def metrics(run: Finished) -> list[dict[str, Any]]:
 
 
 def seconds_a_step(text: str) -> float:
-    found = re.search(r"([0-9.e+-]+) s a step", text)
-    assert found is not None, text
-    return float(found[1])
+    match = re.search(r"([0-9.e+-]+) s a step", text)
+    assert match is not None, text
+    return float(match[1])
 
 
 def test_saves_and_exports_have_their_time_and_steps_are_timed_without_evaluations(shop: Workshop) -> None:
@@ -35,8 +35,8 @@ def test_saves_and_exports_have_their_time_and_steps_are_timed_without_evaluatio
     ]
     times = sorted(line["time/step"] - line["time/evaluate"] for line in lines)
     expected = (times[1] + times[2]) / 2
-    shown = shop.command("show", str(run.path))
-    for text in (run.out, shown.out):
+    summary = shop.command("show", str(run.path))
+    for text in (run.out, summary.out):
         assert seconds_a_step(text) == pytest.approx(expected, rel=5e-3)
 
 
@@ -45,7 +45,7 @@ def test_a_stopped_run_says_how_to_go_on(shop: Workshop) -> None:
     last = run.out.splitlines()[-2]
     assert last.startswith(f"stopped: {run.path} (continue with: rlhf train ")
     words = shlex.split(last.partition("continue with: rlhf ")[2].removesuffix(")"))
-    further = shop.command(*words, output=run.path)
-    assert further.code == 0, further.said
-    assert further.out.splitlines()[-2:] == [f"finished: {run.path}", f"report: {run.path / 'report.html'}"]
+    retry = shop.command(*words, output=run.path)
+    assert retry.code == 0, retry.said
+    assert retry.out.splitlines()[-2:] == [f"finished: {run.path}", f"report: {run.path / 'report.html'}"]
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]

@@ -86,8 +86,8 @@ def test_gdpo_weighs_rewards_by_their_weights_and_not_by_their_scale(shop: Works
     for name, weight in (("reward", 1.0), ("lengths", 0.5)):
         values = [s["rewards"][name]["value"] for s in samples]
         for i, s in enumerate(samples):
-            own = [v for v, t in zip(values, samples, strict=True) if t["group"] == s["group"]]
-            sums[i] += weight * (values[i] - statistics.mean(own)) / (statistics.stdev(own) + 1e-9)
+            group_values = [v for v, t in zip(values, samples, strict=True) if t["group"] == s["group"]]
+            sums[i] += weight * (values[i] - statistics.mean(group_values)) / (statistics.stdev(group_values) + 1e-9)
     advantages = [s["token_values"]["advantages"][0] for s in samples]
     spread = statistics.stdev(sums)
     assert advantages == pytest.approx([(s - statistics.mean(sums)) / spread for s in sums], rel=1e-5, abs=1e-6)
@@ -138,17 +138,19 @@ def test_gigpo_learns_from_turns_that_follow_the_same_observation(shop: Workshop
         numbers = [n for n, turn in enumerate(sample["turns"]) if turn["sampled"]]
         turns_of.append([])
         for k, n in enumerate(numbers):
-            later = [sample["turns"][m]["reward"] for m in numbers[k:]]
+            rewards_to_go = [sample["turns"][m]["reward"] for m in numbers[k:]]
             state = (sample["group"], k == 0, sample["turns"][n - 1]["text"])
-            value = sum(0.95**j * reward for j, reward in enumerate(later))
+            value = sum(0.95**j * reward for j, reward in enumerate(rewards_to_go))
             turns_of[-1].append({"state": state, "return": value, "tokens": len(sample["turns"][n]["ids"])})
     different = 0
-    for sample, own in zip(samples, turns_of, strict=True):
-        whole = standardised(sample["reward"], [s["reward"] for s in samples if s["group"] == sample["group"]])
+    for sample, sample_turns in zip(samples, turns_of, strict=True):
+        sample_advantage = standardised(
+            sample["reward"], [s["reward"] for s in samples if s["group"] == sample["group"]]
+        )
         expected = []
-        for turn in own:
-            same = [t["return"] for turns in turns_of for t in turns if t["state"] == turn["state"]]
-            expected += [whole + standardised(turn["return"], same)] * turn["tokens"]
+        for turn in sample_turns:
+            returns = [t["return"] for turns in turns_of for t in turns if t["state"] == turn["state"]]
+            expected += [sample_advantage + standardised(turn["return"], returns)] * turn["tokens"]
         advantages = sample["token_values"]["advantages"]  # one value where all are equal
         assert (advantages * len(expected))[: len(expected)] == pytest.approx(expected, abs=1e-5)
         different += len(set(advantages)) > 1
@@ -178,11 +180,11 @@ def test_gigpo_refuses_answers_of_one_turn_and_rewards_at_turns(
 
 def test_a_run_with_a_running_mean_that_is_resumed_ends_with_the_same_weights(shop: Workshop) -> None:
     method = {"algorithm": {"advantage": {"use": "rae", "by": ["answer"]}}, "run": {"steps": 4}}
-    whole = shop.train("grpo", "whole", **method)
+    baseline = shop.train("grpo", "whole", **method)
     shop.train("grpo", "part", "--run.stop_after", "2", **method, checkpoint={"every": 1})
     resumed = shop.train("grpo", "part", "--resume", **method, checkpoint={"every": 1})
-    assert resumed.weights == whole.weights
-    assert resumed.lines() == whole.lines()
+    assert resumed.weights == baseline.weights
+    assert resumed.lines() == baseline.lines()
 
 
 def test_a_column_of_the_running_mean_that_no_row_has_is_refused(shop: Workshop) -> None:
@@ -202,9 +204,9 @@ def test_remax_subtracts_the_reward_of_an_answer_that_is_not_trained_on(shop: Wo
     for s in samples:
         assert s["token_values"]["advantages"] == pytest.approx([s["reward"] - s["info"]["rollout/greedy_reward"]])
     assert len({s["info"]["rollout/greedy_reward"] for s in samples}) > 1
-    again = shop.command("replay", str(run.path), "-o", str(shop.folder / "again"), output=shop.folder / "again")
-    assert again.code == 0, again.said
-    assert again.weights == run.weights
+    rerun = shop.command("replay", str(run.path), "-o", str(shop.folder / "again"), output=shop.folder / "again")
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
     refused = shop.run("grpo", "other", **method, rollout={"use": "replay", "path": str(run.path / "rollouts")})
     assert refused.code == 2
     assert "rollout 'replay' generates nothing" in refused.said

@@ -56,8 +56,8 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_whole_rows(tiny: Workshop, tm
     assert failed.code == 1, failed.said
     assert "policy rank" in failed.said
     assert "Traceback" not in failed.said
-    alone = merged(config, {"placement": {"policy": {"ranks": 1}}, "trainer": {"sequence_parallel": 1}})
-    resumed = Training(forks, place, alone, "--resume").finish()
+    single_rank = merged(config, {"placement": {"policy": {"ranks": 1}}, "trainer": {"sequence_parallel": 1}})
+    resumed = Training(forks, place, single_rank, "--resume").finish()
     assert resumed.code == 0, resumed.said
     lines = resumed.lines()
     assert [line["sync/version"] for line in lines] == [1, 2, 3, 4]

@@ -52,15 +52,15 @@ def offline(shop: Workshop) -> Finished:
 
 def called(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> str:
     """The output of a command. Its exit code must be ``code``."""
-    got = main([str(word) for word in words])
+    status = main([str(word) for word in words])
     captured = capsys.readouterr()
-    assert got == code, captured.err
+    assert status == code, captured.err
     return captured.out if code == 0 else captured.err
 
 
-def copied(run: Finished, to: Path) -> Path:
-    shutil.copytree(run.path, to)
-    return to
+def copied(run: Finished, target: Path) -> Path:
+    shutil.copytree(run.path, target)
+    return target
 
 
 def edit_start(run: Path, *gone: str) -> None:
@@ -270,13 +270,13 @@ def test_two_equal_runs_have_no_differences(whole, tmp_path, capsys):
 
 
 def test_in_a_terminal_two_curves_share_a_picture(whole, offline, capsys, monkeypatch):
-    shown = io.StringIO()
+    terminal = io.StringIO()
     console = Console(
-        file=shown, force_terminal=True, width=120, highlight=False, markup=False, color_system="standard"
+        file=terminal, force_terminal=True, width=120, highlight=False, markup=False, color_system="standard"
     )
     monkeypatch.setattr(output, "terminal", lambda: console)
     called(capsys, "show", whole.path, offline.path, "--metric", "policy/loss")
-    text = shown.getvalue()
+    text = terminal.getvalue()
     assert text.count(" step 1") == 1
     assert "\x1b[36m" in text  # cyan
     assert "\x1b[35m" in text  # magenta
@@ -298,17 +298,17 @@ def recorded(run: Finished, step: int) -> list[dict[str, Any]]:
     return list(run.samples_of(f"step-{step:06d}.arrow"))
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
+def sample_rows(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
     return [json.loads(text) for text in called(capsys, "samples", *words, "--json").splitlines()]
 
 
 def test_the_worst_and_the_best_samples_of_a_step(whole, capsys):
-    found = shown(capsys, whole.path, "--step", 2, "--worst", 3, "--best", 2)
+    samples = sample_rows(capsys, whole.path, "--step", 2, "--worst", 3, "--best", 2)
     rewards = sorted(line["reward"] for line in recorded(whole, 2))
-    assert [(s["chosen"], s["reward"]) for s in found] == [
+    assert [(s["chosen"], s["reward"]) for s in samples] == [
         *(("worst", r) for r in rewards[:3]), *(("best", r) for r in rewards[:-3:-1])
     ]  # fmt: skip
-    worst = found[0]
+    worst = samples[0]
     line = next(x for x in recorded(whole, 2) if (x["group"], x["sample"]) == (worst["group"], worst["sample"]))
     assert worst["prompt"] == line["prompt"]
     assert worst["turns"][0]["text"] == line["turns"][1]["text"]
@@ -329,9 +329,9 @@ def test_the_worst_and_the_best_samples_of_a_step(whole, capsys):
 def test_samples_are_sorted_by_one_reward_or_by_length(whole, capsys):
     lines = recorded(whole, 3)  # the last step
     for name in ("reward", "short"):
-        (best,) = shown(capsys, whole.path, "--best", 1, "--sort-by", name)
+        (best,) = sample_rows(capsys, whole.path, "--best", 1, "--sort-by", name)
         assert best["rewards"][name] == max(line["rewards"][name]["value"] for line in lines)
-    (longest,) = shown(capsys, whole.path, "--best", 1, "--sort-by", "length")
+    (longest,) = sample_rows(capsys, whole.path, "--best", 1, "--sort-by", "length")
     assert longest["length"] == max(len(line["turns"][1]["ids"]) for line in lines)
     error = called(capsys, "samples", whole.path, "--best", 1, "--sort-by", "shrt", code=2)
     assert "--sort-by shrt: allowed here are length, reward, short. Did you mean 'short'?" in error
@@ -340,14 +340,14 @@ def test_samples_are_sorted_by_one_reward_or_by_length(whole, capsys):
 
 def test_samples_of_one_group_source_or_at_random(whole, capsys):
     group = recorded(whole, 3)[0]["group"]
-    assert [(s["group"], s["sample"]) for s in shown(capsys, whole.path, "--group", group)] == [
+    assert [(s["group"], s["sample"]) for s in sample_rows(capsys, whole.path, "--group", group)] == [
         (group, 0), (group, 1), (group, 2)
     ]  # fmt: skip
-    assert len(shown(capsys, whole.path)) == 12
-    drawn = [shown(capsys, whole.path, "--random", 4) for _ in range(2)]
-    assert drawn[0] == drawn[1]
-    assert len({(s["group"], s["sample"]) for s in drawn[0]}) == 4
-    assert len(shown(capsys, whole.path, "--source", "data", "--random", 99)) == 12
+    assert len(sample_rows(capsys, whole.path)) == 12
+    draws = [sample_rows(capsys, whole.path, "--random", 4) for _ in range(2)]
+    assert draws[0] == draws[1]
+    assert len({(s["group"], s["sample"]) for s in draws[0]}) == 4
+    assert len(sample_rows(capsys, whole.path, "--source", "data", "--random", 99)) == 12
     error = called(capsys, "samples", whole.path, "--source", "math", code=2)
     assert "--source math: no sample of it is there; the sources are data." in error
     assert "--group 999: no sample" in called(capsys, "samples", whole.path, "--group", 999, code=2)
@@ -355,7 +355,7 @@ def test_samples_of_one_group_source_or_at_random(whole, capsys):
 
 def test_turns_in_an_environment_are_shown_with_their_rewards(shop, capsys):
     played = shop.train("rloo", "game", reward=None, run={"steps": 1}, **GAME)
-    sample = next(s for s in shown(capsys, played.path, "--random", 99) if len(s["turns"]) > 2)
+    sample = next(s for s in sample_rows(capsys, played.path, "--random", 99) if len(s["turns"]) > 2)
     assert {turn["speaker"] for turn in sample["turns"]} == {"policy", "environment"}
     assert sample["rewards"] == {"env": pytest.approx(sum(turn["reward"] or 0 for turn in sample["turns"]))}
     text = called(capsys, "samples", played.path, "--group", sample["group"])
@@ -381,7 +381,7 @@ def test_a_failed_sample_is_shown_with_its_error_and_not_compared(whole, tmp_pat
     assert "xxx ... 3800 characters ... xxx" in text
     assert "x" * 5000 in called(capsys, "samples", run, "--full")
     assert "1 of them have no reward, and are not compared." in called(capsys, "samples", run, "--worst", 1)
-    assert len(shown(capsys, run, "--worst", 99)) == 11
+    assert len(sample_rows(capsys, run, "--worst", 99)) == 11
 
 
 def test_a_missing_step_is_an_error(whole, capsys):
@@ -402,7 +402,7 @@ def test_a_run_without_samples_is_refused_with_the_reason(offline, whole, shop, 
 
 def test_a_file_of_samples_can_be_named(whole, tmp_path, capsys):
     file = whole.path / "rollouts" / "step-000001.arrow"
-    assert len(shown(capsys, file, "--worst", 2)) == 2
+    assert len(sample_rows(capsys, file, "--worst", 2)) == 2
     assert "is one file of samples, without steps" in called(capsys, "samples", file, "--step", 1, code=2)
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text('{"prompt": "1+1="}\n')

@@ -13,28 +13,28 @@ KL = {"kl": {"coef": 0.1, "where": "loss", "estimator": "k3"}}
 
 
 def test_the_base_view_gives_the_numbers_of_a_second_reference_model(shop, monkeypatch):
-    launch, loaded = LocalLauncher.launch_trainer, []
+    launch, roles = LocalLauncher.launch_trainer, []
 
     def launch_trainer(self, trainer, config, spec):
-        loaded.append(spec.role.name)
+        roles.append(spec.role.name)
         return launch(self, trainer, config, spec)
 
     monkeypatch.setattr(LocalLauncher, "launch_trainer", launch_trainer)
     changes = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}, "algorithm": KL}
-    alone = shop.train("grpo", "base_view", **changes).lines()
-    assert loaded == ["policy"]
-    beside = shop.train("grpo", "second_model", placement={"reference": {}}, **changes).lines()
-    assert loaded == ["policy", "policy", "reference"]
-    for one, two in zip(alone, beside, strict=True):
-        assert one.keys() == two.keys()
-        for name, value in one.items():
-            assert abs(value - two[name]) <= 1e-4 * max(1.0, abs(value)), name
+    base_view = shop.train("grpo", "base_view", **changes).lines()
+    assert roles == ["policy"]
+    second_model = shop.train("grpo", "second_model", placement={"reference": {}}, **changes).lines()
+    assert roles == ["policy", "policy", "reference"]
+    for first, second in zip(base_view, second_model, strict=True):
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert abs(value - second[name]) <= 1e-4 * max(1.0, abs(value)), name
     shop.train("grpo", "same_place", placement={"reference": {"share": "policy"}}, **changes)
-    assert loaded[3:] == ["policy"], "the base view is in the policy's process, and no devices are reserved"
-    del loaded[3:]
+    assert roles[3:] == ["policy"], "the base view is in the policy's process, and no devices are reserved"
+    del roles[3:]
     shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes)
-    assert loaded[3:] == ["policy", "reference"], "options of the reference are not ignored"
-    assert any(value > 0 for name, value in alone[-1].items() if "kl" in name), sorted(alone[-1])
+    assert roles[3:] == ["policy", "reference"], "options of the reference are not ignored"
+    assert any(value > 0 for name, value in base_view[-1].items() if "kl" in name), sorted(base_view[-1])
 
 
 def test_an_exported_adapter_is_the_start_and_the_reference_of_a_run(shop):
@@ -43,11 +43,11 @@ def test_an_exported_adapter_is_the_start_and_the_reference_of_a_run(shop):
     adapter = {"policy": {"model": str(first.path / "model" / "adapter")}}
     merged = {"policy": {"model": str(first.path / "model")}}
     going_on = shop.train("dpo", "going_on", **lora, **adapter).lines()
-    beside = shop.train("dpo", "beside", **lora, **adapter, reference=merged["policy"]).lines()
+    second_model = shop.train("dpo", "beside", **lora, **adapter, reference=merged["policy"]).lines()
     other = shop.train("dpo", "other", **lora, **adapter, reference={"model": adapter["policy"]["model"]}).lines()
-    for one, two, three in zip(going_on, beside, other, strict=True):
-        assert abs(one["policy/loss"] - two["policy/loss"]) < 1e-5, "the reference is the policy at its start"
-        assert abs(one["policy/loss"] - three["policy/loss"]) < 1e-5
+    for line, model_line, other_line in zip(going_on, second_model, other, strict=True):
+        assert abs(line["policy/loss"] - model_line["policy/loss"]) < 1e-5, "the reference is the policy at its start"
+        assert abs(line["policy/loss"] - other_line["policy/loss"]) < 1e-5
     assert abs(going_on[0]["policy/loss"] - 0.6931) < 1e-3
     starts = [shop.train("sft", f"sft-{n}", run={"steps": 1}, **m).lines()[0] for n, m in enumerate((adapter, merged))]
     assert abs(starts[0]["policy/loss"] - starts[1]["policy/loss"]) < 1e-5, "merged"
@@ -80,9 +80,9 @@ def test_an_adapter_without_its_base_is_refused_before_the_start(shop):
 def test_adapters_that_cannot_go_alone_are_refused_before_the_start(shop):
     pytest.importorskip("vllm")
     options = {"generator": {"use": "vllm"}, "sync": {"adapters": "alone"}}
-    for trainer, named in (
+    for trainer, message in (
         ({"lora": {"rank": 4, "use_dora": True}}, "sync.adapters = 'alone': trainer.lora.use_dora"),
         ({}, "sync.adapters = 'alone': the policy trains no adapters"),
     ):
         run = shop.run("grpo", "run", "--dry-run", trainer=trainer, **options)
-        assert (run.code, named in run.said) == (2, True), run.said
+        assert (run.code, message in run.said) == (2, True), run.said

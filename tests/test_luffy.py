@@ -28,11 +28,11 @@ def test_the_first_sample_of_each_group_is_the_data_s_answer(shop: Workshop) -> 
     for samples in groups.values():
         samples.sort(key=lambda sample: sample["sample"])
         assert [sample["turns"][1]["is_demonstration"] for sample in samples] == [True, True, False]
-        first, second, own = samples
+        first, second, answer = samples
         row = next(row for row in prompts if row["prompt"] == first["turns"][0]["text"])
         assert first["turns"][1]["text"] == second["turns"][1]["text"] == row["response"]
         assert first["reward"] == second["reward"] > 1
-        assert own["turns"][1]["logprobs"] is not None
+        assert answer["turns"][1]["logprobs"] is not None
     lines = run.lines()
     assert all(0 < line["policy/demonstration_prob"] < 0.5 for line in lines)
     assert lines[-1]["eval/reward"] < 0.9
@@ -40,10 +40,10 @@ def test_the_first_sample_of_each_group_is_the_data_s_answer(shop: Workshop) -> 
 
 def test_a_killed_and_resumed_run_ends_with_equal_weights(forks: Any, shop: Workshop) -> None:
     runs = Runs(forks, shop)
-    whole, broken = (config(shop, "luffy", name, staleness=2) for name in ("whole", "broken"))
-    reference = runs.start(whole)
+    baseline, broken = (config(shop, "luffy", name, staleness=2) for name in ("whole", "broken"))
+    reference = runs.start(baseline)
     runs.die_at(broken, "step 4")
-    finished, expected = runs.resume(broken), runs.result(whole, reference)
+    finished, expected = runs.resume(broken), runs.result(baseline, reference)
     assert expected.code == 0, expected.err
     assert_same_run(finished, expected)
 

@@ -42,8 +42,8 @@ def test_the_merged_folder_computes_what_base_and_adapter_compute(say: Say, tmp_
     assert len(AutoTokenizer.from_pretrained(tmp_path / "new")) > 0
     code, out, err = say("merge", tmp_path / "adapter", tmp_path / "half", "--dtype", "bf16")
     assert code == 0, err
-    half, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "new"))
-    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+    half, full = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "new"))
+    assert all(torch.equal(half[name], full[name].bfloat16()) for name in full)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -51,9 +51,9 @@ def test_the_adapter_of_a_run_becomes_the_model_that_the_run_wrote(say: Say, sho
     run = shop.train("sft", "sft", trainer={"lora": {"rank": 4, "modules_to_save": ["embed_tokens"]}, "lr": 1e-2})
     code, _, err = say("merge", run.path / "model" / "adapter", shop.folder / "new")
     assert code == 0, err
-    new, own = (load_file(folder / "model.safetensors") for folder in (shop.folder / "new", run.path / "model"))
-    assert new.keys() == own.keys()
-    for name, tensor in own.items():
+    new, expected = (load_file(folder / "model.safetensors") for folder in (shop.folder / "new", run.path / "model"))
+    assert new.keys() == expected.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(new[name], tensor, atol=1e-6, rtol=0)
 
 
@@ -66,8 +66,8 @@ def test_a_reward_model_keeps_its_head_mean_and_deviation(say: Say, shop: Worksh
     assert "outputs are those of" in out
     models = [AutoModelForSequenceClassification.from_pretrained(f) for f in (shop.folder / "new", run.path / "model")]
     with torch.no_grad():
-        new, own = (model(IDS).logits for model in models)
-    torch.testing.assert_close(new, own, atol=1e-5, rtol=0)
+        new, expected = (model(IDS).logits for model in models)
+    torch.testing.assert_close(new, expected, atol=1e-5, rtol=0)
     assert (models[0].config.mean, models[0].config.num_labels) == (models[1].config.mean, 1)
 
 

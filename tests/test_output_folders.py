@@ -60,9 +60,9 @@ def test_overwrite_deletes_a_run_once(shop: Workshop) -> None:
     fewer = shop.run("sft", "run", "--resume", run={"steps": 1})
     assert (fewer.code, len(resumed.lines())) == (2, 2)
     assert "a run of 1 steps cannot be resumed after step 2" in fewer.said
-    both = shop.run("sft", "run", "--resume", "--overwrite")
-    assert both.code == 2
-    assert "a run is either continued or deleted" in both.said
+    run = shop.run("sft", "run", "--resume", "--overwrite")
+    assert run.code == 2
+    assert "a run is either continued or deleted" in run.said
 
 
 def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +99,8 @@ def test_starts_at_the_same_time_get_a_folder_each(shop: Workshop, monkeypatch: 
     runs = [build(start, "quiet") for start in starts]
     for number, run in enumerate(runs, 1):
         run.close()
-        written = tomllib.loads((shop.folder / "runs" / str(number) / "config.toml").read_text())
-        assert run.config.run.output == written["run"]["output"] == f"runs/{number}"
+        document = tomllib.loads((shop.folder / "runs" / str(number) / "config.toml").read_text())
+        assert run.config.run.output == document["run"]["output"] == f"runs/{number}"
     assert (shop.folder / "runs" / "latest").resolve() == shop.folder / "runs" / "3"
 
 

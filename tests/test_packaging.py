@@ -90,10 +90,10 @@ def test_entry_points_are_of_known_kinds(member):
 def test_the_installed_metadata_are_those_of_the_folder(member):
     """With an old editable install a new entry point is not found: install the folder again."""
     installed = importlib.metadata.distribution(member.name)
-    ours = [p for p in installed.entry_points if p.group.startswith("rlhf.")]
-    points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in ours]
-    others = {p.group for p in installed.entry_points if p not in ours} - {"console_scripts"}
-    assert sorted(others) == member.other_groups
+    plugin_points = [p for p in installed.entry_points if p.group.startswith("rlhf.")]
+    points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in plugin_points]
+    other_groups = {p.group for p in installed.entry_points if p not in plugin_points} - {"console_scripts"}
+    assert sorted(other_groups) == member.other_groups
     assert sorted(points) == sorted(member.entry_points)
     assert installed.version == member.project["version"]
 
@@ -169,15 +169,19 @@ def test_pip_installs_where_uv_fails(monkeypatch, capsys, failing, tools, code):
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
-    third_parties, together = {"dev", "test", "lora", "qlora", "liger", "gguf", "tinker", "mcp"}, {"cluster"}
-    own = [t for name, extra in extras.items() if name not in third_parties | together for t in extra]
-    requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *own)]
-    named = [r.name for r in requirements]
+    third_parties, collections = {"dev", "test", "lora", "qlora", "liger", "gguf", "tinker", "mcp"}, {"cluster"}
+    plugin_requirements = [
+        t for name, extra in extras.items() if name not in third_parties | collections for t in extra
+    ]
+    requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *plugin_requirements)]
+    names = [r.name for r in requirements]
     libraries = {m.name for m in MEMBERS if m.folder.parent.name == "libraries" and not m.entry_points}
-    assert sorted(named) == sorted({*BY_NAME} - libraries), "each exactly once"
-    assert libraries <= {m.name for name in named for m in required(BY_NAME[name])}
+    assert sorted(names) == sorted({*BY_NAME} - libraries), "each exactly once"
+    assert libraries <= {m.name for name in names for m in required(BY_NAME[name])}
     assert all(r.specifier == PIN for r in requirements)
-    assert {t for name in together for t in extras[name]} <= set(own), "extras that only put others together"
+    assert {t for name in collections for t in extras[name]} <= set(plugin_requirements), (
+        "extras that only put others together"
+    )
 
 
 @pytest.mark.parametrize(

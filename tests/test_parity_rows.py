@@ -63,13 +63,13 @@ def test_the_rows_equal_those_of_trl_or_differ_as_documented(verdicts, case):
 def test_every_difference_has_its_number_in_the_documentation(verdicts):
     text = (ROOT / "docs/concepts/trl.md").read_text()
     section = text.partition("## Rows and tokens")[2].partition("\n## ")[0]
-    stated = {int(number) for number in re.findall(r"^(\d+)\. ", section, re.MULTILINE)}
-    assert stated == {v["differs"] for v in verdicts.values()} - {0}
+    numbers = {int(number) for number in re.findall(r"^(\d+)\. ", section, re.MULTILINE)}
+    assert numbers == {v["differs"] for v in verdicts.values()} - {0}
 
 
 def test_another_token_mask_label_or_row_is_detected(compared, tmp_path):
-    changed = json.loads(FILE.read_text())
-    cases = changed["cases"]
+    document = json.loads(FILE.read_text())
+    cases = document["cases"]
     cases["sft-plain"][1]["sequences"][0][0][-2] += 1
     cases["dpo-chat"][2]["sequences"][1][1] = cases["dpo-chat"][2]["sequences"][1][1].replace("01", "11")
     cases["kto-plain"][0]["label"] = False
@@ -80,12 +80,12 @@ def test_another_token_mask_label_or_row_is_detected(compared, tmp_path):
     cases["sft-chatml"][0]["sequences"][0][0][-1] += 1
     cases["sft-long"][0]["sequences"][0][0].pop()
     file = tmp_path / "changed.json"
-    file.write_text(json.dumps(changed))
+    file.write_text(json.dumps(document))
     names = ["sft-plain", "dpo-chat", "kto-plain", "kto-chat", "reward-margin", "reward-plain", "reward-long"]
     names += ["sft-chatml", "sft-long", "sft-text", "dpo-chatml"]
-    status, found = compared(file, *names)
+    status, report = compared(file, *names)
     assert status == 1
-    wrong = {name: verdict["wrong"].partition(":")[0] for name, verdict in found.items() if verdict["wrong"]}
+    wrong = {name: verdict["wrong"].partition(":")[0] for name, verdict in report.items() if verdict["wrong"]}
     assert wrong == {
         "sft-plain": "row 1",
         "dpo-chat": "row 2",

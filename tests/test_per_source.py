@@ -20,14 +20,14 @@ from tests.test_resume import KILLER, Runs
 CHAT = [{"prompt": f"{a}-{b}=", "answer": str(a - b)} for a in range(4, 7) for b in range(4)]
 GRPO = {"use": "grpo", "sources": ["math"], "loss": {"entropy_coef": 0.05}}
 RLOO = {"use": "rloo", "sources": ["chat"], "weight": 0.5, "kl": {"coef": 0.3, "where": "loss", "target": 0.1}}
-BOTH = {"members": {"math": GRPO, "chat": RLOO}}
+MEMBERS = {"members": {"math": GRPO, "chat": RLOO}}
 
 
 def config(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
     """A run on two sources."""
     rows = {name: [{**row, "of": name} for row in rows] for name, rows in (("math", PROMPTS), ("chat", CHAT))}
-    train = [{"path": str(shop.rows(f"{name}.jsonl", own))} for name, own in rows.items()]
-    base = shop.config("per_source", output, data={"train": train, "batch_size": 6}, algorithm=BOTH)
+    train = [{"path": str(shop.rows(f"{name}.jsonl", examples))} for name, examples in rows.items()]
+    base = shop.config("per_source", output, data={"train": train, "batch_size": 6}, algorithm=MEMBERS)
     return merged(base, changes)
 
 
@@ -35,14 +35,14 @@ def config(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
 def test_one_member_trains_as_its_algorithm_alone(shop: Workshop, algo: str) -> None:
     options = {"kl": {"coef": 0.2, "target": 0.1, "where": "loss"}, "minibatches": 2, "mask_truncated": True}
     shared = {"sampling": {"temperature": TEMPERATURE}, "policy": {"micro_tokens": 40}}
-    alone = shop.train(algo, "alone", algorithm=options, **shared)
+    single = shop.train(algo, "alone", algorithm=options, **shared)
     member = {"use": algo, "sources": ["data"], **options}
     split = shop.train("per_source", "split", algorithm={"members": {"all": member}}, **shared)
-    assert split.weights == alone.weights
-    ours, theirs = split.lines()[-1], alone.lines()[-1]
-    assert ours["policy/all/kl_reference"] == theirs["policy/kl_reference"] > 0
-    assert ours["all/kl/coef"] == theirs["kl/coef"] != 0.2
-    assert ours["all/reward/mean"] == theirs["reward/mean"]
+    assert split.weights == single.weights
+    line, expected = split.lines()[-1], single.lines()[-1]
+    assert line["policy/all/kl_reference"] == expected["policy/kl_reference"] > 0
+    assert line["all/kl/coef"] == expected["kl/coef"] != 0.2
+    assert line["all/reward/mean"] == expected["reward/mean"]
 
 
 def test_the_first_step_is_the_weighted_sum_of_two_losses(shop: Workshop) -> None:
@@ -60,7 +60,7 @@ def test_the_first_step_is_the_weighted_sum_of_two_losses(shop: Workshop) -> Non
         )
     )
     rows = list(run.samples_of("step-000001.arrow"))
-    found, samples = first_step(run)
+    metrics, samples = first_step(run)
     model, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (shop.model, reference))
     values: dict[str, list[torch.Tensor]] = {"math": [], "chat": []}
     entropies, kls = [], []
@@ -84,11 +84,11 @@ def test_the_first_step_is_the_weighted_sum_of_two_losses(shop: Workshop) -> Non
     assert min(map(len, values.values())) >= 3, "both sources are in the batch"
     total = 1.0 * torch.cat(values["math"]).mean() + 0.5 * torch.cat(values["chat"]).mean()
     total.backward()
-    assert found["policy/loss"] == close(float(total.detach()))
-    assert found["policy/grad_norm"] == close(norm(model))
-    assert found["policy/math/entropy"] == close(float(torch.cat(entropies).mean()))
-    assert found["policy/chat/kl_reference"] == close(float(torch.cat(kls).mean()))
-    assert math.isclose(found["chat/kl/coef"], 0.3)
+    assert metrics["policy/loss"] == close(float(total.detach()))
+    assert metrics["policy/grad_norm"] == close(norm(model))
+    assert metrics["policy/math/entropy"] == close(float(torch.cat(entropies).mean()))
+    assert metrics["policy/chat/kl_reference"] == close(float(torch.cat(kls).mean()))
+    assert math.isclose(metrics["chat/kl/coef"], 0.3)
 
 
 def test_micro_batches_change_no_step(shop: Workshop) -> None:
@@ -102,22 +102,22 @@ def test_micro_batches_change_no_step(shop: Workshop) -> None:
 
 def test_members_are_options_of_the_run(shop: Workshop) -> None:
     """Flags reach options of members; the resolved configuration starts the same run again."""
-    made = config(shop, "run", run={"steps": 1})
+    settings = config(shop, "run", run={"steps": 1})
     run = shop.train_config(
-        made, "--algorithm.members.math.loss.clip_high", "0.28", "--algorithm.members.chat.weight", "2"
+        settings, "--algorithm.members.math.loss.clip_high", "0.28", "--algorithm.members.chat.weight", "2"
     )
     resolved = tomllib.loads((run.path / "config.toml").read_text())["algorithm"]["members"]
     assert resolved["math"]["loss"]["clip_high"] == 0.28
     assert resolved["math"]["loss"]["clip_low"] == 0.2, "the defaults of the member's algorithm hold"
     assert (resolved["chat"]["weight"], resolved["chat"]["kl"]["coef"]) == (2.0, 0.3)
-    again = shop.command("train", str(run.path / "config.toml"), "--run.output", str(shop.folder / "again"),
+    rerun = shop.command("train", str(run.path / "config.toml"), "--run.output", str(shop.folder / "again"),
                          output=shop.folder / "again")  # fmt: skip
-    assert again.code == 0, again.said
-    assert again.weights == run.weights
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"members": {"math": {"sources": ["maths"]}}}, "'maths' is no source of data.train; there are 'math', 'chat'"),
         ({"members": {"chat": None}}, "no member trains on 'chat' of data.train"),
@@ -132,10 +132,10 @@ def test_members_are_options_of_the_run(shop: Workshop) -> None:
         ({"members": {"math": {"minibatches": 500}, "chat": {"minibatches": 500}}}, "--algorithm.members.math.minib"),
     ],
 )
-def test_wrong_members_are_refused_with_their_path(shop: Workshop, changes: dict[str, Any], said: str) -> None:
+def test_wrong_members_are_refused_with_their_path(shop: Workshop, changes: dict[str, Any], message: str) -> None:
     run = shop.run_config(config(shop, "run", algorithm=changes), "--dry-run")
     assert run.code != 0
-    assert said in run.said
+    assert message in run.said
 
 
 def rewards(shop: Workshop) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def rewards(shop: Workshop) -> list[dict[str, Any]]:
     }
     files = {name: shop.file(f"{name}.py", text) for name, text in texts.items()}
     sources = {"digits": ["math"], "short": ["chat"]}
-    return [{"use": f"file:{files[name]}", "sources": of} for name, of in sources.items()]
+    return [{"use": f"file:{files[name]}", "sources": source_names} for name, source_names in sources.items()]
 
 
 def test_a_reward_scores_the_rows_of_its_sources_only(shop: Workshop) -> None:
@@ -159,7 +159,7 @@ def test_a_reward_scores_the_rows_of_its_sources_only(shop: Workshop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "said"),
+    ("sources", "message"),
     [
         ((["math"], ["math"]), "no reward scores the rows of 'chat' of data.train"),
         (
@@ -168,17 +168,19 @@ def test_a_reward_scores_the_rows_of_its_sources_only(shop: Workshop) -> None:
         ),
     ],
 )
-def test_sources_of_rewards_are_checked(shop: Workshop, sources: Any, said: str) -> None:
-    given = [{**reward, "sources": of} for reward, of in zip(rewards(shop), sources, strict=True)]
-    run = shop.run_config(config(shop, "run", reward=given), "--dry-run")
+def test_sources_of_rewards_are_checked(shop: Workshop, sources: Any, message: str) -> None:
+    settings = [
+        {**reward, "sources": source_names} for reward, source_names in zip(rewards(shop), sources, strict=True)
+    ]
+    run = shop.run_config(config(shop, "run", reward=settings), "--dry-run")
     assert run.code != 0
-    assert said in run.said
+    assert message in run.said
 
 
 def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Forks, shop: Workshop) -> None:
     """The state of a member, its adaptive KL coefficient, is in the checkpoint."""
     runs = Runs(forks, shop)
-    more = {
+    settings = {
         "run": {"steps": 5},
         "checkpoint": {"every": 2, "keep": 2},
         "observer": [{"use": f"file:{shop.file('killer.py', KILLER)}"}],
@@ -189,9 +191,9 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Fork
             }
         },
     }
-    whole, broken = (config(shop, name, **more) for name in ("whole", "broken"))
+    baseline, broken = (config(shop, name, **settings) for name in ("whole", "broken"))
     runs.die_at(broken, "step 4")
-    finished, expected = runs.resume(broken), runs.end(whole)
+    finished, expected = runs.resume(broken), runs.end(baseline)
     assert "resumed after step 2" in finished.err
     assert expected.code == 0, expected.err
     assert_same_run(finished, expected)
@@ -228,29 +230,29 @@ def test_demonstrations_and_samples_in_one_step(shop: Workshop) -> None:
     """The first step computed again: the mean of each member over its own tokens, at the weight of the run file."""
     run = shop.train_config(with_experts(shop, "run", policy={"micro_tokens": 40}, run={"steps": 1}))
     rows = list(run.samples_of("step-000001.arrow"))
-    found = run.lines()[0]
+    metrics = run.lines()[0]
     model = AutoModelForCausalLM.from_pretrained(shop.model, dtype=torch.float32)
     policy, nll = [], []
     for row in rows:
         ids = [token for turn in row["turns"] for token in turn["ids"]]
-        own = [turn["sampled"] for turn in row["turns"] for _ in turn["ids"]]
-        given = row["row"]["source"] == "experts"
-        logits = model(torch.tensor([ids])).logits[0].double() / (1.0 if given else TEMPERATURE)
-        logp = torch.stack([logits.log_softmax(-1)[i - 1, ids[i]] for i in range(len(ids)) if own[i]])
-        if given:
+        mask = [turn["sampled"] for turn in row["turns"] for _ in turn["ids"]]
+        is_demonstration = row["row"]["source"] == "experts"
+        logits = model(torch.tensor([ids])).logits[0].double() / (1.0 if is_demonstration else TEMPERATURE)
+        logp = torch.stack([logits.log_softmax(-1)[i - 1, ids[i]] for i in range(len(ids)) if mask[i]])
+        if is_demonstration:
             assert row["turns"][1]["text"] == EXPERTS[row["row"]["index"]]["response"]
             nll.append(-logp)
             continue
         rewards = [other["reward"] for other in rows if other["group"] == row["group"]]
         advantage = (row["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-9)
         policy.append(-(logp - logp.detach()).exp() * advantage)
-    assert len(nll) == found["stream/demonstrations"] >= 2
+    assert len(nll) == metrics["stream/demonstrations"] >= 2
     assert len(policy) == 3 * (6 - len(nll)) >= 3
     total = torch.cat(policy).mean() + 0.3 * torch.cat(nll).mean()
     total.backward()
-    assert found["policy/loss"] == close(float(total.detach()))
-    assert found["policy/grad_norm"] == close(norm(model))
-    assert found["policy/experts/nll"] == close(float(torch.cat(nll).mean()))
+    assert metrics["policy/loss"] == close(float(total.detach()))
+    assert metrics["policy/grad_norm"] == close(norm(model))
+    assert metrics["policy/experts/nll"] == close(float(torch.cat(nll).mean()))
 
 
 def test_demonstrations_are_learnt_beside_a_reward_that_rises(shop: Workshop) -> None:
@@ -263,7 +265,7 @@ def test_demonstrations_are_learnt_beside_a_reward_that_rises(shop: Workshop) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"algorithm": {"members": {"math": {"use": "sft"}}}}, "every member learns from demonstrations"),
         ({"env": {"use": "number_game"}, "rollout": {"use": "multi_turn"}}, "the rows of 'experts'"),
@@ -271,7 +273,7 @@ def test_demonstrations_are_learnt_beside_a_reward_that_rises(shop: Workshop) ->
         ({"data": {"response": "gone"}}, "'gone'"),
     ],
 )
-def test_demonstrations_that_do_not_fit_are_refused(shop: Workshop, changes: dict[str, Any], said: str) -> None:
+def test_demonstrations_that_do_not_fit_are_refused(shop: Workshop, changes: dict[str, Any], message: str) -> None:
     run = shop.run_config(with_experts(shop, "run", **changes), "--dry-run")
     assert run.code != 0
-    assert said in run.said
+    assert message in run.said

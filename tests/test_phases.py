@@ -61,14 +61,14 @@ class Engine(Sleeps, Copying):
 """
 BEGINNING = ["sleep", "offload", "load"]
 """The calls before the first weights."""
-BACK = ["sleep", "reload"]
-TRAINED = [*BACK, "update"]
-EVALUATED = [*BACK, "use_view", "offload", "load", "wake", "generate", *BACK, "use_view"]
+RELOAD = ["sleep", "reload"]
+TRAINED = [*RELOAD, "update"]
+EVALUATED = [*RELOAD, "use_view", "offload", "load", "wake", "generate", *RELOAD, "use_view"]
 """The calls of an evaluation with the average, after which the live weights are used again."""
 STEP = ["wake", "generate", *TRAINED]
 ENDS = [*EVALUATED, "save"]
 ORDERS = {
-    1: [*BEGINNING, *STEP, "offload", "load", *BACK, "save", "offload", *STEP, "offload", "load", *ENDS],
+    1: [*BEGINNING, *STEP, "offload", "load", *RELOAD, "save", "offload", *STEP, "offload", "load", *ENDS],
     # the batches of a round one after another, and then both updates
     2: [*BEGINNING, "wake", "generate", *STEP, "save", "update", "offload", "load", *ENDS],
 }

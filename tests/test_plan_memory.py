@@ -23,7 +23,7 @@ from tests.plan_memory_process import LENGTH, SAMPLES, TOKENS
 
 pytestmark = pytest.mark.full
 
-WITHIN = 0.25
+TOLERANCE = 0.25
 MODEL = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "intermediate": 2048, "vocab_size": 32000}
 CASES = {
     "train": ("train", 1, {}),
@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
+def planned(path: str, phase: str, ranks: int, options: dict[str, Any]) -> int:
     """Planned bytes of one rank in the phase, without those of the process."""
     half = str(LENGTH // 2)
     flags = {
@@ -48,8 +48,8 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
         "data.max_prompt_tokens": half, "sampling.max_new_tokens": half, "sampling.samples_per_prompt": "8",
         "data.batch_size": str(SAMPLES // 8), "trainer.shared_prefixes": "false",
     }  # fmt: skip
-    role = "reference" if what == "forward" else "policy"
-    if what == "forward":
+    role = "reference" if phase == "forward" else "policy"
+    if phase == "forward":
         flags |= {"algorithm.kl.coef": "0.1", "reference.dtype": "fp32", "reference.micro_tokens": str(TOKENS)}
     if "lora" in options:
         flags["trainer.lora.rank"] = str(options["lora"]["rank"])
@@ -63,20 +63,20 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
         flags["trainer.freeze_vision"] = str("freeze_vision" in options).lower()
     layout = layout_of(planned_run(load(None, list(flags.items())), Plugins.discover(), "cpu"), Machine("cpu", 2**40))
     phases = layout.role(role).memory.phases
-    if what == "generate":
+    if phase == "generate":
         assert layout.engines is not None
         parts = [phases["rest"].device, layout.engines.memory.phases["generate"].device]
     else:
-        parts = [phases[what].device]
+        parts = [phases[phase].device]
     return sum(map(sum_of, parts))
 
 
-def measured(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
+def measured(path: str, phase: str, ranks: int, options: dict[str, Any]) -> int:
     """Measured bytes of the rank that takes most."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    work = {"what": what, "path": path, "ranks": ranks, "port": port, "options": options}
+    work = {"what": phase, "path": path, "ranks": ranks, "port": port, "options": options}
     script = str(ROOT / "tests" / "plan_memory_process.py")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
@@ -87,9 +87,9 @@ def measured(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    ended = [child.communicate() for child in children]
-    assert [child.returncode for child in children] == [0] * ranks, ended[0][1]
-    return max(int(out.splitlines()[-1]) for out, _ in ended)
+    outputs = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0] * ranks, outputs[0][1]
+    return max(int(out.splitlines()[-1]) for out, _ in outputs)
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +102,14 @@ def image_text(tmp_path_factory) -> dict[str, str]:
     """{family: a model with 100 M parameters}. Every image has 64 tokens: 256 patches in Qwen2.5-VL, 64 in LLaVA."""
     text = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 24, "num_key_value_heads": 8}
     tower = {"hidden_size": 768, "intermediate_size": 3072, "initializer_range": 0.02}
-    more: dict[str, dict[str, Any]] = {
+    vision: dict[str, dict[str, Any]] = {
         "qwen2_5_vl": {"depth": 8, "num_heads": 12},
         "llava": {"num_hidden_layers": 8, "num_attention_heads": 12, "image_size": 128, "patch_size": 16},
     }
-    found = {}
-    for family, own in more.items():
+    models = {}
+    for family, sizes in vision.items():
         path = tiny_image_model(
-            tmp_path_factory.mktemp(family), family, vision=tower | own, num_hidden_layers=6,
+            tmp_path_factory.mktemp(family), family, vision=tower | sizes, num_hidden_layers=6,
             initializer_range=0.02, **text,
         )  # fmt: skip
         file = path / "processor_config.json"
@@ -121,8 +121,8 @@ def image_text(tmp_path_factory) -> dict[str, str]:
         else:
             pixels["size"] = {"shortest_edge": 256, "longest_edge": 128 * 128}
         file.write_text(json.dumps(processor))
-        found[family] = str(path)
-    return found
+        models[family] = str(path)
+    return models
 
 
 @pytest.mark.slow
@@ -132,5 +132,7 @@ def image_text(tmp_path_factory) -> dict[str, str]:
 )
 def test_a_phase_takes_the_planned_memory(path, image_text, name):
     path = image_text.get(CASES[name][2].get("images"), path)
-    said, took = planned(path, *CASES[name]), measured(path, *CASES[name])
-    assert said == pytest.approx(took, rel=WITHIN), f"planned {said / 2**20:.0f} MiB, measured {took / 2**20:.0f} MiB"
+    plan, peak = planned(path, *CASES[name]), measured(path, *CASES[name])
+    assert plan == pytest.approx(peak, rel=TOLERANCE), (
+        f"planned {plan / 2**20:.0f} MiB, measured {peak / 2**20:.0f} MiB"
+    )

@@ -37,18 +37,18 @@ def test_one_measurement_serves_every_role_and_a_resume(shop: Workshop, gain, mo
     computed = []
     prepare = PackedTrainer.prepare
 
-    def recording(trainer, loaded, spec, device):
-        prepare(trainer, loaded, spec, device)
+    def recording(trainer, model, spec, device):
+        prepare(trainer, model, spec, device)
         computed.append((spec.role.name, trainer.precision.name))
 
     monkeypatch.setattr(PackedTrainer, "prepare", recording)
-    own = {"policy": {"dtype": "auto"}, "algorithm": {"kl": {"coef": 0.1}}}
+    settings = {"policy": {"dtype": "auto"}, "algorithm": {"kl": {"coef": 0.1}}}
     gain[:] = [9.0] + 9 * [1.0]
-    shop.train("grpo", "run", **own, run={"steps": 1})
+    shop.train("grpo", "run", **settings, run={"steps": 1})
     assert computed == [("policy", "bf16"), ("reference", "bf16")]
     computed.clear()
     gain[:] = 9 * [1.0]
-    done = shop.train("grpo", "run", "--resume", **own, run={"steps": 2})
+    done = shop.train("grpo", "run", "--resume", **settings, run={"steps": 2})
     assert computed == [("policy", "bf16"), ("reference", "bf16")]
     starts = json.loads((done.path / "manifest.json").read_text())["starts"]
     assert [start["on_processor"]["bf16"] for start in starts] == [True, True]

@@ -32,55 +32,57 @@ def numbers(run: Finished) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if isinstance(v, float)} for line in run.lines()]
 
 
-def alike(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
+def assert_near(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
     """Equal up to rounding: the reference computes other micro-batches (1e-6 in a log-prob of a few nats)."""
     assert [line.keys() for line in a] == [line.keys() for line in b]
-    for one, other in zip(a, b, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for first, second in zip(a, b, strict=True):
+        assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
 
 
 def test_a_precomputed_reference_changes_no_number(shop, options):
     along = shop.train("dpo", "along", **options)
-    before = shop.train("dpo", "before", "--reference.precompute", "true", **options)
-    alike(numbers(before), numbers(along))
-    assert "reference: precomputing ref_logprobs of 26 sequences" in before.said
-    with safe_open(before.path / "precomputed" / "reference.safetensors", "pt") as file:
+    cache_run = shop.train("dpo", "before", "--reference.precompute", "true", **options)
+    assert_near(numbers(cache_run), numbers(along))
+    assert "reference: precomputing ref_logprobs of 26 sequences" in cache_run.said
+    with safe_open(cache_run.path / "precomputed" / "reference.safetensors", "pt") as file:
         assert len(file.get_tensor("keys")) == 26
     assert not (along.path / "precomputed").exists()
 
 
 def test_a_resumed_run_loads_no_reference(shop, options):
-    whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
+    baseline = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
     cut = {**options, "run": {"steps": 5}}
     shop.train("dpo", "cut", "--reference.precompute", "true", "--run.steps", "2", **cut)
-    again = shop.train("dpo", "cut", "--reference.precompute", "true", "--resume", **cut)
-    assert "precomputing" not in again.said
-    assert again.lines()[-1]["policy/loss"] == pytest.approx(whole.lines()[-1]["policy/loss"], rel=1e-6)
+    retry = shop.train("dpo", "cut", "--reference.precompute", "true", "--resume", **cut)
+    assert "precomputing" not in retry.said
+    assert retry.lines()[-1]["policy/loss"] == pytest.approx(baseline.lines()[-1]["policy/loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    "kept", [pytest.param(0.0, marks=pytest.mark.full), 0.5, pytest.param(1.0, marks=pytest.mark.full)]
+    "share", [pytest.param(0.0, marks=pytest.mark.full), 0.5, pytest.param(1.0, marks=pytest.mark.full)]
 )
-def test_a_damaged_file_is_computed_again(shop, options, kept):
+def test_a_damaged_file_is_computed_again(shop, options, share):
     """As a copy that broke off or a loss of power leaves it. A killed process also left a file that it was writing."""
-    whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
+    baseline = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
     shop.train("dpo", "run", "--reference.precompute", "true", "--run.stop_after", "2", **options)
     table = shop.folder / "run/precomputed/reference.safetensors"
-    table.write_bytes(table.read_bytes()[: int(kept * (table.stat().st_size - 1))])
+    table.write_bytes(table.read_bytes()[: int(share * (table.stat().st_size - 1))])
     (table.parent / ".saving-reference.safetensors").touch()
-    again = shop.train("dpo", "run", "--reference.precompute", "true", "--resume", **options)
-    assert f"{table} is damaged (" in again.said
+    retry = shop.train("dpo", "run", "--reference.precompute", "true", "--resume", **options)
+    assert f"{table} is damaged (" in retry.said
     assert [path.name for path in table.parent.iterdir()] == [table.name]
-    assert again.weights == whole.weights
+    assert retry.weights == baseline.weights
 
 
-@pytest.mark.parametrize(("bytes_", "kept"), [(700, False), (1300, True)], ids=["the first part", "the second part"])
+@pytest.mark.parametrize(
+    ("bytes_", "is_saved"), [(700, False), (1300, True)], ids=["the first part", "the second part"]
+)
 def test_a_full_disk_is_an_error_of_the_run(
-    forks: Forks, shop: Workshop, options: dict[str, Any], bytes_: int, kept: bool
+    forks: Forks, shop: Workshop, options: dict[str, Any], bytes_: int, is_saved: bool
 ) -> None:
     """The size of files is limited below the size of the table. The resumed run uses the part that was written."""
     options = {**options, "data": {**options["data"], "batch_size": 1}}
-    whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
+    baseline = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
     run = shop.config("dpo", "full", **options, reference={"precompute": True})
     full = forks.start(shop.arguments(run), limits={"RLIMIT_FSIZE": bytes_})
     assert full.wait() == 1, full.output
@@ -89,11 +91,11 @@ def test_a_full_disk_is_an_error_of_the_run(
     assert f"{table} could not be saved" in full.output
     assert "The disk is full" in full.output
     assert "There is no checkpoint yet: start the run again." in full.output
-    assert [p.name for p in table.parent.iterdir()] == ([table.name] if kept else [])
-    again = forks.start(shop.arguments(run))
-    assert again.wait() == 0, again.output
-    assert ("precomputing ref_logprobs of 10 sequences" if kept else "of 26 sequences") in again.output
-    assert Finished(shop.folder / "full", 0).weights == whole.weights
+    assert [p.name for p in table.parent.iterdir()] == ([table.name] if is_saved else [])
+    retry = forks.start(shop.arguments(run))
+    assert retry.wait() == 0, retry.output
+    assert ("precomputing ref_logprobs of 10 sequences" if is_saved else "of 26 sequences") in retry.output
+    assert Finished(shop.folder / "full", 0).weights == baseline.weights
 
 
 def test_a_reference_that_follows_the_policy_is_refused(shop, options):
@@ -116,4 +118,4 @@ def test_on_ray_the_reference_is_gone_before_the_policy_comes(shop, options):
         "placement": {"reference": {"ranks": 2}, "policy": {"share": "reference"}},
     }
     on_ray = shop.train("dpo", "ray", "--reference.precompute", "true", **{**options, **cluster})
-    alike(numbers(on_ray), numbers(embedded))
+    assert_near(numbers(on_ray), numbers(embedded))

@@ -130,17 +130,17 @@ def test_every_label_follows_from_the_marks(monkeypatch):
     solution = "a {0}*3=<<{0}*3={1}>>{1} b\nc {0}+10=<<{0}+10={2}>>{2}\n#### 1"
     worked = [(f"q{i}", solution.format(i, 3 * i, i + 10)) for i in range(200)]
     counts = steps.Counts()
-    made = list(steps.rows(worked, 0, counts))
+    examples = list(steps.rows(worked, 0, counts))
     monkeypatch.setattr(steps, "CALCULATOR_MARK", steps.re.compile("never"))
-    kept = list(steps.rows(worked, 0, steps.Counts()))
-    for row, marked in zip(made, kept, strict=True):
+    plain = list(steps.rows(worked, 0, steps.Counts()))
+    for row, marked in zip(examples, plain, strict=True):
         assert row["labels"] == marked["labels"]
         for text, step, label in zip(row["completions"], marked["completions"], row["labels"], strict=True):
             assert marks.MARK.sub("", step) == text
-            left, _, said = marks.MARK.search(step)[1].partition("=")
-            assert (marks.evaluate(left) == marks.evaluate(said)) is label
-            assert text.endswith((said, f"{said} b"))
-    wrong = sum(row["labels"].count(False) for row in made)
+            left, _, result = marks.MARK.search(step)[1].partition("=")
+            assert (marks.evaluate(left) == marks.evaluate(result)) is label
+            assert text.endswith((result, f"{result} b"))
+    wrong = sum(row["labels"].count(False) for row in examples)
     assert (counts.rows, counts.steps, counts.wrong, counts.found_wrong) == (200, 400, wrong, 0)
     assert 160 < wrong < 240
 
@@ -155,8 +155,8 @@ def test_corruption_depends_only_on_the_seed_and_the_row():
 def test_solutions_whose_steps_cannot_be_judged_are_left_out_and_counted():
     counts = steps.Counts()
     rows = [("a", "No mark here.\n#### 3"), ("b", "x = <<x+1=3>>3"), ("c", "20+10 = <<20+10=50>>50")]
-    made = list(steps.rows(rows, 0, counts))
-    assert made == [{"question": "c", "completions": ["20+10 = 50"], "labels": [False]}]
+    examples = list(steps.rows(rows, 0, counts))
+    assert examples == [{"question": "c", "completions": ["20+10 = 50"], "labels": [False]}]
     assert counts == steps.Counts(rows=1, steps=1, wrong=1, found_wrong=1, without_marks=1, unreadable=1)
 
 
@@ -244,13 +244,13 @@ def test_every_run_file_trains_on_the_real_data(ran, name):
 def test_no_question_is_on_both_sides(ran):
     task = ran / "task"
     for folder in ("graded/pairs", "graded/labels"):
-        train, held = (
+        train, held_out = (
             {json.loads(line)["question"] for line in (task / folder / f"{side}.jsonl").read_text().splitlines()}
             for side in ("train", "held_out")
         )
         assert train
-        assert held
-        assert not train & held
+        assert held_out
+        assert not train & held_out
 
 
 def test_missing_data_is_an_error_that_names_the_flag(tmp_path):

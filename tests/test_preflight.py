@@ -103,7 +103,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 """{case: (algorithm, changes, parts of the message)}."""
-HERE: dict[str, tuple[str, dict[str, Any], str]] = {
+MACHINE_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "flash": ("sft", {"trainer": {"attention": "flash"}}, "trainer.attention = 'flash' is not available: "),
     "liger": ("sft", {"trainer": {"kernels": "liger"}}, "trainer.kernels = 'liger' is not available: Liger's kernels "),
     "liger on ranks": (
@@ -139,7 +139,7 @@ class Judge(Reward):
 """
 
 
-def said(*words: str) -> tuple[int, str]:
+def execute(*words: str) -> tuple[int, str]:
     """Exit code and output of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -163,13 +163,13 @@ def needed(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_refused_by_a_dry_run_and_by_a_plan(tiny, name):
-    algorithm, changes, why = EVERYWHERE[name]
+    algorithm, changes, message = EVERYWHERE[name]
     needed(changes)
     path = run_file(tiny, name, algorithm, changes)
     for words in (("train", path, "--dry-run"), ("plan", path, "--device", "cpu", "--device-memory", "64GiB")):
-        code, text = said(*words)
+        code, text = execute(*words)
         assert code == 2
-        assert all(part in text for part in why.split(" ... "))
+        assert all(part in text for part in message.split(" ... "))
     assert not (tiny.folder / f"preflight {name}").exists()
 
 
@@ -178,11 +178,11 @@ def test_a_model_whose_memory_cannot_be_estimated_is_trained(shop):
     model = tiny_architecture(shop.folder / "blt", "blt")
     config = shop.config("sft", "blt run", policy={"model": str(model)}, run={"steps": 1})
     arguments = shop.arguments(config)
-    code, text = said(*arguments, "--dry-run")
+    code, text = execute(*arguments, "--dry-run")
     assert code == 0, text
     assert "placement and memory: not estimated: cannot plan with BltForCausalLM" in text
-    assert said("plan", arguments[1])[0] == 1
-    code, text = said(*arguments)
+    assert execute("plan", arguments[1])[0] == 1
+    code, text = execute(*arguments)
     assert code == 0, text
 
 
@@ -200,11 +200,11 @@ def test_what_is_read_before_the_first_step_is_read_by_a_dry_run(shop):
         ({"rollout": {"use": "replay", "path": long}}, "long.jsonl:1 is not a recorded sample"),
         ({"reward": [scaled]}, "normalise = true needs the numbers `mean` and `std` > 0"),
     ]
-    for number, (changes, why) in enumerate(cases):
+    for number, (changes, message) in enumerate(cases):
         path = shop.arguments(shop.config("rloo", f"read{number}", **changes))[1]
-        code, text = said("train", path, "--dry-run")
+        code, text = execute("train", path, "--dry-run")
         assert code != 0
-        assert why in text
+        assert message in text
 
 
 @pytest.mark.parametrize(("use", "option"), [("tensorboard", "folder"), ("mlflow", "tracking_uri")])
@@ -215,7 +215,7 @@ def test_an_observer_with_an_impossible_folder_is_refused_before_models_are_load
     path = shop.arguments(shop.config("sft", "observed", observer=observer))[1]
     monkeypatch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
     for words in (("train", path, "--dry-run"), ("train", path)):
-        code, text = said(*words)
+        code, text = execute(*words)
         assert code == 2
         assert f"observer '{use}', {option}: {shop.data / 'below'} cannot be a folder, as {shop.data} is a file" in text
 
@@ -229,26 +229,26 @@ def test_a_missing_login_is_refused_before_models_are_loaded(shop, tmp_path, mon
         path = shop.arguments(shop.config("sft", "logged", observer=[{"use": "wandb"}]))[1]
         with monkeypatch.context() as patch:
             patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
-            code, text = said("train", path, *words)
+            code, text = execute("train", path, *words)
         assert code == 2
         assert "observer 'wandb' could not start: no API key is configured. Set WANDB_API_KEY in" in text
     path = shop.arguments(shop.config("sft", "unlogged", observer=[{"use": "wandb", "mode": "offline"}]))[1]
-    assert said("train", path, "--dry-run")[0] == 0
+    assert execute("train", path, "--dry-run")[0] == 0
 
 
 def test_a_policy_that_cannot_be_sampled_from_is_refused_by_its_config(shop):
     mamba = tiny_model(shop.folder / "mamba", architecture="mamba", hidden=16, heads=2)
-    code, text = said("train", run_file(shop, "mamba", "rloo", {"policy": {"model": str(mamba)}}), "--dry-run")
+    code, text = execute("train", run_file(shop, "mamba", "rloo", {"policy": {"model": str(mamba)}}), "--dry-run")
     assert code == 1
     assert "MambaForCausalLM" in text
     assert "the generator 'transformers' cannot sample from it" in text
     changes = {"policy": {"model": str(shop.folder / "short")}, "sampling": {"max_new_tokens": 40}}
     configured(max_position_embeddings=41)(Path(shutil.copytree(shop.model, shop.folder / "short")))
     path = run_file(shop, "short", "rloo", changes)
-    assert said("train", path, "--dry-run")[0] == 0
+    assert execute("train", path, "--dry-run")[0] == 0
     configured(max_position_embeddings=40)(shop.folder / "short")
     skeleton.cache_clear()
-    code, text = said("train", path, "--dry-run")
+    code, text = execute("train", path, "--dry-run")
     assert code == 2
     assert "a prompt and max_new_tokens = 40 do not fit into the positions of" in text
 
@@ -320,14 +320,14 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_model_that_cannot_be_loaded_is_refused_by_its_headers(shop, name, monkeypatch):
     if name in ("a tensor less", "more layers"):
         pytest.importorskip("accelerate")
-    change, why = MODELS[name]
+    change, message = MODELS[name]
     change(Path(shutil.copytree(shop.model, shop.folder / "model")))
     path = run_file(shop, name, "sft", {"policy": {"model": str(shop.folder / "model")}})
-    code, text = said("train", path, "--dry-run")
+    code, text = execute("train", path, "--dry-run")
     assert code == 1
-    assert why in text
+    assert message in text
     monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it started"))
-    assert said("train", path)[0] == 1
+    assert execute("train", path)[0] == 1
 
 
 def test_a_reward_model_that_cannot_be_loaded_is_refused_by_its_headers(shop):
@@ -335,9 +335,9 @@ def test_a_reward_model_that_cannot_be_loaded_is_refused_by_its_headers(shop):
     tiny_reward_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1)
     reward = [{"use": "model", "model": str(shop.folder / "rm")}]
     path = shop.arguments(shop.config("rloo", "rm", reward=reward))[1]
-    assert said("train", path, "--dry-run")[0] == 0
+    assert execute("train", path, "--dry-run")[0] == 0
     without("score.weight")(shop.folder / "rm")
-    code, text = said("train", path, "--dry-run")
+    code, text = execute("train", path, "--dry-run")
     assert code == 1
     assert "role 'reward_model' lacks 1 weights of a Qwen3ForSequenceClassification" in text
 
@@ -352,7 +352,7 @@ def test_a_run_refuses_a_language_model_as_reward_model(shop, reward, monkeypatc
     path = shop.arguments(shop.config("rloo", "random", **changes))[1]
     monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it started"))
     for words in (("train", path, "--dry-run"), ("train", path)):
-        code, text = said(*words)
+        code, text = execute(*words)
         assert code == 1, text
         assert "is a Qwen3ForCausalLM, which has no trained 'scalar' head, and this run does not train the role" in text
         assert "Name a sequence-classification model with 1 label" in text
@@ -363,14 +363,14 @@ def test_score_and_eval_refuse_a_language_model_as_reward_model(shop, monkeypatc
     monkeypatch.setattr("rlhf_runtime.jobs.inference.launch_roles", lambda *_: pytest.fail("it started"))
     shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
     for words in (("score", *shared, "--answers", "response", "-o", str(shop.folder / "out.jsonl")), ("eval", *shared)):
-        code, text = said(*words)
+        code, text = execute(*words)
         assert code == 1
         assert "which has no trained 'scalar' head, and this run does not train the role" in text
 
 
 def test_a_role_that_is_trained_may_start_from_a_language_model(shop):
     for algorithm in ("ppo", "reward_model"):
-        code, text = said("train", shop.arguments(shop.config(algorithm, algorithm))[1], "--dry-run")
+        code, text = execute("train", shop.arguments(shop.config(algorithm, algorithm))[1], "--dry-run")
         assert code == 0, text
 
 
@@ -386,27 +386,27 @@ def test_models_that_can_be_loaded_are_not_refused(tmp_path, architecture):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", MACHINE_CASES)
 def test_refused_by_a_dry_run_for_this_machine(tiny, name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    algorithm, changes, why = HERE[name]
+    algorithm, changes, message = MACHINE_CASES[name]
     needed(changes)
     path = run_file(tiny, name, algorithm, changes)
-    code, text = said("train", path, "--dry-run")
+    code, text = execute("train", path, "--dry-run")
     assert code == 2
-    assert why in text
+    assert message in text
 
 
 def test_a_frozen_role_ignores_options_of_training(tiny):
     changes = {"trainer": {"lr": 1e-3, "ema_decay": 0.9}, "reference": {"trainer": {"logits_chunk": 4096}}}
-    code, text = said("train", run_file(tiny, "inherits", "dpo", changes), "--dry-run")
+    code, text = execute("train", run_file(tiny, "inherits", "dpo", changes), "--dry-run")
     assert code == 0, text
 
 
 def test_commands_that_only_sample_accept_a_section_for_training(tiny):
     path = run_file(tiny, "answers", "grpo", {"policy": {"trainer": {"lr": 1e-3}}})
-    code, text = said("eval", path, "--eval.max_rows", "1", "--eval.max_new_tokens", "2")
+    code, text = execute("eval", path, "--eval.max_rows", "1", "--eval.max_new_tokens", "2")
     assert code == 0, text
 
 
@@ -422,11 +422,11 @@ def test_every_option_of_training_is_classified():
 def test_the_options_of_each_plugin_are_checked_once(tiny: Workshop, monkeypatch, words: list[str]) -> None:
     checked, check = list[str](), components.options_config
 
-    def counted(resolved: Any, options: Any, where: str, *rest: Any, **named: Any) -> Any:
-        checked.append(where)
-        return check(resolved, options, where, *rest, **named)
+    def count(resolved: Any, options: Any, path: str, *rest: Any, **keywords: Any) -> Any:
+        checked.append(path)
+        return check(resolved, options, path, *rest, **keywords)
 
-    monkeypatch.setattr(components, "options_config", counted)
+    monkeypatch.setattr(components, "options_config", count)
     name = f"once {' '.join(words)}"
     config = tiny.config("ppo", name, run={"steps": 1}, critic={"trainer": {"lr": 1e-4}})
     run_file = tiny.arguments(config)[1]

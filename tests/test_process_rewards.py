@@ -75,13 +75,13 @@ def tokenizer(path: Path) -> Any:
 
 def ends(path: Path, ids: Iterable[int]) -> list[int]:
     """The ends of lines that are not blank; each token is one character."""
-    found, line = [], ""
+    positions, line = [], ""
     for i, token in enumerate(ids):
         c = tokenizer(path).decode([token])
         if c == "\n" and line.strip():
-            found.append(i)
+            positions.append(i)
         line = "" if c == "\n" else line + c
-    return found
+    return positions
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -91,23 +91,23 @@ def ends(path: Path, ids: Iterable[int]) -> list[int]:
 def test_transformers_gives_the_step_scores_that_the_run_reported(trained: dict[str, Finished], kind: str) -> None:
     path, last = trained[kind].path / "model", trained[kind].lines()[-1]
     encode = tokenizer(path)
-    losses, same, said, labels = [], [], [], []
+    losses, verdicts, scores, labels = [], [], [], []
     for row in SOLUTIONS:
         ids = encode(row["prompt"] + "".join(f"{step}\n" for step in row["completions"]))["input_ids"]
-        found = probabilities(path, ids)[ends(path, ids)]
+        step_scores = probabilities(path, ids)[ends(path, ids)]
         p = torch.tensor([float(label) for label in row["labels"]])
-        losses += (-p * found.log() - (1 - p) * (1 - found).log()).tolist()
-        same += ((found >= 0.5) == (p >= 0.5)).tolist()
-        said += found.tolist()
+        losses += (-p * step_scores.log() - (1 - p) * (1 - step_scores).log()).tolist()
+        verdicts += ((step_scores >= 0.5) == (p >= 0.5)).tolist()
+        scores += step_scores.tolist()
         labels += p.tolist()
     assert len(losses) == 3 * len(SOLUTIONS)
-    right = [s for s, label in zip(same, labels, strict=True) if label >= 0.5]
-    wrong = [s for s, label in zip(same, labels, strict=True) if label < 0.5]
+    right = [s for s, label in zip(verdicts, labels, strict=True) if label >= 0.5]
+    wrong = [s for s, label in zip(verdicts, labels, strict=True) if label < 0.5]
     assert last["eval/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert last["eval/accuracy"] == pytest.approx(sum(same) / len(same))
+    assert last["eval/accuracy"] == pytest.approx(sum(verdicts) / len(verdicts))
     assert last["eval/accuracy_right"] == pytest.approx(sum(right) / len(right))
     assert last["eval/accuracy_wrong"] == pytest.approx(sum(wrong) / len(wrong))
-    assert last["eval/probability"] == pytest.approx(sum(said) / len(said), rel=1e-4)
+    assert last["eval/probability"] == pytest.approx(sum(scores) / len(scores), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["classes", "lm"])
@@ -150,16 +150,20 @@ def test_the_export_of_two_classes_names_them(trained: dict[str, Finished]) -> N
     assert module.config.id2label == {0: "wrong", 1: "right"}
     text = "1+2=1+2\n"
     with torch.no_grad():
-        whole = module(**tokenizer(path)(text, return_tensors="pt")).logits.softmax(1)[0, 1]
-    assert float(whole) == pytest.approx(float(probabilities(path, tokenizer(path)(text)["input_ids"])[-1]), rel=1e-4)
+        probability = module(**tokenizer(path)(text, return_tensors="pt")).logits.softmax(1)[0, 1]
+    assert float(probability) == pytest.approx(
+        float(probabilities(path, tokenizer(path)(text)["input_ids"])[-1]), rel=1e-4
+    )
 
 
 def test_training_continues_from_either_export(shop: Workshop, trained: dict[str, Finished]) -> None:
     for kind, algorithm in (("classes", {}), ("lm", LABELS)):
-        more = train(shop, trained[kind].path / "model", kind, algorithm, run={"steps": 1}, eval={"at_start": True})
-        before = more.lines()[0]
-        assert before["step"] == 0
-        assert before["eval/loss"] == pytest.approx(trained[kind].lines()[-1]["eval/loss"], rel=1e-4)
+        continuation = train(
+            shop, trained[kind].path / "model", kind, algorithm, run={"steps": 1}, eval={"at_start": True}
+        )
+        first = continuation.lines()[0]
+        assert first["step"] == 0
+        assert first["eval/loss"] == pytest.approx(trained[kind].lines()[-1]["eval/loss"], rel=1e-4)
 
 
 def test_an_evaluation_gives_processbenchs_f1(shop: Workshop, trained: dict[str, Finished]) -> None:
@@ -248,13 +252,13 @@ def test_each_step_is_credited_at_the_token_that_ends_it(
     assert batch.units == len(list(run.samples())) == 12
     steps, expected = 0, torch.zeros(batch.tokens)
     for u in range(batch.units):
-        own = batch.select([u])
+        unit = batch.select([u])
         start = int((batch.unit_N < u).sum())
-        sampled = own.tok["loss_mask"].nonzero()[:, 0].tolist()
-        found = [sampled[i] for i in ends(path, own.ids_N[sampled].tolist())]
-        steps += len(found)
-        p_N = probabilities(path, own.ids_N.tolist())
-        for position in found or sampled[-1:]:
+        sampled = unit.tok["loss_mask"].nonzero()[:, 0].tolist()
+        positions = [sampled[i] for i in ends(path, unit.ids_N[sampled].tolist())]
+        steps += len(positions)
+        p_N = probabilities(path, unit.ids_N.tolist())
+        for position in positions or sampled[-1:]:
             expected[start + position] = 0.5 * p_N[position]
     assert steps > 6
     assert torch.allclose(batch.tok["step_reward"], expected, rtol=1e-4, atol=1e-6)
@@ -277,11 +281,11 @@ def test_the_aggregate_is_an_answers_value(shop: Workshop, model: Path, trained:
     samples = list(run.samples())
     for sample in samples:
         prompt, answer = sample["turns"]
-        at = [len(prompt["ids"]) + i for i in ends(path, answer["ids"])]
-        assert at, "an answer without a step has no value, and nothing else gives it one: it is left out"
-        said = probabilities(path, prompt["ids"] + answer["ids"])[at]
+        positions = [len(prompt["ids"]) + i for i in ends(path, answer["ids"])]
+        assert positions, "an answer without a step has no value, and nothing else gives it one: it is left out"
+        scores = probabilities(path, prompt["ids"] + answer["ids"])[positions]
         assert sample["rewards"]["prm"]["steps"] == []
-        assert sample["reward"] == pytest.approx(float(said.prod()), rel=1e-3)
+        assert sample["reward"] == pytest.approx(float(scores.prod()), rel=1e-3)
     assert 0 < len(samples) < 12
 
 
@@ -292,13 +296,13 @@ def test_the_export_records_the_step_separator_and_the_reward_uses_it(shop: Work
     assert json.loads((path / "config.json").read_text())["step_separator"] == "-"
     reward = {"use": "prm", "model": str(path), "aggregate": "sum", "without_steps": "last_token"}
     changes = {"run": {"steps": 1}, "policy": {"model": str(model)}, "sampling": LONG}
-    found = 0
+    total = 0
     for sample in shop.train("rloo", "run", reward=[reward], **changes).samples():
         answer = sample["turns"][1]
         texts = answer["text"].split("-")[:-1]  # a dash behind nothing but white space ends no step
-        found += (count := sum(bool(text.strip()) for text in texts))
+        total += (count := sum(bool(text.strip()) for text in texts))
         assert len(sample["rewards"]["prm"]["info"]["probabilities"]) == (count or 1)
-    assert found > 6
+    assert total > 6
     refused = shop.run("rloo", "other", reward=[{**reward, "separator": "\n"}], **changes)
     assert refused.code == 2
     assert "steps that end with '-' (step_separator in its config.json)" in refused.said
@@ -319,9 +323,9 @@ def test_a_token_classification_model_is_read_with_its_bias(shop: Workshop, mode
     run = shop.train("rloo", "run", run={"steps": 1}, policy={"model": str(model)}, reward=reward)
     for sample in run.samples():
         ids = [i for turn in sample["turns"] for i in turn["ids"]]
-        said = probabilities(path, ids)
-        at = [len(sample["turns"][0]["ids"]) + i for i in ends(path, sample["turns"][1]["ids"])]
-        assert sample["reward"] == pytest.approx(float(said[at or [-1]].min()), rel=1e-3)
+        scores = probabilities(path, ids)
+        positions = [len(sample["turns"][0]["ids"]) + i for i in ends(path, sample["turns"][1]["ids"])]
+        assert sample["reward"] == pytest.approx(float(scores[positions or [-1]].min()), rel=1e-3)
 
 
 def test_evaluations_report_the_aggregate_beside_the_reward(

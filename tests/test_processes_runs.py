@@ -39,19 +39,19 @@ def leaves_nothing(run: Training) -> None:
 
 def test_a_run_is_the_run_on_ray(forks, place, undisturbed):
     on_ray = Training(forks, place, place.config("grpo", "on ray", **CLUSTER)).finish()
-    ours = Finished(undisturbed.output, 0)
+    run = Finished(undisturbed.output, 0)
     assert on_ray.code == 0, on_ray.said
-    assert ours.rollouts() == on_ray.rollouts()
-    assert ours.weights == on_ray.weights
-    assert all(line["sync/canary"] < 1e-5 for line in ours.lines())
-    for line in read_metrics(ours.path / "metrics.jsonl"):
+    assert run.rollouts() == on_ray.rollouts()
+    assert run.weights == on_ray.weights
+    assert all(line["sync/canary"] < 1e-5 for line in run.lines())
+    for line in read_metrics(run.path / "metrics.jsonl"):
         assert {f"memory/{name}/process" for name in ("driver", "policy", "generator")} <= line.keys()
     leaves_nothing(undisturbed)
 
 
 def test_killed_workers_change_no_number(forks, place, undisturbed):
     """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly."""
-    whole = Finished(undisturbed.output, 0)
+    baseline = Finished(undisturbed.output, 0)
     config = place.config("grpo", "killed", **PROCESSES, sync={"transport": "broadcast"})
     run = Training(forks, place, config)
     with run.held_after(2):
@@ -70,9 +70,9 @@ def test_killed_workers_change_no_number(forks, place, undisturbed):
     leaves_nothing(run)
     resumed = Training(forks, place, config, "--resume", "--sync.transport", "shared").finish()
     assert resumed.code == 0, resumed.said
-    assert indices(resumed) == indices(whole)
-    assert resumed.rollouts() == whole.rollouts()
-    assert resumed.weights == whole.weights
+    assert indices(resumed) == indices(baseline)
+    assert resumed.rollouts() == baseline.rollouts()
+    assert resumed.weights == baseline.weights
 
 
 def test_a_stopped_run_saves_and_resumes(forks, place, undisturbed):

@@ -19,8 +19,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return calls
 
 
-def of(counts: list[tuple[str, int, int]], what: str) -> list[tuple[int, int]]:
-    return [(done, total) for name, done, total in counts if name == what]
+def of(counts: list[tuple[str, int, int]], unit: str) -> list[tuple[int, int]]:
+    return [(done, total) for name, done, total in counts if name == unit]
 
 
 def test_samples_optimizer_steps_and_micro_batches_are_counted(
@@ -34,9 +34,9 @@ def test_samples_optimizer_steps_and_micro_batches_are_counted(
         policy={"micro_tokens": 24},
         data={"eval": [{"path": str(shop.data), "max_rows": 2}]},
     )
-    drawn = [(ended, 12) for ended in range(1, 13)]  # 4 prompts x 3 samples
-    answered = [(ended, 2) for ended in (1, 2)]
-    assert of(counts, "samples") == drawn + answered
+    training = [(count, 12) for count in range(1, 13)]  # 4 prompts x 3 samples
+    answered = [(count, 2) for count in (1, 2)]
+    assert of(counts, "samples") == training + answered
     assert of(counts, "optimizer step") == [(1, 2), (2, 2)] * 2, "of the critic and of the policy"
     micros = of(counts, "micro-batches")
     assert max(total for _, total in micros) > 2

@@ -57,8 +57,10 @@ def test_a_model_is_uploaded_into_a_private_repository(push: Push, model: Path) 
         assert "adapter/ is left out" in done.stderr
         repository = hub.repositories["model", "owner/new"]
         files = repository.commits[repository.refs["main"]]
-        own = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file() and path.name != ".cache"}
-        assert {name: content for name, content in files.items() if name != ".gitattributes"} == own
+        contents = {
+            path.name: path.read_bytes() for path in model.iterdir() if path.is_file() and path.name != ".cache"
+        }
+        assert {name: content for name, content in files.items() if name != ".gitattributes"} == contents
         assert repository.private
         (model / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
         done = push(hub, model, "owner/open", "--public")

@@ -38,8 +38,15 @@ def digits(completions, answer, **columns):
 
 
 def train(shop, output, **changes):
-    given = {"algorithm": "rloo", "model": shop.model, "data": PROMPTS, "reward": score, "steps": 3, "options": OPTIONS}
-    return rlhf.train(**{**given, "output": output and shop.folder / output, **changes})
+    arguments = {
+        "algorithm": "rloo",
+        "model": shop.model,
+        "data": PROMPTS,
+        "reward": score,
+        "steps": 3,
+        "options": OPTIONS,
+    }
+    return rlhf.train(**{**arguments, "output": output and shop.folder / output, **changes})
 
 
 def finished(result) -> Finished:
@@ -63,9 +70,9 @@ def test_the_run_folder_equals_that_of_its_run_file(shop):
     result = train(shop, "python", data=iter(PROMPTS), reward=f"file:{file}", eval_data=PROMPTS[:2])
     config = result.output / "config.toml"
     output = str(shop.folder / "again")
-    again = shop.command("train", str(config), "--output", output, output=output)
-    assert again.code == 0, again.said
-    assert_same_run(finished(result), again)
+    rerun = shop.command("train", str(config), "--output", output, output=output)
+    assert rerun.code == 0, rerun.said
+    assert_same_run(finished(result), rerun)
 
 
 def test_the_manifest_holds_hashes_of_rows_and_functions(shop):
@@ -79,12 +86,12 @@ def test_the_manifest_holds_hashes_of_rows_and_functions(shop):
 
 
 def test_a_resume_with_the_same_objects_equals_an_uninterrupted_run(shop):
-    whole = train(shop, "whole", steps=4, options={**OPTIONS, "checkpoint.every": 2})
+    baseline = train(shop, "whole", steps=4, options={**OPTIONS, "checkpoint.every": 2})
     train(shop, "parts", steps=2, data=iter(PROMPTS))
-    again = train(shop, "parts", steps=4, data=iter(PROMPTS), resume=True, options={**OPTIONS, "checkpoint.every": 2})
-    assert finished(again).lines() == finished(whole).lines()
-    assert finished(again).weights == finished(whole).weights
-    assert len(list((again.output / "given").iterdir())) == 1
+    retry = train(shop, "parts", steps=4, data=iter(PROMPTS), resume=True, options={**OPTIONS, "checkpoint.every": 2})
+    assert finished(retry).lines() == finished(baseline).lines()
+    assert finished(retry).weights == finished(baseline).weights
+    assert len(list((retry.output / "given").iterdir())) == 1
 
 
 def test_a_resume_with_other_rows_is_refused_and_leaves_the_run_as_it_was(shop):
@@ -100,10 +107,10 @@ def test_a_model_object_is_saved_once_and_left_alone(shop):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = (c.from_pretrained(str(shop.model)) for c in (AutoModelForCausalLM, AutoTokenizer))
-    before = [p.detach().clone() for p in model.parameters()]
+    initial = [p.detach().clone() for p in model.parameters()]
     result = train(shop, "out", model=model, tokenizer=tokenizer)
     assert finished(result).weights == finished(train(shop, "path")).weights
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(initial, model.parameters(), strict=True))
     assert result.config.policy.model.startswith(str(result.output / "given" / "model-"))
 
 
@@ -131,9 +138,9 @@ def test_the_trained_model_answers(shop):
     result = train(shop, "out", steps=1)
     answers = result.generate(["1+1=", "2+1="], max_new_tokens=3)
     assert [len(a) for a in answers] == [3, 3]
-    said = shop.command("generate", "--model", str(result.model_path), "--policy.dtype", "fp32", "--prompt", "1+1=",
+    run = shop.command("generate", "--model", str(result.model_path), "--policy.dtype", "fp32", "--prompt", "1+1=",
                             "--sampling.max_new_tokens", "3")  # fmt: skip
-    assert said.out.splitlines() == [f"1+1={answers[0]}"]
+    assert run.out.splitlines() == [f"1+1={answers[0]}"]
     with pytest.raises(ConfigError, match=r"prompts is a list of texts or conversations, got str '1\+1='"):
         result.generate("1+1=")
     with pytest.raises(ConfigError, match=r"prompt 1 is str ''; allowed: a text or a list of messages, not empty"):
@@ -183,10 +190,10 @@ def test_metrics_are_a_table_in_a_notebook(shop):
     ],
 )
 def test_wrong_arguments_are_refused_before_any_file_is_written(shop, changes, error, problem):
-    before = sorted(shop.folder.rglob("*"))
+    files = sorted(shop.folder.rglob("*"))
     with pytest.raises(error, match=problem):
         train(shop, "out", **changes)
-    assert sorted(shop.folder.rglob("*")) == before
+    assert sorted(shop.folder.rglob("*")) == files
 
 
 def test_only_the_algorithm_may_be_given_without_its_name(shop):
@@ -199,9 +206,9 @@ def test_a_folder_with_a_run_is_refused_before_objects_are_written(shop):
     with pytest.raises(ConfigError, match=r"already holds a run"):
         train(shop, "out", data=PROMPTS[:3])
     assert len(list((first.output / "given").iterdir())) == 1
-    again = train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True)
-    assert again.metrics[0]["epoch"] == pytest.approx(4 / 6)
-    assert [str(path) for path in (again.output / "given").iterdir()] == [again.config.data.train[0].path]
+    rerun = train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True)
+    assert rerun.metrics[0]["epoch"] == pytest.approx(4 / 6)
+    assert [str(path) for path in (rerun.output / "given").iterdir()] == [rerun.config.data.train[0].path]
 
 
 def test_starts_at_the_same_time_have_their_rows(shop, monkeypatch):
@@ -234,10 +241,10 @@ def test_a_reward_that_fails_ends_the_run_with_its_error(shop):
 
 def test_the_command_names_the_place_of_a_python_function(shop):
     result = train(shop, "out", steps=1)
-    said = shop.command("train", str(result.output / "config.toml"), "--output", str(shop.folder / "again"))
-    assert said.code == 2
-    assert "'in process/score' is a function or class of the Python process that started the run" in said.err
-    assert "'file:PATH.py'" in said.err
+    run = shop.command("train", str(result.output / "config.toml"), "--output", str(shop.folder / "again"))
+    assert run.code == 2
+    assert "'in process/score' is a function or class of the Python process that started the run" in run.err
+    assert "'file:PATH.py'" in run.err
 
 
 def test_importing_rlhf_imports_no_torch_until_train_is_used():

@@ -52,12 +52,12 @@ def test_two_runs_in_one_process_are_the_same_and_leave_nothing_behind(shop: Wor
     threads = torch.get_num_threads()
     options = {**OPTIONS, "run.threads": threads + 1}
     train(shop, "warm", reward=digits, steps=1, options=options).generate(["1+1="])  # libraries keep what they load
-    before = state_of_the_process()
-    assert before["torch threads"] == threads
+    initial = state_of_the_process()
+    assert initial["torch threads"] == threads
     first = train(shop, "first", reward=digits, eval_data=PROMPTS[:2], options=options)
     assert first.generate(["1+1="]) == first.generate(["1+1="])
     after = state_of_the_process()
-    assert {name: value for name, value in after.items() if value != before[name]} == {}
+    assert {name: value for name, value in after.items() if value != initial[name]} == {}
     second = train(shop, "second", reward=digits, eval_data=PROMPTS[:2], options=options)
     assert finished(second).lines() == finished(first).lines()
     assert finished(second).weights == finished(first).weights
@@ -68,11 +68,11 @@ def test_a_failed_run_leaves_nothing_behind_but_its_folder(shop: Workshop):
         return [1 / 0]
 
     train(shop, "warm", steps=1)
-    before = state_of_the_process()
+    initial = state_of_the_process()
     with pytest.raises(Exception, match="ZeroDivisionError"):
         train(shop, "out", reward=broken)
     after = state_of_the_process()
-    assert {name: value for name, value in after.items() if value != before[name]} == {}
+    assert {name: value for name, value in after.items() if value != initial[name]} == {}
 
 
 def test_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(shop: Workshop):
@@ -83,8 +83,8 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(shop: Workshop):
     result = train(shop, "out", steps=5, observers=[interrupt])
     assert (result.status, result.reason) == ("stopped", "SIGINT")
     assert finished(result).last_checkpoint.name == f"step-{len(result.metrics):06d}"
-    whole = train(shop, "whole", steps=5)
-    assert finished(train(shop, "out", steps=5, resume=True)).weights == finished(whole).weights
+    baseline = train(shop, "whole", steps=5)
+    assert finished(train(shop, "out", steps=5, resume=True)).weights == finished(baseline).weights
 
 
 def test_a_second_ctrl_c_ends_it_at_once(shop: Workshop):
@@ -92,10 +92,10 @@ def test_a_second_ctrl_c_ends_it_at_once(shop: Workshop):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = state_of_the_process()["handlers"]
+    handlers = state_of_the_process()["handlers"]
     with pytest.raises(KeyboardInterrupt):
         train(shop, "out", observers=[interrupt])
-    assert state_of_the_process()["handlers"] == before
+    assert state_of_the_process()["handlers"] == handlers
     assert train(shop, "again", steps=1).status == "finished"
 
 
@@ -105,8 +105,8 @@ def test_a_run_within_a_running_event_loop(shop: Workshop):
     async def cell():
         return train(shop, "inside", steps=2)
 
-    outside = train(shop, "outside", steps=2)
-    assert finished(asyncio.run(cell())).weights == finished(outside).weights
+    baseline = train(shop, "outside", steps=2)
+    assert finished(asyncio.run(cell())).weights == finished(baseline).weights
 
 
 @pytest.mark.full
@@ -124,7 +124,7 @@ def test_the_notebook_runs_and_shows_its_metrics(tmp_path: Path, monkeypatch: py
     ]
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert any("<table>" in data.get("text/html", "") for data in shown)
-    assert [data["text/plain"] for data in shown[-2:]] == ["[]", "True"]
+    displays = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("<table>" in data.get("text/html", "") for data in displays)
+    assert [data["text/plain"] for data in displays[-2:]] == ["[]", "True"]
     assert (tmp_path / "runs" / "notebook" / "model" / "model.safetensors").exists()

@@ -83,10 +83,10 @@ def test_the_model_in_the_cache_is_trained_and_compared(quickstart: Quickstart) 
     flags = ["--steps", "2", "--data.max_tokens", "256", "--eval.max_new_tokens", "8"]
     code, output = quickstart(f"import quickstart; quickstart.main({flags})")
     assert code == 0, output
-    before, after = output.split("rlhf train")[0], output.split("finished: runs/quickstart/grpo")[1]
-    assert before.count("[user] What number comes after") == after.count("[user] What number comes after") == 3
-    assert "30 numbers of two digits" in after
-    assert "20 numbers of three digits" in after
+    first_part, last_part = output.split("rlhf train")[0], output.split("finished: runs/quickstart/grpo")[1]
+    assert first_part.count("[user] What number comes after") == last_part.count("[user] What number comes after") == 3
+    assert "30 numbers of two digits" in last_part
+    assert "20 numbers of three digits" in last_part
     run = quickstart.folder / "runs" / "quickstart" / "grpo"
     picture = ElementTree.parse(run / "curve.svg").getroot()
     assert sum(e.tag.endswith("polyline") for e in picture) == 4, "rewards, their mean, two sets of questions"

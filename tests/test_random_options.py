@@ -37,36 +37,36 @@ def options(r: random.Random) -> dict[str, Any]:
     if use != "reinforce":
         loss |= {"clip_low": r.choice([0.02, 0.3]), "clip_high": r.choice([0.01, 0.28])}
     means = [{"aggregation": "seq_mean_token_mean"}, {"aggregation": "seq_mean_token_sum"}]
-    others = [{"aggregation": "token_mean"}, {"aggregation": "seq_sum_constant", "max_length": CONSTANT}]
-    loss |= r.choice(means if use == "gspo" else means + others)  # type: ignore[operator]
+    token_sums = [{"aggregation": "token_mean"}, {"aggregation": "seq_sum_constant", "max_length": CONSTANT}]
+    loss |= r.choice(means if use == "gspo" else means + token_sums)  # type: ignore[operator]
     if r.random() < 0.6:
         band = {"low": r.choice([0.0, 0.3]), "high": r.choice([1.5, 8.0])}
         loss["correction"] = {"level": r.choice(LEVELS), "mode": r.choice(["truncate", "mask"]), **band}
     in_reward = {"coef": BETA, "estimator": r.choice(["k1", "k2", "k3"])}
     in_loss = {"coef": BETA, "where": "loss", "estimator": r.choice(["k2", "k3"])}
-    made: dict[str, Any] = {"loss": loss, "minibatches": r.choice([1, 2]), "mask_truncated": r.random() < 0.3}
-    made |= r.choice([{}, {"kl": in_reward}, {"kl": in_loss}]) | r.choice([{}, {"reward_clip": [-0.5, 0.6]}])
-    return {**made, "epochs": 2, "advantage": {"gamma": r.choice([1.0, 0.8])}}
+    settings: dict[str, Any] = {"loss": loss, "minibatches": r.choice([1, 2]), "mask_truncated": r.random() < 0.3}
+    settings |= r.choice([{}, {"kl": in_reward}, {"kl": in_loss}]) | r.choice([{}, {"reward_clip": [-0.5, 0.6]}])
+    return {**settings, "epochs": 2, "advantage": {"gamma": r.choice([1.0, 0.8])}}
 
 
-def tokens(r: random.Random, least: int, most: int) -> list[int]:
-    return [r.randrange(3, 99) for _ in range(r.randint(least, most))]
+def tokens(r: random.Random, minimum: int, maximum: int) -> list[int]:
+    return [r.randrange(3, 99) for _ in range(r.randint(minimum, maximum))]
 
 
 def samples(r: random.Random) -> list[Group]:
     groups = []
     for number in range(3):
-        prompt, row, equal, found = tokens(r, 1, 9), Row({}, "data", number), r.random() < 0.3, []
+        prompt, row, equal, trajectories = tokens(r, 1, 9), Row({}, "data", number), r.random() < 0.3, []
         for sample in range(r.choice([2, 3, 4])):
             turns = [Turn(prompt, sampled=False)]
             for _ in range(r.choice([1, 2, 3])):
-                own, finish = tokens(r, 0 if sample else 1, 7), "length" if r.random() < 0.3 else "stop"
-                lps, fresh = [r.uniform(-7, -3) for _ in own], r.random() < 0.3
-                turns.append(Turn(own, True, lps, ((0, 0),), finish, r.choice([1.0, 0.7])))  # type: ignore[arg-type]
+                ids, finish = tokens(r, 0 if sample else 1, 7), "length" if r.random() < 0.3 else "stop"
+                lps, fresh = [r.uniform(-7, -3) for _ in ids], r.random() < 0.3
+                turns.append(Turn(ids, True, lps, ((0, 0),), finish, r.choice([1.0, 0.7])))  # type: ignore[arg-type]
                 turns.append(Turn((prompt if fresh else []) + tokens(r, 1, 3), sampled=False, fresh=fresh))
             reward = 0.5 if equal else r.uniform(-1, 1)
-            found.append(Trajectory(row, turns, (number, sample), reward=reward, score=reward))
-        groups.append(Group(row, number, found))
+            trajectories.append(Trajectory(row, turns, (number, sample), reward=reward, score=reward))
+        groups.append(Group(row, number, trajectories))
     return groups
 
 
@@ -79,9 +79,9 @@ class Answer:
         for number, turn in enumerate(trajectory.turns):
             if turn.fresh or not number:
                 self.sequences.append([])
-            at = range(len(self.sequences[-1]), len(self.sequences[-1]) + len(turn.ids))
+            positions = range(len(self.sequences[-1]), len(self.sequences[-1]) + len(turn.ids))
             self.sequences[-1] += turn.ids
-            sampled = zip(at, turn.logprobs or (), strict=turn.sampled)
+            sampled = zip(positions, turn.logprobs or (), strict=turn.sampled)
             self.tokens += [(len(self.sequences) - 1, n, turn.temperature, lp) for n, lp in sampled]
         self.index, self.reward = trajectory.index, float(trajectory.reward or 0)
         self.cut = [t for t in trajectory.turns if t.sampled][-1].finish == "length"
@@ -98,8 +98,8 @@ class Model:
     def logprobs(self, a: Answer) -> tuple[Tensor, Tensor]:  # and entropies
         logits = [self.module(torch.tensor([ids])).logits[0] for ids in a.sequences]
         p = torch.stack([logits[k][n - 1] / temperature for k, n, temperature, _ in a.tokens]).log_softmax(-1)
-        taken = torch.tensor([[a.sequences[k][n]] for k, n, _, _ in a.tokens])
-        return p.gather(1, taken)[:, 0], -(p.exp() * p).sum(1)
+        targets = torch.tensor([[a.sequences[k][n]] for k, n, _, _ in a.tokens])
+        return p.gather(1, targets)[:, 0], -(p.exp() * p).sum(1)
 
 
 def move(parameters: Mapping[str, Tensor], size: float) -> None:
@@ -135,12 +135,12 @@ def credit(o: Mapping[str, Any], algo: str, answers: Sequence[Answer], old: Mode
             a.advantages = [(x - mean(every)) / pstdev(every) for x in a.advantages]
 
 
-def policy_loss(o: Mapping[str, Any], answers: Sequence[Answer], now: Model, old: Model, ref: Model) -> Tensor:
+def policy_loss(o: Mapping[str, Any], answers: Sequence[Answer], policy: Model, old: Model, ref: Model) -> Tensor:
     c, penalty, total = o["loss"], o.get("kl", {}), torch.zeros(())
     taught = [a for a in answers if a.tokens]
     S, N = len(taught), sum(len(a.tokens) for a in taught)
     for a in taught:
-        lp, entropy = now.logprobs(a)
+        lp, entropy = policy.logprobs(a)
         lp_old, lp_ref, A = old.logprobs(a)[0].detach(), ref.logprobs(a)[0].detach(), torch.tensor(a.advantages)
         ratio = (lp - lp_old).mean().exp() if c["use"] == "gspo" else (lp - lp_old).exp()
         clipped = ratio.clamp(1 - c.get("clip_low", 0), 1 + c.get("clip_high", 0))
@@ -166,11 +166,11 @@ def test_loss_and_gradient_are_those_of_loops_over_tokens(
     r = random.Random(seed)
     algo, o, groups = r.choice(ALGORITHMS), options(r), samples(r)
     reference = tiny_model(shop.folder / "reference", hidden=16, heads=2, kv_heads=1, seed=5)
-    more = {
+    settings = {
         "reference": {"model": str(reference)} if "kl" in o else None,
         "policy": {"micro_tokens": r.choice([8, 99])},
     }
-    run = prepared(shop, Case(algo, {"algorithm": o, **more}), "run")
+    run = prepared(shop, Case(algo, {"algorithm": o, **settings}), "run")
     launcher, algorithm = run.parts["launcher"].build(), run.algorithm
     request.addfinalizer(launcher.shutdown)
     roles, batch = launch_roles(run, launcher), algorithm.assemble(groups)[0]
@@ -181,19 +181,19 @@ def test_loss_and_gradient_are_those_of_loops_over_tokens(
     (update,) = algorithm.updates(0, batch)
     assert isinstance(update, Update)
     move(roles["policy"].group.worker.parameters, 0.03)
-    loss, old, now, ref = algorithm.parts["loss"], Model(shop.model), Model(shop.model, 0.03), Model(reference)
+    loss, old, policy, ref = algorithm.parts["loss"], Model(shop.model), Model(shop.model, 0.03), Model(reference)
     answers = [Answer(t) for g in groups for t in g.trajectories]
     credit(o, algo, answers, old, ref)
-    for taken in [*minibatches(batch, update, 1, 0)][: update.minibatches]:
-        part = weigh(loss.prepare(taken), loss.reduce())
-        here = set(zip(part.unit["group"].tolist(), part.unit["sample"].tolist(), strict=True))
-        plain = policy_loss(o, [a for a in answers if a.index in here], now, old, ref)
-        found = roles["policy"].evaluate(part, loss, update)["loss"][0]
-        assert found == pytest.approx(float(plain.detach()), rel=2e-4, abs=2e-4)
-        now.module.zero_grad()
+    for minibatch in [*minibatches(batch, update, 1, 0)][: update.minibatches]:
+        part = weigh(loss.prepare(minibatch), loss.reduce())
+        indices = set(zip(part.unit["group"].tolist(), part.unit["sample"].tolist(), strict=True))
+        plain = policy_loss(o, [a for a in answers if a.index in indices], policy, old, ref)
+        result = roles["policy"].evaluate(part, loss, update)["loss"][0]
+        assert result == pytest.approx(float(plain.detach()), rel=2e-4, abs=2e-4)
+        policy.module.zero_grad()
         plain.backward()  # type: ignore[no-untyped-call]
         gradients = roles["policy"].gradients(part, loss, update)
-        expected = {n: p.grad for n, p in now.module.named_parameters() if p.grad is not None}
-        apart = math.sqrt(sum(float((gradients[n] - g).square().sum()) for n, g in expected.items()))
-        assert apart <= 5e-4 * math.sqrt(sum(float(g.square().sum()) for g in expected.values())) + 2e-5
+        expected = {n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None}
+        error = math.sqrt(sum(float((gradients[n] - g).square().sum()) for n, g in expected.items()))
+        assert error <= 5e-4 * math.sqrt(sum(float(g.square().sum()) for g in expected.values())) + 2e-5
     assert batch.units == len([a for a in answers if not (a.cut and o["mask_truncated"])] or answers)

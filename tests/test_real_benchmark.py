@@ -23,11 +23,11 @@ def real(monkeypatch):
     """The script, whose settings the processes of its arms get."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("BENCH_THREADS", "1")
-    before = set(sys.modules)
+    old_modules = set(sys.modules)
     script = importlib.import_module("real")
     monkeypatch.setenv("BENCH_SETTINGS", json.dumps(script.SETTINGS | {"MAX_NEW_TOKENS": 4}))
     yield script
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - old_modules:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
             del sys.modules[name]
 
@@ -65,14 +65,14 @@ def test_our_arms_run_on_the_rows_and_the_report_compares_them(real, work, workl
     assert [(row["workload"], round(row["ratio"], 6)) for row in result["comparison"]] == [(w, 8.0) for w in workloads]
     assert "| dpo/fp32 | 0 |" in real.report.tables(result)
 
-    ours, trl = (arms[f"dpo/fp32/{who}"][0] for who in ("ours", "trl"))
-    assert ours["first"]["loss"] == pytest.approx(0.6931, abs=1e-3)
-    real.check_first("dpo/fp32", ours, trl)
+    rlhf, trl = (arms[f"dpo/fp32/{arm}"][0] for arm in ("ours", "trl"))
+    assert rlhf["first"]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    real.check_first("dpo/fp32", rlhf, trl)
     other = copy.deepcopy(trl)
     other["first"]["grad_norm"] *= 1.01
     with pytest.raises(SystemExit, match=r"dpo.*grad_norm"):
-        real.check_first("dpo/fp32", ours, other)
+        real.check_first("dpo/fp32", rlhf, other)
     other = copy.deepcopy(trl)
     other["tokens"] = [1]
     with pytest.raises(SystemExit, match="tokens"):
-        real.check_first("dpo/fp32", ours, other)
+        real.check_first("dpo/fp32", rlhf, other)

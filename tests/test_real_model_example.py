@@ -44,9 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(name: str, *more: str) -> list[str]:
+def words(name: str, *flags: str) -> list[str]:
     """A tiny tokenizer has a token for each character, so rows are longer."""
-    return ["train", str(EXAMPLE / name), "--model", "tiny", "--data.max_tokens", "2048", *more]
+    return ["train", str(EXAMPLE / name), "--model", "tiny", "--data.max_tokens", "2048", *flags]
 
 
 @pytest.mark.parametrize("name", RUN_FILES)

@@ -67,22 +67,22 @@ def recipe(
 )
 def test_a_recipe_that_samples(recipe: Any, folder: Path, name: str, versions: list[int], metric: str) -> None:
     """The recipe prints its result, and every step trained on samples of the right policy."""
-    said = recipe(name, 12)
-    before, after = map(float, re.search(r"held-out reward: ([\d.]+) .* -> ([\d.]+) ", said).groups())  # type: ignore[union-attr]
-    assert after > before
+    transcript = recipe(name, 12)
+    first, last = map(float, re.search(r"held-out reward: ([\d.]+) .* -> ([\d.]+) ", transcript).groups())  # type: ignore[union-attr]
+    assert last > first
     lines = [json.loads(line) for line in (folder / RUNS / name / "metrics.jsonl").read_text().splitlines()][1:]
     assert [line["stream/version"] for line in lines] == versions
     assert all(line[metric] > 0 for line in lines)
 
 
 def test_the_reward_in_the_prompt(recipe: Any, folder: Path) -> None:
-    said = recipe("conditional_sft", 4)
-    told = re.findall(r"(-?[\d.]+) -> ([\d.]+)", said)
+    transcript = recipe("conditional_sft", 4)
+    pairs = re.findall(r"(-?[\d.]+) -> ([\d.]+)", transcript)
     rows = [json.loads(line) for line in (folder / RUNS / "conditional_sft" / "conditional.jsonl").open()]
     rewards = [row["reward"] for row in rows]
     assert sum(rewards) == pytest.approx(0, abs=1e-9)
     assert sum(r * r for r in rewards) == pytest.approx(len(rewards) - 1)
-    assert [asked for asked, _ in told] == [f"{r:.2f}" for r in (min(rewards), 0.0, max(rewards), 5.0)]
+    assert [target for target, _ in pairs] == [f"{r:.2f}" for r in (min(rewards), 0.0, max(rewards), 5.0)]
     assert all(re.fullmatch(r"\d{4}> <rm_score>: -?\d\.\d\d ", row["prompt"]) for row in rows)
 
 

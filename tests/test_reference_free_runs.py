@@ -63,18 +63,18 @@ def test_the_first_step_is_the_definition(shop: Workshop, algo: str, loss: dict[
     chosen, rejected, texts = [], [], []
     for row in PAIRS:
         prompt = tokenizer(row["prompt"])["input_ids"]
-        for side, found in (("chosen", chosen), ("rejected", rejected)):
+        for side, logprobs in (("chosen", chosen), ("rejected", rejected)):
             ids = [*prompt, *tokenizer(row[side])["input_ids"], tokenizer.eos_token_id]
             with torch.no_grad():
                 logp = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
             all_T = torch.stack([logp[t - 1, ids[t]] for t in range(1, len(ids))])
-            found.append(all_T[len(prompt) - 1 :])
+            logprobs.append(all_T[len(prompt) - 1 :])
             if side == "chosen":
                 texts.append(all_T)
-    assert line["policy/loss"] == pytest.approx(stated(algo, loss, chosen, rejected, texts), rel=1e-5)
+    assert line["policy/loss"] == pytest.approx(expected_loss(algo, loss, chosen, rejected, texts), rel=1e-5)
 
 
-def stated(algo: str, loss: dict[str, Any], chosen: list[Any], rejected: list[Any], texts: list[Any]) -> float:
+def expected_loss(algo: str, loss: dict[str, Any], chosen: list[Any], rejected: list[Any], texts: list[Any]) -> float:
     """Of lists of log-probs per token: answers, and the chosen texts with their prompts."""
     pairs = []
     for c, r in zip(chosen, rejected, strict=True):
@@ -100,10 +100,10 @@ def stated(algo: str, loss: dict[str, Any], chosen: list[Any], rejected: list[An
 def test_simpo_is_cpos_form_of_that_name(shop: Workshop) -> None:
     options = {"beta": 2.0, "gamma": 0.7, "label_smoothing": 0.1}
     short = {"run": {"steps": 4}}
-    one = shop.train_config(config(shop, "simpo", "simpo", options, **short)).lines()
-    two = shop.train_config(
+    simpo = shop.train_config(config(shop, "simpo", "simpo", options, **short)).lines()
+    cpo = shop.train_config(
         config(shop, "cpo", "cpo", {**options, "loss_type": "simpo", "nll_coef": 0.0}, **short)
     ).lines()
-    for a, b in zip(one, two, strict=True):
+    for a, b in zip(simpo, cpo, strict=True):
         assert a["policy/loss"] == pytest.approx(b["policy/loss"], rel=1e-6)
         assert a["policy/grad_norm"] == pytest.approx(b["policy/grad_norm"], rel=1e-6)

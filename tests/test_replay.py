@@ -9,11 +9,11 @@ import pytest
 def test_a_replayed_run_learns_the_same(shop, staleness):
     stream = {"stream": {"staleness": staleness}}
     first = shop.train("grpo", "recorded", **stream)
-    again = shop.train("grpo", "replayed", rollout={"use": "replay", "path": str(first.path / "rollouts")}, **stream)
-    assert again.weights == first.weights
-    assert again.rollouts() == first.rollouts()
+    rerun = shop.train("grpo", "replayed", rollout={"use": "replay", "path": str(first.path / "rollouts")}, **stream)
+    assert rerun.weights == first.weights
+    assert rerun.rollouts() == first.rollouts()
     recorded = [{k: v for k, v in line.items() if not k.startswith("sync/")} for line in first.lines()]
-    assert again.lines() == recorded
+    assert rerun.lines() == recorded
     assert "policy/loss" in recorded[0]
 
 
@@ -21,9 +21,9 @@ def test_groups_that_were_filtered_out_are_left_out_again(shop):
     stream = {"filter": {"min_std": 0.05, "max_rounds": 5}}
     first = shop.train("rloo", "filtered", stream=stream)
     replay = {"use": "replay", "path": str(first.path / "rollouts")}
-    again = shop.train("rloo", "unfiltered", rollout=replay, stream={"on_failed_sample": "drop_group"})
-    assert again.weights == first.weights
-    assert again.rollouts() == first.rollouts()
+    rerun = shop.train("rloo", "unfiltered", rollout=replay, stream={"on_failed_sample": "drop_group"})
+    assert rerun.weights == first.weights
+    assert rerun.rollouts() == first.rollouts()
 
 
 def test_a_replay_with_another_seed_is_refused(shop):

@@ -29,11 +29,11 @@ def learnt(run: Finished) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_a_replay_in_one_process_ends_with_the_same_weights(shop: Workshop, algorithm: str) -> None:
     run = shop.train(algorithm, "run", stream={"staleness": 1})
-    again = replay(shop, run)
-    assert again.code == 0, again.said
-    assert again.weights == run.weights
-    assert learnt(again) == learnt(run)
-    assert again.rollouts() == run.rollouts()
+    rerun = replay(shop, run)
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
+    assert learnt(rerun) == learnt(run)
+    assert rerun.rollouts() == run.rollouts()
 
 
 def real_trainer(shop: Workshop, output: str, **changes: Any) -> Finished:
@@ -46,11 +46,11 @@ def real_trainer(shop: Workshop, output: str, **changes: Any) -> Finished:
 def test_a_run_whose_samples_depended_on_the_clock_can_be_repeated(shop: Workshop) -> None:
     run = real_trainer(shop, "run", stream={"staleness": 2, "order": "completion"})
     # This generator would sample other, shorter answers: the replay must take every sample from the record.
-    where = ("--launcher.use", "local", "--generator.use", "simulated", "--generator.tokens", "3")
-    again = replay(shop, run, *where)
-    assert again.code == 0, again.said
-    assert again.weights == run.weights
-    assert again.rollouts() == run.rollouts()
+    flags = ("--launcher.use", "local", "--generator.use", "simulated", "--generator.tokens", "3")
+    rerun = replay(shop, run, *flags)
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
+    assert rerun.rollouts() == run.rollouts()
 
 
 @pytest.mark.parametrize("options", [{}, {"cpus": 2, "namespace": "mine"}], ids=["defaults", "options"])
@@ -61,16 +61,16 @@ def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[s
     file = run.path / "config.toml"
     config = tomllib.loads(file.read_text())
     plugins = Plugins.discover()
-    for kind, use, own in (("launcher", "ray", options), ("trainer", trainer, config["trainer"])):
+    for kind, use, section in (("launcher", "ray", options), ("trainer", trainer, config["trainer"])):
         cls = plugins.resolve(kind, use).cls
-        values = {key: value for key, value in own.items() if key in cls.Config.model_fields}
+        values = {key: value for key, value in section.items() if key in cls.Config.model_fields}
         config[kind] = {"use": use, **dumped(cls.Config(**values))}
     file.write_text(tomli_w.dumps(config))
-    again = replay(shop, run, "--launcher.use", "local", "--trainer.use", "torch")
-    assert again.code == 0, again.said
-    assert again.weights == run.weights
-    assert [name for name in options if f"launcher.{name} = " in again.err] == list(options), "the note names them"
-    assert ("note: left out" in again.err) == bool(options)
+    rerun = replay(shop, run, "--launcher.use", "local", "--trainer.use", "torch")
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
+    assert [name for name in options if f"launcher.{name} = " in rerun.err] == list(options), "the note names them"
+    assert ("note: left out" in rerun.err) == bool(options)
     refused = shop.command("train", str(file), "--run.output", str(shop.folder / "x"), "--launcher.use", "local")
     assert [name for name in options if f"launcher.{name}" in refused.said] == list(options), "they are refused"
     assert "strategy" not in refused.said
@@ -81,9 +81,9 @@ def test_a_replay_that_was_stopped_continues(shop: Workshop) -> None:
     first = replay(shop, run, "--steps", "2")
     assert first.code == 0, first.said
     assert learnt(first) == learnt(run)[:2], "the learning rate falls as in a run of 4 steps"
-    again = replay(shop, run, "--resume")
-    assert again.code == 0, again.said
-    assert again.weights == run.weights
+    rerun = replay(shop, run, "--resume")
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
 
 
 def test_the_first_steps_of_a_run_that_broke_off_are_replayed(shop: Workshop) -> None:
@@ -134,7 +134,7 @@ def test_a_folder_without_a_record_is_refused(shop: Workshop) -> None:
     assert "records no samples of step 1 of 3. It was run with checkpoint.save_rollouts = false." in refused.said
     itself = replay(shop, run, output="run")
     assert itself.code == 2
-    nothing = shop.command("replay", str(shop.folder), "-o", str(shop.folder / "x"))
-    assert "is not the folder of a run: it has no config.toml" in nothing.said
+    failure = shop.command("replay", str(shop.folder), "-o", str(shop.folder / "x"))
+    assert "is not the folder of a run: it has no config.toml" in failure.said
     algorithm = shop.run("grpo", "named", stream={"replay": str(shop.folder)})
     assert "is not the folder of a run: it has no config.toml" in algorithm.said

@@ -67,15 +67,15 @@ def values(page: Path) -> dict[str, Any]:
     return json.loads(text)
 
 
-def copied(run: Finished, to: Path) -> Path:
-    shutil.copytree(run.path, to, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
-    return to
+def copied(run: Finished, target: Path) -> Path:
+    shutil.copytree(run.path, target, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    return target
 
 
-def page_of(shop: Workshop, *runs: Path, to: Path) -> dict[str, Any]:
-    done = shop.command("report", *map(str, runs), "-o", str(to))
-    assert (done.code, done.out) == (0, f"report: {to}\n"), done.said
-    return values(to)
+def page_of(shop: Workshop, *runs: Path, target: Path) -> dict[str, Any]:
+    done = shop.command("report", *map(str, runs), "-o", str(target))
+    assert (done.code, done.out) == (0, f"report: {target}\n"), done.said
+    return values(target)
 
 
 # --------------------------------------------------------------------------------------- what is there
@@ -98,9 +98,9 @@ def test_a_run_writes_its_page_and_names_it_in_its_last_line(whole: Finished) ->
 
 def test_samples_have_rewards_advantages_and_log_probs_of_their_tokens(whole: Finished) -> None:
     data = values(whole.path / "report.html")
-    shown = data["runs"][0]["samples"]
-    training = [sample for sample in shown["samples"] if sample["kind"] == "training"]
-    assert len(training) == shown["total"] == len([*whole.samples()])
+    section = data["runs"][0]["samples"]
+    training = [sample for sample in section["samples"] if sample["kind"] == "training"]
+    assert len(training) == section["total"] == len([*whole.samples()])
     for sample, recorded in zip(training, whole.samples(), strict=True):
         (turn,) = sample["turns"]
         assert turn["ids"] == recorded["turns"][1]["ids"]
@@ -109,28 +109,28 @@ def test_samples_have_rewards_advantages_and_log_probs_of_their_tokens(whole: Fi
         assert {name: len(v) for name, v in sample["values"].items()} == dict.fromkeys(names, len(turn["ids"]))
         assert {*sample["rewards"]} == {"reward", "short"}
         assert data["prompts"][sample["prompt"]] == recorded["prompt"]
-    assert shown["note"] == ""
-    answers = [sample for sample in shown["samples"] if sample["kind"] == "evaluation"]
+    assert section["note"] == ""
+    answers = [sample for sample in section["samples"] if sample["kind"] == "evaluation"]
     assert [(s["step"], s["row"]) for s in answers] == [(step, row) for step in (2, 4) for row in range(3)]
-    text = "".join(shown["texts"][str(token)] for token in training[0]["turns"][0]["ids"])
+    text = "".join(section["texts"][str(token)] for token in training[0]["turns"][0]["ids"])
     assert text == training[0]["turns"][0]["text"]
 
 
 def test_several_runs_are_on_one_page(whole: Finished, offline: Finished, shop: Workshop, tmp_path: Path) -> None:
-    data = page_of(shop, whole.path, offline.path, to=tmp_path / "both.html")
+    data = page_of(shop, whole.path, offline.path, target=tmp_path / "both.html")
     assert [run["algorithm"] for run in data["runs"]] == ["ppo", "dpo"]
     assert [bool(run["samples"]["samples"]) for run in data["runs"]] == [True, False]
-    twice = shop.command("report", str(whole.path), str(whole.path))
-    assert (twice.code, "named twice" in twice.err) == (2, True)
+    failure = shop.command("report", str(whole.path), str(whole.path))
+    assert (failure.code, "named twice" in failure.err) == (2, True)
 
 
 def test_a_run_that_goes_on_is_shown(shop: Workshop, tmp_path: Path) -> None:
-    page, seen = tmp_path / "page.html", []
+    page, states = tmp_path / "page.html", []
 
     def look(step: int, metrics: Any, control: Any) -> None:
         report([tmp_path / "run"], page)
         (facts,) = values(page)["runs"]
-        seen.append((facts["state"], facts["steps"], facts["total_steps"], facts["samples"]["total"]))
+        states.append((facts["state"], facts["steps"], facts["total_steps"], facts["samples"]["total"]))
         assert facts["samples"]["note"].startswith("The log-probs of the policy are not recorded"), "of one step"
 
     options = {
@@ -145,15 +145,15 @@ def test_a_run_that_goes_on_is_shown(shop: Workshop, tmp_path: Path) -> None:
         "reward": lambda prompt, completion, row: len(completion),
     }
     rlhf.train("rloo", steps=2, output=tmp_path / "run", observers=[look], options=options, **source)
-    assert seen == [("running", 1, 2, 4), ("running", 2, 2, 8)]
+    assert states == [("running", 1, 2, 4), ("running", 2, 2, 8)]
 
 
 def test_the_page_can_be_switched_off_and_its_option_may_change(shop: Workshop) -> None:
     run = shop.train("sft", "without", run={"steps": 2, "stop_after": 1, "report": False}, checkpoint={"every": 1})
     assert run.out.splitlines()[-1].startswith("stopped: ")
     assert not (run.path / "report.html").exists()
-    further = {"steps": 2, "resume": True}
-    assert "another run" not in shop.train("sft", "without", run=further, checkpoint={"every": 1}).said
+    changes = {"steps": 2, "resume": True}
+    assert "another run" not in shop.train("sft", "without", run=changes, checkpoint={"every": 1}).said
     assert (run.path / "report.html").exists()
 
 
@@ -222,19 +222,19 @@ def damage(run: Path) -> None:
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(whole: Finished, shop: Workshop, tmp_path: Path) -> None:
     run = copied(whole, tmp_path / "damaged")
     damage(run)
-    (facts,) = page_of(shop, run, to=tmp_path / "damaged.html")["runs"]
+    (facts,) = page_of(shop, run, target=tmp_path / "damaged.html")["runs"]
     assert facts["curves"]["steps"] == [1, 4]
     assert {sample["step"] for sample in facts["samples"]["samples"]} >= {1, 4, 9}
-    said = "\n".join(facts["problems"])
+    problems = "\n".join(facts["problems"])
     for name in ("metrics.jsonl", "timeline.json", "step-000002.arrow", "step-000002.jsonl", "tokens"):
-        assert name in said
+        assert name in problems
 
 
 @pytest.mark.parametrize("name", ["config.toml", "manifest.json", "metrics.jsonl", "rollouts", "evaluations"])
 def test_a_run_without_one_of_its_files_is_shown(name: str, whole: Finished, shop: Workshop, tmp_path: Path) -> None:
     run = copied(whole, tmp_path / "run")
     shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
-    (facts,) = page_of(shop, run, to=tmp_path / "page.html")["runs"]
+    (facts,) = page_of(shop, run, target=tmp_path / "page.html")["runs"]
     assert bool(facts["curves"]["metrics"]) == (name != "metrics.jsonl")
     assert bool(facts["samples"]["total"]) == (name != "rollouts")
 
@@ -260,8 +260,8 @@ def large(run: Path, model: Path, steps: int) -> Path:
             Turn([7] * 200, True, [-0.25] * 200, ((0, 0),), "stop", 1.0, text=MARKUP + " so 42." * 90),
         ]
         rewards = {"math": RewardResult(0.5)}
-        made = [Trajectory(row, turns, (number, n), rewards=rewards, reward=n / 3) for n in range(samples)]
-        return Group(row, number, made)
+        trajectories = [Trajectory(row, turns, (number, n), rewards=rewards, reward=n / 3) for n in range(samples)]
+        return Group(row, number, trajectories)
 
     groups = [group(number, 10) for number in range(10)]
     rest = {"policy/logprobs": [-0.5] * 200, "reference/logprobs": [-0.75] * 200, "advantages": [0.5]}
@@ -285,10 +285,10 @@ def test_a_hundred_thousand_samples_fit_on_a_page(shop: Workshop, tmp_path: Path
     )
     subprocess.run([sys.executable, "-c", code, "report", str(run), "-o", str(page)], check=True, timeout=300)
     assert page.stat().st_size < 50e6
-    shown = values(page)["runs"][0]["samples"]
-    assert (shown["total"], shown["shown"]) == (100_000, SAMPLES)
-    assert {1, 1000} <= {sample["step"] for sample in shown["samples"]}
-    assert 0 < shown["with_tokens"] < len(shown["samples"])
+    section = values(page)["runs"][0]["samples"]
+    assert (section["total"], section["shown"]) == (100_000, SAMPLES)
+    assert {1, 1000} <= {sample["step"] for sample in section["samples"]}
+    assert 0 < section["with_tokens"] < len(section["samples"])
 
 
 def test_the_samples_of_a_large_run_are_whole_groups_from_end_to_end() -> None:
@@ -321,14 +321,14 @@ def browse(tmp_path: Path):
         pytest.skip("no chromium is installed")
 
     def opened(page: Path, script: str, width: int = 1280, dark: bool = False) -> str:
-        tried = tmp_path / "tried.html"
+        variant = tmp_path / "tried.html"
         watch = "<script>onerror = (text) => { document.title = `error: ${text}`; };</script>"
         text = page.read_text("utf-8").replace("<style>", f"{watch}<style>", 1)
-        tried.write_text(text.replace("</body>", f"<script>setTimeout(() => {{ {script} }}, 1000)</script></body>"))
+        variant.write_text(text.replace("</body>", f"<script>setTimeout(() => {{ {script} }}, 1000)</script></body>"))
         scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-        where = [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},2000", "--dump-dom"]
+        flags = [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},2000", "--dump-dom"]
         done = subprocess.run(
-            [CHROMIUM, *FLAGS, *scheme, *where, f"file://{tried}"],
+            [CHROMIUM, *FLAGS, *scheme, *flags, f"file://{variant}"],
             capture_output=True,
             text=True,
             timeout=120,
@@ -360,14 +360,14 @@ queueMicrotask(() => document.title = JSON.stringify({  // after those in which 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["wide", "narrow and dark"])
 def test_a_browser_shows_every_part(whole: Finished, browse, width: int, dark: bool) -> None:
-    found = json.loads(browse(whole.path / "report.html", LAYOUT, width, dark))
-    assert found["charts"] > 8
-    assert found["lowest"] == [0]
-    assert all(step == round(step) for step in found["steps"])
-    assert (found["timeline"], found["wide"], found["images"]) == (1, [], 0)
-    assert found["rows"] == len([*whole.samples()]) + 6
-    assert found["ground"] == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
-    assert found["sections"] == "curves time timeline samples compare evaluations left-out options plugins"
+    layout = json.loads(browse(whole.path / "report.html", LAYOUT, width, dark))
+    assert layout["charts"] > 8
+    assert layout["lowest"] == [0]
+    assert all(step == round(step) for step in layout["steps"])
+    assert (layout["timeline"], layout["wide"], layout["images"]) == (1, [], 0)
+    assert layout["rows"] == len([*whole.samples()]) + 6
+    assert layout["ground"] == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    assert layout["sections"] == "curves time timeline samples compare evaluations left-out options plugins"
 
 
 USE = """
@@ -414,16 +414,16 @@ document.title = JSON.stringify(found);
 
 @pytest.mark.slow
 def test_the_page_works_by_keyboard_and_shows_markup_as_text(whole: Finished, browse) -> None:
-    found = json.loads(browse(whole.path / "report.html", USE))
-    assert found["sorted"] == sorted(found["sorted"], reverse=True)
-    assert (found["selected"], found["focused"], found["none"], found["evaluations"]) == (1, True, 0, 6)
+    state = json.loads(browse(whole.path / "report.html", USE))
+    assert state["sorted"] == sorted(state["sorted"], reverse=True)
+    assert (state["selected"], state["focused"], state["none"], state["evaluations"]) == (1, True, 0, 6)
     assert {"advantages", "log-prob: generator", "policy \u2212 generator", "reference \u2212 policy"} <= {
-        *found["choices"]
+        *state["choices"]
     }
-    assert re.match(r"token 1 of \d, id \d+, .*generator -.*reference -", found["readout"])
-    assert found["compared"].startswith("evaluation after step 2")
-    assert found["cursor"].startswith("step 1:")
-    assert found["heading"] == f"whole {MARKUP}"
+    assert re.match(r"token 1 of \d, id \d+, .*generator -.*reference -", state["readout"])
+    assert state["compared"].startswith("evaluation after step 2")
+    assert state["cursor"].startswith("step 1:")
+    assert state["heading"] == f"whole {MARKUP}"
 
 
 def test_text_of_samples_never_ends_the_data(whole: Finished, shop: Workshop, tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_text_of_samples_never_ends_the_data(whole: Finished, shop: Workshop, tm
     failed = Trajectory(row, turns, (0, 0), "failed", rewards, reward=float("inf"), error=MARKUP)
     write_groups(run / "rollouts/step-000005.arrow", [Group(row, 0, [failed])], lambda t: MARKUP)
     write_groups(run / "rollouts/step-000006.arrow", [], lambda t: MARKUP)  # a step without anything to learn from
-    data = page_of(shop, run, to=tmp_path / "page.html")
+    data = page_of(shop, run, target=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text("utf-8")
     assert (text.count("<script"), text.count("</script"), text.count("<img")) == (3, 3, 0)
     (sample,) = [sample for sample in data["runs"][0]["samples"]["samples"] if sample["step"] == 5]

@@ -98,15 +98,15 @@ def config(shop: Workshop, name: str, output: str, staleness: int = 0, **changes
         checkpoint={"every": 2, "keep": 2},
         observer=[{"use": f"file:{shop.file('killer.py', KILLER)}"}],
     )
-    made = merged(merged(base, VARIANTS.get(name, {})), changes)
-    if "eval" in made:
-        made["data"]["eval"] = [{"path": str(shop.data), "max_rows": 3, "name": "held_out"}]
+    settings = merged(merged(base, VARIANTS.get(name, {})), changes)
+    if "eval" in settings:
+        settings["data"]["eval"] = [{"path": str(shop.data), "max_rows": 3, "name": "held_out"}]
     if name == "rloo":
         shares = {"one": 0.25, "two": 0.75}
-        made["data"]["train"] = [
+        settings["data"]["train"] = [
             {"path": str(shop.data), "name": label, "probability": share} for label, share in shares.items()
         ]
-    return merged(made, {"stream": {"staleness": staleness}}) if staleness else made
+    return merged(settings, {"stream": {"staleness": staleness}}) if staleness else settings
 
 
 class Runs:
@@ -159,8 +159,8 @@ KILLED = [
 def test_killed_at_a_random_moment_and_again_inside_saving(runs: Runs, algorithm: str, staleness: int) -> None:
     chance = random.Random(f"{algorithm} {staleness}")
     often = {"checkpoint": {"every": 1}}
-    whole, broken = (config(runs.shop, algorithm, name, staleness, **often) for name in ("whole", "broken"))
-    reference, victim = runs.start(whole), runs.start(broken)
+    baseline, broken = (config(runs.shop, algorithm, name, staleness, **often) for name in ("whole", "broken"))
+    reference, victim = runs.start(baseline), runs.start(broken)
     output = Path(broken["run"]["output"])
     lines = chance.randint(2, STEPS - 1)
     victim.until(lambda: lines_written(output) >= lines)
@@ -174,7 +174,7 @@ def test_killed_at_a_random_moment_and_again_inside_saving(runs: Runs, algorithm
 
     finished = runs.resume(broken)
     assert "resumed after step" in finished.err, "it continued from a checkpoint"
-    assert_same_run(finished, expected := runs.result(whole, reference))
+    assert_same_run(finished, expected := runs.result(baseline, reference))
     assert expected.code == 0, expected.err
     assert not list((output / "checkpoints").glob(".saving-*"))
 
@@ -205,16 +205,16 @@ def whole(forks: Forks, tiny: Workshop) -> Finished:
 
 def test_resuming_a_finished_run_changes_nothing(runs: Runs) -> None:
     run = config(runs.shop, "sft", "run")
-    before = runs.end(run)
-    weights, lines = before.weights, before.lines()
+    first = runs.end(run)
+    weights, lines = first.weights, first.lines()
     after = runs.resume(run)
     assert (after.weights, after.lines()) == (weights, lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
-    whole, broken = (config(runs.shop, "ppo", name, 2, checkpoint={"every": 100}) for name in ("whole", "broken"))
-    reference, stopped = runs.start(whole), runs.start(broken)
+    baseline, broken = (config(runs.shop, "ppo", name, 2, checkpoint={"every": 100}) for name in ("whole", "broken"))
+    reference, stopped = runs.start(baseline), runs.start(broken)
     output = Path(broken["run"]["output"])
     stopped.until(lambda: lines_written(output) >= 1)
     stopped.kill(number)
@@ -226,7 +226,7 @@ def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
     assert partial.last_checkpoint.name == f"step-{done:06d}"
     (start,) = json.loads((output / "manifest.json").read_text())["starts"]
     assert (start["ended"]["status"], start["ended"]["why"]) == ("stopped", number.name)
-    assert_same_run(runs.resume(broken), runs.result(whole, reference))
+    assert_same_run(runs.resume(broken), runs.result(baseline, reference))
 
 
 def test_a_signal_in_the_last_step_exits_with_0(runs: Runs) -> None:
@@ -245,17 +245,17 @@ class Stopper(Observer):
 """
     observer = [{"use": f"file:{runs.shop.file('stopper.py', stopper)}"}]
     run = config(runs.shop, "sft", "run", run={"steps": 2}, observer=observer)
-    ended = runs.end(run)
-    assert "SIGTERM: stopping after this step" in ended.err
-    assert (ended.code, len(ended.lines())) == (0, 2)
+    result = runs.end(run)
+    assert "SIGTERM: stopping after this step" in result.err
+    assert (result.code, len(result.lines())) == (0, 2)
 
 
 @pytest.mark.full
 def test_a_run_that_stopped_early_stays_stopped(runs: Runs) -> None:
     """A run that is killed between its last checkpoint and its end must not train further when it is resumed."""
     patient = {"eval": {"patience": 1, "every": 1, "metric": "eval/loss", "mode": "max"}}  # the loss falls: no progress
-    whole, broken = (config(runs.shop, "sft", name, 0, **patient) for name in ("whole", "broken"))
-    reference = runs.end(whole)
+    baseline, broken = (config(runs.shop, "sft", name, 0, **patient) for name in ("whole", "broken"))
+    reference = runs.end(baseline)
     steps = len(reference.lines())
     assert steps < STEPS
     runs.die_at(broken, f"saved {steps}")
@@ -301,10 +301,10 @@ def test_a_reference_that_follows_the_policy_is_in_the_checkpoint(runs: Runs) ->
         "algorithm": {"use": f"file:{runs.shop.file('moving.py', MOVING)}", "kl": {"coef": 0.1, "where": "loss"}},
         "env": {"credit": "outcome"},  # rloo compares whole episodes
     }
-    whole, broken = (config(runs.shop, "reinforce_pp", name, **moving) for name in ("whole", "broken"))
-    reference = runs.start(whole)
+    baseline, broken = (config(runs.shop, "reinforce_pp", name, **moving) for name in ("whole", "broken"))
+    reference = runs.start(baseline)
     runs.die_at(broken, "saved 4")
     assert (Path(broken["run"]["output"]) / "checkpoints/step-000004/roles/reference/model.safetensors").exists()
     finished = runs.resume(broken)
-    assert_same_run(finished, runs.result(whole, reference))
+    assert_same_run(finished, runs.result(baseline, reference))
     assert finished.lines()[-1]["policy/kl_reference"] != 0

@@ -14,15 +14,15 @@ ADDED = ("algorithm.options.mask_truncated", "algorithm.options.loss.clip_low", 
 
 def forget(checkpoint: Path, *keys: str) -> None:
     """Change the checkpoint to one of a release without these options."""
-    stated = read_json(checkpoint / store.MANIFEST)
-    del stated["sha256"]
+    manifest = read_json(checkpoint / store.MANIFEST)
+    del manifest["sha256"]
     for key in keys:
-        *above, last = key.split(".")
-        place = stated["meta"]["config"]
-        for part in above:
+        *parents, last = key.split(".")
+        place = manifest["meta"]["config"]
+        for part in parents:
             place = place[int(part)] if isinstance(place, list) else place[part]
         del place[last]
-    write_json(checkpoint / store.MANIFEST, {**stated, "sha256": store._digest(stated)})
+    write_json(checkpoint / store.MANIFEST, {**manifest, "sha256": store._digest(manifest)})
 
 
 def test_a_run_whose_checkpoint_lacks_new_options_is_resumed(shop):
@@ -30,14 +30,14 @@ def test_a_run_whose_checkpoint_lacks_new_options_is_resumed(shop):
         run = {"steps": steps, "resume": bool(flags)}
         return shop.train("rloo", output, *flags, run=run, checkpoint={"every": 2}, **changes)
 
-    whole = train("whole", 4)
+    baseline = train("whole", 4)
     first = train("upgraded", 2)
     forget(first.last_checkpoint, *ADDED)
     resumed = train("upgraded", 4, "--resume")
     assert "came after the checkpoint was saved, at their defaults: " in resumed.said
     for key in ADDED:
         assert f"{key.replace('.options', '')} = " in resumed.said
-    assert_same_run(whole, resumed)
+    assert_same_run(baseline, resumed)
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,20 @@ def copied(shop: Workshop) -> Path:
 def test_a_reference_that_was_trained_further_under_its_path_is_refused(shop: Workshop) -> None:
     """The checkpoint holds the policy. The frozen reference is loaded from its folder, with other weights now."""
     changes = {"policy": {"model": str(model := copied(shop))}, "checkpoint": {"every": 1}}
-    whole = shop.train("dpo", "whole", **changes)
+    baseline = shop.train("dpo", "whole", **changes)
     shop.train("dpo", "run", "--run.stop_after", "2", **changes)
-    weights, before = load_file(model / "model.safetensors"), (model / "model.safetensors").read_bytes()
+    weights, content = load_file(model / "model.safetensors"), (model / "model.safetensors").read_bytes()
     save_file({name: w * 1.5 if "layers.1" in name else w for name, w in weights.items()}, model / "model.safetensors")
     for flags in (["--dry-run"], []):
         refused = shop.run("dpo", "run", "--resume", *flags, **changes)
         assert refused.code == 1
         assert "is from another config:\n  content of policy.model: was " in refused.said
         assert "\n  content of reference.model: was " in refused.said
-    (model / "model.safetensors").write_bytes(before)  # with another time, as in a copy
+    (model / "model.safetensors").write_bytes(content)  # with another time, as in a copy
     (model / "README.md").write_text("no run reads this")
     resumed = shop.train("dpo", "run", "--resume", **changes)
     assert "content of" not in resumed.said
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, baseline)
 
 
 @pytest.mark.full
@@ -68,8 +68,8 @@ def test_a_template_that_reads_the_clock_reads_the_time_of_the_runs_first_start(
     changes = {"data": {"chat_template": str(template)}, "checkpoint": {"every": 1}}
     shop.train("sft", "run", "--run.stop_after", "2", **changes)
     shutil.copytree(shop.folder / "run", shop.folder / "copy")
-    resumed, again = (shop.train("sft", name, "--resume", **changes) for name in ("run", "copy"))
-    assert_same_run(resumed, again)
+    resumed, copy = (shop.train("sft", name, "--resume", **changes) for name in ("run", "copy"))
+    assert_same_run(resumed, copy)
     starts = json.loads((resumed.path / "manifest.json").read_text())["starts"]
     assert len(starts) == 2
     assert len({start["template_day"] for start in starts}) == 1
@@ -78,9 +78,9 @@ def test_a_template_that_reads_the_clock_reads_the_time_of_the_runs_first_start(
 def test_a_resume_that_stop_after_ends_at_once_says_so(shop: Workshop) -> None:
     shop.train("sft", "run", run={"stop_after": 2})
     for flags in (["--dry-run"], []):
-        again = shop.train("sft", "run", "--resume", *flags, run={"stop_after": 2})
-        assert "run.stop_after = 2, and 2 of 3 steps are done" in again.said
-        assert "--run.stop_after 3" in again.said
+        retry = shop.train("sft", "run", "--resume", *flags, run={"stop_after": 2})
+        assert "run.stop_after = 2, and 2 of 3 steps are done" in retry.said
+        assert "--run.stop_after 3" in retry.said
     last = shop.train("sft", "run", "--resume", "--run.stop_after", "3", run={"stop_after": 2})
     assert "run.stop_after" not in last.err
     assert len(last.lines()) == 3

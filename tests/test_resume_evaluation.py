@@ -45,44 +45,44 @@ def evaluated(shop: Workshop, every: int) -> dict[str, Any]:
     }
 
 
-def same(resumed: Finished, whole: Finished) -> None:
-    assert resumed.lines() == whole.lines()
-    assert resumed.weights == whole.weights
-    found, expected = (CheckpointStore(run.path).best() for run in (resumed, whole))
-    assert found is not None
+def assert_same_evaluations(resumed: Finished, baseline: Finished) -> None:
+    assert resumed.lines() == baseline.lines()
+    assert resumed.weights == baseline.weights
+    best, expected = (CheckpointStore(run.path).best() for run in (resumed, baseline))
+    assert best is not None
     assert expected is not None
-    assert found.step == expected.step
-    pointers = [(run.path / "checkpoints" / "best.json").read_text() for run in (resumed, whole)]
+    assert best.step == expected.step
+    pointers = [(run.path / "checkpoints" / "best.json").read_text() for run in (resumed, baseline)]
     assert pointers[0] == pointers[1]
 
 
 @pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.full), 4], ids=["inside the run", "at its end"])
 def test_an_evaluation_that_failed_is_made_by_the_resume(shop: Workshop, every: int) -> None:
-    given = evaluated(shop, every)
-    whole = shop.train("rloo", "whole", **given)
+    settings = evaluated(shop, every)
+    baseline = shop.train("rloo", "whole", **settings)
     (shop.folder / "down").touch()
     for flags in ([], ["--resume"]):
-        broken = shop.run("rloo", "broken", *flags, **given)
+        broken = shop.run("rloo", "broken", *flags, **settings)
         assert broken.code == 1
         assert "the judge is down" in broken.said
         assert [c.step for c in CheckpointStore(broken.path).complete()] == [every]
     (shop.folder / "down").unlink()
-    same(resumed := shop.train("rloo", "broken", "--resume", **given), whole)
+    assert_same_evaluations(resumed := shop.train("rloo", "broken", "--resume", **settings), baseline)
     assert "has no line of" not in resumed.said
     if every == 2:
-        assert_same_run(resumed, whole)
-    same(shop.train("rloo", "broken", "--resume", **given), whole)
+        assert_same_run(resumed, baseline)
+    assert_same_evaluations(shop.train("rloo", "broken", "--resume", **settings), baseline)
 
 
 def test_the_best_checkpoint_is_marked_where_an_observer_fails_after_the_evaluation(shop: Workshop) -> None:
     down = shop.folder / "down"
     observer = shop.file("raises.py", RAISES.format(down=str(down)))
     reward = [{"use": f"file:{shop.file('reward.py', REWARD)}"}]
-    given = {**evaluated(shop, 2), "observer": [{"use": f"file:{observer}"}], "reward": reward}
-    whole = shop.train("rloo", "whole", **given)
+    settings = {**evaluated(shop, 2), "observer": [{"use": f"file:{observer}"}], "reward": reward}
+    baseline = shop.train("rloo", "whole", **settings)
     down.touch()
-    broken = shop.run("rloo", "broken", **given)
+    broken = shop.run("rloo", "broken", **settings)
     assert broken.code == 1
     assert "the server is down" in broken.said
     down.unlink()
-    same(shop.train("rloo", "broken", "--resume", **given), whole)
+    assert_same_evaluations(shop.train("rloo", "broken", "--resume", **settings), baseline)

@@ -15,12 +15,12 @@ def test_a_run_is_resumed_in_another_zero_stage(shop):
         run = {"steps": steps, "resume": resume}
         return shop.train("sft", output, trainer=options, run=run, checkpoint={"every": 2}).lines()
 
-    whole = train("whole", 2, 4)
+    baseline = train("whole", 2, 4)
     train("changes", 2, 2)
     with pytest.raises(AssertionError, match=r"trainer\.lr: was 0\.01, now 0\.02"):
         train("changes", 3, 4, resume=True, lr=2e-2)
-    changed = train("changes", 3, 4, resume=True, bucket=5000)
-    assert len(changed) == len(whole) == 4
-    for one, two in zip(whole, changed, strict=True):
-        assert two["policy/loss"] == pytest.approx(one["policy/loss"], rel=1e-4)
-        assert two["policy/grad_norm"] == pytest.approx(one["policy/grad_norm"], rel=1e-3)
+    lines = train("changes", 3, 4, resume=True, bucket=5000)
+    assert len(lines) == len(baseline) == 4
+    for expected, line in zip(baseline, lines, strict=True):
+        assert line["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-4)
+        assert line["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=1e-3)

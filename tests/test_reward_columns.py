@@ -47,7 +47,7 @@ def trained(shop: Workshop, *flags: str, train: Any = None, held_out: Any = None
 
 
 def sources(shop: Workshop, **rows: Any) -> list[dict[str, str]]:
-    return [{"path": str(shop.rows(f"{name}.jsonl", given)), "name": name} for name, given in rows.items()]
+    return [{"path": str(shop.rows(f"{name}.jsonl", examples)), "name": name} for name, examples in rows.items()]
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
@@ -95,8 +95,8 @@ def test_each_source_is_checked_and_only_where_the_reward_scores_it(shop: Worksh
     two = sources(shop, sums=[{"prompt": "1+1=", "answer": "2"}] * 4, chat=BARE)
     error = refused(trained(shop, train=two), "(1 problem)", "data.train 'chat' (")
     assert "or name the sources that this reward scores with --reward.math.sources." in error
-    only = [{"use": "math", "sources": ["sums"]}, {"use": "length", "high": 3}]
-    assert trained(shop, "--dry-run", train=two, reward=only).code == 0
+    rewards = [{"use": "math", "sources": ["sums"]}, {"use": "length", "high": 3}]
+    assert trained(shop, "--dry-run", train=two, reward=rewards).code == 0
 
 
 def test_a_value_of_none_and_a_column_of_some_rows_are_accepted(shop: Workshop) -> None:
@@ -170,16 +170,16 @@ def test_functions_and_classes_of_python_are_checked(shop: Workshop, no_models) 
             return self.needed
 
     def train(reward: Any) -> None:
-        given = {"model": shop.model, "data": BARE, "output": shop.folder / "out", "steps": 1}
-        rlhf.train("rloo", reward=reward, options={"sampling.samples_per_prompt": 2}, **given)
+        arguments = {"model": shop.model, "data": BARE, "output": shop.folder / "out", "steps": 1}
+        rlhf.train("rloo", reward=reward, options={"sampling.samples_per_prompt": 2}, **arguments)
 
     with pytest.raises(ConfigError, match=r"\(1 problem\)[^$]*no column 'level', which reward 'level_of' reads"):
         train(level_of)
-    named = Named()
+    instance = Named()
     for wrong in ("answr", ["answr", ""], 3):
-        named.needed = wrong
+        instance.needed = wrong
         with pytest.raises(rlhf.errors.PluginError, match=r"reward 'named'.*: columns\(\) (returned|raised TypeError)"):
-            train(named)
+            train(instance)
 
 
 @pytest.mark.parametrize("form", [{"template": "<think>{...}</think>{...}"}, {"pattern": r".*<\/think>.*"}])

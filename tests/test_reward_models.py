@@ -72,7 +72,7 @@ def test_transformers_gives_the_scores_that_the_run_reported(trained: Finished) 
         score(trained.path / "model", answers("chosen")),
         score(trained.path / "model", answers("rejected")),
     )
-    both = torch.cat([chosen, rejected]).double()
+    outputs = torch.cat([chosen, rejected]).double()
     assert last["eval/chosen_score"] == pytest.approx(float(chosen.mean()), rel=1e-4, abs=1e-5)
     assert last["eval/rejected_score"] == pytest.approx(float(rejected.mean()), rel=1e-4, abs=1e-5)
     assert last["eval/accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
@@ -80,8 +80,8 @@ def test_transformers_gives_the_scores_that_the_run_reported(trained: Finished) 
         float(-torch.nn.functional.logsigmoid(chosen - rejected).mean()), rel=1e-4
     )
     config = json.loads((trained.path / "model" / "config.json").read_text())
-    assert config["mean"] == pytest.approx(float(both.mean()), rel=1e-4, abs=1e-5)
-    assert config["std"] == pytest.approx(float(both.std(correction=0)), rel=1e-3)
+    assert config["mean"] == pytest.approx(float(outputs.mean()), rel=1e-4, abs=1e-5)
+    assert config["std"] == pytest.approx(float(outputs.std(correction=0)), rel=1e-3)
 
 
 def test_adapters_are_merged_into_what_transformers_scores(shop: Workshop) -> None:
@@ -123,13 +123,13 @@ def _text(ids: list[int], model: Path) -> str:
 def test_an_exported_reward_model_can_initialise_a_critic(shop: Workshop, trained: Finished) -> None:
     model = trained.path / "model"
     run = shop.train("ppo", "run", critic={"model": str(model), "trainer": {"lr": 0.0}}, run={"steps": 1})
-    before = load_file(model / "model.safetensors")
+    initial = load_file(model / "model.safetensors")
     still = load_file(run.last_checkpoint / "roles" / "critic" / "model.safetensors")
-    assert set(before) == set(still)
-    assert all(torch.equal(before[name], still[name]) for name in before)
+    assert set(initial) == set(still)
+    assert all(torch.equal(initial[name], still[name]) for name in initial)
     learning = shop.train("ppo", "learning", "--critic.model", str(model), run={"steps": 1})
     moved = load_file(learning.last_checkpoint / "roles" / "critic" / "model.safetensors")
-    assert any(not torch.equal(before[name], moved[name]) for name in before)
+    assert any(not torch.equal(initial[name], moved[name]) for name in initial)
 
 
 def test_training_goes_on_from_a_reward_model(shop: Workshop, trained: Finished) -> None:
@@ -145,18 +145,18 @@ def test_training_goes_on_from_a_reward_model(shop: Workshop, trained: Finished)
 def test_running_mean_and_std_are_exported_and_resumed(shop: Workshop) -> None:
     """Without evaluation an export has the running mean and deviation; a resumed run ends with the same."""
     settings = {"run": {"steps": 4}, "checkpoint": {"every": 2, "keep": 9, "export_every": 2}}
-    whole, again = train(shop, "whole", **settings), train(shop, "again", **settings)
-    exported = json.loads(next((whole.path / "exports").glob("*2/config.json")).read_text())
-    config = json.loads((whole.path / "model" / "config.json").read_text())
+    baseline, victim = train(shop, "whole", **settings), train(shop, "again", **settings)
+    exported = json.loads(next((baseline.path / "exports").glob("*2/config.json")).read_text())
+    config = json.loads((baseline.path / "model" / "config.json").read_text())
     assert config["std"] > 0
     assert exported["std"] > 0
     assert exported["mean"] != config["mean"]
-    shutil.rmtree(again.last_checkpoint)
-    shutil.rmtree(again.path / "model")
+    shutil.rmtree(victim.last_checkpoint)
+    shutil.rmtree(victim.path / "model")
     resumed = train(shop, "again", "--resume", **settings)
     assert "resumed after step 2" in resumed.said
     assert json.loads((resumed.path / "model" / "config.json").read_text()) == config
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, baseline)
 
 
 def test_the_margin_column_changes_the_loss(shop: Workshop) -> None:

@@ -15,7 +15,7 @@ ROWS = [
     {"prompt": "2+2=", "answer": "4", "responses": ["5", "4"]},
     {"prompt": "5+2=", "answer": "7", "responses": ["7", "7"]},
 ]
-INSIDE = "async def score(prompt, completion, row):\n    return float(row['answer'] in completion)\n"
+CONTAINMENT = "async def score(prompt, completion, row):\n    return float(row['answer'] in completion)\n"
 SIZE = "def score(prompt, completion, row):\n    return -float(len(completion))\n"
 HANGS = """
 import time
@@ -41,69 +41,71 @@ def lines(text: str, title: str) -> list[list[str]]:
 
 
 def test_rewards_are_described_and_compared(shop: Workshop, say: Say) -> None:
-    code, told, err = say(*words(shop, inside=INSIDE, size=SIZE), "--probes", 0)
+    code, stdout, err = say(*words(shop, inside=CONTAINMENT, size=SIZE), "--probes", 0)
     assert code == 0, err
-    inside, size = [row for row in lines(told, "Rewards") if row[0] in ("inside", "size")]
-    assert inside == ["inside", "7", "0.5714", "0.4949", "0", "1", "0", "0", "1 of 3"]
+    containment, size = [row for row in lines(stdout, "Rewards") if row[0] in ("inside", "size")]
+    assert containment == ["inside", "7", "0.5714", "0.4949", "0", "1", "0", "0", "1 of 3"]
     assert size[:2] + size[4:] == ["size", "7", "-25", "-1", "0", "0", "2 of 3"]
-    assert "- size: 2 of 3 groups have one value for all answers" in told
-    assert lines(told, "Distribution of inside")[1:] == [["0", "3", "█" * 24], ["1", "4", "█" * 32]]
-    [pair] = lines(told, "Agreement")[1:]
+    assert "- size: 2 of 3 groups have one value for all answers" in stdout
+    assert lines(stdout, "Distribution of inside")[1:] == [["0", "3", "█" * 24], ["1", "4", "█" * 32]]
+    [pair] = lines(stdout, "Agreement")[1:]
     assert pair[:3] == ["inside", "size", "7"]
     assert 0 < float(pair[3]) < 1
-    assert lines(told, "think most differently")[2] == ["inside 0, size -1", "rows 1", "5"]
-    assert "Slowest calls" in told
-    assert "cheat" not in told
+    assert lines(stdout, "think most differently")[2] == ["inside 0, size -1", "rows 1", "5"]
+    assert "Slowest calls" in stdout
+    assert "cheat" not in stdout
 
 
 def test_a_reward_that_hangs_ends_at_its_deadline_and_the_rest_is_shown(shop: Workshop, say: Say) -> None:
-    code, told, err = say(*words(shop, hangs=HANGS, inside=INSIDE), "--reward.hangs.deadline", 0.5, "--probes", 0)
+    code, stdout, err = say(
+        *words(shop, hangs=HANGS, inside=CONTAINMENT), "--reward.hangs.deadline", 0.5, "--probes", 0
+    )
     assert code == 0, err
-    hangs, inside = [row for row in lines(told, "Rewards") if row[0] in ("hangs", "inside")]
-    assert (hangs[1], hangs[7], inside[1], inside[7]) == ("5", "2", "7", "0")
-    assert "- 1 calls took longer than their deadline, 1 failed otherwise" in told
-    late, failed = [row for row in lines(told, "Calls without a result") if row[0] == "hangs"]
+    hangs, containment = [row for row in lines(stdout, "Rewards") if row[0] in ("hangs", "inside")]
+    assert (hangs[1], hangs[7], containment[1], containment[7]) == ("5", "2", "7", "0")
+    assert "- 1 calls took longer than their deadline, 1 failed otherwise" in stdout
+    late, failed = [row for row in lines(stdout, "Calls without a result") if row[0] == "hangs"]
     assert late[1:5] == ["took too long", "1", "rows 0", "12"]
     assert failed[1:5] == ["failed", "1", "rows 1", "5"]
     assert late[5].endswith("Make it faster or raise `deadline` in its section."), "not cut"
-    assert lines(told, "Slowest calls")[1][0] == "hangs"
+    assert lines(stdout, "Slowest calls")[1][0] == "hangs"
 
 
 def test_answers_that_cheat_are_scored_beside_the_given_ones(shop: Workshop, say: Say) -> None:
-    code, told, err = say(*words(shop, inside=INSIDE, size=SIZE))
+    code, stdout, err = say(*words(shop, inside=CONTAINMENT, size=SIZE))
     assert code == 0, err
-    assert lines(told, "Answers that try to cheat")[0] == ["- the right answer is the column 'answer'"]
-    rows = {tuple(row[:2]): row[2:] for row in lines(told, "Answers that try to cheat")[2:]}
+    assert lines(stdout, "Answers that try to cheat")[0] == ["- the right answer is the column 'answer'"]
+    rows = {tuple(row[:2]): row[2:] for row in lines(stdout, "Answers that try to cheat")[2:]}
     assert rows["inside", "empty"] == ["0", "0.6111", "0 of 3"]
     assert rows["inside", "right answer buried in others"] == ["1", "0.6111", "3 of 3", "pays"]
     assert rows["size", "empty"][0] == "0"
     assert rows["size", "empty"][-1] == "pays"
     assert rows["size", "the prompt repeated"][0] == "-4"
     assert ("inside", "format alone") in rows
-    assert "- inside: right answer buried in others: 1 on average, and the given answers get 0.6111" in told
+    assert "- inside: right answer buried in others: 1 on average, and the given answers get 0.6111" in stdout
 
 
 def test_the_page_has_whole_texts_escaped_and_loads_nothing(shop: Workshop, say: Say) -> None:
     page = shop.folder / "lab.html"
-    code, told, err = say(*words(shop, size=SIZE, inside=INSIDE), "--html", page)
+    code, stdout, err = say(*words(shop, size=SIZE, inside=CONTAINMENT), "--html", page)
     assert code == 0, err
     text = page.read_text()
     assert MARKUP not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "default-src 'none'" in text
     assert not re.search(r"<(script|link|img)|https?://|url\(", text)
-    assert str(page) in told
+    assert str(page) in stdout
 
 
 def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: Say) -> None:
     shop.train("rloo", "run", run={"steps": 2}, checkpoint={"save_rollouts": True})
     run = shop.folder / "run"
-    code, told, err = say("rewards", "try", run, "--reward", f"file:{shop.file('size.py', SIZE)}", "--reward", "math")
+    code, stdout, err = say("rewards", "try", run, "--reward", f"file:{shop.file('size.py', SIZE)}", "--reward", "math")
     assert code == 0, err
-    assert [row[0] for row in lines(told, "Rewards")[-2:]] == ["size", "math"]
-    code, told, err = say("rewards", "try", run, "--step", 1, "--probes", 2)
+    assert [row[0] for row in lines(stdout, "Rewards")[-2:]] == ["size", "math"]
+    code, stdout, err = say("rewards", "try", run, "--step", 1, "--probes", 2)
     assert code == 0, err
-    [reward] = lines(told, "Rewards")[-1:]
+    [reward] = lines(stdout, "Rewards")[-1:]
     assert int(reward[1]) > 0
     assert "It holds samples of steps 1 to 2" in say("rewards", "try", run, "--step", 7)[2]
     assert "answers already" in say("rewards", "try", run, "--data", "x.jsonl")[2]

@@ -163,10 +163,10 @@ def test_the_pipeline_trains_five_models_and_ends_with_the_table(
     assert any(line.startswith("| sft | ") and "| 0.00 ± 0.00 |" in line for line in tables.splitlines())
 
     run.main(words, in_this_process)  # nothing is trained or answered again
-    again = capsys.readouterr().out
-    assert again.count(" exists") == 1 + len(run.STAGES) + len(run.RESULTS)
-    assert "rlhf train" not in again
-    assert tables in again
+    transcript = capsys.readouterr().out
+    assert transcript.count(" exists") == 1 + len(run.STAGES) + len(run.RESULTS)
+    assert "rlhf train" not in transcript
+    assert tables in transcript
 
 
 def test_more_flags_reach_what_samples_and_nothing_else(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_flags_that_nothing_would_read_are_refused(
 
 
 def test_shares_of_preferred_answers_count_ties_as_half() -> None:
-    ours, others = (
+    scores, reference_scores = (
         [{"rewards": {"score": {"value": value}}} for value in values] for values in ((1, 2, 3, 4), (0, 2, 4, 3))
     )
-    assert compare.preferred(ours, others) == 0.625
+    assert compare.preferred(scores, reference_scores) == 0.625

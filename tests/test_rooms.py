@@ -62,7 +62,7 @@ ALGORITHMS = {
 
 BACKENDS = {"deepspeed", "vllm", "sglang", "ray", "openrlhf", "trl", "verl"}
 
-WHERE = ("core", "libraries", "runtime", "testing", "cli", "plugins", "tests", "benchmarks", "examples", "docs")
+FOLDERS = ("core", "libraries", "runtime", "testing", "cli", "plugins", "tests", "benchmarks", "examples", "docs")
 
 
 def test_the_parser_of_imports_finds_every_form(tmp_path):
@@ -71,8 +71,8 @@ def test_the_parser_of_imports_finds_every_form(tmp_path):
         "import a.b\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import t\nelse:\n    import e\n"
         "def f():\n    from c import d\nclass K:\n    import k\ntry:\n    import y\nexcept ImportError:\n    pass\n"
     )
-    found = {i.module: (i.typing, i.top) for i in imports(path) if i.module != "typing"}
-    assert found == {
+    forms = {i.module: (i.typing, i.top) for i in imports(path) if i.module != "typing"}
+    assert forms == {
         "a.b": (False, True), "t": (True, False), "e": (False, True), "c": (False, False), "k": (False, True),
         "y": (False, True),
     }  # fmt: skip
@@ -113,10 +113,10 @@ def test_a_distribution_imports_what_it_may_and_declares(member):
     assert bad == []
 
 
-def modules_imported(found: Import, modules: Collection[str]) -> set[str]:
+def modules_imported(statement: Import, modules: Collection[str]) -> set[str]:
     """Files that an import reaches: ``from a import b`` is one of ``a.b`` where that is a file, else of ``a``."""
-    named = [f"{found.module}.{name}" for name in found.names]
-    reached = {name if name in modules else found.module for name in named} or {found.module}
+    names = [f"{statement.module}.{name}" for name in statement.names]
+    reached = {name if name in modules else statement.module for name in names} or {statement.module}
     return reached & {*modules}
 
 
@@ -159,8 +159,10 @@ def test_folders_of_the_runtime_import_each_other_in_one_order():
     arrows: dict[str, set[str]] = {}
     for path in python_files(source):
         room = path.relative_to(source).parts[0].removesuffix(".py")
-        below = {i.module.split(".")[1] for i in imports(path) if not i.typing and i.module.startswith("rlhf_runtime.")}
-        arrows.setdefault(room, set()).update(below - {room})
+        folders = {
+            i.module.split(".")[1] for i in imports(path) if not i.typing and i.module.startswith("rlhf_runtime.")
+        }
+        arrows.setdefault(room, set()).update(folders - {room})
     assert circles(arrows) == []
 
 
@@ -241,7 +243,7 @@ def test_importing_any_plugin_package_is_cheap_enough_to_call_its_hooks(member):
 
 # --------------------------------------------------------------------------------------- all files
 
-ALL_FILES = [path for folder in WHERE for path in python_files(ROOT / folder)]
+ALL_FILES = [path for folder in FOLDERS for path in python_files(ROOT / folder)]
 
 
 def test_no_file_is_longer_than_500_lines_or_600_of_tests():

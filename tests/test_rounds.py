@@ -46,14 +46,14 @@ KILLED = [
 def test_killed_inside_a_round(forks: Forks, shop: Workshop, algorithm: str, event: str) -> None:
     runs = Runs(forks, shop)
     rounds = {"stream": {"round": 3}, "algorithm": ALGORITHMS[algorithm], "checkpoint": {"every": 1}}
-    whole, broken = (config(shop, algorithm, name, **rounds) for name in ("whole", "broken"))
-    reference = runs.start(whole)
+    baseline, broken = (config(shop, algorithm, name, **rounds) for name in ("whole", "broken"))
+    reference = runs.start(baseline)
     output = runs.die_at(broken, event)
     newest = max((output / "checkpoints").glob("step-*"))
     assert newest.name == f"step-00000{event[-1]}"
     assert len(read_rows(newest / "ready.arrow")) == 4 * 3, "one batch, generated and not trained on"
     assert (newest / "roles" / "reference").exists() == (algorithm == "online_dpo")
-    finished, expected = runs.resume(broken), runs.result(whole, reference)
+    finished, expected = runs.resume(broken), runs.result(baseline, reference)
     assert expected.code == 0, expected.err
     assert [line["stream/version"] for line in finished.lines()] == [0, 0, 0, 3, 3]
     assert len(finished.lines()) == STEPS
@@ -62,8 +62,8 @@ def test_killed_inside_a_round(forks: Forks, shop: Workshop, algorithm: str, eve
 
 def test_weights_are_sent_only_before_a_step_that_samples(shop: Workshop) -> None:
     """Weights are sent once per round and before an evaluation; every sample records the right version."""
-    own = {"generator": {"use": f"file:{OWN_COPY}:OwnCopy"}, "launcher": {"use": "local"}, "run": {"steps": 6}}
-    changes = {**own, "stream": {"round": 3}}
+    settings = {"generator": {"use": f"file:{OWN_COPY}:OwnCopy"}, "launcher": {"use": "local"}, "run": {"steps": 6}}
+    changes = {**settings, "stream": {"round": 3}}
     held_out = {"data": {"eval": [{"path": str(shop.data), "max_rows": 2}]}, "eval": {"every": 2, "samples": 1}}
     module = shop.train("grpo", "module", stream={"round": 3}, run={"steps": 6})
     copy = shop.train("grpo", "copy", **changes)

@@ -31,18 +31,18 @@ def records(run: Any) -> list[tuple[int, dict[str, Any]]]:
 
 def test_records_are_kept_and_a_replay_of_them_learns_the_same(moe: Workshop) -> None:
     first = moe.train("grpo", "recorded", **REPLAY)
-    again = moe.train("grpo", "replayed", **REPLAY, **recording(first))
-    assert (again.weights, again.rollouts()) == (first.weights, first.rollouts())
+    rerun = moe.train("grpo", "replayed", **REPLAY, **recording(first))
+    assert (rerun.weights, rerun.rollouts()) == (first.weights, first.rollouts())
     for line in first.lines():  # one of at most 11 tokens of each sample is not known: the last one
         assert 1 / 12 < line["policy/experts_unrecorded"] < 1 / 4
         assert line["policy/kl_generator"] < 1e-9
-    off = moe.train("grpo", "off")
-    assert not records(off)
+    default = moe.train("grpo", "off")
+    assert not records(default)
     plain = {k: v for k, v in first.lines()[0].items() if k != "policy/experts_unrecorded"}
-    assert off.lines()[0] == pytest.approx(plain, rel=1e-5, abs=1e-9)  # sums of another order of prefixes
-    unrecorded = moe.train("grpo", "unrecorded", **REPLAY, **recording(off))
+    assert default.lines()[0] == pytest.approx(plain, rel=1e-5, abs=1e-9)  # sums of another order of prefixes
+    unrecorded = moe.train("grpo", "unrecorded", **REPLAY, **recording(default))
     assert [line["policy/experts_unrecorded"] for line in unrecorded.lines()] == [1.0] * 3
-    assert unrecorded.weights == off.weights
+    assert unrecorded.weights == default.weights
 
 
 def test_turns_of_an_environment_record_each_token_once(moe: Workshop) -> None:
@@ -50,9 +50,9 @@ def test_turns_of_an_environment_record_each_token_once(moe: Workshop) -> None:
     for sample in run.samples():
         tokens = sum(len(turn["ids"]) for turn in sample["turns"])
         parts = [base64.b64decode(t["experts"]["choices"]) for t in sample["turns"] if t["experts"] is not None]
-        known = sum(len(part) for part in parts) // 4  # 2 layers of 2 experts
+        decisions = sum(len(part) for part in parts) // 4  # 2 layers of 2 experts
         after = sum(len(turn["ids"]) for turn in sample["turns"][1 + last_sampled(sample) :])
-        assert known == tokens - after - 1
+        assert decisions == tokens - after - 1
     assert all(line["policy/kl_generator"] < 1e-9 for line in run.lines())
     assert "critic/experts_unrecorded" not in run.lines()[0]
 
@@ -71,8 +71,8 @@ def test_changed_records_change_the_log_probs(moe: Workshop) -> None:
 
     for file in (first.path / "rollouts").iterdir():
         change_rows(file, swap)
-    again = moe.train("grpo", "replayed", **REPLAY, **recording(first))
-    assert all(line["policy/kl_generator"] > 1e-4 for line in again.lines())
+    rerun = moe.train("grpo", "replayed", **REPLAY, **recording(first))
+    assert all(line["policy/kl_generator"] > 1e-4 for line in rerun.lines())
 
 
 def test_records_of_another_model_fail_the_sample_with_its_cause(moe: Workshop) -> None:

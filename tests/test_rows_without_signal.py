@@ -84,9 +84,9 @@ def test_a_run_leaves_groups_of_equal_rewards_out(shop: Workshop, monkeypatch: p
     assert any(left_out(run))
     with monkeypatch.context() as patch:
         patch.setattr(PolicyLoss, "signal", lambda self: ())
-        whole = shop.train("grpo", "whole", **changes)
-    assert "policy/tokens_left_out" not in whole.lines()[0]
-    for line, other in zip(run.lines(), whole.lines(), strict=True):
+        baseline = shop.train("grpo", "whole", **changes)
+    assert "policy/tokens_left_out" not in baseline.lines()[0]
+    for line, other in zip(run.lines(), baseline.lines(), strict=True):
         for name in ("policy/loss", "policy/grad_norm", "reward/mean", "length/mean"):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
 

@@ -68,9 +68,9 @@ def test_an_algorithm_runs(shop: Workshop, algorithm: str, staleness: int) -> No
 
     model = AutoModelForCausalLM.from_pretrained(run.path / "model")
     AutoTokenizer.from_pretrained(run.path / "model")
-    before = AutoModelForCausalLM.from_pretrained(shop.model).state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(shop.model).state_dict()
     trained = policy(run.last_checkpoint)
-    assert any(not torch.equal(before[name], value) for name, value in trained.items())
+    assert any(not torch.equal(initial[name], value) for name, value in trained.items())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.items())
 
 
@@ -85,11 +85,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_same_seed_same_run(shop: Workshop, algorithm: str) -> None:
-    one, two = (shop.train(algorithm, name, **KINDS[algorithm]) for name in ("one", "two"))
-    assert_same_run(one, two)
+    first, second = (shop.train(algorithm, name, **KINDS[algorithm]) for name in ("one", "two"))
+    assert_same_run(first, second)
     other = shop.train(algorithm, "other", run={"seed": 2}, **KINDS[algorithm])
-    assert other.lines() != one.lines()
-    assert other.weights != one.weights
+    assert other.lines() != first.lines()
+    assert other.weights != first.weights
 
 
 @pytest.mark.parametrize("algorithm", KINDS)
@@ -103,8 +103,8 @@ def test_the_losses_do_not_depend_on_the_micro_batches(shop: Workshop, algorithm
     small = {"micro_tokens": 20}
     critic = {"critic": {**small, "dtype": "fp32"}} if algorithm == "ppo" else {}
     split = shop.train(algorithm, "split", policy=small, **critic, **KINDS[algorithm])
-    for one, other in zip(losses(large), losses(split), strict=True):
-        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    for expected, loss in zip(losses(large), losses(split), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_the_installed_command(shop: Workshop) -> None:
@@ -166,9 +166,9 @@ class AgentExecutor(MultiTurnAgentExecutor):
 def test_files_of_another_framework(shop: Workshop) -> None:
     reward = shop.train("grpo", "reward", reward=[{"use": f"file:{shop.file('func.py', REWARD_FUNC)}"}])
     for sample in reward.samples():
-        (given,) = sample["rewards"].values()
-        assert given["info"] == {"digits": given["value"]}
-        assert sample["reward"] == given["value"]
+        (result,) = sample["rewards"].values()
+        assert result["info"] == {"digits": result["value"]}
+        assert sample["reward"] == result["value"]
     env = {"use": f"file:{shop.file('agent.py', AGENT)}", "max_turns": 4}
     agent = shop.train("rloo", "agent", env=env, rollout={"use": "multi_turn"}, reward=None)
     for sample in agent.samples():
@@ -188,9 +188,9 @@ def test_several_weighted_rewards_and_a_reward_model(shop: Workshop) -> None:
     weights = {"digits": 2.0, "math": 0.5, "model": 0.25}
     opinions = set()
     for sample in run.samples():
-        given = {name: result["value"] for name, result in sample["rewards"].items()}
-        assert sample["reward"] == pytest.approx(sum(weights[name] * value for name, value in given.items()))
-        opinions.add(given["model"])
+        values = {name: result["value"] for name, result in sample["rewards"].items()}
+        assert sample["reward"] == pytest.approx(sum(weights[name] * value for name, value in values.items()))
+        opinions.add(values["model"])
     assert len(opinions) > 3
 
 
@@ -198,8 +198,8 @@ def test_several_weighted_rewards_and_a_reward_model(shop: Workshop) -> None:
 
 
 def test_evaluation_on_schedule_and_the_best_checkpoint(shop: Workshop) -> None:
-    several = held_out(shop, at_start=True, every=2, samples=2, temperature=1.0)
-    run = shop.train("rloo", "run", run={"steps": 4}, checkpoint={"keep": 1, "every": 1}, **several)
+    settings = held_out(shop, at_start=True, every=2, samples=2, temperature=1.0)
+    run = shop.train("rloo", "run", run={"steps": 4}, checkpoint={"keep": 1, "every": 1}, **settings)
     evaluated = {line["step"]: line for line in run.lines() if "eval/pass@1" in line}
     assert sorted(evaluated) == [0, 2, 4]
     assert {"eval/pass@1", "eval/pass@2", "eval/avg@2", "eval/reward", "eval/length"} <= set(evaluated[4])
@@ -311,8 +311,8 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(shop: Workshop)
     weights = {step: policy(run.path / "checkpoints" / f"step-{step:06d}") for step in (1, 2, 3)}
     assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
     assert any(not torch.equal(weights[2][name], weights[3][name]) for name in weights[1])
-    (kept,) = (run.path / "skipped").iterdir()
-    with safe_open(kept, "pt") as file:
+    (file_of_gradients,) = (run.path / "skipped").iterdir()
+    with safe_open(file_of_gradients, "pt") as file:
         assert "finite" in file.metadata()["reason"]
         assert file.get_tensor("lens_B").numel() == 4
         assert file.get_tensor("tok.loss_mask").any()

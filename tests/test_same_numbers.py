@@ -58,8 +58,8 @@ RAGGED = {**FIVE, "policy": {"micro_tokens": 40}, "critic": {"micro_tokens": 64}
 
 def on_ray(ranks: int = 1, launcher: str = "ray", **trainer: Any) -> dict[str, Any]:
     """All roles on the same devices, with as many ranks."""
-    others = {"ranks": ranks, "share": "policy"}
-    placement = {"policy": {"ranks": ranks}, "critic": others, "reference": others}
+    colocation = {"ranks": ranks, "share": "policy"}
+    placement = {"policy": {"ranks": ranks}, "critic": colocation, "reference": colocation}
     return {"launcher": {"use": launcher}, "trainer": trainer, "placement": placement}
 
 
@@ -88,13 +88,15 @@ def cases(request: pytest.FixtureRequest, shop: Workshop) -> dict[str, Case]:
     selected = {i.callspec.params["label"] for i in request.session.items if i.path == request.path} | {"ppo"}
     scalar = str(tiny_model(shop.folder / "scalar", head="scalar", hidden=16, heads=2, kv_heads=1))
     two = [{"path": str(shop.data), "name": name, "probability": 0.5} for name in ("math", "chat")]
-    more = {
+    changes = {
         "ppo": {"critic": {"model": scalar}},
         "reward model": {"policy": {"model": scalar}},
         "per source": {"data": {"train": two}},
     }
     return {
-        label: Case(c.algo, merged(c.changes, more.get(label, {}))) for label, c in CASES.items() if label in selected
+        label: Case(c.algo, merged(c.changes, changes.get(label, {})))
+        for label, c in CASES.items()
+        if label in selected
     }
 
 
@@ -123,8 +125,8 @@ def learnt(request, shop, cases, recorded, tmp_path_factory, two_cpus) -> dict[s
 
 @pytest.mark.parametrize("label", PARAMS)
 def test_replaying_is_the_recorded_run(label, recorded, embedded):
-    for ours, line in zip(embedded[label].steps, recorded[label].lines(), strict=True):
-        assert abs(ours["policy/loss"] - line["policy/loss"]) <= 1e-6
+    for step, line in zip(embedded[label].steps, recorded[label].lines(), strict=True):
+        assert abs(step["policy/loss"] - line["policy/loss"]) <= 1e-6
 
 
 @pytest.mark.parametrize("label", PARAMS)
@@ -139,6 +141,6 @@ def test_losses_of_five_steps_are_equal(label, learnt, embedded):
     names = [name for name in embedded[label].steps[0] if name.endswith(("/loss", "/grad_norm", "/token_accuracy"))]
     assert len(names) == {"ppo": 4, "sft": 3}.get(label, 2)
     assert len(learnt[label].steps) == 5
-    for step, (ours, theirs) in enumerate(zip(learnt[label].steps, embedded[label].steps, strict=True)):
+    for step, (metrics, expected) in enumerate(zip(learnt[label].steps, embedded[label].steps, strict=True)):
         for name in names:
-            assert abs(ours[name] - theirs[name]) <= 1e-4 * max(1.0, abs(theirs[name])), (step, name)
+            assert abs(metrics[name] - expected[name]) <= 1e-4 * max(1.0, abs(expected[name])), (step, name)

@@ -31,20 +31,20 @@ def test_several_rewards_score_every_answer_and_exports_read_them(shop: Workshop
     right = "async def score(prompt, completion, row):\n    return float(completion == row['answer'])\n"
     rewards = (f"file:{shop.file('right.py', right)}", f"file:{shop.file('size.py', LENGTH)}")
     words = ("score", "--model", shop.model, "--data", data, "--reward", rewards[0], "--reward", rewards[1])
-    code, told, err = say(*words, "--reward.size.weight", "-0.5", "-o", out, "--json")
+    code, stdout, err = say(*words, "--reward.size.weight", "-0.5", "-o", out, "--json")
     assert code == 0, err
-    found = lines(out)
-    assert [(s["group"], s["sample"], s["turns"][1]["text"]) for s in found] == [
+    samples = lines(out)
+    assert [(s["group"], s["sample"], s["turns"][1]["text"]) for s in samples] == [
         *((0, n, text) for n, text in enumerate(("3", "12", "3!"))),
         *((1, n, text) for n, text in enumerate(("5", "4"))),
         *((2, n, text) for n, text in enumerate(("7", "7"))),
     ]
-    assert [s["rewards"]["right"]["value"] for s in found] == [1, 0, 0, 0, 1, 1, 1]
-    assert [s["rewards"]["size"]["value"] for s in found] == [1, 2, 2, 1, 1, 1, 1]
-    assert [s["reward"] for s in found] == [0.5, -1, -1, -0.5, 0.5, 0.5, 0.5]
-    assert [s["prompt"] for s in found[:4]] == ["1+2="] * 3 + ["2+2="]
+    assert [s["rewards"]["right"]["value"] for s in samples] == [1, 0, 0, 0, 1, 1, 1]
+    assert [s["rewards"]["size"]["value"] for s in samples] == [1, 2, 2, 1, 1, 1, 1]
+    assert [s["reward"] for s in samples] == [0.5, -1, -1, -0.5, 0.5, 0.5, 0.5]
+    assert [s["prompt"] for s in samples[:4]] == ["1+2="] * 3 + ["2+2="]
     means = {"right": 4 / 7, "size": 9 / 7, "reward": -0.5 / 7}
-    assert json.loads(told) == {"rows": 3, "answers": 7, "means": pytest.approx(means), "left_out": {}}
+    assert json.loads(stdout) == {"rows": 3, "answers": 7, "means": pytest.approx(means), "left_out": {}}
     assert "scoring answers" in err.splitlines()
     assert say("data", "export", out, "--form", "pairs", "-o", pairs)[0] == 0
     assert [(r["prompt"], r["chosen"], r["rejected"]) for r in lines(pairs)] == [
@@ -59,9 +59,9 @@ def test_the_first_rows_of_each_source_are_scored(shop: Workshop, say: Say) -> N
     files = [str(shop.rows(f"{name}.jsonl", ROWS)) for name in ("one", "two")]
     sources = tuple(word for n, file in enumerate(files) for word in (f"--data.eval.{n}.path", file))
     words = ("score", "--model", shop.model, *sources, "--reward", f"file:{shop.file('size.py', LENGTH)}")
-    code, told, err = say(*words, "--eval.max_rows", 2, "-o", shop.folder / "scored.jsonl", "--json")
+    code, stdout, err = say(*words, "--eval.max_rows", 2, "-o", shop.folder / "scored.jsonl", "--json")
     assert code == 0, err
-    assert (json.loads(told)["rows"], json.loads(told)["answers"]) == (4, 10)
+    assert (json.loads(stdout)["rows"], json.loads(stdout)["answers"]) == (4, 10)
     rows = dict.fromkeys((s["row"]["source"], s["row"]["index"]) for s in lines(shop.folder / "scored.jsonl"))
     assert list(rows) == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
 
@@ -75,7 +75,7 @@ def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Worksho
     pairs = shop.rows(
         "pairs.jsonl", [{"prompt": "1+2=", "chosen": "3", "rejected": "12"}, ROWS[1] | {"chosen": "4", "rejected": "5"}]
     )
-    code, told, err = say(
+    code, stdout, err = say(
         *("score", "--reward", f"model:{model}", "--data", pairs, "--answers", "chosen", "--answers", "rejected"),
         *("--roles.reward_model.dtype", "fp32", "-o", out),
     )
@@ -86,9 +86,9 @@ def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Worksho
     for text, line in zip(texts, lines(out), strict=True):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         with torch.no_grad():
-            stated = float(scorer(torch.tensor([ids])).logits[0, 0])
-        assert line["reward"] == pytest.approx(stated, rel=1e-5, abs=1e-6)
-    assert "4 answers of 2 rows" in told
+            expected = float(scorer(torch.tensor([ids])).logits[0, 0])
+        assert line["reward"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert "4 answers of 2 rows" in stdout
     assert f"{out}.partial" not in {str(p) for p in shop.folder.iterdir()}
 
 
@@ -112,22 +112,24 @@ def test_a_model_reads_rows_together_and_its_time_does_not_count_towards_deadlin
         return begin(self, batch, heads, view)
 
     monkeypatch.setattr(Role, "begin_forward", slow)
-    together, apart = shop.folder / "together.jsonl", shop.folder / "apart.jsonl"
-    code, _, err = say(*words, "--reward.model.deadline", 0.5, "--roles.reward_model.micro_tokens", 40, "-o", together)
+    batch_file, single_file = shop.folder / "together.jsonl", shop.folder / "apart.jsonl"
+    code, _, err = say(
+        *words, "--reward.model.deadline", 0.5, "--roles.reward_model.micro_tokens", 40, "-o", batch_file
+    )
     assert code == 0, err
     assert [count for count, _ in passes] == [64, 6], "not as many at once as go to the disk at once"
     assert all(0 < longest <= 40 for _, longest in passes)
     monkeypatch.setattr(Role, "begin_forward", begin)
     monkeypatch.setattr(score, "_AT_ONCE", 1)
-    assert say(*words, "-o", apart)[0] == 0
-    values = [[line["reward"] for line in lines(file)] for file in (together, apart)]
+    assert say(*words, "-o", single_file)[0] == 0
+    values = [[line["reward"] for line in lines(file)] for file in (batch_file, single_file)]
     assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-6)
     assert len(set(values[1])) > 5
 
 
 def test_a_failed_call_is_continued_and_nothing_is_scored_twice(shop: Workshop, say: Say) -> None:
     data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(150)])
-    marker, log, out, whole = (shop.folder / name for name in ("down", "log", "scored.jsonl", "whole.jsonl"))
+    marker, log, out, baseline = (shop.folder / name for name in ("down", "log", "scored.jsonl", "whole.jsonl"))
     text = (
         "import os\nasync def score(prompt, completion, row):\n"
         f"    open({str(log)!r}, 'a').write(completion + ' ')\n"
@@ -136,7 +138,7 @@ def test_a_failed_call_is_continued_and_nothing_is_scored_twice(shop: Workshop, 
     )
     reward = f"file:{shop.file('down.py', text)}"
     words = ("score", "--model", shop.model, "--data", data, "--reward", reward)
-    assert say(*words, "-o", whole)[0] == 0
+    assert say(*words, "-o", baseline)[0] == 0
     log.unlink()
     marker.touch()
     code, _, err = say(*words, "-o", out)
@@ -149,12 +151,12 @@ def test_a_failed_call_is_continued_and_nothing_is_scored_twice(shop: Workshop, 
     assert (code, "was begun with another seed" in err) == (2, True), err
     marker.unlink()
     log.unlink()
-    code, told, err = say(*words, "-o", out, "--json")
+    code, stdout, err = say(*words, "-o", out, "--json")
     assert code == 0, err
     assert "continuing after 64 of 150 rows" in err
     assert sorted(map(int, log.read_text().split())) == list(range(64, 150)), "earlier answers are not scored again"
-    assert out.read_bytes() == whole.read_bytes()
-    assert json.loads(told)["means"]["reward"] == pytest.approx((10 + 90 * 2 + 50 * 3) / 3 / 150)
+    assert out.read_bytes() == baseline.read_bytes()
+    assert json.loads(stdout)["means"]["reward"] == pytest.approx((10 + 90 * 2 + 50 * 3) / 3 / 150)
 
 
 def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Workshop, say: Say) -> None:
@@ -164,11 +166,11 @@ def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Wor
     online["curriculum"] = {"use": "pass_rate"}
     run = shop.config("grpo", "unused", **online, data={"bad_rows": "drop"})
     _, path = shop.arguments(run)
-    code, told, err = say("score", path, "--data", data, "-o", out)
+    code, stdout, err = say("score", path, "--data", data, "-o", out)
     assert code == 0, err
-    assert "6 answers of 4 rows" in told
-    assert "left out: 1 answers that cannot be used" in told
-    assert "left out: 1 rows whose answers cannot be read" in told
+    assert "6 answers of 4 rows" in stdout
+    assert "left out: 1 answers that cannot be used" in stdout
+    assert "left out: 1 rows whose answers cannot be read" in stdout
     assert not (shop.folder / "unused").exists()
     _, path = shop.arguments(shop.config("grpo", "unused"))
     code, _, err = say("score", path, "--data", data, "-o", out, "--force")
@@ -179,30 +181,32 @@ def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Wor
 
 def test_a_run_file_for_score_needs_no_algorithm(shop: Workshop, say: Say) -> None:
     path, data = shop.file("score.toml", 'reward = ["math"]\n'), shop.rows("rows.jsonl", ROWS)
-    code, told, err = say("score", path, "--data", data, "--model", shop.model, "-o", shop.folder / "scored.jsonl")
+    code, stdout, err = say("score", path, "--data", data, "--model", shop.model, "-o", shop.folder / "scored.jsonl")
     assert code == 0, err
-    assert "7 answers of 3 rows" in told
+    assert "7 answers of 3 rows" in stdout
 
 
 def test_answers_to_conversations_are_scored_and_exported_as_messages(shop: Workshop, say: Say) -> None:
     from transformers import AutoTokenizer
 
     model = tiny_model(shop.folder / "talks", hidden=16, heads=2, kv_heads=1, chat_template="default")
-    asked = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
     answers = ["12", [{"role": "assistant", "content": "3"}]]
     data, out, best = (
-        shop.rows("rows.jsonl", [{"prompt": asked, "completions": answers}]),
+        shop.rows("rows.jsonl", [{"prompt": messages, "completions": answers}]),
         *(shop.folder / name for name in ("scored.jsonl", "best.jsonl")),
     )
     reward = f"file:{shop.file('short.py', LENGTH.replace('float', '-float'))}"
     code, _, err = say("score", "--model", model, "--data", data, "--reward", reward, "-o", out)
     assert code == 0, err
     assert [(s["turns"][1]["text"], s["reward"]) for s in lines(out)] == [("12", -2), ("3", -1)]
-    text = AutoTokenizer.from_pretrained(model).apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    text = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
     ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False)["input_ids"]
     assert [s["turns"][0]["ids"] for s in lines(out)] == [ids, ids]
     assert say("data", "export", out, "--form", "best", "-o", best)[0] == 0
-    assert lines(best) == [{"prompt": asked, "completion": [{"role": "assistant", "content": "3"}], "reward": -1}]
+    assert lines(best) == [{"prompt": messages, "completion": [{"role": "assistant", "content": "3"}], "reward": -1}]
 
 
 @pytest.mark.parametrize(
@@ -219,10 +223,10 @@ def test_answers_to_conversations_are_scored_and_exported_as_messages(shop: Work
     ],
 )
 def test_what_is_missing_is_named(shop: Workshop, say: Say, words: tuple[str, ...], message: str) -> None:
-    known: dict[str, Any] = {"DATA": shop.rows("rows.jsonl", ROWS), "MODEL": shop.model}
-    known |= {"REWARD": f"file:{shop.file('size.py', LENGTH)}", "THERE": shop.file("there.jsonl", "")}
-    given = [known.get(word, word) for word in words]
-    code, _, err = say("score", *given, *([] if "-o" in words else ["-o", shop.folder / "out.jsonl"]))
+    placeholders: dict[str, Any] = {"DATA": shop.rows("rows.jsonl", ROWS), "MODEL": shop.model}
+    placeholders |= {"REWARD": f"file:{shop.file('size.py', LENGTH)}", "THERE": shop.file("there.jsonl", "")}
+    arguments = [placeholders.get(word, word) for word in words]
+    code, _, err = say("score", *arguments, *([] if "-o" in words else ["-o", shop.folder / "out.jsonl"]))
     assert code == 2
     assert message in " ".join(err.split()), err
     assert not (shop.folder / "out.jsonl").exists()

@@ -73,15 +73,15 @@ def test_each_agent_is_trained_on_its_own_turns_with_its_own_running_mean(shop: 
         assert f"{s['agent']}:" in "".join(texts[:2])
         assert all(turn["agent"] == s["agent"] for turn in s["turns"])
     assert len(by_game) == 3 * 4 * 4
-    assert any(len(both) == 1 for both in by_game.values()), "a game that ended before the second player's turn"
-    for both in by_game.values():
-        if len(both) == 2:
-            first, second = both["first"], both["second"]
+    assert any(len(players) == 1 for players in by_game.values()), "a game that ended before the second player's turn"
+    for players in by_game.values():
+        if len(players) == 2:
+            first, second = players["first"], players["second"]
             assert first["reward"] == -second["reward"]
-            own = [[t["text"] for t in s["turns"] if t["sampled"]] for s in (first, second)]
-            read = ["".join(t["text"] for t in s["turns"] if not t["sampled"]) for s in (first, second)]
-            assert all(text in read[1] for text in own[0])
-            assert own[1][0] in read[0]
+            answers = [[t["text"] for t in s["turns"] if t["sampled"]] for s in (first, second)]
+            prompts = ["".join(t["text"] for t in s["turns"] if not t["sampled"]) for s in (first, second)]
+            assert all(text in prompts[1] for text in answers[0])
+            assert answers[1][0] in prompts[0]
     for agent in ("first", "second"):
         last = [s["score"] for s in run.samples_of("step-000003.arrow") if s["turns"][0]["agent"] == agent]
         assert run.lines()[-1][f"agent/{agent}/score"] == pytest.approx(statistics.mean(last))
@@ -96,15 +96,15 @@ def test_a_group_baseline_is_of_one_agent(shop: Workshop) -> None:
     groups = defaultdict(list)
     for s in samples:
         groups[s["group"], s["agent"]].append(s)
-    for own in groups.values():
-        for s in own:
-            others = [t["reward"] for t in own if t is not s]
-            expected = s["reward"] - statistics.mean(others) if others else 0.0
+    for members in groups.values():
+        for s in members:
+            other_rewards = [t["reward"] for t in members if t is not s]
+            expected = s["reward"] - statistics.mean(other_rewards) if other_rewards else 0.0
             assert s["advantage"] == pytest.approx([expected], abs=1e-6)
-    assert {len(own) for own in groups.values()} > {4}
-    means = {(n, a): statistics.mean(s["reward"] for s in own) for (n, a), own in groups.items()}
-    read = read_samples(run.path / "rollouts" / "step-000001.arrow", 1)
-    assert [s.group_mean for s in read] == pytest.approx([means[s.group, s.agent] for s in read])
+    assert {len(members) for members in groups.values()} > {4}
+    means = {(n, a): statistics.mean(s["reward"] for s in members) for (n, a), members in groups.items()}
+    records = read_samples(run.path / "rollouts" / "step-000001.arrow", 1)
+    assert [s.group_mean for s in records] == pytest.approx([means[s.group, s.agent] for s in records])
     assert len({s["advantage"][0] for s in samples}) > 4
 
 
@@ -117,21 +117,21 @@ def test_both_agents_learn_what_wins(shop: Workshop) -> None:
 
 def test_a_resumed_run_ends_with_the_same_means_and_weights(shop: Workshop) -> None:
     method = merged(game(shop, "rae"), {"run": {"steps": 4}, "checkpoint": {"every": 1}})
-    whole = shop.train("grpo", "whole", **method)
+    baseline = shop.train("grpo", "whole", **method)
     shop.train("grpo", "part", "--run.stop_after", "2", **method)
     resumed = shop.train("grpo", "part", "--resume", **method)
-    assert_same_run(whole, resumed)
+    assert_same_run(baseline, resumed)
 
 
 def test_a_replayed_run_learns_the_same(shop: Workshop) -> None:
     first = shop.train("grpo", "recorded", **game(shop, "rae"))
     replay = {"use": "replay", "path": str(first.path / "rollouts")}
-    again = shop.train("grpo", "replayed", **merged(game(shop, "rae"), {"rollout": replay}))
-    assert again.weights == first.weights
-    assert again.rollouts() == first.rollouts()
+    rerun = shop.train("grpo", "replayed", **merged(game(shop, "rae"), {"rollout": replay}))
+    assert rerun.weights == first.weights
+    assert rerun.rollouts() == first.rollouts()
 
 
-ONE = """
+CLASSES = """
 from rlhf.interfaces import Rollout
 
 
@@ -155,7 +155,7 @@ class One(Rollout):
 def test_what_cannot_be_played_by_several_agents_is_refused(
     shop: Workshop, changes: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shop.file("one.py", ONE)
+    shop.file("one.py", CLASSES)
     monkeypatch.chdir(shop.folder)
     run = shop.run_config(merged(shop.config("grpo", "run", **game(shop, "rloo")), changes))
     assert run.code == 2
@@ -171,10 +171,10 @@ def test_both_seats_of_a_real_game_are_played_and_trained(shop: Workshop) -> Non
     assert [s["agent"] for s in samples] == ["player0", "player1"] * 4
     for first, second in zip(samples[::2], samples[1::2], strict=True):
         assert first["index"] == second["index"]
-        own = [[t["text"] for t in s["turns"] if t["sampled"]] for s in (first, second)]
-        assert [len(texts) for texts in own] == [2, 2]
-        assert own[0][0] in second["turns"][1]["text"].rpartition("[Player 0]")[2]
-        assert own[1][0] in first["turns"][3]["text"].rpartition("[Player 1]")[2]
+        answers = [[t["text"] for t in s["turns"] if t["sampled"]] for s in (first, second)]
+        assert [len(texts) for texts in answers] == [2, 2]
+        assert answers[0][0] in second["turns"][1]["text"].rpartition("[Player 0]")[2]
+        assert answers[1][0] in first["turns"][3]["text"].rpartition("[Player 1]")[2]
 
 
 def test_unfinished_games_of_a_continuous_stream_go_on_after_a_resume(shop: Workshop) -> None:

@@ -64,9 +64,9 @@ def test_fields_of_single_layers_move_with_them():
 
 
 def test_a_config_as_transformers_writes_it_gives_the_same_model():
-    written = AutoConfig.for_model("gemma3_text").to_dict()
-    own, whole = (small_config(fields).to_dict() for fields in ({"model_type": "gemma3_text"}, written))
-    assert own == whole
+    full_config = AutoConfig.for_model("gemma3_text").to_dict()
+    minimal, complete = (small_config(fields).to_dict() for fields in ({"model_type": "gemma3_text"}, full_config))
+    assert minimal == complete
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ async def score(prompt, completion, row):
 """
 
 
-def until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -44,9 +44,9 @@ def test_a_run_ends_after_a_signal_even_if_a_reward_blocks(shop: Workshop) -> No
     command = [sys.executable, "-m", "rlhf_cli.main", *shop.arguments(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        until(process, lambda: metrics.exists() and metrics.stat().st_size > 0)
+        wait_for(process, lambda: metrics.exists() and metrics.stat().st_size > 0)
         block.touch()
-        until(process, blocked.exists)
+        wait_for(process, blocked.exists)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
     finally:
@@ -62,5 +62,5 @@ def test_a_run_ends_after_a_signal_even_if_a_reward_blocks(shop: Workshop) -> No
     assert stopped.last_checkpoint.name == f"step-{done:06d}"
     block.unlink()
     assert shop.run_config(config, "--resume").code == 0
-    whole = shop.train("rloo", "whole", run={"steps": 40}, reward=reward)
-    assert_same_run(Finished(stopped.path, 0), whole)
+    baseline = shop.train("rloo", "whole", run={"steps": 40}, reward=reward)
+    assert_same_run(Finished(stopped.path, 0), baseline)

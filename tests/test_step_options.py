@@ -34,12 +34,14 @@ def test_each_source_of_rewards_is_reported_by_itself(shop: Workshop) -> None:
     run = shop.train("grpo", "run", reward=rewards)
     samples = list(run.samples())
     for number, line in enumerate(run.lines()):
-        own = samples[12 * number : 12 * (number + 1)]
-        mean = sum(s["rewards"]["reward"]["value"] for s in own) / 12
+        samples_of_step = samples[12 * number : 12 * (number + 1)]
+        mean = sum(s["rewards"]["reward"]["value"] for s in samples_of_step) / 12
         assert line["reward/reward/mean"] == pytest.approx(mean)
         assert (line["reward/style/mean"], line["reward/style/std"]) == (1.5, 0.5)
         assert line["reward/mean"] == pytest.approx(mean + 0.25 * 1.5 * 2 / 3)
-        assert line["reward/style/info/long"] == sum(s["rewards"]["style"]["info"]["long"] for s in own) / 12
+        assert (
+            line["reward/style/info/long"] == sum(s["rewards"]["style"]["info"]["long"] for s in samples_of_step) / 12
+        )
         assert "reward/style/info/text" not in line
 
 
@@ -61,14 +63,14 @@ def kl(run: Finished) -> list[float]:
 def test_a_reference_follows_the_policy(shop: Workshop) -> None:
     """The reference is a copy of the policy after the second step, so their KL is 0 in steps 1 and 3."""
     still, follows = {"coef": 0.1, "where": "loss", "unbiased": True}, {"snapshot_every": 2}
-    one = kl(shop.train("grpo", "one", algorithm={"kl": still}))
+    still_kl = kl(shop.train("grpo", "one", algorithm={"kl": still}))
     two = kl(shop.train("grpo", "two", algorithm={"kl": still | follows}))
     half = kl(shop.train("grpo", "half", algorithm={"kl": still | follows | {"snapshot_share": 0.5}}))
-    assert one[:2] == two[:2] == half[:2]
-    assert one[0] == pytest.approx(0, abs=1e-9)
+    assert still_kl[:2] == two[:2] == half[:2]
+    assert still_kl[0] == pytest.approx(0, abs=1e-9)
     assert two[2] == pytest.approx(0, abs=1e-9)
-    assert one[1] > 1e-6
-    assert 1e-7 < half[2] < one[2]
+    assert still_kl[1] > 1e-6
+    assert 1e-7 < half[2] < still_kl[2]
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
@@ -108,9 +110,9 @@ def test_the_critic_is_exported_and_starts_another_run(shop: Workshop) -> None:
     assert model.config.num_labels == 1
     assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
     load_tokenizer(str(critic))
-    again = shop.train("ppo", "again", critic={"model": str(critic)})
-    assert again.lines()[0]["value/mean"] != run.lines()[0]["value/mean"]
-    assert not (again.path / "model-critic").exists()
+    second = shop.train("ppo", "again", critic={"model": str(critic)})
+    assert second.lines()[0]["value/mean"] != run.lines()[0]["value/mean"]
+    assert not (second.path / "model-critic").exists()
 
 
 def test_export_trained_writes_nothing_more_if_only_the_policy_is_trained(shop: Workshop) -> None:

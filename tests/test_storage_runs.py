@@ -14,16 +14,16 @@ STORED = {"dtype": "auto", "storage": "bf16"}
 @pytest.mark.full
 def test_a_run_with_a_reference_and_its_resume(shop: Workshop) -> None:
     """The reference is stored like the policy that it starts as, so the first step's KL is exactly 0."""
-    own = {"policy": STORED, "algorithm": {"kl": {"coef": 0.1}}, "checkpoint": {"every": 1}}
-    whole = shop.train("grpo", "whole", **own)
-    assert whole.lines()[0]["kl/reference"] == 0
-    assert {t.dtype for t in load_file(whole.path / "model" / "model.safetensors").values()} == {torch.bfloat16}
-    assert "bf16 on cpu" in whole.said
-    shop.train("grpo", "parts", **own, run={"steps": 2})
-    refused = shop.run("grpo", "parts", "--resume", algorithm=own["algorithm"], checkpoint=own["checkpoint"])
+    settings = {"policy": STORED, "algorithm": {"kl": {"coef": 0.1}}, "checkpoint": {"every": 1}}
+    baseline = shop.train("grpo", "whole", **settings)
+    assert baseline.lines()[0]["kl/reference"] == 0
+    assert {t.dtype for t in load_file(baseline.path / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert "bf16 on cpu" in baseline.said
+    shop.train("grpo", "parts", **settings, run={"steps": 2})
+    refused = shop.run("grpo", "parts", "--resume", algorithm=settings["algorithm"], checkpoint=settings["checkpoint"])
     assert refused.code != 0
     assert "policy.storage" in refused.said
-    assert_same_run(whole, shop.train("grpo", "parts", "--resume", **own))
+    assert_same_run(baseline, shop.train("grpo", "parts", "--resume", **settings))
 
 
 @pytest.mark.full

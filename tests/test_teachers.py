@@ -25,7 +25,7 @@ from rlhf_testing.tiny import tiny_model, tiny_tokenizer
 from tests.runs import PROMPTS, Finished, Workshop, merged
 from tests.support.teacher_server import TeacherServer, model_score
 
-ALONE = {"algorithm": {"teacher": {"coef": 1.0, "task": False}}, "reward": None}
+DISTILLATION = {"algorithm": {"teacher": {"coef": 1.0, "task": False}}, "reward": None}
 CONTEXT = [{**row, "privileged_context": f"It is {row['answer']}."} for row in PROMPTS]
 
 
@@ -34,14 +34,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("teacher") / "model", seed=5, std=0.1, tied=False)
 
 
-def alone(teacher: Path, **more: Any) -> dict[str, Any]:
+def alone(teacher: Path, **changes: Any) -> dict[str, Any]:
     """A run whose only credit is from a role."""
-    return merged({**ALONE, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}, more)
+    return merged({**DISTILLATION, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}, changes)
 
 
-def served(server: TeacherServer, **more: Any) -> dict[str, Any]:
+def served(server: TeacherServer, **changes: Any) -> dict[str, Any]:
     """A run whose only credit is from a server."""
-    return merged({**ALONE, "reward": [{"use": "teacher", "urls": [server.url]}]}, more)
+    return merged({**DISTILLATION, "reward": [{"use": "teacher", "urls": [server.url]}]}, changes)
 
 
 def refused(run: Finished, *words: str) -> None:
@@ -52,8 +52,8 @@ def refused(run: Finished, *words: str) -> None:
 
 
 def assert_near(a: Finished, b: Finished, *names: str) -> None:
-    for one, other in zip(a.lines(), b.lines(), strict=True):
-        assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-4)
+    for line, expected in zip(a.lines(), b.lines(), strict=True):
+        assert {name: line[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-4)
 
 
 def test_a_server_teaches_as_a_role_does(shop: Workshop, teacher: Path) -> None:
@@ -82,10 +82,12 @@ def test_a_server_teaches_beside_a_reward_without_being_part_of_it(shop: Worksho
         run = shop.train("grpo", "run", **by_server)
     assert_near(run, role, "teacher/kl", "reward/mean", "policy/loss", "policy/grad_norm")
     rows = shop.data
-    given = shop.command("score", str(run.path / "config.toml"), "--data", str(rows), "-o", str(shop.folder / "scored"))
-    assert given.code == 0, given.said
-    only = ("score", "--reward", "teacher", "--reward.teacher.urls", '["http://127.0.0.1:9/v1"]', "--data", str(rows))
-    none = shop.command(*only, "--model", str(shop.model), "-o", str(shop.folder / "none"))
+    scores = shop.command(
+        "score", str(run.path / "config.toml"), "--data", str(rows), "-o", str(shop.folder / "scored")
+    )
+    assert scores.code == 0, scores.said
+    words = ("score", "--reward", "teacher", "--reward.teacher.urls", '["http://127.0.0.1:9/v1"]', "--data", str(rows))
+    none = shop.command(*words, "--model", str(shop.model), "-o", str(shop.folder / "none"))
     assert (none.code, "a teacher gives none" in none.said) == (2, True), none.said
 
 
@@ -115,12 +117,12 @@ def test_a_served_teacher_that_does_not_fit_is_refused(shop: Workshop, teacher: 
         refused(run("distill_on_policy", algorithm={"teacher": None}), "reward 'teacher'", "does not read")
         weights = {"teacher": {"weights": "base"}}
         refused(run("reinforce_pp", algorithm=weights), "algorithm.teacher.weights", "gives the log-probs of a teacher")
-        twice = [{"use": "teacher", "urls": [server.url], "name": name} for name in ("one", "two")]
-        refused(run("reinforce_pp", reward=twice), "have several teachers: one, two")
+        duplicates = [{"use": "teacher", "urls": [server.url], "name": name} for name in ("one", "two")]
+        refused(run("reinforce_pp", reward=duplicates), "have several teachers: one, two")
         weighted = [{"use": "teacher", "urls": [server.url], "weight": 0.5}]
         refused(run("reinforce_pp", reward=weighted), "weight = 0.5", "would do nothing")
-        elsewhere = [{"use": "teacher", "urls": [server.url], "sources": ["other"]}]
-        refused(run("reinforce_pp", reward=elsewhere), "the rows of 'data' have none")
+        other_source = [{"use": "teacher", "urls": [server.url], "sources": ["other"]}]
+        refused(run("reinforce_pp", reward=other_source), "the rows of 'data' have none")
         assert not server.asked
     other = tiny_model(tiny_tokenizer(tmp_path / "other", chars="0123456789+= abc"), seed=5)
     with TeacherServer.of_model(other) as server:
@@ -137,7 +139,7 @@ def test_each_data_source_has_its_teacher(shop: Workshop, teacher: Path) -> None
     data = two_sources(shop)
     other = tiny_model(shop.folder / "other", seed=9, std=0.1)
     roles = {"easy": "teacher", "hard": "hard_teacher"}
-    one = shop.train("reinforce_pp", "one", **alone(teacher, data=data))
+    single = shop.train("reinforce_pp", "one", **alone(teacher, data=data))
     names = ("teacher/kl", "policy/loss", "policy/grad_norm")
     for second in (teacher, other):
         changes = alone(
@@ -148,7 +150,7 @@ def test_each_data_source_has_its_teacher(shop: Workshop, teacher: Path) -> None
         )
         run = shop.train("reinforce_pp", f"run-{second.name}", **changes)
         if second == teacher:
-            assert_near(run, one, *names)
+            assert_near(run, single, *names)
     with TeacherServer.of_model(teacher) as easy, TeacherServer.of_model(other) as hard:
         rewards = [
             {"use": "teacher", "name": name, "urls": [server.url], "sources": [name]}
@@ -156,7 +158,7 @@ def test_each_data_source_has_its_teacher(shop: Workshop, teacher: Path) -> None
         ]
         by_servers = shop.train("reinforce_pp", "servers", **served(easy, data=data, reward=rewards))
     assert_near(by_servers, run, *names)
-    assert run.lines()[0]["teacher/kl"] != pytest.approx(one.lines()[0]["teacher/kl"], rel=1e-3)
+    assert run.lines()[0]["teacher/kl"] != pytest.approx(single.lines()[0]["teacher/kl"], rel=1e-3)
 
 
 def test_teachers_of_sources_that_do_not_fit_are_refused(shop: Workshop, teacher: Path) -> None:
@@ -173,7 +175,7 @@ def test_teachers_of_sources_that_do_not_fit_are_refused(shop: Workshop, teacher
 def with_context(shop: Workshop, rows: list[dict[str, Any]] = CONTEXT, **teacher: Any) -> dict[str, Any]:
     path = shop.rows("context.jsonl", rows)
     options = {"weights": "live", "context": "privileged_context", **teacher}
-    return merged(ALONE, {"data": {"train": str(path)}, "algorithm": {"teacher": options}})
+    return merged(DISTILLATION, {"data": {"train": str(path)}, "algorithm": {"teacher": options}})
 
 
 @pytest.mark.parametrize(
@@ -199,12 +201,15 @@ def test_the_policy_that_reads_the_context_is_the_teacher(shop: Workshop, weight
         if chat:
             text = f"<|user|>{text}<eos><|assistant|>"
         taught = tokenizer(text, add_special_tokens=False)["input_ids"]
-        own, its = score([*prompt, *answer])[-len(answer) :], score([*taught, *answer])[-len(answer) :]
-        gaps += [a - b for a, b in zip(own, its, strict=True)]
-    first, *others = run.lines()
+        student_scores, teacher_scores = (
+            score([*prompt, *answer])[-len(answer) :],
+            score([*taught, *answer])[-len(answer) :],
+        )
+        gaps += [a - b for a, b in zip(student_scores, teacher_scores, strict=True)]
+    first, *later_lines = run.lines()
     assert first["teacher/kl"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
     assert first["teacher/left_out"] == 0
-    assert all(line["policy/grad_norm"] > 0 for line in [first, *others])
+    assert all(line["policy/grad_norm"] > 0 for line in [first, *later_lines])
 
 
 def test_base_live_and_averaged_weights_differ_after_the_first_step(shop: Workshop) -> None:
@@ -223,8 +228,8 @@ def test_base_live_and_averaged_weights_differ_after_the_first_step(shop: Worksh
 def test_rows_without_a_context_and_long_ones_get_no_credit(shop: Workshop) -> None:
     """With the task's reward they are trained on as without a teacher."""
     rows = [{**row, "privileged_context": "" if n % 2 else "It is so."} for n, row in enumerate(CONTEXT)]
-    some = shop.train("reinforce_pp", "some", **with_context(shop, rows))
-    assert sum(line["teacher/left_out"] for line in some.lines()) == pytest.approx(1.5)  # 12 rows in three steps
+    run = shop.train("reinforce_pp", "some", **with_context(shop, rows))
+    assert sum(line["teacher/left_out"] for line in run.lines()) == pytest.approx(1.5)  # 12 rows in three steps
     long = [{**row, "privileged_context": "so " * 40} for row in CONTEXT]
     changes = with_context(shop, long, task=True)
     changes["reward"] = rewards = shop.config("grpo", "x")["reward"]
@@ -270,8 +275,8 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
     variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("wb") as file, subprocess.Popen(program, stdout=file, stderr=file, env=variables) as process:
         try:
-            until = time.monotonic() + 280
-            while time.monotonic() < until and process.poll() is None:
+            deadline = time.monotonic() + 280
+            while time.monotonic() < deadline and process.poll() is None:
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                     break
@@ -306,6 +311,6 @@ def test_vllm_teaches(tmp_path: Path) -> None:
             asyncio.run(score(other))
     plain = model_score(model)
     for result, answer in zip(results, answers, strict=True):
-        wanted = plain([*prompt, *answer])[-len(answer) :]
+        expected = plain([*prompt, *answer])[-len(answer) :]
         assert [step[:2] for step in result.steps] == [(1, n) for n in range(len(answer))]
-        assert [step[2] for step in result.steps] == pytest.approx(wanted, abs=1e-4)
+        assert [step[2] for step in result.steps] == pytest.approx(expected, abs=1e-4)

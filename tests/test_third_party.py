@@ -157,19 +157,19 @@ def test_a_broken_third_party_command_does_not_affect_the_others(site, tmp_path)
         "ModuleNotFoundError: No module named 'no_such_library'"
     )
     assert "  broken" in rlhf(site, "--help", cwd=tmp_path).stdout
-    listed = rlhf(site, "plugins", "list", "command", cwd=tmp_path)
-    assert (listed.returncode, listed.stderr) == (0, "")
-    assert re.search(r"^command +count_rows +somebodys-plugins +1\.2\.3 +ok$", listed.stdout, re.M)
+    listing = rlhf(site, "plugins", "list", "command", cwd=tmp_path)
+    assert (listing.returncode, listing.stderr) == (0, "")
+    assert re.search(r"^command +count_rows +somebodys-plugins +1\.2\.3 +ok$", listing.stdout, re.M)
 
 
 @pytest.mark.full
 def test_a_third_party_check_is_in_the_report_of_the_doctor(site, tmp_path):
     for name in ("torch", "transformers", "vllm", "deepspeed", "ray"):  # so that their checks end at once
         (tmp_path / f"{name}.py").write_text("raise ImportError('left out of this test')")
-    both = Path(f"{tmp_path}{os.pathsep}{site}")
-    report = json.loads(rlhf(both, "doctor", "--json", cwd=tmp_path).stdout)
-    found = {check["name"]: check for check in report["checks"]}
-    assert found["weather"] == {"name": "weather", "status": "ok", "text": "DRY (no run)", "remedy": ""}
+    path = Path(f"{tmp_path}{os.pathsep}{site}")
+    report = json.loads(rlhf(path, "doctor", "--json", cwd=tmp_path).stdout)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["weather"] == {"name": "weather", "status": "ok", "text": "DRY (no run)", "remedy": ""}
 
 
 def test_a_run_with_its_backend_trains(site, tmp_path):

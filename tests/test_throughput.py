@@ -30,8 +30,8 @@ def test_tokens_of_a_second_are_those_that_were_sampled_and_trained(shop):
 
 def test_mfu_is_the_share_of_the_peak_that_the_run_file_names(shop):
     runs = [("dpo", "one", 1e-3), ("dpo", "same", 1e-3), ("sft", "sft", 1e-6)]
-    one, same, sft = (lines_of(shop.train(a, name, run={"peak_tflops": p})) for a, name, p in runs)
-    assert all(0 < line["throughput/mfu"] < 10 for line in one + same)
+    first, second, sft = (lines_of(shop.train(a, name, run={"peak_tflops": p})) for a, name, p in runs)
+    assert all(0 < line["throughput/mfu"] < 10 for line in first + second)
     assert all({*TRAINED, "throughput/mfu"} <= line.keys() and not {*SAMPLED} & line.keys() for line in sft)
 
 

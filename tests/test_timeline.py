@@ -53,12 +53,12 @@ def run_of(shop: Workshop, **changes: Any) -> Finished:
 
 
 def recorded(run: Finished) -> list[Slice]:
-    found: list[dict[str, Any]] = json.loads((run.path / "timeline.json").read_text())
-    return slices(found)
+    entries: list[dict[str, Any]] = json.loads((run.path / "timeline.json").read_text())
+    return slices(entries)
 
 
-def named(found: list[Slice], *path: str) -> list[Slice]:
-    return [s for s in found if s.path[-len(path) :] == path]
+def select(timeline: list[Slice], *path: str) -> list[Slice]:
+    return [s for s in timeline if s.path[-len(path) :] == path]
 
 
 STREAMS = {
@@ -70,8 +70,8 @@ STREAMS = {
 @pytest.mark.parametrize("mode", STREAMS)
 def test_every_turn_of_a_run_is_in_its_timeline(shop: Workshop, mode: str) -> None:
     run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 10}, data={"batch_size": 4})
-    found = recorded(run)
-    turns = {(s.arguments["group"], s.arguments["sample"], s.arguments["turn"]): s for s in named(found, "turn")}
+    timeline = recorded(run)
+    turns = {(s.arguments["group"], s.arguments["sample"], s.arguments["turn"]): s for s in select(timeline, "turn")}
     trained = {
         (sample["group"], sample["sample"], n): turn
         for sample in run.samples()
@@ -83,14 +83,14 @@ def test_every_turn_of_a_run_is_in_its_timeline(shop: Workshop, mode: str) -> No
         assert turns[key].arguments["tokens"] == len(turn["ids"])
         assert turns[key].arguments["versions"] == [version for _, version in turn["versions"]]
         assert turns[key].path == ("samples", "sample", "turn")
-    assert Counter(s.path[-1] for s in found if s.path[0] == "samples") == {
+    assert Counter(s.path[-1] for s in timeline if s.path[0] == "samples") == {
         "sample": 32,
         "turn": 64,
         "environment reset": 32,
         "environment step": 64,
         "environment close": 32,
     }
-    assert sorted(s.arguments["group"] for s in named(found, "rewards")) == list(range(16))
+    assert sorted(s.arguments["group"] for s in select(timeline, "rewards")) == list(range(16))
 
 
 @pytest.mark.parametrize("mode", STREAMS)
@@ -99,14 +99,14 @@ def test_the_driver_s_phases_are_inside_their_steps(shop: Workshop, mode: str) -
     driver = [s for s in recorded(run) if s.path[0] == "driver"]
     assert len({s.track for s in driver}) == 1
     for step in range(1, 5):
-        inside = [s.path[2:] for s in driver if s.path[1] == f"step {step}"]
+        phases = [s.path[2:] for s in driver if s.path[1] == f"step {step}"]
         saved = [("save",)] if step % 2 == 0 else []
-        annotated = [("learn", "annotate")] if ("learn", "annotate") in inside else []
-        assert inside == [("generate",), *annotated, ("learn",), ("sync",), *saved, ()]
-    found = events(run.path / "timeline.json")
-    instants = [(e["name"], e.get("args", {})) for e in found if e["ph"] == "i"]
-    assert [about["version"] for name, about in instants if name == "weights"] == [0, 1, 2, 3, 4]
-    assert [about["step"] for name, about in instants if name == "checkpoint"] == [2, 4]
+        annotated = [("learn", "annotate")] if ("learn", "annotate") in phases else []
+        assert phases == [("generate",), *annotated, ("learn",), ("sync",), *saved, ()]
+    entries = events(run.path / "timeline.json")
+    instants = [(e["name"], e.get("args", {})) for e in entries if e["ph"] == "i"]
+    assert [arguments["version"] for name, arguments in instants if name == "weights"] == [0, 1, 2, 3, 4]
+    assert [arguments["step"] for name, arguments in instants if name == "checkpoint"] == [2, 4]
 
 
 def test_tokens_that_are_not_trained_on_are_counted_by_cause(shop: Workshop) -> None:
@@ -121,7 +121,7 @@ def test_tokens_that_are_not_trained_on_are_counted_by_cause(shop: Workshop) -> 
     )
     config["env"] = {"use": f"file:{shop.file('env.py', FAILING_ENV)}"}
     run = shop.train_config(config)
-    sampled = sum(s.arguments["tokens"] for s in named(recorded(run), "turn"))
+    sampled = sum(s.arguments["tokens"] for s in select(recorded(run), "turn"))
     trained = sum(len(t["ids"]) for sample in run.samples() for t in sample["turns"] if t["sampled"])
     lost = Counter[str]()
     for line in run.lines():
@@ -150,14 +150,14 @@ def test_the_timeline_of_a_killed_run_can_be_read_and_a_resume_continues_it(shop
     process.kill()
     assert process.wait() == -9
     killed = events(output)
-    before = slices(killed)
-    assert len(named(before, "step 1", "learn")) == 1
-    assert named(before, "turn")
+    old_timeline = slices(killed)
+    assert len(select(old_timeline, "step 1", "learn")) == 1
+    assert select(old_timeline, "turn")
     marker.unlink()
     shop.train_config(config, "--run.resume")
-    found = json.loads(output.read_text())
-    assert found[: len(killed)] == killed
-    after = [s.path for s in slices(found)]
+    entries = json.loads(output.read_text())
+    assert entries[: len(killed)] == killed
+    after = [s.path for s in slices(entries)]
     assert ("driver, start 2", "step 2", "learn") in after
     assert ("driver, start 2", "step 1") not in after
 
@@ -193,14 +193,14 @@ def test_a_plan_of_step_times_is_made_from_a_run(shop: Workshop, mode: str) -> N
     lines = read_metrics(run.path / "metrics.jsonl")[1:]
     flags = ["plan", str(shop.folder / "run.toml"), "--speeds", str(run.path), "--json"]
     times = json.loads(shop.command(*flags, "--device", "cpu", "--device-memory", "64GiB").out)["step_time"]
-    first, *others = times["layouts"]
+    first, *alternatives = times["layouts"]
     assert first["learn"] == pytest.approx(fmean(line["time/learn"] for line in lines))
-    assert [each["name"] for each in others] == [
+    assert [layout["name"] for layout in alternatives] == [
         name
         for name in ("waves, staleness 0", "waves, staleness 1", *(f"continuous, staleness {s}" for s in (0, 1, 2, 4)))
         if name != first["name"]
     ]
-    samples = [s.arguments["tokens"] for s in named(recorded(run), "sample") if s.arguments["step"] > 1]
+    samples = [s.arguments["tokens"] for s in select(recorded(run), "sample") if s.arguments["step"] > 1]
     assert 0 < times["speeds"]["tokens"] - fmean(samples) < 60, "prompts and what the environment says are counted too"
     waves, continuous = (next(e for e in times["layouts"] if e["name"] == f"{m}, staleness 1") for m in STREAMS)
     assert waves["step"] > continuous["step"] >= continuous["learn"]

@@ -20,7 +20,7 @@ def test_the_policy_learns_to_call_the_tool(tmp_path: Path) -> None:
         [sys.executable, "examples/tools/run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    accuracy = [float(found) for found in re.findall(r"step \d+: ([\d.]+)", done.stdout.splitlines()[-2])]
-    asks = [float(found) for found in re.findall(r"[\d.]+", done.stdout.splitlines()[-1])]
+    accuracy = [float(number) for number in re.findall(r"step \d+: ([\d.]+)", done.stdout.splitlines()[-2])]
+    asks = [float(number) for number in re.findall(r"[\d.]+", done.stdout.splitlines()[-1])]
     assert accuracy[-1] > accuracy[0] + 0.4
     assert asks[-1] > 0.9 > 0.4 > asks[0]

@@ -43,9 +43,9 @@ def test_each_reward_counts_once_and_the_filter_reads_all_of_them(shop: Workshop
 def test_a_replayed_run_learns_the_same_and_keeps_the_section(shop: Workshop) -> None:
     first = shop.train("reinforce_pp", "recorded", **GAME)
     replay = {"use": "replay", "path": str(first.path / "rollouts")}
-    again = shop.train("reinforce_pp", "replayed", **merged(GAME, {"rollout": replay}))
-    assert again.weights == first.weights
-    assert again.rollouts() == first.rollouts()
+    rerun = shop.train("reinforce_pp", "replayed", **merged(GAME, {"rollout": replay}))
+    assert rerun.weights == first.weights
+    assert rerun.rollouts() == first.rollouts()
     summed = shop.train("reinforce_pp", "summed", rollout=replay)
     assert summed.weights != first.weights
 
@@ -53,16 +53,16 @@ def test_a_replayed_run_learns_the_same_and_keeps_the_section(shop: Workshop) ->
 def test_an_evaluation_sums_them(shop: Workshop) -> None:
     """`rlhf eval` of the same run file sums them too."""
     data = {"data": {"eval": [{"path": str(shop.data), "name": "held_out"}]}}
-    placed = shop.train("reinforce_pp", "placed", **GAME, **data, reward=None)
+    run = shop.train("reinforce_pp", "placed", **GAME, **data, reward=None)
     config = shop.config("reinforce_pp", "placed", **GAME, **data, reward=None)
-    assert placed.lines()[-1]["reward/mean"] == 0.0
-    told = placed.lines()[-1]["eval/reward"]
-    assert told < 0, "three wrong questions cost"
+    assert run.lines()[-1]["reward/mean"] == 0.0
+    reward = run.lines()[-1]["eval/reward"]
+    assert reward < 0, "three wrong questions cost"
     file = shop.arguments(config)[1]
     out = shop.folder / "eval.json"
-    assert main(["eval", file, "--policy.model", str(placed.path / "model"), "--save", str(out)]) == 0
+    assert main(["eval", file, "--policy.model", str(run.path / "model"), "--save", str(out)]) == 0
     samples = [json.loads(line) for line in out.read_text().splitlines()]
-    assert math.fsum(s["reward"] for s in samples) / len(samples) == pytest.approx(told)
+    assert math.fsum(s["reward"] for s in samples) / len(samples) == pytest.approx(reward)
 
 
 def test_an_estimator_that_compares_sums_is_refused(shop: Workshop) -> None:

@@ -24,8 +24,8 @@ ENVIRONMENTS = Path(__file__).parents[1] / "plugins/rollouts/verifiers/tests/env
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """``RLHF_TEST_ENVIRONMENTS`` names a folder in which the environment is kept."""
-    kept = os.environ.get("RLHF_TEST_ENVIRONMENTS")
-    folder = (Path(kept) if kept else tmp_path_factory.getbasetemp()) / "verifiers"
+    parent = os.environ.get("RLHF_TEST_ENVIRONMENTS")
+    folder = (Path(parent) if parent else tmp_path_factory.getbasetemp()) / "verifiers"
     if not folder.exists():
         isolate(Plugins.discover().resolve("rollout", "verifiers"), folder, sys.executable, [])
     return str(folder / "bin" / "python")

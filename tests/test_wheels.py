@@ -67,8 +67,8 @@ def test_there_is_one_wheel_for_each_distribution(wheels: Path) -> None:
 def test_a_wheel_contains_only_its_package(wheels: Path) -> None:
     for member in MEMBERS:
         stem = f"{member.name.replace('-', '_')}-{rlhf.__version__}"
-        inside = zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl").namelist()
-        assert {name.partition("/")[0] for name in inside} == {member.package, f"{stem}.dist-info"}
+        names = zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl").namelist()
+        assert {name.partition("/")[0] for name in names} == {member.package, f"{stem}.dist-info"}
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def test_a_distribution_works_with_what_it_requires(member: Member, wheels: Path
     links = {file for name in third_parties(member.name) for file in files_of(name)}
     environment = Environment.make(tmp_path / "venv", wheels, links)
     environment.install(member.name)
-    shown = json.loads(environment.run("python", "-c", LOOK, member.name, *HEAVY))
-    assert shown["rlhf"] == str(environment.site / "rlhf" / "__init__.py"), "of the wheel, not of the checkout"
-    assert shown["ours"] == sorted(m.name for m in required(member))
-    assert sorted(shown["resolved"]) == sorted([kind, name] for kind, name, _ in member.entry_points)
-    assert set(shown["slots"]) <= {m.name for m in required(member)}
+    facts = json.loads(environment.run("python", "-c", LOOK, member.name, *HEAVY))
+    assert facts["rlhf"] == str(environment.site / "rlhf" / "__init__.py"), "of the wheel, not of the checkout"
+    assert facts["ours"] == sorted(m.name for m in required(member))
+    assert sorted(facts["resolved"]) == sorted([kind, name] for kind, name, _ in member.entry_points)
+    assert set(facts["slots"]) <= {m.name for m in required(member)}
     if member.name in LIGHT:
-        assert shown["heavy"] == []
+        assert facts["heavy"] == []
     if member.name == "rlhf-plugin-length":
         assert environment.run("python", "-c", SCORE) == "[0.0, -0.5]\n"
     if BY_NAME["rlhf-cli"] in required(member):
-        listed = json.loads(environment.run("rlhf", "plugins", "list", "--json"))
-        assert {row["distribution"] for row in listed} == {m.name for m in required(member) if m.entry_points}
+        plugins = json.loads(environment.run("rlhf", "plugins", "list", "--json"))
+        assert {row["distribution"] for row in plugins} == {m.name for m in required(member) if m.entry_points}
 
 
 # ------------------------------------------------------------------------------------- the README
@@ -120,23 +120,25 @@ def kit(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.mark.full
 def test_the_kit_brings_every_plugin_that_it_requires(kit: Environment) -> None:
-    listed = {row["distribution"] for row in json.loads(kit.run("rlhf", "plugins", "list", "--json", "--check"))}
-    assert listed == {r.name for r in map(Requirement, ROOT_PROJECT["dependencies"]) if BY_NAME[r.name].entry_points}
+    distributions = {row["distribution"] for row in json.loads(kit.run("rlhf", "plugins", "list", "--json", "--check"))}
+    assert distributions == {
+        r.name for r in map(Requirement, ROOT_PROJECT["dependencies"]) if BY_NAME[r.name].entry_points
+    }
 
 
 @pytest.mark.full
 def test_the_commands_of_the_readme_work(kit: Environment) -> None:
-    shown = [words for words in commands(ROOT / "README.md") if "ray" not in words and words not in NAMES]
-    assert [words[:2] for words in shown].count(["train", "--algo"]) == 1, "the one that trains is among them"
-    for words in shown:
+    argument_lists = [words for words in commands(ROOT / "README.md") if "ray" not in words and words not in NAMES]
+    assert [words[:2] for words in argument_lists].count(["train", "--algo"]) == 1, "the one that trains is among them"
+    for words in argument_lists:
         few = ["--steps", "2", "--trainer.warmup_steps", "0", "--output", "runs/from-file"]
-        more = few if words == ["train", "run.toml"] else []
-        kept = (kit.folder / "run.toml").read_bytes()
+        extra_arguments = few if words == ["train", "run.toml"] else []
+        content = (kit.folder / "run.toml").read_bytes()
         if words[0] == "init":
             (kit.folder / "run.toml").unlink()
-        kit.run("rlhf", *[FILLED.get(word, word) for word in words], *more)
+        kit.run("rlhf", *[FILLED.get(word, word) for word in words], *extra_arguments)
         if words[0] == "init":  # the reader fills in the model and the data
-            (kit.folder / "run.toml").write_bytes(kept)
+            (kit.folder / "run.toml").write_bytes(content)
         if words[:2] == ["plugins", "new"]:
             kit.install("./rlhf-plugin-brevity")
     metrics = (kit.folder / "runs" / "by-flags" / "metrics.jsonl").read_text().splitlines()

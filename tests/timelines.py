@@ -24,16 +24,16 @@ def events(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if not text.endswith("\n]"):
         text = (text.rpartition(",\n")[0] or "[") + "]"
-    found: list[dict[str, Any]] = json.loads(text)
-    return found
+    entries: list[dict[str, Any]] = json.loads(text)
+    return entries
 
 
-def slices(found: Sequence[dict[str, Any]]) -> list[Slice]:
+def slices(entries: Sequence[dict[str, Any]]) -> list[Slice]:
     """In the order of their ends. Fails where slices of a track are not nested, or begin at the same time."""
-    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    names = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}
     around: defaultdict[tuple[int, int], list[Slice]] = defaultdict(list)
-    made: list[Slice] = []
-    for event in sorted((e for e in found if e["ph"] == "X"), key=lambda e: e["ts"]):
+    result: list[Slice] = []
+    for event in sorted((e for e in entries if e["ph"] == "X"), key=lambda e: e["ts"]):
         track, begin = (event["pid"], event["tid"]), event["ts"]
         open_ = around[track]
         while open_ and open_[-1].end < begin:
@@ -42,5 +42,5 @@ def slices(found: Sequence[dict[str, Any]]) -> list[Slice]:
         slice = Slice(path, track, begin, begin + event["dur"], event.get("args", {}))
         assert not open_ or (open_[-1].begin < begin and slice.end <= open_[-1].end), "the slices are nested"
         open_.append(slice)
-        made.append(slice)
-    return sorted(made, key=lambda slice: (slice.end, -len(slice.path)))
+        result.append(slice)
+    return sorted(result, key=lambda slice: (slice.end, -len(slice.path)))

@@ -57,14 +57,14 @@ class Row:
     @classmethod
     def of(cls, first: int, shared: int, second: int, last: int, device: str) -> Row:
         """Sequences of ``first``, ``second`` (of which ``shared`` tokens are those of the first), 1 and ``last``."""
-        own = second - shared
+        tail = second - shared
         stretches = (
             Stretch(0, 0, first, 0),
             Stretch(first, shared, second, first),
-            Stretch(first + own, 0, 1, first + second),
-            Stretch(first + own + 1, 0, last, first + second + 1),
+            Stretch(first + tail, 0, 1, first + second),
+            Stretch(first + tail + 1, 0, last, first + second + 1),
         )
-        computed = first + own + 1 + last
+        computed = first + tail + 1 + last
         places = [*range(first), *range(shared), *range(first, computed)]
         return cls(stretches, torch.tensor(places, device=device), computed)
 
@@ -83,26 +83,26 @@ def check(row: Row, shape: Shape, device: str, part: Part) -> None:
     options = Options(shape.head_dim**-0.5, 0.0, shape.window, None)
     exact = learn(partial(stated, row, options), [x.double() for x in inputs], grad_NHD.double())
     for name, kernel in kernels(row, options, device).items():
-        first, again = (learn(kernel, inputs, grad_NHD) for _ in range(2))
+        first, second = (learn(kernel, inputs, grad_NHD) for _ in range(2))
         figures = part.figures[name] = {}
-        for what, ours, theirs in zip(NAMES, first, exact, strict=True):
-            figures[what] = apart = float((ours.double() - theirs).norm() / theirs.norm())
-            part.at_most(f"{name}: {what} apart from float64", apart, LIMIT)
-        figures["equal on a rerun"] = same(first, again)
+        for quantity, tensor, reference in zip(NAMES, first, exact, strict=True):
+            figures[quantity] = difference = float((tensor.double() - reference).norm() / reference.norm())
+            part.at_most(f"{name}: {quantity} apart from float64", difference, LIMIT)
+        figures["equal on a rerun"] = same(first, second)
         try:
             with determinism(True):
-                first, again = (learn(kernel, inputs, grad_NHD) for _ in range(2))
+                first, second = (learn(kernel, inputs, grad_NHD) for _ in range(2))
         except CapabilityError as error:
             figures["deterministic mode"] = str(error)
             part.holds(f"{name} has a deterministic form", False)
         else:
-            part.holds(f"{name}: equal on a rerun in deterministic mode", same(first, again))
+            part.holds(f"{name}: equal on a rerun in deterministic mode", same(first, second))
 
 
 def kernels(row: Row, options: Options, device: str) -> dict[str, Attend]:
     """Those that can run on the device."""
-    where = torch.device(device)
-    runs = collect(row.stretches, row.computed, row.place_N, where)
+    target = torch.device(device)
+    runs = collect(row.stretches, row.computed, row.place_N, target)
 
     def sdpa(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         out_LHD = sdpa_attention(q_NHD, k_NKD, v_NKD, runs, options)
@@ -110,7 +110,7 @@ def kernels(row: Row, options: Options, device: str) -> dict[str, Attend]:
 
     if device != "cuda":
         return {"sdpa": sdpa}
-    lines = flash_lay_out(row.stretches, row.computed, row.place_N, where)
+    lines = flash_lay_out(row.stretches, row.computed, row.place_N, target)
     return {"flash": lambda q, k, v: flash_attention(q, k, v, lines, options), "sdpa": sdpa}
 
 
@@ -122,8 +122,8 @@ def stated(row: Row, options: Options, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tens
         k_THD, v_THD = (x[keys].repeat_interleave(groups, 1) for x in (k_NKD, v_NKD))
         scores = torch.einsum("qhd,khd->hqk", q_NHD[s.start : s.start + s.length - s.skip], k_THD) * options.scaling
         every = torch.arange(s.length, device=q_NHD.device)
-        back = every[s.skip :, None] - every
-        hidden = (back < 0) | (back >= (options.window or s.length))
+        distance = every[s.skip :, None] - every
+        hidden = (distance < 0) | (distance >= (options.window or s.length))
         out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v_THD))
     return torch.cat(out)
 
@@ -137,5 +137,5 @@ def learn(kernel: Attend, inputs: Sequence[Tensor], grad_NHD: Tensor) -> list[Te
     return [out.detach(), *grads]
 
 
-def same(first: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

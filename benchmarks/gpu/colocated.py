@@ -16,7 +16,7 @@ from rlhf_runtime.setup.build import train
 from sync import one_device
 
 STEPS = 3
-KEPT = ("time/", "sync/", "loss", "policy/")
+PREFIXES = ("time/", "sync/", "loss", "policy/")
 """Beginnings of the names of metrics that are copied into the figures."""
 
 
@@ -56,7 +56,7 @@ def steps(section: Section, model: Path, case: Case, part: Part) -> None:
     config = one_device(section, model, case.transport, STEPS, launcher="processes", **options)
     done = train(config)
     lines = read_metrics(done.directory.path / "metrics.jsonl")
-    part.figures["steps"] = [{name: x for name, x in line.items() if name.startswith(KEPT)} for line in lines]
+    part.figures["steps"] = [{name: x for name, x in line.items() if name.startswith(PREFIXES)} for line in lines]
     part.holds(f"{STEPS} steps were made and learnt from", len(lines) == STEPS and done.state.updates == STEPS)
     syncs = [line for line in lines if "sync/attempts" in line]
     part.holds("steps have syncs", bool(syncs))

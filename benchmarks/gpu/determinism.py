@@ -26,8 +26,8 @@ def run(section: Section) -> None:
 
 def check(section: Section, model: Path, deterministic: bool, part: Part) -> None:
     first = steps(section, model, deterministic, part)
-    again = steps(section, model, deterministic, part)
-    different = [name for name, tensor in first.items() if not torch.equal(tensor, again[name])]
+    second = steps(section, model, deterministic, part)
+    different = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
     part.figures |= {"tensors": len(first), "tensors that differ": len(different), "names": different[:10]}
     if deterministic or section.device == "cpu":
         part.holds("all tensors are equal, bit for bit", not different)

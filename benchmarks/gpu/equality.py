@@ -40,10 +40,10 @@ def run(section: Section) -> None:
 
     def reference(part: Part) -> None:
         for algorithm in ALGORITHMS:
-            references[algorithm] = found = recorded.learn(algorithm, "cpu", "fp32")
+            references[algorithm] = result = recorded.learn(algorithm, "cpu", "fp32")
             part.figures[algorithm] = {
-                "tokens": len(found.logprobs_N),
-                "gradient norm": sum(float(g.double().square().sum()) for g in found.gradients.values()) ** 0.5,
+                "tokens": len(result.logprobs_N),
+                "gradient norm": sum(float(g.double().square().sum()) for g in result.gradients.values()) ** 0.5,
             }
 
     section.part("reference", reference)
@@ -68,25 +68,25 @@ def compare(recorded: Recorded, references: dict[str, Learnt], device: str, dtyp
         raise RuntimeError("there is no reference to compare with")
     for algorithm, reference in references.items():
         figures = part.figures[algorithm] = {}
-        found = {}
+        results = {}
         for layout, sections in (LAYOUTS | (ON_CUDA if device == "cuda" else {})).items():
-            found[layout] = ours = recorded.learn(algorithm, device, dtype, **sections)
-            apart = distance(ours.gradients, reference.gradients)
-            difference_N = (ours.logprobs_N - reference.logprobs_N).abs()
+            results[layout] = result = recorded.learn(algorithm, device, dtype, **sections)
+            gap = distance(result.gradients, reference.gradients)
+            difference_N = (result.logprobs_N - reference.logprobs_N).abs()
             figures[layout] = {
-                "gradients apart": apart,
+                "gradients apart": gap,
                 "log-probs apart, mean": float(difference_N.mean()),
                 "log-probs apart, most": float(difference_N.max()),
-                "attention": ours.kernels,
+                "attention": result.kernels,
             }
-            what = f"{algorithm}, {layout}"
-            part.at_most(f"{what}: gradients apart from the reference", apart, GRADIENTS[dtype])
-            part.at_most(f"{what}: log-probs apart, mean", float(difference_N.mean()), LOGPROBS[dtype])
+            label = f"{algorithm}, {layout}"
+            part.at_most(f"{label}: gradients apart from the reference", gap, GRADIENTS[dtype])
+            part.at_most(f"{label}: log-probs apart, mean", float(difference_N.mean()), LOGPROBS[dtype])
             if layout != PACKED:
-                same = distance(ours.gradients, found[PACKED].gradients)
-                figures[layout]["gradients apart from packed"] = same
+                packed_gap = distance(result.gradients, results[PACKED].gradients)
+                figures[layout]["gradients apart from packed"] = packed_gap
                 limit = LAYOUT_BF16 if dtype == "bf16" else GRADIENTS["fp32"]
-                part.at_most(f"{what}: gradients apart from packed", same, limit)
+                part.at_most(f"{label}: gradients apart from packed", packed_gap, limit)
         if dtype == "bf16" and device != "cpu":  # for scale: what the same precision costs elsewhere
-            own = recorded.learn(algorithm, "cpu", "bf16")
-            figures["bf16 on the processor"] = {"gradients apart": distance(own.gradients, reference.gradients)}
+            cpu_result = recorded.learn(algorithm, "cpu", "bf16")
+            figures["bf16 on the processor"] = {"gradients apart": distance(cpu_result.gradients, reference.gradients)}

@@ -29,7 +29,7 @@ def facts(device: str) -> dict[str, Any]:
         raise SystemExit(
             f"torch {torch.__version__} sees no GPU here. To see whether the script works: --device cpu --small"
         )
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "processor": _processor(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -38,7 +38,7 @@ def facts(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["device"] = {
+        result["device"] = {
             "name": properties.name,
             "memory_gib": properties.total_memory / 2**30,
             "free_gib": torch.cuda.mem_get_info()[0] / 2**30,
@@ -48,7 +48,7 @@ def facts(device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "tf32": torch.backends.cuda.matmul.allow_tf32,
         }
-    return found
+    return result
 
 
 def installed(distribution: str) -> str | None:

@@ -80,8 +80,8 @@ class Section:
         try:
             self._possible(name, needs, seconds)
             run(part)
-        except NotRun as why:
-            record |= {"status": NOT_RUN, "why": str(why)}
+        except NotRun as reason:
+            record |= {"status": NOT_RUN, "why": str(reason)}
         except (Exception, SystemExit) as error:  # the benchmarks that are reused here end by sys.exit
             text = "".join(traceback.format_exception(error))
             record |= {"status": ERROR, "error": f"{type(error).__name__}: {error}", "traceback": text[-6000:]}
@@ -90,10 +90,10 @@ class Section:
         record |= {"seconds": time.monotonic() - start, "figures": part.figures, "checks": part.checks}
         self.write()
         _release()
-        print(f"  {name}: {record['status']}{_why(record)}", flush=True)
+        print(f"  {name}: {record['status']}{_reason(record)}", flush=True)
 
     def _possible(self, name: str, needs: Sequence[str], seconds: float) -> None:
-        left_out = next((one for one in (name, *needs) if one in self.skip), None)
+        left_out = next((item for item in (name, *needs) if item in self.skip), None)
         if left_out is not None:
             raise NotRun(f"left out by --skip {left_out!r}")
         for package in needs:
@@ -113,10 +113,10 @@ class Section:
 
 def status_of(parts: dict[str, dict[str, Any]]) -> str:
     """Of a section, from its parts."""
-    found = [part["status"] for part in parts.values()]
-    if any(status in BAD for status in found):
+    statuses = [part["status"] for part in parts.values()]
+    if any(status in BAD for status in statuses):
         return FAILED
-    return NOT_RUN if all(status == NOT_RUN for status in found) else PASSED
+    return NOT_RUN if all(status == NOT_RUN for status in statuses) else PASSED
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
@@ -143,10 +143,10 @@ def strict(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _why(record: dict[str, Any]) -> str:
+def _reason(record: dict[str, Any]) -> str:
     bad = [c for c in record.get("checks", ()) if not c["passed"]]
-    shown = record.get("why") or record.get("error") or "; ".join(_check(c) for c in bad)
-    return f" ({shown[:300]})" if shown else ""
+    text = record.get("why") or record.get("error") or "; ".join(_check(c) for c in bad)
+    return f" ({text[:300]})" if text else ""
 
 
 def _check(check: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ DEFAULTS, CHECKPOINTED, BF16 = "defaults, 16k", "checkpointing, 16k", "head in b
 PLAIN = "head in fp32, small chunks, transformers' layers, 16k"
 """Parts of the section ``training`` with one row of 16,384 tokens."""
 RATE, MFU, PEAK, OF_PLAN = "tokens per second", "MFU %", "peak GiB", "reserved memory, of the plan"
-OURS, RATIO = "ours, tokens per second", "ours / trl"
+SPEED, RATIO = "ours, tokens per second", "ours / trl"
 """Figures of the section ``throughput``."""
 PRIME_RL = {RATE: 11.9e3, MFU: 11.1, PEAK: 12.5}
 """Published by prime-rl for Qwen3-0.6B with rows of 16,384 tokens on one H100. Its checkpointing and its optimizer
@@ -54,7 +54,7 @@ EXPECTED: tuple[Prediction, ...] = (
     Prediction("training", CHECKPOINTED, PEAK, 11, 15, "8.9 of state, 2 of hidden states, a chunk"),
     Prediction("training", DEFAULTS, OF_PLAN, 0.75, 1.25, "the tolerance of the plan on a processor"),
     Prediction("training", CHECKPOINTED, OF_PLAN, 0.75, 1.25, "the same"),
-    Prediction("throughput", "sft", OURS, 20e3, 36e3, "8,704 tokens: 0.15 s of fixed work, the rest as in training"),
+    Prediction("throughput", "sft", SPEED, 20e3, 36e3, "8,704 tokens: 0.15 s of fixed work, the rest as in training"),
     Prediction(
         "throughput", "sft", RATIO, 0.8, 1.3, "the same kernels on both sides, TRL's head for trained tokens only"
     ),

@@ -70,21 +70,21 @@ class Recorded:
 
     def learn(self, algorithm: str, device: str, dtype: str, **sections: Mapping[str, Any]) -> Learnt:
         """Gradients and log-probs of the recorded batch; nothing is updated."""
-        made = prepare(self.run_file(algorithm, device, dtype, **sections), Plugins.discover())
-        launcher = made.parts["launcher"].build()
+        prepared = prepare(self.run_file(algorithm, device, dtype, **sections), Plugins.discover())
+        launcher = prepared.parts["launcher"].build()
         try:
-            return learn(made, launch_roles(made, launcher)["policy"], self.batches[algorithm])
+            return learn(prepared, launch_roles(prepared, launcher)["policy"], self.batches[algorithm])
         finally:
             launcher.shutdown()
 
 
-def learn(made: Prepared, policy: Role, examples: Any) -> Learnt:
-    batch, _ = made.algorithm.assemble(examples)
+def learn(prepared: Prepared, policy: Role, examples: Any) -> Learnt:
+    batch, _ = prepared.algorithm.assemble(examples)
     assert batch is not None
     logprobs_N = policy.forward(batch, [resolve_head("logprobs", None)])["logprobs"]
-    batch, _ = made.algorithm.credit(batch)
-    [update] = made.algorithm.updates(0, batch)
-    loss = made.algorithm.parts[update.loss]
+    batch, _ = prepared.algorithm.credit(batch)
+    [update] = prepared.algorithm.updates(0, batch)
+    loss = prepared.algorithm.parts[update.loss]
     weighed: Batch = weigh(loss.prepare(batch), loss.reduce())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         gradients = policy.gradients(weighed, loss, update)
@@ -119,12 +119,12 @@ def record(draw: random.Random, prompts: int, samples: int, longest: int) -> dic
     return {"grpo": groups(grouped), "sft": demonstrations(rows)}
 
 
-def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+def distance(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """|ours - theirs| / |theirs| over all parameters together."""
-    if ours.keys() != theirs.keys():
-        raise ValueError(f"the parameters with gradients differ: {sorted(ours.keys() ^ theirs.keys())}")
-    apart = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in theirs)
-    return (apart / sum(float(t.double().square().sum()) for t in theirs.values())) ** 0.5
+    if gradients.keys() != reference.keys():
+        raise ValueError(f"the parameters with gradients differ: {sorted(gradients.keys() ^ reference.keys())}")
+    squares = sum(float((gradients[n].double() - reference[n].double()).square().sum()) for n in reference)
+    return (squares / sum(float(t.double().square().sum()) for t in reference.values())) ** 0.5
 
 
 def _file(path: Path, text: str) -> Path:

@@ -82,10 +82,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         settings["installed"] = not use_checkout(Path(folder) / "metadata")
         file = Path(folder) / "machine.json"
-        code, said = Child("machine", file, 120, arguments).wait()
+        code, output = Child("machine", file, 120, arguments).wait()
         if code != 0:
-            print(f"the machine cannot be described, so nothing is run:\n{said}", file=sys.stderr)
-            report.content["error"] = said
+            print(f"the machine cannot be described, so nothing is run:\n{output}", file=sys.stderr)
+            report.content["error"] = output
             report.write()
             return 1
         report.content["machine"] = json.loads(file.read_text())
@@ -110,8 +110,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=1500.0, help="for everything")
     peers = ROOT / ".venv-peers/bin/python"
-    own = peers if peers.exists() else Path(sys.executable)
-    parser.add_argument("--trl-python", type=Path, default=own, help="Python that has TRL")
+    default = peers if peers.exists() else Path(sys.executable)
+    parser.add_argument("--trl-python", type=Path, default=default, help="Python that has TRL")
     return parser.parse_args()
 
 
@@ -120,23 +120,23 @@ def run_section(name: str, report: Report, folder: Path, deadline: float, argume
     print(f"{name}, at most {seconds:.0f} s", flush=True)
     start, file = time.monotonic(), folder / f"{name}.json"
     child = Child(name, file, max(seconds, 0.0), arguments)
-    code, said = child.wait(lambda: report.take(name, file, status="running"))
+    code, output = child.wait(lambda: report.take(name, file, status="running"))
     section = report.take(name, file, seconds=time.monotonic() - start)
     for part in section["parts"].values():
         if part["status"] == "running":
-            part |= {"status": TIMED_OUT if child.late else "error", "error": said}
+            part |= {"status": TIMED_OUT if child.late else "error", "error": output}
     section["status"] = status_of(section["parts"])
     if code != 0 and section["status"] not in BAD:  # it ended outside of any part
-        section |= {"status": TIMED_OUT if child.late else "error", "error": said}
-        print(f"  {section['status']}: {said[-1500:]}", flush=True)
+        section |= {"status": TIMED_OUT if child.late else "error", "error": output}
+        print(f"  {section['status']}: {output[-1500:]}", flush=True)
     report.write()
 
 
 def told(section: dict[str, Any]) -> str:
     """The status of a section, and the number of parts that were not run."""
     missing = [part for part in section["parts"].values() if part["status"] == NOT_RUN]
-    some = 0 < len(missing) < len(section["parts"])
-    return section["status"] + (f" ({len(missing)} of {len(section['parts'])} parts not run)" if some else "")
+    incomplete = 0 < len(missing) < len(section["parts"])
+    return section["status"] + (f" ({len(missing)} of {len(section['parts'])} parts not run)" if incomplete else "")
 
 
 class Child:

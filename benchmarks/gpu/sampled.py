@@ -47,30 +47,30 @@ def requests(count: int, longest: int, new: int, temperature: float) -> list[Gen
     return [GenerationRequest(ids, 1000 + n, sampling) for ids in prompts for n in range(2)]
 
 
-def draw_all(generator: Generator, asked: Sequence[GenerationRequest]) -> list[Turn]:
+def draw_all(generator: Generator, queries: Sequence[GenerationRequest]) -> list[Turn]:
     """In the order of the requests."""
-    turns = dict(generator.generate(asked))
-    return [turns[n] for n in range(len(asked))]
+    turns = dict(generator.generate(queries))
+    return [turns[n] for n in range(len(queries))]
 
 
-def apart(role: Role, asked: Sequence[GenerationRequest], turns: Sequence[Turn]) -> torch.Tensor:
+def apart(role: Role, queries: Sequence[GenerationRequest], turns: Sequence[Turn]) -> torch.Tensor:
     """[sampled tokens]: |log-prob of the generator - the trainer's|."""
-    units, theirs = [], []
-    for request, turn in zip(asked, turns, strict=True):
+    units, logprobs = [], []
+    for request, turn in zip(queries, turns, strict=True):
         mask = [False] * len(request.ids) + [True] * len(turn.ids)
-        columns = {"loss_mask": mask, "temperature": [turn.temperature if own else 0.0 for own in mask]}
+        columns = {"loss_mask": mask, "temperature": [turn.temperature if flag else 0.0 for flag in mask]}
         units.append(UnitData([SequenceData([*request.ids, *turn.ids], columns)]))
-        theirs += turn.logprobs
+        logprobs += turn.logprobs
     batch = pack(units)
     ours_N = role.forward(batch, [resolve_head("logprobs", None)])["logprobs"]
-    return (ours_N[batch.tok["loss_mask"]] - torch.tensor(theirs)).abs()
+    return (ours_N[batch.tok["loss_mask"]] - torch.tensor(logprobs)).abs()
 
 
-def compare(part: Part, what: str, dtype: str, role: Role, generator: Generator, small: bool) -> None:
+def compare(part: Part, label: str, dtype: str, role: Role, generator: Generator, small: bool) -> None:
     for temperature in TEMPERATURES:
-        asked = requests(*((3, 12, 8) if small else (16, 128, 64)), temperature)
-        difference = apart(role, asked, draw_all(generator, asked))
-        name = f"{what}, temperature {temperature:g}"
+        queries = requests(*((3, 12, 8) if small else (16, 128, 64)), temperature)
+        difference = apart(role, queries, draw_all(generator, queries))
+        name = f"{label}, temperature {temperature:g}"
         part.figures[name] = {
             "tokens": len(difference),
             "mean": float(difference.mean()),

@@ -55,8 +55,8 @@ def asleep(section: Section, model: Path, level: int, part: Part) -> None:
     with engine(model, "bf16", kv_cache_gib=space, **options) as generator:
         sync = WeightSync(role, generator, SyncSection(), 0, print)
         sync.push(1)
-        asked = requests(8, 24, 16, 1.0)
-        before = draw_all(generator, asked)
+        queries = requests(8, 24, 16, 1.0)
+        reference = draw_all(generator, queries)
         memory = part.figures["bytes of the device"] = {"awake": machine.memory_used(device, tidy=True)}
         for turn in ("first", "second"):
             generator.sleep()
@@ -64,18 +64,18 @@ def asleep(section: Section, model: Path, level: int, part: Part) -> None:
             if generator.wake():
                 sync.refresh()
             memory[f"awake again, {turn}"] = machine.memory_used(device)
-            after = draw_all(generator, asked)
-            same = [a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(before, after, strict=True)]
-            part.holds(f"samples after the {turn} wake are equal, bit for bit", all(same))
+            after = draw_all(generator, queries)
+            matches = [a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(reference, after, strict=True)]
+            part.holds(f"samples after the {turn} wake are equal, bit for bit", all(matches))
     if device == "cuda":
         weights = sum(t.numel() for _, t in role.group.worker.weights()) * 2  # bf16
-        held = weights + space * 2**30
-        part.figures["bytes of weights and cache"] = held
+        total = weights + space * 2**30
+        part.figures["bytes of weights and cache"] = total
         for turn in ("first", "second"):
             freed = memory["awake"] - memory[f"asleep, {turn}"]
-            part.at_least(f"given back in the {turn} sleep, of weights and cache", freed / held, GIVEN_BACK)
-            back = memory[f"awake again, {turn}"] - memory[f"asleep, {turn}"]
-            part.at_least(f"taken again at the {turn} wake, of weights and cache", back / held, GIVEN_BACK)
+            part.at_least(f"given back in the {turn} sleep, of weights and cache", freed / total, GIVEN_BACK)
+            growth = memory[f"awake again, {turn}"] - memory[f"asleep, {turn}"]
+            part.at_least(f"taken again at the {turn} wake, of weights and cache", growth / total, GIVEN_BACK)
 
 
 def aside(section: Section, model: Path, name: str, options: dict[str, Any], part: Part) -> None:
@@ -95,8 +95,8 @@ def aside(section: Section, model: Path, name: str, options: dict[str, Any], par
     memory["back"] = machine.memory_used(device)
     trainer.save(folder / "after")
     files = sorted(p.relative_to(folder / "before") for p in (folder / "before").rglob("*") if p.is_file())
-    same = [same_state(folder / "before" / f, folder / "after" / f) for f in files]
-    part.holds(f"the {len(files)} files of its state are equal", bool(files) and all(same))
+    matches = [same_state(folder / "before" / f, folder / "after" / f) for f in files]
+    part.holds(f"the {len(files)} files of its state are equal", bool(files) and all(matches))
     norm, _, skipped = learn(trainer, loss)
     part.holds("it goes on learning", not skipped and math.isfinite(norm))
     shutil.rmtree(folder)
@@ -105,16 +105,16 @@ def aside(section: Section, model: Path, name: str, options: dict[str, Any], par
         part.figures["bytes of the moments"] = moments
         freed = memory["with the optimizer"] - memory["put aside"]
         part.at_least("given back, of the moments", freed / moments, GIVEN_BACK)
-        back = memory["back"] - memory["put aside"]
-        part.at_least("taken again, of the moments", back / moments, GIVEN_BACK)
+        growth = memory["back"] - memory["put aside"]
+        part.at_least("taken again, of the moments", growth / moments, GIVEN_BACK)
 
 
-def same_state(one: Path, other: Path) -> bool:
+def same_state(first: Path, other: Path) -> bool:
     """Whether two files have the same bytes; for safetensors the same tensors, because metadata have no fixed order."""
-    if one.suffix != ".safetensors":
-        return one.read_bytes() == other.read_bytes()
-    ours, theirs = load_file(one), load_file(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    if first.suffix != ".safetensors":
+        return first.read_bytes() == other.read_bytes()
+    tensors, peers = load_file(first), load_file(other)
+    return tensors.keys() == peers.keys() and all(torch.equal(tensor, peers[name]) for name, tensor in tensors.items())
 
 
 def learn(trainer: Trainer, loss: Loss) -> tuple[float, float, str]:

@@ -44,8 +44,8 @@ def run(section: Section) -> None:
 def transports() -> tuple[str, ...]:
     """The transports of the run file that work on one shared device."""
     field = SyncSection.model_fields.get("transport")
-    known = typing.get_args(field.annotation) if field is not None else ()
-    return tuple(t for t in SHARED if t in known) or ("auto",)
+    choices = typing.get_args(field.annotation) if field is not None else ()
+    return tuple(t for t in SHARED if t in choices) or ("auto",)
 
 
 def plain(model: Path, device: str, part: Part) -> None:
@@ -56,8 +56,8 @@ def plain(model: Path, device: str, part: Part) -> None:
     nbytes = sum(tensor.nbytes for _, tensor in weights)
 
     def copy() -> None:
-        for mine, (_, theirs) in zip(target, weights, strict=True):
-            mine.copy_(theirs)
+        for destination, (_, source) in zip(target, weights, strict=True):
+            destination.copy_(source)
 
     def mark() -> None:
         for _ in buckets(weights, SyncSection().bucket_mb * 2**20, {}):
@@ -73,9 +73,9 @@ def ipc(section: Section, part: Part) -> None:
     """Whether another process can map a GPU's memory on this machine, and how fast that process copies it."""
     section.needs_cuda()
     nbytes = 2**24 if section.small else 2**30
-    found = seconds_mapped(nbytes, repeats=7)
-    part.figures |= {"bytes": nbytes, **found, "bytes per second": nbytes / found["seconds"]}
-    part.holds("the other process reads what this one wrote", found["sum"] == found["expected sum"])
+    figures = seconds_mapped(nbytes, repeats=7)
+    part.figures |= {"bytes": nbytes, **figures, "bytes per second": nbytes / figures["seconds"]}
+    part.holds("the other process reads what this one wrote", figures["sum"] == figures["expected sum"])
 
 
 def in_process(model: Path, device: str, part: Part) -> None:
@@ -130,10 +130,10 @@ def one_device(
 
 
 def measure(sync: WeightSync, device: str, part: Part) -> None:
-    told: list[dict[str, float]] = []
+    metrics: list[dict[str, float]] = []
     numbers = iter(range(1, 1000))
-    times = machine.seconds_of(lambda: told.append(sync.push(next(numbers))), device, TURNS, WARMUP)
-    seconds, nbytes = statistics.median(times), told[-1]["sync/MiB"] * 2**20
+    times = machine.seconds_of(lambda: metrics.append(sync.push(next(numbers))), device, TURNS, WARMUP)
+    seconds, nbytes = statistics.median(times), metrics[-1]["sync/MiB"] * 2**20
     part.figures |= {"bytes": nbytes, "seconds": seconds, "all seconds": times, "bytes per second": nbytes / seconds}
-    part.figures |= {"metrics": told[-1]}
-    part.holds("every sync was proven at the first try", all(t["sync/attempts"] == 1 for t in told))
+    part.figures |= {"metrics": metrics[-1]}
+    part.holds("every sync was proven at the first try", all(t["sync/attempts"] == 1 for t in metrics))

@@ -131,11 +131,11 @@ class Worker:
 
     def __init__(self, who: str, python: Path, log: Path) -> None:
         self.log = log
-        self.connection, theirs = Pipe()
-        command = [str(python), str(BENCHMARKS / "turns.py"), who, str(theirs.fileno())]
+        self.connection, child = Pipe()
+        command = [str(python), str(BENCHMARKS / "turns.py"), who, str(child.fileno())]
         with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, pass_fds=[theirs.fileno()])
-        theirs.close()  # its end is then noticed
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, pass_fds=[child.fileno()])
+        child.close()  # its end is then noticed
 
     def ask(self, message: Any, seconds: float) -> dict[str, Any]:
         """Send a message and wait for the answer. Raises RuntimeError where the process failed, ended or is late."""
@@ -170,12 +170,12 @@ class Arms:
         """Turns of each side after the first, which is not timed; steps of a turn: not timed, timed."""
         self.eager = section.small or section.left < COMPILED
         self.missing = missing_for_trl(section.trl_python)
-        self.no_trl = next((why for name, why in self.missing.items() if name not in OPTIONAL), "")
+        self.no_trl = next((reason for name, reason in self.missing.items() if name not in OPTIONAL), "")
         """Why TRL cannot be run; empty where it can."""
 
     def __enter__(self) -> None:
-        for who in ("ours",) if self.no_trl else ("ours", "trl"):
-            self.worker(who)
+        for side in ("ours",) if self.no_trl else ("ours", "trl"):
+            self.worker(side)
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers.values():
@@ -193,16 +193,16 @@ class Arms:
 
     def fastest(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """(arguments of a job of TRL with these options and the kernels that suit them, {what it is without: why})."""
-        why = "it needs a GPU" if self.section.device != "cuda" else ""
-        without = {"Liger": why or self.missing.get("liger_kernel", ""), "flash attention": why}
+        obstacle = "it needs a GPU" if self.section.device != "cuda" else ""
+        omissions = {"Liger": obstacle or self.missing.get("liger_kernel", ""), "flash attention": obstacle}
         job: dict[str, Any] = {"options": dict(options)}
-        if not without["Liger"]:
+        if not omissions["Liger"]:
             job["options"]["use_liger_kernel"] = True
         if "packing" not in options:
-            del without["flash attention"]
-        elif not why:
+            del omissions["flash attention"]
+        elif not obstacle:
             job["attention"] = "flash"
-        return job, {name: reason for name, reason in without.items() if reason}
+        return job, {name: reason for name, reason in omissions.items() if reason}
 
     def gate(self, folder: Path, part: Part) -> None:
         """At the tiny shape of ``make bench``, on the device: our gradients in fp32 beside those of TRL as it is, and
@@ -222,9 +222,9 @@ class Arms:
         for workload, options, limit in cases:
             self.ask("trl", job | {"workload": workload} | options)
             name = ", ".join([workload, *options.get("options", ()), *filter(None, [options.get("attention")])])
-            apart = self.bench.distance(folder, workload)
-            part.figures[f"{name}: gradients apart"] = apart
-            part.at_most(f"{name}: gradients of ours and TRL apart", apart, limit)
+            distance = self.bench.distance(folder, workload)
+            part.figures[f"{name}: gradients apart"] = distance
+            part.at_most(f"{name}: gradients of ours and TRL apart", distance, limit)
 
     def compare(self, comparison: Comparison, part: Part) -> None:
         """Turns of ours and TRL, as many as the time allows. A side that fails leaves the other one's figures."""
@@ -232,20 +232,20 @@ class Arms:
             raise NotRun("there is no model to train")
         job = {"gate": False, "work": str(self.folder), "workload": comparison.workload, "precision": "bf16"}
         jobs = {"ours": job}
-        why = self.no_trl or (self.missing.get("vllm", "") if comparison.vllm else "")
-        if why:
-            part.figures["TRL is not run"] = why
+        reason = self.no_trl or (self.missing.get("vllm", "") if comparison.vllm else "")
+        if reason:
+            part.figures["TRL is not run"] = reason
         else:
-            fastest, without = self.fastest(comparison.trl)
+            fastest, omissions = self.fastest(comparison.trl)
             jobs["trl"] = job | fastest
-            part.figures |= {"TRL": fastest, "TRL without": without}
+            part.figures |= {"TRL": fastest, "TRL without": omissions}
         if comparison.vllm:
             part.figures["engines"] = "uncompiled" if self.eager else "compiled"
             jobs["ours"] = job | {"options": {"generator": OWN_ENGINE}}
-            jobs = {who: one | {"eager": self.eager} for who, one in jobs.items()}
+            jobs = {side: arguments | {"eager": self.eager} for side, arguments in jobs.items()}
         results = part.figures["arms"] = self.timed(jobs, part)
         part.figures |= self.summary(results)
-        part.holds("each side was timed", all(results.get(who, {}).get("seconds") for who in jobs))
+        part.holds("each side was timed", all(results.get(side, {}).get("seconds") for side in jobs))
         if comparison.workload == "sft" and len(results) == 2:
             self.same_work(results, part)
 
@@ -259,32 +259,32 @@ class Arms:
             if 2 < number <= len(turns) and self.section.left < RESERVE:
                 part.figures["turns left out for want of time"] = True
                 continue
-            for who in [who for who in jobs if who not in errors]:
+            for side in [side for side in jobs if side not in errors]:
                 try:
-                    results[who] = self.ask(who, jobs[who] if message == "job" else message)
+                    results[side] = self.ask(side, jobs[side] if message == "job" else message)
                 except RuntimeError as error:
-                    errors[who] = str(error)
-        return {who: result for who, result in results.items() if who not in errors}
+                    errors[side] = str(error)
+        return {side: result for side, result in results.items() if side not in errors}
 
     def same_work(self, results: Mapping[str, Any], part: Part) -> None:
         """Of SFT, where both learn from the same rows in every step."""
-        ours, trl = results["ours"], results["trl"]
-        part.holds("the tokens of all steps are equal", {*ours["tokens"]} == {*trl["tokens"]})
+        rlhf, trl = results["ours"], results["trl"]
+        part.holds("the tokens of all steps are equal", {*rlhf["tokens"]} == {*trl["tokens"]})
         for name, value in trl["first"].items():
-            part.at_most(f"first {name} of ours and TRL apart", abs(ours["first"][name] / value - 1), FIRST)
+            part.at_most(f"first {name} of ours and TRL apart", abs(rlhf["first"][name] / value - 1), FIRST)
 
     def summary(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Medians over the timed steps; the share of the device's rate is of forward and backward only."""
         report, figures = self.bench.report, {}
         rate = self.section.parts.get("rates", {}).get("figures", {}).get("bf16 products, operations per second")
-        for who, result in results.items():
-            figures[f"{who}, tokens per second"] = report.throughput([result])
-            figures[f"{who}, seconds"] = report.median(result["seconds"])
-            figures[f"{who}, tokens"] = report.median(result["tokens"])
+        for side, result in results.items():
+            figures[f"{side}, tokens per second"] = report.throughput([result])
+            figures[f"{side}, seconds"] = report.median(result["seconds"])
+            figures[f"{side}, tokens"] = report.median(result["tokens"])
             if "peak_device_mib" in result:
-                figures[f"{who}, peak device MiB"] = result["peak_device_mib"]
+                figures[f"{side}, peak device MiB"] = result["peak_device_mib"]
             if "phases" in result:
-                figures[f"{who}, phases"] = report.phases([result], rate or float("nan"))
+                figures[f"{side}, phases"] = report.phases([result], rate or float("nan"))
         if len(results) == 2:
             figures["ours / trl"] = figures["ours, tokens per second"] / figures["trl, tokens per second"]
         return figures

@@ -48,16 +48,16 @@ class Arm:
     repeats: int = 5
 
 
-AGAIN: dict[str, Any] = {"gradient_checkpointing": True}
+CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 ARMS = (
     Arm(DEFAULTS, LONG),
     Arm("defaults, 16 x 1k", SHORT),
     Arm("defaults, 4 x 1k", FEW),
-    Arm(CHECKPOINTED, LONG, model=AGAIN),
-    Arm(f"{CHECKPOINTED}, inputs in host memory", LONG, {"offload_activations": True}, AGAIN),
+    Arm(CHECKPOINTED, LONG, model=CHECKPOINTING),
+    Arm(f"{CHECKPOINTED}, inputs in host memory", LONG, {"offload_activations": True}, CHECKPOINTING),
     Arm(PLAIN, LONG, {"head_fp32": True, "logits_chunk": 2**24, "kernels": "none"}),
     Arm(BF16, LONG, {"head_fp32": False}),
-    Arm(f"{CHECKPOINTED}, storage in bf16", LONG, model={**AGAIN, "storage": "bf16"}),
+    Arm(f"{CHECKPOINTED}, storage in bf16", LONG, model={**CHECKPOINTING, "storage": "bf16"}),
     Arm("head in fp32, 16 x 1k", SHORT, {"head_fp32": True}),
     Arm("head in bf16, 16 x 1k", SHORT, {"head_fp32": False}),
     Arm("kernels none, 16 x 1k", SHORT, {"kernels": "none"}),
@@ -83,8 +83,8 @@ def measure(section: Section, model: Path, arm: Arm, part: Part) -> None:
     device, cuda = section.device, section.device == "cuda"
     if arm.options.get("attention"):
         section.needs_cuda()
-    if arm.options.get("kernels") == "liger" and (why := liger.why_not(device)):
-        raise NotRun(why)
+    if arm.options.get("kernels") == "liger" and (reason := liger.why_not(device)):
+        raise NotRun(reason)
     chosen, loss = trainer_class(arm.trainer), nll()
     config = chosen.Config(device=device, lr=1e-6, **arm.options)
     spec = policy_spec(model, **arm.model)
@@ -136,7 +136,7 @@ def planned_gib(
     longest = max(lengths)
     work = TrainerWork(longest=longest, unit=longest, units=len(lengths), micro_tokens=sum(lengths))
     phases = chosen.memory(config, spec, read_size(spec.path), work, device).phases
-    return {name: sum(held.device.values()) / 2**30 for name, held in phases.items()}
+    return {name: sum(memory.device.values()) / 2**30 for name, memory in phases.items()}
 
 
 def aside(section: Section, model: Path, part: Part) -> None:
@@ -148,12 +148,12 @@ def aside(section: Section, model: Path, part: Part) -> None:
     turns = part.figures["turns"] = []
     moments = 8 * shapes.parameters(model)
     for turn in range(3):
-        before = machine.memory_used(device, tidy=True)
-        [away] = machine.seconds_of(trainer.offload, device, repeats=1, warmup=0)
+        initial = machine.memory_used(device, tidy=True)
+        [offload_seconds] = machine.seconds_of(trainer.offload, device, repeats=1, warmup=0)
         between = machine.memory_used(device)
-        [back] = machine.seconds_of(trainer.reload, device, repeats=1, warmup=0)
-        turns.append({"offload seconds": away, "reload seconds": back})
-        if before is not None and between is not None:
-            part.at_least(f"turn {turn}: given back, of the moments", (before - between) / moments, GIVEN_BACK)
+        [reload_seconds] = machine.seconds_of(trainer.reload, device, repeats=1, warmup=0)
+        turns.append({"offload seconds": offload_seconds, "reload seconds": reload_seconds})
+        if initial is not None and between is not None:
+            part.at_least(f"turn {turn}: given back, of the moments", (initial - between) / moments, GIVEN_BACK)
     _, applied = trainer.update([batch], loss, {}, {})
     part.holds("it goes on learning", not applied.skipped)

@@ -12,13 +12,13 @@ from typing import Any
 from cases import write
 
 
-def answer(doc: str, cases: Sequence[Any], found: Callable[[Any, Path], Any], packages: Sequence[str]) -> None:
+def answer(doc: str, cases: Sequence[Any], function: Callable[[Any, Path], Any], packages: Sequence[str]) -> None:
     """Write ``{"versions": {package: version}, "cases": {name: found(case, folder)}}`` for the cases of --cases."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of what tiny.py or rows.py made")
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--cases", nargs="+", help="names; all where absent")
     arguments = parser.parse_args()
-    wanted = [case for case in cases if not arguments.cases or case.name in arguments.cases]
-    answers = {case.name: found(case, arguments.work) for case in wanted}
+    selection = [case for case in cases if not arguments.cases or case.name in arguments.cases]
+    answers = {case.name: function(case, arguments.work) for case in selection}
     write(arguments.result, {"versions": {name: version(name) for name in packages}, "cases": answers})

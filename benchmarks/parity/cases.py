@@ -54,37 +54,41 @@ class Case:
         return ROWS // 2 if self.trainer == "kto" and self.form == "pairs" else ROWS
 
 
-def _dpo(name: str, trl: dict[str, Any], ours: dict[str, Any], beta: float = BETA, **training: Any) -> Case:
+def _dpo(name: str, trl: dict[str, Any], options: dict[str, Any], beta: float = BETA, **training: Any) -> Case:
     return Case(
         f"dpo-{name}",
         "pairs",
         "dpo",
         {"beta": beta, **trl},
-        {"algorithm": {"use": "dpo", "loss": {"beta": beta, **ours}}},
+        {"algorithm": {"use": "dpo", "loss": {"beta": beta, **options}}},
         training,
     )
 
 
-def _dpo_type(name: str, beta: float = BETA, lr: float | None = None, **both: Any) -> Case:
+def _dpo_type(name: str, beta: float = BETA, lr: float | None = None, **options: Any) -> Case:
     """A loss type whose options have equal names on both sides."""
     training = {} if lr is None else {"lr": lr}
-    return _dpo(name, {"loss_type": [name], **both}, {"loss_type": name, **both}, beta, **training)
+    return _dpo(name, {"loss_type": [name], **options}, {"loss_type": name, **options}, beta, **training)
 
 
-def _loss(name: str, form: str, trainer: str, trl: dict[str, Any], algorithm: str, **ours: Any) -> Case:
-    return Case(name, form, trainer, trl, {"algorithm": {"use": algorithm, "loss": ours}})
+def _loss(name: str, form: str, trainer: str, trl: dict[str, Any], algorithm: str, **loss_options: Any) -> Case:
+    return Case(name, form, trainer, trl, {"algorithm": {"use": algorithm, "loss": loss_options}})
 
 
-def _reward(name: str, trl: dict[str, Any] | None = None, **ours: Any) -> Case:
-    form = "margins" if "data" in ours else "pairs"
-    return Case(name, form, "reward", trl or {}, {"algorithm": "reward_model", **ours}, {"lr": 1e-3})
+def _reward(name: str, trl: dict[str, Any] | None = None, **options: Any) -> Case:
+    form = "margins" if "data" in options else "pairs"
+    return Case(name, form, "reward", trl or {}, {"algorithm": "reward_model", **options}, {"lr": 1e-3})
 
 
 def _cpo(
-    name: str, trl: dict[str, Any] | None = None, ours: dict[str, Any] | None = None, beta: float = BETA, **both: Any
+    name: str,
+    trl: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    beta: float = BETA,
+    **shared: Any,
 ) -> Case:
-    both = {"beta": beta, **both}
-    return _loss(name, "pairs", "cpo", {**both, **(trl or {})}, "cpo", **both, **(ours or {}))
+    shared = {"beta": beta, **shared}
+    return _loss(name, "pairs", "cpo", {**shared, **(trl or {})}, "cpo", **shared, **(options or {}))
 
 
 _APO = {"loss_type": "apo_zero_unpaired"}
@@ -176,25 +180,25 @@ def rows(form: str) -> list[dict[str, Any]]:
     """
     draw = random.Random(f"parity {form}")
 
-    def text(least: int, most: int, share: float = 0.5) -> str:
+    def text(low: int, high: int, share: float = 0.5) -> str:
         """Random text, ``share`` of it from the alphabet's first half. Only ``random()`` is used: its values are the
         same in every version of Python."""
         half = len(ALPHABET) // 2
-        count = least + int(draw.random() * (most - least + 1))
+        count = low + int(draw.random() * (high - low + 1))
         return "".join(ALPHABET[int(draw.random() * half) + half * (draw.random() >= share)] for _ in range(count))
 
-    made: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for number in range(STEPS * ROWS):
         prompt, better, worse = text(4, 16), text(3, 40, 0.9), text(3, 40, 0.1)
         if form == "demonstrations":
-            made.append({"prompt": prompt, "completion": better})
+            result.append({"prompt": prompt, "completion": better})
         elif form == "labels":
             label = number % ROWS in (0, 3, 4) or (number % ROWS != 1 and draw.random() < 0.3)  # both in every batch
-            made.append({"prompt": prompt, "completion": better if label else worse, "label": label})
+            result.append({"prompt": prompt, "completion": better if label else worse, "label": label})
         else:
             margin = {"margin": round(2 * draw.random() - 0.5, 3)} if form == "margins" else {}
-            made.append({"prompt": prompt, "chosen": better, "rejected": worse, **margin})
-    return made
+            result.append({"prompt": prompt, "chosen": better, "rejected": worse, **margin})
+    return result
 
 
 def unpaired(pairs: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def run_file(case: Case, work: Path, folder: Path) -> RunFile:
     return RunFile.model_validate(run)
 
 
-def seen(case: Case, examples: Sequence[Example]) -> list[list[tuple[list[int], int | None]]]:
+def rows_of(case: Case, examples: Sequence[Example]) -> list[list[tuple[list[int], int | None]]]:
     """The rows of one step as the algorithm gets them."""
     return [
         [(s.ids, None if case.head == "scalar" else s.loss_mask.index(True)) for s in sorted(e.sequences, key=_role)]
@@ -61,7 +61,7 @@ def losses(case: Case, work: Path) -> dict[str, Any]:
         assemble = run.algorithm.assemble
 
         def noted(examples: Any) -> Any:
-            batches.append(seen(case, examples))
+            batches.append(rows_of(case, examples))
             return assemble(examples)
 
         run.algorithm.assemble = noted  # type: ignore[method-assign]

@@ -43,17 +43,17 @@ def encoded(case: RowCase, work: Path) -> list[dict[str, Any]]:
 def _row(case: RowCase, verdict: RowVerdict) -> dict[str, Any]:
     if verdict.kind or verdict.example is None:
         return {"refused": verdict.kind, "why": verdict.text}
-    held = sorted(verdict.example.sequences, key=lambda s: s.role)
-    masks = ["" if case.trainer == "reward" else "0" + "".join(str(int(on)) for on in s.loss_mask[1:]) for s in held]
-    sequences = [[list(s.ids), mask] for s, mask in zip(held, masks, strict=True)]
+    by_role = sorted(verdict.example.sequences, key=lambda s: s.role)
+    masks = ["" if case.trainer == "reward" else "0" + "".join(str(int(on)) for on in s.loss_mask[1:]) for s in by_role]
+    sequences = [[list(s.ids), mask] for s, mask in zip(by_role, masks, strict=True)]
     return {"sequences": sequences, **verdict.example.values}
 
 
 def _with_twins(rows: list[dict[str, Any]], examples: list[Example]) -> None:
     """Add to each row the sequence of its prompt with KTO's mismatched answer."""
     labelled = [Labelled.of(e.sequences[0], e.values["label"], (0, e.row.source, e.row.index)) for e in examples]
-    for example, one, other in zip(examples, labelled, twins(labelled), strict=True):
+    for example, sample, other in zip(examples, labelled, twins(labelled), strict=True):
         twin = labelled[other] if other is not None else None
         if twin is not None:
-            mask = "0" * len(one.prompt) + "".join(str(int(on)) for on in twin.mask)
-            rows[example.row.index]["sequences"].append([[*one.prompt, *twin.answer], mask])
+            mask = "0" * len(sample.prompt) + "".join(str(int(on)) for on in twin.mask)
+            rows[example.row.index]["sequences"].append([[*sample.prompt, *twin.answer], mask])

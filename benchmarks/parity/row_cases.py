@@ -237,5 +237,5 @@ CASES: tuple[RowCase, ...] = (
             differs=7),
 )  # fmt: skip
 
-if _MORE := os.environ.get("PARITY_ROWS"):  # a file with the fields of further cases
-    CASES += tuple(RowCase(**case) for case in json.loads(Path(_MORE).read_text()))
+if _EXTRA := os.environ.get("PARITY_ROWS"):  # a file with the fields of further cases
+    CASES += tuple(RowCase(**case) for case in json.loads(Path(_EXTRA).read_text()))

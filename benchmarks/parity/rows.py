@@ -28,65 +28,68 @@ BEGIN = SPECIAL.index("<begin>")
 Decode = Callable[[list[int]], str]
 
 
-def unlike(case: RowCase, ours: dict[str, Any], trl: dict[str, Any] | None, decode: Decode) -> str:
+def unlike(case: RowCase, rlhf: dict[str, Any], trl: dict[str, Any] | None, decode: Decode) -> str:
     """How a row differs from what its case states; empty if it does not.
 
     Args:
-        ours: ``sequences`` ([[ids, mask as 0s and 1s], ...]) and further values, or ``refused``.
+        rlhf: ``sequences`` ([[ids, mask as 0s and 1s], ...]) and further values, or ``refused``.
         trl: the same, or None if the row was left out.
     """
-    if trl is None or "refused" in ours:
+    if trl is None or "refused" in rlhf:
         left_out = "too_long" if case.differs in (0, 4) else {7: "columns"}.get(case.differs, "bad_rows")
-        if ours.get("refused") != left_out:
-            return f"ours is {ours.get('refused', 'taken')}, TRL's {'left out' if trl is None else 'taken'}"
+        if rlhf.get("refused") != left_out:
+            return f"ours is {rlhf.get('refused', 'taken')}, TRL's {'left out' if trl is None else 'taken'}"
         if (trl is None) != (case.differs == 0):
             return "TRL takes it" if trl is not None else "TRL leaves it out"
         longest = 0 if trl is None else max(len(ids) for ids, _ in trl["sequences"])
         return "TRL does not cut it at the limit" if case.differs == 4 and longest != case.max_tokens else ""
-    own, its = ours["sequences"], trl["sequences"]
-    values = [{name: value for name, value in side.items() if name != "sequences"} for side in (ours, trl)]
+    sequences, trl_sequences = rlhf["sequences"], trl["sequences"]
+    values = [{name: value for name, value in side.items() if name != "sequences"} for side in (rlhf, trl)]
     if values[0] != values[1]:
         return f"values: ours {values[0]}, TRL's {values[1]}"
     if case.differs in (3, 4):  # mismatched answers are those of rows that differ
-        own, its = own[: 2 if case.form == "pairs" else 1], its[: 2 if case.form == "pairs" else 1]
-    found = [_of_sequence(case, *pair, decode) for pair in zip(own, its, strict=True)]
-    if case.differs in (3, 7) and own == its and case.form != "labels":
+        sequences, trl_sequences = (
+            sequences[: 2 if case.form == "pairs" else 1],
+            trl_sequences[: 2 if case.form == "pairs" else 1],
+        )
+    problems = [_of_sequence(case, *pair, decode) for pair in zip(sequences, trl_sequences, strict=True)]
+    if case.differs in (3, 7) and sequences == trl_sequences and case.form != "labels":
         return "nothing differs"
-    return "; ".join(filter(None, found))
+    return "; ".join(filter(None, problems))
 
 
-def _of_sequence(case: RowCase, ours: list[Any], trl: list[Any], decode: Decode) -> str:
+def _of_sequence(case: RowCase, rlhf: list[Any], trl: list[Any], decode: Decode) -> str:
     """As :func:`unlike`, of one sequence."""
-    (ids, mask), (its, its_mask) = ours, trl
+    (ids, mask), (trl_ids, trl_mask) = rlhf, trl
     if case.differs in (1, 2):
-        behind, trained = its[len(ids) :], its_mask[len(mask) :]
+        extra, trained = trl_ids[len(ids) :], trl_mask[len(mask) :]
         ends = [END] if case.differs == 2 else []
-        fine = its[: len(ids)] == ids and its_mask.startswith(mask) and not trained.strip("1")
-        fine = fine and behind[1:] == ends and decode(behind[:1]) == "\n"
+        fine = trl_ids[: len(ids)] == ids and trl_mask.startswith(mask) and not trained.strip("1")
+        fine = fine and extra[1:] == ends and decode(extra[:1]) == "\n"
     elif case.differs == 3:  # one text, cut into tokens otherwise, or with another first trained token
-        fine = decode(ids) == decode(its) and (not mask or its_mask.find("1") <= mask.find("1"))
+        fine = decode(ids) == decode(trl_ids) and (not mask or trl_mask.find("1") <= mask.find("1"))
     elif case.differs == 7:  # the text that two answers begin with is in TRL's prompt
-        fine = ids == its and its_mask.find("1") > mask.find("1")
+        fine = ids == trl_ids and trl_mask.find("1") > mask.find("1")
     elif case.differs == 9:
-        fine = its == [BEGIN, *ids] and its_mask == "0" + mask
+        fine = trl_ids == [BEGIN, *ids] and trl_mask == "0" + mask
     else:
-        fine = ids == its and mask == its_mask
-    return "" if fine else f"ours {ids} {mask}, TRL's {its} {its_mask}"
+        fine = ids == trl_ids and mask == trl_mask
+    return "" if fine else f"ours {ids} {mask}, TRL's {trl_ids} {trl_mask}"
 
 
-def compare(ours: dict[str, Any], trl: dict[str, Any], work: Path) -> list[dict[str, Any]]:
+def compare(rlhf: dict[str, Any], trl: dict[str, Any], work: Path) -> list[dict[str, Any]]:
     """One row per case that was run: ``wrong`` is empty, or names the row and how it differs from what is stated."""
     from rlhf_runtime.data.tokenizer import decoder_of
     from transformers import AutoTokenizer
 
-    found = []
-    for case in (case for case in CASES if case.name in ours):
+    verdicts = []
+    for case in (case for case in CASES if case.name in rlhf):
         decode = decoder_of(AutoTokenizer.from_pretrained(str(work / case.tokenizer)))
-        pairs = enumerate(zip(ours[case.name], trl[case.name], strict=True))
+        pairs = enumerate(zip(rlhf[case.name], trl[case.name], strict=True))
         wrong = [(n, unlike(case, a, b, decode)) for n, (a, b) in pairs]
-        text = "; ".join(f"row {n}: {what}" for n, what in wrong if what)
-        found.append({"case": case.name, "rows": len(case.rows), "differs": case.differs, "wrong": text})
-    return found
+        text = "; ".join(f"row {n}: {problem}" for n, problem in wrong if problem)
+        verdicts.append({"case": case.name, "rows": len(case.rows), "differs": case.differs, "wrong": text})
+    return verdicts
 
 
 def main() -> None:
@@ -104,21 +107,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work, chosen = Path(folder), ["--cases", *arguments.cases] if arguments.cases else []
         row_tokenizers.make(work)
-        ours = {case.name: encoded(case, work) for case in CASES if case.name in (arguments.cases or [case.name])}
+        rlhf = {case.name: encoded(case, work) for case in CASES if case.name in (arguments.cases or [case.name])}
         file = arguments.recorded or work / "trl.json"
         if arguments.recorded is None:
             execute(sys.executable, "tiny.py", folder)
             execute(str(arguments.trl_python), "trl_rows.py", "--work", folder, "--result", str(file), *chosen)
         trl = json.loads(file.read_text())
-        verdicts = compare(ours, trl["cases"], work)
+        verdicts = compare(rlhf, trl["cases"], work)
     if arguments.record:
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in trl["cases"].items())
         RECORDED.write_text(f'{{\n "versions": {json.dumps(trl["versions"])},\n "cases": {{\n{lines}\n }}\n}}\n')
     if arguments.result:
         write(arguments.result, verdicts)
     for verdict in verdicts:
-        how = f"as stated in {verdict['differs']}" if verdict["differs"] else "the same"
-        print(f"{verdict['case']:28} {verdict['rows']} rows  {verdict['wrong'] or how}")
+        outcome = f"as stated in {verdict['differs']}" if verdict["differs"] else "the same"
+        print(f"{verdict['case']:28} {verdict['rows']} rows  {verdict['wrong'] or outcome}")
     if any(verdict["wrong"] for verdict in verdicts):
         sys.exit(1)
 

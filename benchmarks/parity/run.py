@@ -32,18 +32,18 @@ def execute(python: str, script: str, *arguments: str) -> None:
         sys.exit(f"{script} {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def apart(ours: list[float], trl: list[float]) -> list[float]:
+def apart(losses: list[float], trl: list[float]) -> list[float]:
     """|ours - TRL| / |TRL| at each step."""
-    return [abs(a - b) / abs(b) for a, b in zip(ours, trl, strict=True)]
+    return [abs(a - b) / abs(b) for a, b in zip(losses, trl, strict=True)]
 
 
-def compare(ours: dict[str, Any], trl: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(rlhf: dict[str, Any], trl: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per case. Raises ValueError if the two sides trained on different tokens."""
     rows = []
-    for name, found in ours.items():
-        if found["tokens"] != trl[name]["tokens"]:
+    for name, result in rlhf.items():
+        if result["tokens"] != trl[name]["tokens"]:
             raise ValueError(f"{name}: ours and TRL trained on different tokens, so their losses cannot be compared")
-        distances = apart(found["losses"], trl[name]["losses"])
+        distances = apart(result["losses"], trl[name]["losses"])
         rows.append(
             {
                 "case": name,
@@ -71,9 +71,9 @@ def record(models: dict[str, str], trl: dict[str, Any]) -> None:
     """Write :data:`RECORDED`. Cases that were not run keep their records if models and versions are the same."""
     command, cases = "python benchmarks/parity/run.py --record", dict(trl["cases"])
     if RECORDED.exists():
-        before = json.loads(RECORDED.read_text())
-        if before["models"] == models and before["versions"] == trl["versions"]:
-            cases = before["cases"] | cases
+        old = json.loads(RECORDED.read_text())
+        if old["models"] == models and old["versions"] == trl["versions"]:
+            cases = old["cases"] | cases
     ordered = {case.name: cases[case.name] for case in CASES if case.name in cases}
     write(RECORDED, {"command": command, "models": models, "versions": trl["versions"], "cases": ordered})
 
@@ -93,17 +93,17 @@ def main() -> None:
         work = Path(folder)
         execute(sys.executable, "tiny.py", folder)
         chosen = ["--cases", *arguments.cases] if arguments.cases else []
-        found: dict[str, dict[str, Any]] = {}
-        for who, python in (("trl", str(arguments.trl_python)), ("ours", sys.executable)):
-            file = work / f"{who}.json"
-            execute(python, f"{who}_losses.py", "--work", folder, "--result", str(file), *chosen)
-            found[who] = json.loads(file.read_text())
+        results: dict[str, dict[str, Any]] = {}
+        for side, python in (("trl", str(arguments.trl_python)), ("ours", sys.executable)):
+            file = work / f"{side}.json"
+            execute(python, f"{side}_losses.py", "--work", folder, "--result", str(file), *chosen)
+            results[side] = json.loads(file.read_text())
         models = json.loads((work / "models.json").read_text())
-    rows = compare(found["ours"]["cases"], found["trl"]["cases"])
+    rows = compare(results["ours"]["cases"], results["trl"]["cases"])
     if arguments.record:
-        record(models, found["trl"])
+        record(models, results["trl"])
     if arguments.result:
-        write(arguments.result, {"steps": STEPS, "rows": ROWS, "models": models, "table": rows, **found})
+        write(arguments.result, {"steps": STEPS, "rows": ROWS, "models": models, "table": rows, **results})
     print(table(rows))
     if not all(row["equal"] for row in rows):
         sys.exit(1)

@@ -27,7 +27,7 @@ def make(folder: Path) -> None:
 def _make(path: Path, head: str) -> str:
     tiny_model(path, chars=alphabet(), head=head)  # type: ignore[arg-type]
     file = path / "model.safetensors"
-    tensors, whole = load_file(str(file)), hashlib.sha256()
+    tensors, digest = load_file(str(file)), hashlib.sha256()
     for name in sorted(tensors):
         shape = tensors[name].shape
         if name.endswith("norm.weight"):
@@ -36,10 +36,10 @@ def _make(path: Path, head: str) -> str:
             draw, bound = random.Random(name), STD * 3**0.5
             values = [round((2 * draw.random() - 1) * bound, 6) for _ in range(shape.numel())]
             tensor = torch.tensor(values, dtype=torch.float64).to(torch.float32).reshape(shape)
-        whole.update(f"{name} {tuple(shape)} ".encode() + tensor.numpy().tobytes())
+        digest.update(f"{name} {tuple(shape)} ".encode() + tensor.numpy().tobytes())
         tensors[name] = tensor
     save_file(tensors, str(file), metadata={"format": "pt"})
-    return whole.hexdigest()
+    return digest.hexdigest()
 
 
 def main() -> None:

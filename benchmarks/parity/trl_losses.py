@@ -63,12 +63,12 @@ def classes(trainer: str) -> tuple[Any, Any]:
 
 def _sequences(ids: Any, present: Any, trained: Any) -> list[Sequence]:
     """[B, T] ids, attention mask and mask of the trained tokens (None: there are none)."""
-    found: list[Sequence] = []
+    result: list[Sequence] = []
     for i in range(len(ids)):
-        here = present[i].bool()
-        start = None if trained is None else int(trained[i][here].bool().int().argmax())
-        found.append((ids[i][here].tolist(), start))
-    return found
+        token_mask = present[i].bool()
+        start = None if trained is None else int(trained[i][token_mask].bool().int().argmax())
+        result.append((ids[i][token_mask].tolist(), start))
+    return result
 
 
 def seen(case: Case, inputs: dict[str, Any]) -> list[list[Sequence]]:
@@ -86,10 +86,12 @@ def seen(case: Case, inputs: dict[str, Any]) -> list[list[Sequence]]:
         trained = inputs["labels"] >= 0
     elif case.trainer != "reward":
         trained = inputs["completion_mask"]
-    found = _sequences(inputs["input_ids"], inputs["attention_mask"], trained)
+    sequences = _sequences(inputs["input_ids"], inputs["attention_mask"], trained)
     if case.form in ("pairs", "margins"):
-        return [list(pair) for pair in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)]
-    return [[one] for one in found]
+        return [
+            list(pair) for pair in zip(sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :], strict=True)
+        ]
+    return [[sequence] for sequence in sequences]
 
 
 def losses(case: Case, work: Path) -> dict[str, Any]:
@@ -99,14 +101,14 @@ def losses(case: Case, work: Path) -> dict[str, Any]:
     auto = AutoModelForSequenceClassification if case.head == "scalar" else AutoModelForCausalLM
     path = str(work / case.head)
     model, tokenizer = auto.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
-    given, trainer_class = classes(case.trainer)
+    config_class, trainer_class = classes(case.trainer)
     batches: list[list[list[Sequence]]] = []
     with tempfile.TemporaryDirectory() as folder:
         given_rows = rows(case.form)
         if case.batch_size != ROWS:
             given_rows = unpaired(given_rows, case.batch_size)
         data = Dataset.from_list(given_rows)
-        arguments = given(**config(case, folder))
+        arguments = config_class(**config(case, folder))
         trainer = trainer_class(model, args=arguments, train_dataset=data, processing_class=tokenizer)
         compute_loss = trainer.compute_loss
 

@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def trainer(options: dict[str, Any], logprobs: torch.Tensor, entropies: torch.Tensor) -> SimpleNamespace:
     """The attributes of a trainer that ``_compute_loss`` reads, with fixed outputs in place of a model."""
-    same = lambda x, *rest, **named: x  # noqa: E731
+    identity = lambda x, *rest, **keywords: x  # noqa: E731
     me = SimpleNamespace(
         loss_type="dapo",
         importance_sampling_level="token",
@@ -56,7 +56,7 @@ def trainer(options: dict[str, Any], logprobs: torch.Tensor, entropies: torch.Te
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
-        accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same, pad_across_processes=same),
+        accelerator=SimpleNamespace(num_processes=1, gather=identity, reduce=identity, pad_across_processes=identity),
     )
     vars(me).update({k: v for k, v in options.items() if k not in ("delta", "use_bias_correction_kl")})
     me.args = SimpleNamespace(
@@ -70,8 +70,8 @@ def trainer(options: dict[str, Any], logprobs: torch.Tensor, entropies: torch.Te
         vespo_lambda_neg=2.0,
         steps_per_generation=1,
     )
-    me._get_per_token_logps_and_entropies = lambda *given, **named: (logprobs, entropies, None)
-    me.get_high_entropy_mask = lambda *given: GRPOTrainer.get_high_entropy_mask(me, *given)
+    me._get_per_token_logps_and_entropies = lambda *args, **keywords: (logprobs, entropies, None)
+    me.get_high_entropy_mask = lambda *args: GRPOTrainer.get_high_entropy_mask(me, *args)
     me.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
     me.get_gamma_weights = GRPOTrainer.get_gamma_weights
     return me
@@ -81,11 +81,11 @@ def run(options: dict[str, Any], seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.tensor([[t < n for t in range(max(LENGTHS))] for n in LENGTHS])
     draw = {name: torch.randn(mask.shape, generator=generator) for name in ("now", "old", "ref", "gen", "entropy")}
-    now = (-1.5 + 0.3 * draw["now"]).requires_grad_()
+    logprobs = (-1.5 + 0.3 * draw["now"]).requires_grad_()
     columns = {
-        "old_logprobs": now.detach() + 0.25 * draw["old"],
-        "ref_logprobs": now.detach() + 0.5 * draw["ref"],
-        "gen_logprobs": now.detach() + 0.1 * draw["gen"],
+        "old_logprobs": logprobs.detach() + 0.25 * draw["old"],
+        "ref_logprobs": logprobs.detach() + 0.5 * draw["ref"],
+        "gen_logprobs": logprobs.detach() + 0.1 * draw["gen"],
     }
     entropies, advantages = draw["entropy"].abs(), torch.randn(len(LENGTHS), generator=generator)
     inputs = {
@@ -102,9 +102,9 @@ def run(options: dict[str, Any], seed: int) -> dict[str, Any]:
     if options.get("loss_type") == "vespo":
         ratio = (columns["old_logprobs"] - columns["gen_logprobs"]).exp()
         inputs["importance_sampling_ratio"] = torch.where(mask, ratio, 1.0)
-    loss = GRPOTrainer._compute_loss(trainer(options, now, entropies), SimpleNamespace(training=True), inputs)
-    (gradient,) = torch.autograd.grad(loss, now)
-    tokens = {"logprobs": now.detach(), **columns, "entropy": entropies, "gradient": gradient}
+    loss = GRPOTrainer._compute_loss(trainer(options, logprobs, entropies), SimpleNamespace(training=True), inputs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    tokens = {"logprobs": logprobs.detach(), **columns, "entropy": entropies, "gradient": gradient}
     return {
         "loss": float(loss.detach()),
         "advantages": advantages.tolist(),
@@ -115,13 +115,13 @@ def run(options: dict[str, Any], seed: int) -> dict[str, Any]:
 def main() -> None:
     cases = {name: [run(options, seed) for seed in SEEDS] for name, options in CASES.items()}
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    found = {
+    content = {
         "command": "python benchmarks/parity/trl_policy.py",
         "versions": versions,
         "options": CASES,
         "cases": cases,
     }
-    RECORDED.write_text(json.dumps(found) + "\n")
+    RECORDED.write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ def config(case: RowCase, folder: str) -> dict[str, Any]:
 def sequences(ids: Any, present: Any, trained: Any) -> list[list[Any]]:
     """[B, T] ids, attention mask and mask of the trained tokens (None: there are none) as [[ids, mask], ...]. The mask
     of a first token is 0, because nothing predicts it."""
-    found = []
+    result = []
     for i in range(len(ids)):
-        here = present[i].bool()
-        mask = "" if trained is None else "0" + "".join(str(int(on)) for on in trained[i][here][1:])
-        found.append([ids[i][here].tolist(), mask])
-    return found
+        token_mask = present[i].bool()
+        mask = "" if trained is None else "0" + "".join(str(int(on)) for on in trained[i][token_mask][1:])
+        result.append([ids[i][token_mask].tolist(), mask])
+    return result
 
 
-def seen(case: RowCase, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(case: RowCase, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of one batch as its collator made them: for a pair the chosen sequence, then the rejected one; for a row
     with a label its own, then the one with the answer of another row."""
     values = {name: inputs[name].tolist() for name in ("label", "margin") if name in inputs}
@@ -61,9 +61,9 @@ def seen(case: RowCase, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         ]
     else:
         trained = inputs["labels"] >= 0 if case.trainer == "sft" else inputs.get("completion_mask")
-        found = sequences(inputs["input_ids"], inputs["attention_mask"], trained)
-        half = len(found) // 2
-        columns = [found[:half], found[half:]] if case.form == "pairs" else [found]
+        items = sequences(inputs["input_ids"], inputs["attention_mask"], trained)
+        half = len(items) // 2
+        columns = [items[:half], items[half:]] if case.form == "pairs" else [items]
     rows = [list(row) for row in zip(*columns, strict=True)]
     return [{"sequences": row, **{k: v[i] for k, v in values.items()}} for i, row in enumerate(rows)]
 
@@ -78,15 +78,15 @@ def encoded(case: RowCase, work: Path) -> list[dict[str, Any] | None]:
     model = auto.from_pretrained(str(work / head), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(work / case.tokenizer))
     tokenizer.chat_template = TEMPLATES[case.template]
-    given, trainer_class = classes(case.trainer)
+    config_class, trainer_class = classes(case.trainer)
     with tempfile.TemporaryDirectory() as folder:
         data = Dataset.from_list([{**row, "number": number} for number, row in enumerate(case.rows)])
         trainer = trainer_class(
-            model, args=given(**config(case, folder)), train_dataset=data, processing_class=tokenizer
+            model, args=config_class(**config(case, folder)), train_dataset=data, processing_class=tokenizer
         )
-        kept = list(trainer.train_dataset["number"])
+        numbers = list(trainer.train_dataset["number"])
         (batch,) = list(trainer.get_train_dataloader())
-    by_number = dict(zip(kept, seen(case, batch), strict=True))
+    by_number = dict(zip(numbers, rows_of(case, batch), strict=True))
     return [by_number.get(number) for number in range(len(case.rows))]
 
 

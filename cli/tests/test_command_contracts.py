@@ -30,7 +30,7 @@ def calls(tmp_path_factory):
         "samples": [[str(run / "samples.jsonl")]],
         "show": [[str(run)]],
     }
-    return {name: [(each, 0) for each in lists] for name, lists in words.items()}
+    return {name: [(arguments, 0) for arguments in lists] for name, lists in words.items()}
 
 
 class TestCommands(CommandContract):

@@ -109,16 +109,16 @@ def test_files_and_folders(complete, tmp_path):
 def test_the_tab_key_in_an_interactive_bash(script, tmp_path):
     """Types a line with two Tab keys, goes to its beginning, puts `echo` there and presses Enter."""
     keys = f"source {script}\nrlhf tra\t--dry\t\x01echo typed: \n exit\n"
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = {"PATH": "/usr/bin:/bin", "TERM": "dumb", "HOME": str(tmp_path)}
     bash = subprocess.Popen(
         ["/usr/bin/env", "bash", "--norc", "--noprofile", "-i"],
-        stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+        stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
     )  # fmt: skip
-    os.write(ours, keys.encode())
+    os.write(controller, keys.encode())
     out, _ = bash.communicate(timeout=120)
-    os.close(ours)
-    os.close(theirs)
+    os.close(controller)
+    os.close(terminal)
     assert b"typed: rlhf train --dry-run" in out
 
 

@@ -62,10 +62,10 @@ def show(models, tmp_path, capsys):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["data", "preview", "--algo", algo, "--model", str(models / model), "--data", str(path), *flags]
-        found = main(words)
-        said = capsys.readouterr()
-        assert found == code, said.err
-        return json.loads(said.out) if "--json" in flags else said.out
+        status = main(words)
+        output = capsys.readouterr()
+        assert status == code, output.err
+        return json.loads(output.out) if "--json" in flags else output.out
 
     return make
 
@@ -80,20 +80,20 @@ PAIRS = [
 def test_an_end_token_that_the_chat_template_does_not_write(show, tmp_path):
     """The preview says so, and shows the tokenizer's in its place."""
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}")
-    said = show("sft", [{"prompt": "a", "response": "b"}], "--data.chat_template", str(tmp_path / "chat.jinja"))
-    assert "note: the chat template writes no end token after an answer" in said
-    assert "b<eos>⟧" in said
+    text = show("sft", [{"prompt": "a", "response": "b"}], "--data.chat_template", str(tmp_path / "chat.jinja"))
+    assert "note: the chat template writes no end token after an answer" in text
+    assert "b<eos>⟧" in text
     assert show("sft", [{"prompt": "a", "response": "b"}], "--json", model="chat")["end_note"] == ""
 
 
 def test_a_pair_as_json(show):
     flags = ("--json", "--data.margin", "by", "--data.max_tokens", "20", "--data.too_long", "drop")
-    found = show("dpo", PAIRS, *flags, code=1)
-    assert (found["form"], found["template"]) == ("pairs", "plain")
-    (source,) = found["sources"]
+    report = show("dpo", PAIRS, *flags, code=1)
+    assert (report["form"], report["template"]) == ("pairs", "plain")
+    (source,) = report["sources"]
     assert (source["name"], source["use"], source["rows"], source["unused"]) == ("rows", "train", 3, ["q"])
     assert source["columns"] == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "margin": "by"}
-    first, second, third = found["shown"]
+    first, second, third = report["shown"]
     assert first["where"].endswith("rows.jsonl, line 1")
     assert (first["status"], first["why"], first["margin"]) == ("ok", "", 1.5)
     chosen, rejected = first["sequences"]
@@ -127,8 +127,8 @@ def test_rows_conversations_and_prompts(show):
     assert "demonstrations, chat template" in out
     assert "'rows': 4 rows, read as messages = 'conversations' (from/value turns as messages); not used: id" in out
     assert out.count("<|user|>hi<eos><|assistant|>⟦yo<eos>⟧") == 2
-    found = show("grpo", rows, "--rows", "1", "--json", model="chat")
-    (prompt,) = found["shown"][0]["sequences"]
+    report = show("grpo", rows, "--rows", "1", "--json", model="chat")
+    (prompt,) = report["shown"][0]["sequences"]
     assert "".join(prompt["texts"]) == "<|user|>hi<eos><|assistant|>"
     assert (prompt["trained"], any(prompt["mask"])) == (0, False)
     assert "The policy answers where the text ends." in show("grpo", rows, model="chat")
@@ -139,33 +139,33 @@ def test_given_answers_that_are_learnt_from_are_shown_and_judged(show):
     turns = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": turns, "response": r} for r in ("yo", "", "y" * 30)]
     flags = ("--algorithm.sampled", "0.4", "--data.max_tokens", "20", "--data.too_long", "drop", "--check")
-    found = show("distill_on_policy", rows, "--json", *flags, model="chat", code=1)
-    assert (found["form"], found["answers"]) == ("prompts", True)
-    assert found["sources"][0]["columns"] == {"prompt": "prompt", "response": "response"}
-    first, second, third = found["shown"]
-    prompt, given = first["sequences"]
-    assert (prompt["name"], given["name"], given["trained"]) == ("prompt", "given answer", 3)
+    report = show("distill_on_policy", rows, "--json", *flags, model="chat", code=1)
+    assert (report["form"], report["answers"]) == ("prompts", True)
+    assert report["sources"][0]["columns"] == {"prompt": "prompt", "response": "response"}
+    first, second, third = report["shown"]
+    prompt, answer = first["sequences"]
+    assert (prompt["name"], answer["name"], answer["trained"]) == ("prompt", "given answer", 3)
     assert "".join(prompt["texts"]) == "<|user|>hi<eos><|assistant|>"
-    assert given["texts"] == ["<|user|>", "h", "i", "<eos>", "<|assistant|>", "y", "o", "<eos>"]
-    assert given["mask"] == [False] * 5 + [True] * 3
+    assert answer["texts"] == ["<|user|>", "h", "i", "<eos>", "<|assistant|>", "y", "o", "<eos>"]
+    assert answer["mask"] == [False] * 5 + [True] * 3
     assert (second["status"], second["sequences"]) == ("refused", [])
     assert "the answer is empty" in second["why"]
     assert (third["status"], "36 tokens, over data.max_tokens = 20" in third["why"]) == ("left out", True)
-    assert [found["all"]["train"][k] for k in ("ok", "too_long", "bad_rows", "longest")] == [1, 1, 1, 36]
+    assert [report["all"]["train"][k] for k in ("ok", "too_long", "bad_rows", "longest")] == [1, 1, 1, 36]
     out = show("distill_on_policy", rows[:1], *flags, model="chat")
     assert "What is trained on stands in ⟦brackets⟧." in out
     assert "given answer: 8 tokens, 3 trained on\n<|user|>hi<eos><|assistant|>⟦yo<eos>⟧\n" in out
-    (shown,) = show("distill_on_policy", rows[1:2], "--json", model="chat")["shown"]  # all answers are sampled
-    assert [s["name"] for s in shown["sequences"]] == ["prompt"]
+    (row,) = show("distill_on_policy", rows[1:2], "--json", model="chat")["shown"]  # all answers are sampled
+    assert [s["name"] for s in row["sequences"]] == ["prompt"]
 
 
 def test_every_row_is_counted_on_request(show):
     flags = ("--check", "--rows", "0", "--data.max_tokens", "20")
-    found = show("dpo", PAIRS * 2, "--json", *flags, code=1)
-    counts = found["all"]["train"]
+    report = show("dpo", PAIRS * 2, "--json", *flags, code=1)
+    counts = report["all"]["train"]
     assert [counts[k] for k in ("ok", "too_long", "bad_rows", "longest")] == [2, 2, 2, 33]
     assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in counts["named"]] == ["2", "3", "5", "6"]
-    assert found["shown"] == []
+    assert report["shown"] == []
     out = show("dpo", PAIRS * 5, *flags, code=1)
     assert "data.train: 5 of 15 rows can be used, 5 are too long, 5 are bad; the longest has 33 tokens" in out
 
@@ -191,10 +191,10 @@ def test_colours_tell_tokens_apart(show, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_text_that_the_terminal_cannot_show_is_escaped(show, monkeypatch, encoding):
-    shown = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding=encoding))
+    buffer = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(buffer, encoding=encoding))
     show("sft", [{"prompt": "1+1=", "response": "\N{SNOWMAN}\ud800"}], code=1)
-    assert "1+1=" in shown.getvalue().decode(encoding)
+    assert "1+1=" in buffer.getvalue().decode(encoding)
 
 
 def test_long_sequences_are_cut_in_the_middle(show):

@@ -26,8 +26,8 @@ def imported(*words, stream="stdout", heavy=HEAVY):
         f"from rlhf_cli.main import main\nsys.exit(main({list(words)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said, _, found = done.stderr.rpartition("HEAVY:")
-    return done.returncode, found, done.stdout if stream == "stdout" else said
+    errors, _, modules = done.stderr.rpartition("HEAVY:")
+    return done.returncode, modules, done.stdout if stream == "stdout" else errors
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ MISSING = {
 def test_a_model_that_is_not_here_is_said_before_anything_heavy_is_imported(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    code, heavy, said = imported(command, *MISSING[command], stream="stderr")
+    code, heavy, message = imported(command, *MISSING[command], stream="stderr")
     assert (code, heavy) == (1, "")
-    assert said == "rlhf: no model ./nodel: there is no such folder. In . there are: model. Did you mean 'model'?\n"
+    assert message == "rlhf: no model ./nodel: there is no such folder. In . there are: model. Did you mean 'model'?\n"
 
 
 def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_imported(tmp_path, monkeypatch):
@@ -86,13 +86,13 @@ def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_im
     for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}.items():
         monkeypatch.setenv(name, value)  # the discard port: refused
     (tmp_path / "tiny-model").mkdir()
-    code, heavy, said = imported("generate", "--model", "tiny-nodel", "--prompt", "x", stream="stderr")
+    code, heavy, message = imported("generate", "--model", "tiny-nodel", "--prompt", "x", stream="stderr")
     assert (code, heavy.split(",")[0]) == (1, "")
     assert (
         "there is no folder tiny-nodel here, so it is taken as a hub name; the model 'tiny-nodel', revision 'main'"
-        in said
+        in message
     )
-    assert said.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
+    assert message.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
 
 
 def test_a_file_as_model_is_refused(tmp_path, monkeypatch, capsys):
@@ -110,11 +110,11 @@ def test_an_empty_prompt_is_named_as_the_flag(capsys):
 @pytest.mark.parametrize("words", [("plugins", "list"), ("doctor",), ("--help",), ("--version",)])
 def test_a_closed_pipe_prints_no_error(words):
     """As in `rlhf plugins list | true`: what little there is stands in a buffer until the end."""
-    read, write = os.pipe()
-    os.close(read)
+    reader, writer = os.pipe()
+    os.close(reader)
     code = f"import sys\nfrom rlhf_cli.main import main\nsys.exit(main({list(words)!r}))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with os.fdopen(write, "w") as gone:
+    with os.fdopen(writer, "w") as gone:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (1, "")
@@ -172,10 +172,10 @@ def test_names_without_a_dot_are_reported_together(capsys):
     assert main(["train", "--lr", "1e-5", "run.toml.missing", "--algo", "sft"]) == 2
     assert "no run file run.toml.missing" in capsys.readouterr().err, "a flag takes one value"
     assert main(["train", "--lr", "1e-5", "--batch_size", "4", "--trainer.eps", "x", "--algo", "sft"]) == 2
-    said = capsys.readouterr().err
-    assert "(3 problems)" in said
+    message = capsys.readouterr().err
+    assert "(3 problems)" in message
     for name in ("--trainer.lr", "--data.batch_size", "trainer.eps (flag --trainer.eps): should be a valid number"):
-        assert name in said
+        assert name in message
 
 
 def test_a_section_that_selects_plugins_is_a_flag():
@@ -188,8 +188,8 @@ def test_a_section_that_selects_plugins_is_a_flag():
 
 def test_files_that_a_shell_lists_behind_one_flag_are_refused(capsys):
     assert main(["train", "--algo", "sft", "--data", "a.jsonl", "b.jsonl", "c.jsonl"]) == 2
-    assert "unexpected argument 'c.jsonl'; " in (told := capsys.readouterr().err)
-    assert "--data a.jsonl --data b.jsonl" in told
+    assert "unexpected argument 'c.jsonl'; " in (message := capsys.readouterr().err)
+    assert "--data a.jsonl --data b.jsonl" in message
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_a_command_that_is_meant(word, advice, capsys):
 def test_a_flag_of_another_framework_hides_no_other_problem(flag, capsys):
     words = ["--algo", "grpo", "--model", "x", "--data", "y.jsonl", f"--{flag}", "o", "--unknown", "1"]
     assert main(["train", *words]) == 2
-    told = capsys.readouterr().err
-    assert f"no flag --{flag}. Did you mean" in told
-    assert "no flag --unknown" in told
+    message = capsys.readouterr().err
+    assert f"no flag --{flag}. Did you mean" in message
+    assert "no flag --unknown" in message
 
 
 @pytest.mark.parametrize(
@@ -290,8 +290,8 @@ def test_a_broken_command_says_so_when_it_is_called_and_breaks_no_other(install,
     assert main(["hello"]) == 3
     capsys.readouterr()
     assert main(["broken"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(
+    message = capsys.readouterr().err
+    assert message.startswith(
         "rlhf: command 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_rlhf_plugin_broken.broken': "
         "ImportError: the package is broken ("
     )
@@ -403,16 +403,16 @@ def test_interrupt(command, capsys):
 
 
 def test_unknown_arguments_are_refused_unless_the_command_takes_overrides(command, capsys):
-    seen: list[argparse.Namespace] = []
-    command(lambda args: seen.append(args) or 0)
+    namespaces: list[argparse.Namespace] = []
+    command(lambda args: namespaces.append(args) or 0)
     with pytest.raises(SystemExit, match="2"):
         main(["probe", "--algorithm.loss.clip", "0.2"])
     assert "unrecognized arguments: --algorithm.loss.clip 0.2" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["probe", "--kno", "3"])  # no abbreviations: they would change meaning as flags are added
-    command(lambda args: seen.append(args) or 0, run_file_flags=True)
+    command(lambda args: namespaces.append(args) or 0, run_file_flags=True)
     assert main(["probe", "--known", "3", "--algorithm.loss.clip", "0.2"]) == 0
-    assert (seen[0].known, seen[0].overrides) == (3, ["--algorithm.loss.clip", "0.2"])
+    assert (namespaces[0].known, namespaces[0].overrides) == (3, ["--algorithm.loss.clip", "0.2"])
 
 
 def test_help_of_a_command_is_its_docstring(command, capsys):
@@ -425,7 +425,7 @@ def test_help_of_a_command_is_its_docstring(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "others", "dotted"),
+    ("words", "rest", "dotted"),
     [
         (["--a.b", "-o", "file"], ["-o", "file"], ["--a.b"]),
         (["--a.b", "-END"], [], ["--a.b", "-END"]),
@@ -433,5 +433,5 @@ def test_help_of_a_command_is_its_docstring(command, capsys):
     ],
     ids=["a flag of the command", "a value with a dash", "a negative number"],
 )
-def test_the_word_after_a_flag_of_the_run_file_is_its_value_unless_it_is_a_flag(words, others, dotted):
-    assert split_dotted(words, ["-o", "--output"]) == (others, dotted)
+def test_the_word_after_a_flag_of_the_run_file_is_its_value_unless_it_is_a_flag(words, rest, dotted):
+    assert split_dotted(words, ["-o", "--output"]) == (rest, dotted)

@@ -44,15 +44,15 @@ def rlhf_register_reward():
 '''
 
 
-WHOLE = REWARD.replace("path: str\n", "path: str = 'x'\n")
+REWARD_WITH_DEFAULT = REWARD.replace("path: str\n", "path: str = 'x'\n")
 """No option is required."""
 
 
 @pytest.fixture
 def installed(site, monkeypatch):
     """installed(name, source): a distribution with the reward ``name``, the only one that `rlhf plugins` finds."""
-    here = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
-    monkeypatch.setattr("rlhf_cli.plugins.Plugins", here)
+    stub = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
+    monkeypatch.setattr("rlhf_cli.plugins.Plugins", stub)
     return site.reward
 
 
@@ -101,9 +101,9 @@ def test_show_says_what_it_is(installed, capsys):
     installed("probe", REWARD)
     code, out, _ = run(capsys, "show", "probe", "--json")
     assert code == 0
-    (shown,) = json.loads(out)
-    assert shown["file"].endswith("throwaway_probe.py")
-    assert {k: shown[k] for k in ("kind", "name", "distribution", "version", "summary", "source", "class")} == {
+    (entry,) = json.loads(out)
+    assert entry["file"].endswith("throwaway_probe.py")
+    assert {k: entry[k] for k in ("kind", "name", "distribution", "version", "summary", "source", "class")} == {
         "kind": "reward",
         "name": "probe",
         "distribution": "rlhf-plugin-probe",
@@ -112,13 +112,13 @@ def test_show_says_what_it_is(installed, capsys):
         "source": "Someone et al. 2026",
         "class": "throwaway_probe.Probe",
     }
-    assert shown["options"] == [
+    assert entry["options"] == [
         {"name": "path", "type": "text", "required": True, "default": None, "doc": "Where to look."},
         {"name": "limit", "type": "integer", "required": False, "default": 3, "doc": "A limit."},
         {"name": "inner.weight", "type": "number", "required": False, "default": 0.5, "doc": "A weight."},
     ]
-    assert shown["declares"]["calls"] == "async def: on the event loop"
-    assert shown["declares"]["roles"] == "depends on options that must be set: path"
+    assert entry["declares"]["calls"] == "async def: on the event loop"
+    assert entry["declares"]["roles"] == "depends on options that must be set: path"
 
 
 def test_show_names_all_options_that_must_be_set(installed, capsys):
@@ -127,7 +127,7 @@ def test_show_names_all_options_that_must_be_set(installed, capsys):
 
 
 @pytest.mark.parametrize(
-    ("added", "said"),
+    ("added", "reason"),
     [
         (
             '    def model_post_init(self, _):\n            raise ValueError("give x")',
@@ -136,13 +136,13 @@ def test_show_names_all_options_that_must_be_set(installed, capsys):
         ('def __init__(self, config):\n        raise ValueError("broken")', "its options (broken)"),
     ],
 )
-def test_show_says_why_default_options_are_refused(installed, capsys, added, said):
-    installed("probe", WHOLE.replace("    def roles", f"    {added}\n\n    def roles"))
-    assert f"  roles: depends on {said}" in run(capsys, "show", "probe")[1].splitlines()
+def test_show_says_why_default_options_are_refused(installed, capsys, added, reason):
+    installed("probe", REWARD_WITH_DEFAULT.replace("    def roles", f"    {added}\n\n    def roles"))
+    assert f"  roles: depends on {reason}" in run(capsys, "show", "probe")[1].splitlines()
 
 
 def test_show_for_people(installed, capsys):
-    installed("probe", WHOLE)
+    installed("probe", REWARD_WITH_DEFAULT)
     out = run(capsys, "show", "probe", "--kind", "reward")[1]
     for line in [
         "reward probe  (rlhf-plugin-probe 0.1.0)", "Scores by probing.", "source  Someone et al. 2026",
@@ -173,8 +173,8 @@ def test_show_an_unknown_name(installed, site, capsys):
 
 
 def test_show_every_kind_that_has_the_name(installed, site, capsys):
-    both = REWARD + "from rlhf.interfaces import Observer\nclass Watch(Observer):\n    name = 'probe'\n"
-    installed("probe", both + "@hookimpl\ndef rlhf_register_observer():\n    return [Watch]\n")
+    source = REWARD + "from rlhf.interfaces import Observer\nclass Watch(Observer):\n    name = 'probe'\n"
+    installed("probe", source + "@hookimpl\ndef rlhf_register_observer():\n    return [Watch]\n")
     with (site.path / "rlhf_plugin_probe-0.1.0.dist-info" / "entry_points.txt").open("a") as file:
         file.write("[rlhf.observer]\nprobe = throwaway_probe\n")
     assert [s["kind"] for s in json.loads(run(capsys, "show", "probe", "--json")[1])] == ["reward", "observer"]
@@ -187,7 +187,7 @@ def test_show_every_kind_that_has_the_name(installed, site, capsys):
 
 
 def test_check_runs_the_suite_of_the_kind(installed, capsys):
-    installed("probe", WHOLE)
+    installed("probe", REWARD_WITH_DEFAULT)
     code, out, _ = run(capsys, "check", "probe")
     lines = out.splitlines()
     assert any(line.startswith("ok        reward probe: results: ") for line in lines), out
@@ -198,17 +198,17 @@ def test_check_runs_the_suite_of_the_kind(installed, capsys):
     assert code == 0, out
 
 
-@pytest.mark.parametrize("only", ["state", "cases", "secrets"])
-def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for(installed, capsys, only):
-    installed("probe", WHOLE)
+@pytest.mark.parametrize("pattern", ["state", "cases", "secrets"])
+def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for(installed, capsys, pattern):
+    installed("probe", REWARD_WITH_DEFAULT)
     every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
-    code, out, _ = run(capsys, "check", "probe", "--json", "-k", only)
+    code, out, _ = run(capsys, "check", "probe", "--json", "-k", pattern)
     assert code == 0
-    assert [row["check"] for row in json.loads(out)] == [name for name in every if only in name] != []
+    assert [row["check"] for row in json.loads(out)] == [name for name in every if pattern in name] != []
 
 
 def test_check_says_which_checks_there_are(installed, capsys):
-    installed("probe", WHOLE)
+    installed("probe", REWARD_WITH_DEFAULT)
     every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
     code, out, err = run(capsys, "check", "probe", "-k", "repeatabel")
     assert (code, out) == (2, "")
@@ -219,7 +219,9 @@ def test_check_says_which_checks_there_are(installed, capsys):
 
 
 def test_check_fails_where_a_plugin_breaks_a_rule(installed, capsys):
-    installed("probe", WHOLE.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]"))
+    installed(
+        "probe", REWARD_WITH_DEFAULT.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]")
+    )
     code, out, _ = run(capsys, "check", "probe", "--json")
     assert code == 1
     rows = json.loads(out)
@@ -277,14 +279,14 @@ def test_isolate_refuses_what_cannot_be_isolated(tmp_path, capsys):
 def test_isolate_hides_the_packages_of_pythonpath_from_pip(tmp_path, capsys, monkeypatch):
     """pip would take a package there for installed, and a worker does not see it."""
     (tmp_path / "far.py").write_text(ENV)
-    program, seen = tmp_path / "python", tmp_path / "seen"
-    program.write_text(f'#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"\nenv >> {seen}\n')
+    program, log = tmp_path / "python", tmp_path / "seen"
+    program.write_text(f'#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"\nenv >> {log}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["plugins", "isolate", f"file:{tmp_path}/far.py", "--kind", "env", "--output", str(tmp_path / "there")]
     assert main([*words, "--python", str(program)]) == 0
     assert f"made {tmp_path}/there with pluggy" in capsys.readouterr().out
-    names = [line.partition("=")[0] for line in seen.read_text().splitlines()]
+    names = [line.partition("=")[0] for line in log.read_text().splitlines()]
     assert (names.count("PATH"), names.count("PYTHONPATH")) == (2, 0)
 
 

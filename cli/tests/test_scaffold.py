@@ -15,7 +15,7 @@ from rlhf_cli.main import main
 from rlhf_cli.scaffold import LIKE
 from rlhf_testing.tiny import tiny_model
 
-WRITTEN = {f"my_{kind}": (kind, None) for kind in KINDS} | {f"like_{like}": ("algorithm", like) for like in LIKE}
+SCAFFOLDS = {f"my_{kind}": (kind, None) for kind in KINDS} | {f"like_{like}": ("algorithm", like) for like in LIKE}
 """{name: (kind, --like)}: everything that the command can write."""
 
 
@@ -43,12 +43,12 @@ def test_the_command_prints_the_folder_and_the_next_commands(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "made"), [("brevity", "BrevityReward"), ("my_reward", "MyReward"), ("reward", "RewardReward")]
+    ("name", "class_name"), [("brevity", "BrevityReward"), ("my_reward", "MyReward"), ("reward", "RewardReward")]
 )
-def test_the_class_says_its_kind_once(tmp_path, name, made):
+def test_the_class_says_its_kind_once(tmp_path, name, class_name):
     new(tmp_path, name, "reward")
     source = (tmp_path / f"rlhf-plugin-{name.replace('_', '-')}/src/rlhf_plugin_{name}/reward.py").read_text()
-    assert [n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)] == [made]
+    assert [n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)] == [class_name]
 
 
 BASES = {
@@ -80,7 +80,7 @@ def test_like_is_for_algorithms_and_says_what_is_allowed(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("kind", "like"), WRITTEN.values())
+@pytest.mark.parametrize(("kind", "like"), SCAFFOLDS.values())
 @pytest.mark.parametrize("name", ["none", "class", "reward", "x1", "a_b_c"])
 def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, like, name):
     assert new(tmp_path, name, kind, like) == 0
@@ -96,7 +96,7 @@ def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, like, name):
                 assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(("kind", "like"), WRITTEN.values())
+@pytest.mark.parametrize(("kind", "like"), SCAFFOLDS.values())
 def test_every_distribution_that_the_code_imports_is_required(tmp_path, kind, like):
     assert new(tmp_path, "x", kind, like) == 0
     folder = tmp_path / "rlhf-plugin-x"
@@ -142,8 +142,8 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert new(tmp_path / "file", "x", "reward") == 2
     folder = tmp_path / "file" / "rlhf-plugin-x"
-    said = f"rlhf: {folder} cannot be made: Not a directory. Choose a folder with --output\n"
-    assert capsys.readouterr().err == said
+    message = f"rlhf: {folder} cannot be made: Not a directory. Choose a folder with --output\n"
+    assert capsys.readouterr().err == message
 
 
 # ------------------------------------------------------------------------ really installed and run
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
 def workshop(tmp_path_factory):
     """(folder of all kinds' distributions, environment in which they are installed, beside what was)."""
     folder, target = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("installed")
-    for name, (kind, like) in WRITTEN.items():
+    for name, (kind, like) in SCAFFOLDS.items():
         assert new(folder, name, kind, like) == 0
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
     folders = sorted(str(p) for p in folder.iterdir())
@@ -172,22 +172,22 @@ def outcomes(workshop):
     flags += ["--rootdir", str(folder)]
     command = [sys.executable, "-m", "pytest", *flags, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
-    found = {name: Counter() for name in WRITTEN}
+    counts = {name: Counter() for name in SCAFFOLDS}
     for case in ET.parse(report).iter("testcase"):
         place = f"{case.get('classname')} {case.get('name')}"
-        name = next(n for n in WRITTEN if f"test_{n}" in place)
-        found[name][next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")] += 1
-    return found, done.stdout[-6000:]
+        name = next(n for n in SCAFFOLDS if f"test_{n}" in place)
+        counts[name][next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")] += 1
+    return counts, done.stdout[-6000:]
 
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", SCAFFOLDS)
 def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, name):
-    found, output = outcomes
-    assert set(found[name]) == {"passed"}, output
-    least = 5 if name == "my_backend" else 6
-    assert found[name]["passed"] >= least, "its own tests and the conformance suite"
+    counts, output = outcomes
+    assert set(counts[name]) == {"passed"}, output
+    minimum = 5 if name == "my_backend" else 6
+    assert counts[name]["passed"] >= minimum, "its own tests and the conformance suite"
 
 
 @pytest.mark.full
@@ -215,4 +215,4 @@ def test_new_plugins_are_listed_and_import(workshop, monkeypatch, capsys):
     monkeypatch.syspath_prepend(environment["PYTHONPATH"])
     main(["plugins", "list", "--json", "--check"])
     status = {(row["kind"], row["name"]): row["status"] for row in json.loads(capsys.readouterr().out)}
-    assert {name: status[kind, name] for name, (kind, _) in WRITTEN.items()} == dict.fromkeys(WRITTEN, "ok")
+    assert {name: status[kind, name] for name, (kind, _) in SCAFFOLDS.items()} == dict.fromkeys(SCAFFOLDS, "ok")

@@ -26,10 +26,10 @@ def named(request):
 )
 def test_any_sequence_of_ints_becomes_an_array(named, ids):
     _, make = named
-    made = make(ids)
-    assert made == array("i", [1, 2, 70000])
-    assert made.typecode == "i"
-    assert [type(i) for i in made] == [int] * 3
+    result = make(ids)
+    assert result == array("i", [1, 2, 70000])
+    assert result.typecode == "i"
+    assert [type(i) for i in result] == [int] * 3
 
 
 def test_bytes_are_numbers_from_0_to_255(named):
@@ -71,9 +71,9 @@ def test_no_sequence_is_refused():
 
 @pytest.mark.parametrize("values", [[-0.5, 0], (-0.5, 0.0), numpy.array([-0.5, 0], "float32"), array("d", [-0.5, 0])])
 def test_log_probs_become_float32(values):
-    made = Turn([1, 2], True, values).logprobs
-    assert made == array("f", [-0.5, 0.0])
-    assert made.typecode == "f"
+    logprobs = Turn([1, 2], True, values).logprobs
+    assert logprobs == array("f", [-0.5, 0.0])
+    assert logprobs.typecode == "f"
 
 
 def test_what_is_assigned_becomes_an_array_too():

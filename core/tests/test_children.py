@@ -20,10 +20,10 @@ pytestmark = pytest.mark.linux("elsewhere a child is a direct child")
 
 @pytest.fixture
 def pipe():
-    read, write = os.pipe()
-    yield read, write
-    os.close(read)
-    os.close(write)
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
 
 
 def python(text: str, stream: int, **options) -> Child:
@@ -32,15 +32,15 @@ def python(text: str, stream: int, **options) -> Child:
 
 def test_a_child_gets_its_words_environment_folder_and_descriptors(pipe, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    read, write = pipe
-    given, giving = os.pipe()
+    reader, writer = pipe
+    child_end, giving = os.pipe()
     os.write(giving, "grüße".encode())
-    text = f"import os; print(os.read({given}, 99).decode(), os.environ['NAME'], os.getcwd(), os.getsid(0))"
-    child = python(text, write, env={"NAME": "täglich", "PYTHONUTF8": "1"}, pass_fds=(given,))
-    for end in (given, giving):
+    text = f"import os; print(os.read({child_end}, 99).decode(), os.environ['NAME'], os.getcwd(), os.getsid(0))"
+    child = python(text, writer, env={"NAME": "täglich", "PYTHONUTF8": "1"}, pass_fds=(child_end,))
+    for end in (child_end, giving):
         os.close(end)
     assert child.wait() == 0
-    *words, session = os.read(read, 999).decode().split()
+    *words, session = os.read(reader, 999).decode().split()
     assert words == ["grüße", "täglich", str(tmp_path)]
     assert int(session) != os.getsid(0)
 
@@ -60,20 +60,20 @@ def test_a_program_that_cannot_be_started_is_said(pipe) -> None:
     assert os.read(pipe[0], 999) == b"'no-such-program' cannot be started: No such file or directory\n"
 
 
-@pytest.mark.parametrize("how", ["exits", "is ended", "is forgotten"])
-def test_what_a_child_started_ends_with_it(pipe, tmp_path, how: str) -> None:
+@pytest.mark.parametrize("event", ["exits", "is ended", "is forgotten"])
+def test_what_a_child_started_ends_with_it(pipe, tmp_path, event: str) -> None:
     pids = tmp_path / "pids"
-    child = python(orphans.leaving(pids) + ("" if how == "exits" else "\nimport time; time.sleep(600)"), pipe[1])
-    away = orphans.left(pids)
-    if how == "is ended":
+    child = python(orphans.leaving(pids) + ("" if event == "exits" else "\nimport time; time.sleep(600)"), pipe[1])
+    processes = orphans.left(pids)
+    if event == "is ended":
         assert child.returncode is None
         assert not child.ends_within(0.01)
         child.end()
         assert child.wait() == -signal.SIGKILL
-        assert not away or not away[0].is_running()
-    elif how == "is forgotten":
+        assert not processes or not processes[0].is_running()
+    elif event == "is forgotten":
         del child
-    assert orphans.end(away)
+    assert orphans.end(processes)
 
 
 def test_several_coroutines_wait_for_a_child(pipe) -> None:
@@ -103,15 +103,15 @@ def test_nothing_outlives_a_driver_or_a_supervisor_that_is_killed(tmp_path, kill
     if killed == "driver":
         assert orphans.end_with(driver, pids)
         return
-    away = orphans.left(pids, driver)
+    processes = orphans.left(pids, driver)
     process = psutil.Process(driver.pid)
     [victim] = [c for c in process.children() if ("supervisor.py" in str(c.cmdline())) == (killed == "supervisor")]
-    family = [*victim.children(recursive=True), *away]
+    family = [*victim.children(recursive=True), *processes]
     victim.kill()
-    ended = orphans.end(family)
+    success = orphans.end(family)
     driver.kill()
     driver.wait()
-    assert ended
+    assert success
 
 
 def test_a_guard_by_its_command_line_exits_as_its_worker_did_and_ends_what_that_started(tmp_path) -> None:

@@ -72,8 +72,8 @@ def test_first_samples_show_many_prompts():
         return Trajectory(row, turns, (g, s), rewards=rewards, reward=1.0)
 
     groups = [Group(row, g, [trajectory(g, s) for s in range(2)]) for g in range(3)]
-    shown = first_samples(groups, 4)
-    assert [(s.group, s.sample) for s in shown] == [(0, 0), (1, 0), (2, 0), (0, 1)]
-    first = shown[0]
+    samples = first_samples(groups, 4)
+    assert [(s.group, s.sample) for s in samples] == [(0, 0), (1, 0), (2, 0), (0, 1)]
+    first = samples[0]
     assert (first.prompt, first.completion, first.rewards, first.tokens) == ("p0", "a00", "math 1, style none", 2)
     assert len(first_samples(groups, 99)) == 6

@@ -24,8 +24,8 @@ def line(row: Mapping[str, Any], columns: Sequence[str] = COLUMNS, numbers: Mapp
     """
     cells = []
     for column in columns:
-        verdict, why = verdict_of(row, column)
-        cells.append(f"{verdict} ({numbers[why]})" if numbers and why in numbers else verdict)
+        verdict, cause = verdict_of(row, column)
+        cells.append(f"{verdict} ({numbers[cause]})" if numbers and cause in numbers else verdict)
     return f"| `{row['name']}` | {LAYOUTS.get(row.get('layout', ''), '')} | {' | '.join(cells)} |"
 
 
@@ -51,9 +51,9 @@ def reason(run: Mapping[str, Any]) -> str:
 
 def reasons(row: Mapping[str, Any], columns: Sequence[str] = COLUMNS) -> list[str]:
     """A line for each reason of a row, with what it is the reason of."""
-    whole = [f"not built: {reason(row)}"] if row["verdict"] == "not built" else []
+    lines = [f"not built: {reason(row)}"] if row["verdict"] == "not built" else []
     out: dict[str, list[str]] = {}
     for column in columns:
-        if why := verdict_of(row, column)[1]:
-            out.setdefault(why, []).append(column)
-    return whole + [f"{', '.join(names)}: {why}" for why, names in out.items()]
+        if cause := verdict_of(row, column)[1]:
+            out.setdefault(cause, []).append(column)
+    return lines + [f"{', '.join(names)}: {cause}" for cause, names in out.items()]

@@ -55,8 +55,8 @@ def in_process(work: Callable[[], dict[str, Any]], limit: float) -> dict[str, An
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
     except OSError:
-        how = f"took more than {limit:g} seconds" if late else f"its process ended with {process.exitcode}"
-        return {"verdict": "raw", "failed": how}
+        failure = f"took more than {limit:g} seconds" if late else f"its process ended with {process.exitcode}"
+        return {"verdict": "raw", "failed": failure}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -86,8 +86,8 @@ def _train(part: str, model: Path, folder: Path) -> dict[str, Any]:
             except BaseException as error:
                 return {"verdict": "raw", "stage": stage, "failed": f"{type(error).__name__}: {first_line(error)}"}
             if code != 0:
-                why = text.split("rlhf: ", 1)[-1].strip() or f"exit code {code} and no words"
-                return {"verdict": "refused", "stage": stage, "failed": why.splitlines()[0]}
+                message = text.split("rlhf: ", 1)[-1].strip() or f"exit code {code} and no words"
+                return {"verdict": "refused", "stage": stage, "failed": message.splitlines()[0]}
         metrics = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
     return {"verdict": "yes"} | {name: metrics[name] for name in COMPARED if name in metrics}
 
@@ -130,9 +130,9 @@ def _difference(result: Mapping[str, Any], torch: Mapping[str, Any]) -> dict[str
     if result["verdict"] != "yes" or torch.get("verdict") != "yes":
         return {}
     for name in COMPARED:
-        ours, theirs = result[name], torch[name]
-        if not abs(ours - theirs) <= CLOSE * max(1e-6, abs(theirs)):
-            return {"verdict": "WRONG", "failed": f"{name} {ours:.6g}, and {theirs:.6g} with trainer torch"}
+        value, reference = result[name], torch[name]
+        if not abs(value - reference) <= CLOSE * max(1e-6, abs(reference)):
+            return {"verdict": "WRONG", "failed": f"{name} {value:.6g}, and {reference:.6g} with trainer torch"}
     return {}
 
 

@@ -32,7 +32,7 @@ from tests.support.tiny_architectures import causal_types
 from tests.support.tiny_sizes import VARIANTS
 
 PAGE = Path(__file__).parent / "architectures.md"
-HOW = {
+DESCRIPTIONS = {
     "shared": "sequences of a micro-batch stand in one row, and a prefix that they have in common is computed once.",
     "packed": "the same, but `trainer.shared_prefixes` has no effect.",
     "alone": "sequences of each length go through the model in a call of their own: right, but slower, as the layers "
@@ -61,9 +61,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def page(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
     """Markdown: a line for each row, and why what is refused is refused."""
-    kept = [row for row in rows if row["verdict"] != "not built"]
-    every = [verdict_of(row, column) for row in kept for column in columns]
-    numbers = {why: number for number, why in enumerate(dict.fromkeys(why for _, why in every if why), 1)}
+    attempts = [row for row in rows if row["verdict"] != "not built"]
+    every = [verdict_of(row, column) for row in attempts for column in columns]
+    numbers = {cause: number for number, cause in enumerate(dict.fromkeys(cause for _, cause in every if cause), 1)}
     out = [
         "# Architectures",
         "<!-- Written by docs/reference/architectures.py: do not edit. -->",
@@ -77,25 +77,25 @@ def page(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
         "the reason below.",
         "The sizes are in proportion to those of the published model: the defaults of the type's config class "
         "(and values of ours for parts that the defaults lack: `PUBLISHED` in `tests/support/tiny_sizes.py`), one "
-        "layer of every kind, widths divided by common factors. " + sentence_of_others(kept),
+        "layer of every kind, widths divided by common factors. " + sentence_of_others(attempts),
         "A model that is not in the list is probed from its `config.json`, in about half a minute, with vLLM too where "
         "it is installed. The command prints the model's line and the reasons of what is refused. It needs a "
         "checkout of this repository and a transformers that has the type:",
         "```sh\npython docs/reference/one_architecture.py CONFIG.json\n```",
         "How a model is computed:",
-        "\n".join(f"- {LAYOUTS[layout]}: {words}" for layout, words in HOW.items()),
+        "\n".join(f"- {LAYOUTS[layout]}: {words}" for layout, words in DESCRIPTIONS.items()),
         "## Types",
-        "\n".join([heading(columns), *(line(row, columns, numbers) for row in kept)]),
+        "\n".join([heading(columns), *(line(row, columns, numbers) for row in attempts)]),
     ]
     if numbers:
-        out += ["## Reasons", "\n".join(f"{number}. {why}" for why, number in numbers.items())]
+        out += ["## Reasons", "\n".join(f"{number}. {cause}" for cause, number in numbers.items())]
     noisy = [f"`{row['name']}`" for row in rows if row.get("noisy")]
     if noisy:
         words = "Their configs draw noise while they are trained: a note says so, and gradients were not compared."
         out += ["## Noise", f"{words} {', '.join(noisy)}."]
-    others = [row for row in rows if row["verdict"] == "not built"]
-    if others:
-        table = [f"| `{row['name']}` | {reason(row)} |" for row in others]
+    omissions = [row for row in rows if row["verdict"] == "not built"]
+    if omissions:
+        table = [f"| `{row['name']}` | {reason(row)} |" for row in omissions]
         out += ["## Not tried", "\n".join(["| type | why |", "|---|---|", *table])]
     return "\n\n".join(out) + "\n"
 
@@ -126,19 +126,19 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("-v", action="store_true", dest="verbose", help="tracebacks of what failed")
     options = parser.parse_args()
-    known = [*causal_types(), *VARIANTS]
+    choices = [*causal_types(), *VARIANTS]
     rows = {}
     if options.rows and options.rows.exists():
         rows = {row["name"]: row for row in json.loads(options.rows.read_text())}
-    names = [n.strip() for n in options.only.split(",")] if options.only else [n for n in known if n not in rows]
+    names = [n.strip() for n in options.only.split(",")] if options.only else [n for n in choices if n not in rows]
     parts = [n.strip() for n in options.parts.split(",")]
-    for what, unknown, all_ in (
-        ("--only", set(names) - set(known), known),
+    for source, unknown, all_ in (
+        ("--only", set(names) - set(choices), choices),
         ("--parts", set(parts) - set(PARTS), list(PARTS)),
     ):
         if unknown:
-            parser.error(f"{what}: not known: {', '.join(sorted(unknown))}. Known: {', '.join(all_)}")
-    if options.write and (absent := [n for n in known if n not in {*rows, *names}]):
+            parser.error(f"{source}: not known: {', '.join(sorted(unknown))}. Known: {', '.join(all_)}")
+    if options.write and (absent := [n for n in choices if n not in {*rows, *names}]):
         parser.error(f"--write needs all of them; {len(absent)} are absent, such as {absent[0]}: leave --only out")
     prepare()
     with tempfile.TemporaryDirectory(prefix="rlhf-architectures-") as place:
@@ -155,7 +155,7 @@ def main() -> None:
                 options.rows.write_text(json.dumps(list(rows.values()), indent=1))
             if options.verbose and "trace" in row:
                 say(row["trace"])
-    ordered = [rows[name] for name in known if name in rows]
+    ordered = [rows[name] for name in choices if name in rows]
     say(summary(ordered))
     if options.write:
         PAGE.write_text(page(ordered, parts), encoding="utf-8")

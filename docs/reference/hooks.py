@@ -33,7 +33,7 @@ COMPONENT = (
 EXTENSION = "It also has what [`Extension`](component.md) gives it: `name` and `source`."
 
 
-BESIDE = {"trainer": ("rlhf.interfaces.model",), "generator": ("rlhf.interfaces.generator_spec",)}
+EXTRA_MODULES = {"trainer": ("rlhf.interfaces.model",), "generator": ("rlhf.interfaces.generator_spec",)}
 """Files of the interfaces that the page of a kind shows too."""
 
 
@@ -50,7 +50,7 @@ def reference(kind: str) -> str:
         *(part for base in asked_before(interface) for part in section(base)),
         COMPONENT if issubclass(interface, Component) else EXTENSION,
     ]
-    for name in (interface.__module__, *BESIDE.get(kind, ())):
+    for name in (interface.__module__, *EXTRA_MODULES.get(kind, ())):
         for cls in vars(importlib.import_module(name)).values():
             if inspect.isclass(cls) and cls.__module__ == name and cls is not interface:
                 parts += section(cls)
@@ -70,9 +70,9 @@ def component_reference() -> str:
 
 def types_reference() -> str:
     """Markdown: the values that plugins are given and give back, in the order of ``rlhf.types``."""
-    shown = [c for c in (getattr(flowing, name) for name in flowing.__all__) if inspect.isclass(c)]
+    classes = [c for c in (getattr(flowing, name) for name in flowing.__all__) if inspect.isclass(c)]
     parts = [MARKER, "## Columns of an online batch", text(trajectories)]
-    for cls in (LossInput, *shown, Example, Sequence):
+    for cls in (LossInput, *classes, Example, Sequence):
         parts += [part for part in section(cls) if not part.startswith(("### `__init__", "```python\ndef __init__"))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -89,33 +89,37 @@ def module_reference(module: ModuleType) -> list[str]:
     """A module: its docstring, then what it defines itself and offers, in source order."""
     name = module.__name__
     # The columns that rlhf.ops.trajectories lays are on the page of the types.
-    above = (
+    introduction = (
         "What it lays: [columns of an online batch](types.md#columns-of-an-online-batch)."
         if module is trajectories
         else text(module)
     )
-    parts = [f"## `{name}`", above]
+    parts = [f"## `{name}`", introduction]
     documented = constants(module)
-    for own, value in vars(module).items():
-        if own.startswith("_") or (own not in documented and getattr(value, "__module__", None) != name):
+    for attribute, value in vars(module).items():
+        if attribute.startswith("_") or (attribute not in documented and getattr(value, "__module__", None) != name):
             continue
-        if own in documented:
-            parts += [f"### `{name}.{own}`", inline(documented[own])]
+        if attribute in documented:
+            parts += [f"### `{name}.{attribute}`", inline(documented[attribute])]
         elif inspect.isclass(value):
             parts += section(value)
         elif inspect.isfunction(value):
-            parts += [f"### `{name}.{own}`", f"```python\n{signature(value)}\n```", text(value)]
+            parts += [f"### `{name}.{attribute}`", f"```python\n{signature(value)}\n```", text(value)]
     return parts
 
 
 def constants(module: ModuleType) -> dict[str, str]:
     """{name: text} of the module's assignments that have a string literal below them."""
     body = ast.parse(inspect.getsource(module)).body
-    found = {}
-    for statement, below in itertools.pairwise(body):
-        if isinstance(statement, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[ast.unparse(statement.targets[0])] = inspect.cleandoc(str(below.value.value))
-    return found
+    texts = {}
+    for statement, literal in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.Assign)
+            and isinstance(literal, ast.Expr)
+            and isinstance(literal.value, ast.Constant)
+        ):
+            texts[ast.unparse(statement.targets[0])] = inspect.cleandoc(str(literal.value.value))
+    return texts
 
 
 def section(cls: type[Any]) -> list[str]:
@@ -141,8 +145,8 @@ def own_members(cls: type[Any]) -> list[tuple[str, Any]]:
     if is_dataclass(cls) or hasattr(cls, "model_fields"):
         documented = [(n, v) for n, v in defined if inspect.isfunction(v) and n[0] != "_" and v.__doc__]
         return annotated + [(n, v) for n, v in defined if isinstance(v, property)] + documented
-    shown = [(n, v) for n, v in defined if n in ("__init__", "__call__") or not n.startswith("_")]
-    return annotated + [(n, v) for n, v in shown if getattr(v, "__module__", "") != "typing"]
+    members = [(n, v) for n, v in defined if n in ("__init__", "__call__") or not n.startswith("_")]
+    return annotated + [(n, v) for n, v in members if getattr(v, "__module__", "") != "typing"]
 
 
 def member(name: str, value: Any, cls: type[Any]) -> list[str]:
@@ -170,13 +174,13 @@ def member(name: str, value: Any, cls: type[Any]) -> list[str]:
 def signature(function: Any) -> str:
     """``def`` line with the annotations as they are written in the source."""
     prefix = "async def" if inspect.iscoroutinefunction(function) else "def"
-    shown = inspect.signature(function)
-    parameters = [as_written(p) for p in shown.parameters.values()]
-    returns = shown.return_annotation
-    shown = shown.replace(
+    result = inspect.signature(function)
+    parameters = [as_written(p) for p in result.parameters.values()]
+    returns = result.return_annotation
+    result = result.replace(
         parameters=parameters, return_annotation=Written(returns) if isinstance(returns, str) else returns
     )
-    line = f"{prefix} {function.__name__}{shown}".replace("[i.", "[")
+    line = f"{prefix} {function.__name__}{result}".replace("[i.", "[")
     if len(line) <= 110:
         return line + ": ..."
     arguments = "".join(f"    {p},\n" for p in parameters)
@@ -184,7 +188,7 @@ def signature(function: Any) -> str:
     if keyword_only:
         first = f"    {keyword_only[0]},\n"
         arguments = arguments.replace(first, "    *,\n" + first)
-    after = f" -> {returns}" if returns is not shown.empty else ""
+    after = f" -> {returns}" if returns is not result.empty else ""
     return f"{prefix} {function.__name__}(\n{arguments}){after}: ..."
 
 
@@ -206,24 +210,24 @@ def as_written(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def text(value: Any) -> str:
     """A docstring as Markdown: roles and double backticks become code, ``::`` blocks become fences."""
-    made: list[str] = []
+    blocks: list[str] = []
     indented = False
     for line in inspect.cleandoc(value.__doc__ or "").splitlines():
         if indented and line and not line.startswith("    "):
-            while made and not made[-1]:
-                made.pop()
-            made += ["```", ""]
+            while blocks and not blocks[-1]:
+                blocks.pop()
+            blocks += ["```", ""]
             indented = False
         if line.endswith("::"):
-            made += [line[:-1].rstrip(":") + ":" if line.strip() != "::" else "", "", "```python"]
+            blocks += [line[:-1].rstrip(":") + ":" if line.strip() != "::" else "", "", "```python"]
             indented = True
             continue
-        if indented and made[-1] == "```python" and not line:
+        if indented and blocks[-1] == "```python" and not line:
             continue
-        made.append(re.sub(r"(?<=\S) {2,}# ", "  # ", line.removeprefix("    ")) if indented else line)
+        blocks.append(re.sub(r"(?<=\S) {2,}# ", "  # ", line.removeprefix("    ")) if indented else line)
     if indented:
-        made.append("```")
-    joined = "\n".join(made).replace("```python\n[", "```toml\n[")
+        blocks.append("```")
+    joined = "\n".join(blocks).replace("```python\n[", "```toml\n[")
     joined = re.sub(
         r"^={3}[= ]+\n.*^={3}[= ]+$", lambda m: f"```text\n{m[0]}\n```", joined, flags=re.DOTALL | re.MULTILINE
     )
@@ -247,8 +251,8 @@ def attribute_doc(cls: type[Any], name: str) -> str:
 
 def page(name: str) -> str:
     """The page as it should be: its hand-written part, and the reference."""
-    written = (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(MARKER)[0].rstrip()
-    return f"{written}\n\n{OTHER[name]() if name in OTHER else reference(name)}"
+    introduction = (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(MARKER)[0].rstrip()
+    return f"{introduction}\n\n{OTHER[name]() if name in OTHER else reference(name)}"
 
 
 BUILDING = (

@@ -75,11 +75,13 @@ def line(row: OptionRow) -> str:
     name = f"`{row.name}`" + (f"<br>{', '.join(f'`{old}`' for old in row.old)}" if row.old else "")
     default = "" if row.default is None else code(row.default)
     default += "".join(f"<br>{entry}: {code(value)}" for entry, value in row.defaults.items())
-    values = ", ".join(f"`{theirs}`: {code(ours) if ours != '' else 'not set'}" for theirs, ours in row.values.items())
+    values = ", ".join(
+        f"`{source}`: {code(target) if target != '' else 'not set'}" for source, target in row.values.items()
+    )
     earlier = f"default of earlier versions: {row.earlier}" if row.earlier else ""
     meaning = "; ".join(part for part in (row.why, row.rule or row.doc, values, earlier) if part).replace("|", "\\|")
-    here = "<br>".join(f"`{path}`" for path in row.to)
-    return f"| {name} | {default.removeprefix('<br>')} | {here} | {meaning} |"
+    paths = "<br>".join(f"`{path}`" for path in row.to)
+    return f"| {name} | {default.removeprefix('<br>')} | {paths} | {meaning} |"
 
 
 def code(value: object) -> str:

@@ -120,10 +120,10 @@ def compare(folder: Path, attention: str = "eager") -> dict[str, Any]:
     try:
         model = reference(folder, attention)
         row["size"] = size(model)
-        tried = batches()
+        cases = batches()
         with torch.no_grad():
-            expected = {k: torch.cat([logprobs(model, ids) for ids in v]) for k, v in tried.items()}
-            ids = tried["alone"][0]
+            expected = {k: torch.cat([logprobs(model, ids) for ids in v]) for k, v in cases.items()}
+            ids = cases["alone"][0]
             row["context"] = (logprobs(model, [ids[0] + 1, *ids[1:]]) - logprobs(model, ids)).abs().max().item()
         if not all(e.isfinite().all() for e in expected.values()):
             raise ArithmeticError("the small model's log-probs are not finite")
@@ -132,13 +132,13 @@ def compare(folder: Path, attention: str = "eager") -> dict[str, Any]:
     try:
         trainer = trainer_of(folder)
         row["layout"] = getattr(trainer.loaded_model, "layout", "shared")
-        for what, sequences in tried.items():
+        for case, sequences in cases.items():
             batch = batch_of(sequences)
-            [got] = trainer.forward([batch], ["logprobs"])
-            row[what] = (got["logprobs"][batch.tok["loss_mask"]] - expected[what]).abs().max().item()
+            [outputs] = trainer.forward([batch], ["logprobs"])
+            row[case] = (outputs["logprobs"][batch.tok["loss_mask"]] - expected[case]).abs().max().item()
         row["noisy"] = getattr(trainer.loaded_model, "noisy", False)
         if not row["noisy"]:  # else a note says that gradients depend on what is drawn
-            mixed = tried["long"] + tried["shared"]
+            mixed = cases["long"] + cases["shared"]
             row["gradient"] = gradient_difference(trainer, model, mixed)
             if model.supports_gradient_checkpointing:
                 row["recomputed"] = gradient_difference(trainer_of(folder, True), model, mixed)
@@ -146,7 +146,7 @@ def compare(folder: Path, attention: str = "eager") -> dict[str, Any]:
         return row | failed("refused", error)
     except Exception as error:
         return row | failed("raw", error)
-    right = all(row[k] < CLOSE for k in (*tried, "gradient", "recomputed") if k in row)
+    right = all(row[k] < CLOSE for k in (*cases, "gradient", "recomputed") if k in row)
     return row | {"verdict": "right" if right else "WRONG"}
 
 
@@ -187,13 +187,13 @@ def gradient_difference(trainer: TorchTrainer, model: Any, sequences: list[list[
     tokens = sum(len(ids) - 1 for ids in sequences)
     for ids in sequences:
         (-logprobs(model, ids).sum() / tokens).backward()
-    theirs = {n: p.grad for n, p in model.named_parameters()}
-    apart, size = 0.0, 0.0
+    reference_grads = {n: p.grad for n, p in model.named_parameters()}
+    difference, size = 0.0, 0.0
     for name, p in trainer.module.named_parameters():
-        want = torch.zeros_like(p) if theirs[name] is None else theirs[name]
-        apart += ((0.0 if p.grad is None else p.grad) - want).square().sum().item()
+        want = torch.zeros_like(p) if reference_grads[name] is None else reference_grads[name]
+        difference += ((0.0 if p.grad is None else p.grad) - want).square().sum().item()
         size += want.square().sum().item()
-    return float((apart / size) ** 0.5)
+    return float((difference / size) ** 0.5)
 
 
 def read_config(path: Path) -> dict[str, Any]:

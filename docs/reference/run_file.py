@@ -41,11 +41,11 @@ def table(path: str, config: type[BaseModel]) -> str:
     for name, field in config.model_fields.items():
         if name == "options":
             continue
-        shown = option(f"{path}.{name}", field)
-        default = "" if shown.type == "table" else default_text(shown)
-        default = f"`{default}`" if default and not shown.required else default
-        quoted = re.sub(r'("[^"]*")', r"`\1`", shown.type)
-        lines.append(f"| `{name}` | {quoted} | {default} | {cell(shown.doc)} |")
+        entry = option(f"{path}.{name}", field)
+        default = "" if entry.type == "table" else default_text(entry)
+        default = f"`{default}`" if default and not entry.required else default
+        quoted = re.sub(r'("[^"]*")', r"`\1`", entry.type)
+        lines.append(f"| `{name}` | {quoted} | {default} | {cell(entry.doc)} |")
     return "\n".join(lines)
 
 

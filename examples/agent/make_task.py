@@ -28,16 +28,16 @@ def task(draw: random.Random) -> dict[str, Any]:
 
 
 def demonstration(draw: random.Random) -> dict[str, Any]:
-    asked = task(draw)
-    messages, item = [{"role": "user", "content": asked["prompt"]}], asked["prompt"]
-    while item in asked["catalogue"] and draw.random() < LOOKS:
+    question = task(draw)
+    messages, item = [{"role": "user", "content": question["prompt"]}], question["prompt"]
+    while item in question["catalogue"] and draw.random() < LOOKS:
         call = {"type": "function", "function": {"name": "look_up", "arguments": {"item": item}}}
-        item = asked["catalogue"][item]
+        item = question["catalogue"][item]
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": item},
         ]
-    price = str(draw.randrange(10, 100)) if item in asked["catalogue"] else item
+    price = str(draw.randrange(10, 100)) if item in question["catalogue"] else item
     return {"messages": [*messages, {"role": "assistant", "content": price}]}
 
 

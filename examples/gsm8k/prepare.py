@@ -74,9 +74,12 @@ def main(words: Sequence[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
     rows = {split: cleaned(read(arguments.data, split)) for split in FILES}
     if small:
-        rows = {split: [r for r in its if sum(map(len, r.values())) <= SMALL_ROW] for split, its in rows.items()}
-    for split, its in rows.items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in its)
+        rows = {
+            split: [r for r in split_rows if sum(map(len, r.values())) <= SMALL_ROW]
+            for split, split_rows in rows.items()
+        }
+    for split, split_rows in rows.items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in split_rows)
         (output / f"{split}.jsonl").write_text(text, encoding="utf-8")
     texts = [text for row in rows["train"] for text in row.values()]
     train_tokenizer(texts, output / "model", SMALL_VOCABULARY if small else VOCABULARY)

@@ -77,11 +77,11 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
         print(f"\n$ {' '.join(command)}", flush=True)
         if execute(command):
             sys.exit(f"`{' '.join(command)}` failed; the message above says why")
-    before, after = map(rates, names)
+    base, after = map(rates, names)
     print(
         f"\nDone in {time.perf_counter() - start:.0f} s. The model is in {RUNS / 'grpo' / 'model'}.\n"
-        f"held-out answers that are right: {before['math']:.3f} -> {after['math']:.3f}\n"
-        f"held-out answers that end in '#### number': {before['format']:.2f} -> {after['format']:.2f}"
+        f"held-out answers that are right: {base['math']:.3f} -> {after['math']:.3f}\n"
+        f"held-out answers that end in '#### number': {base['format']:.2f} -> {after['format']:.2f}"
     )
 
 

@@ -45,12 +45,12 @@ def draw(file: Path, rng: random.Random) -> list[str]:
 
 def questions(folder: Path, numbers: range, rng: random.Random) -> list[dict[str, str]]:
     """One question for each number, about an image of its own."""
-    made = []
+    result = []
     for number in numbers:
         place = rng.choice(PLACES)
         colour = draw(folder / f"{number}.png", rng)[PLACES.index(place)]
-        made.append({"prompt": f"{place}?", "images": f"images/{number}.png", "answer": colour})
-    return made
+        result.append({"prompt": f"{place}?", "images": f"images/{number}.png", "answer": colour})
+    return result
 
 
 def demonstration(question: dict[str, str], rng: random.Random) -> dict[str, str]:

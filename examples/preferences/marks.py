@@ -44,7 +44,7 @@ def is_right(mark: str) -> bool | None:
     try:
         if not sign:
             return None
-        value, stated = evaluate(left), evaluate(right)
+        value, claim = evaluate(left), evaluate(right)
     except Unreadable:
         return None
     number = right.strip().lstrip("-")
@@ -52,7 +52,7 @@ def is_right(mark: str) -> bool | None:
         return None
     decimals = len(number.partition(".")[2])
     unit = max(Fraction(1, 10**decimals), abs(value) / 10**CALCULATOR_DIGITS)
-    return value == stated or (decimals > 0 and abs(value - stated) < unit)
+    return value == claim or (decimals > 0 and abs(value - claim) < unit)
 
 
 class _Reader:

@@ -81,9 +81,9 @@ def stepwise(folder: Path, sources: Mapping[str, list[tuple[str, str]]], seed: i
     """Steps of worked answers, for training and held out, and of the models' solutions. Returns the share of the more
     frequent label in the held-out files: the accuracy of always answering that label."""
     shares = {}
-    for name, found in sources.items():
+    for name, traces in sources.items():
         counts = steps.Counts()
-        write(folder / f"{name}.jsonl", steps.rows(found, seed, counts))
+        write(folder / f"{name}.jsonl", steps.rows(traces, seed, counts))
         print(f"{folder / name}.jsonl: {', '.join(f'{k} {v}' for k, v in asdict(counts).items())}")
         if name != "train":
             shares[f"steps, {name}: the larger label"] = max(counts.wrong, counts.steps - counts.wrong) / counts.steps
@@ -91,8 +91,8 @@ def stepwise(folder: Path, sources: Mapping[str, list[tuple[str, str]]], seed: i
 
 
 def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    items = list(values)
+    return sum(items) / len(items)
 
 
 def shorter(pairs: Rows) -> float:
@@ -117,8 +117,8 @@ def main(words: Sequence[str] | None = None) -> None:
     train_tokenizer([text for row in cleaned(data["train"]) for text in row.values()], output / "gsm8k" / "model")
     tiny_model(output / "gsm8k" / "model", **size)
     worked = {name: [(row["question"], row["answer"]) for row in data[name]] for name in ("train", "test")}
-    written = [(row["question"], row[model]["solution"]) for row in data["graded"] for model in solutions.MODELS]
-    answered = {"train": worked["train"], "worked": worked["test"], "solutions": written}
+    samples = [(row["question"], row[model]["solution"]) for row in data["graded"] for model in solutions.MODELS]
+    answered = {"train": worked["train"], "worked": worked["test"], "solutions": samples}
     baselines = {
         **graded(output / "graded", data["graded"]),
         **stepwise(output / "steps", answered, arguments.seed),

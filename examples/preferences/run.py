@@ -79,8 +79,8 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
     for name, value in json.loads((TASK / "baselines.json").read_text(encoding="utf-8")).items():
         print(f"  {name}: {value:.3f}")
     for run in chosen:
-        for name, (before, after) in figures(run).items():
-            print(f"{run}  {name.removeprefix('eval/')}: {before:.4g} -> {after:.4g}")
+        for name, (start, after) in figures(run).items():
+            print(f"{run}  {name.removeprefix('eval/')}: {start:.4g} -> {after:.4g}")
 
 
 if __name__ == "__main__":

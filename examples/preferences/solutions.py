@@ -28,7 +28,7 @@ def graded(row: Mapping[str, Any]) -> dict[str, bool]:
     grades: dict[str, set[bool]] = {}
     for model in MODELS:
         grades.setdefault(answer(row[model]["solution"]), set()).add(bool(row[model]["is_correct"]))
-    return {text: found.pop() for text, found in grades.items() if len(found) == 1}
+    return {text: values.pop() for text, values in grades.items() if len(values) == 1}
 
 
 def pairs(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:

@@ -20,7 +20,7 @@ from examples.preferences.marks import MARK, evaluate, is_right
 
 SHARE = 0.5
 """Share of the steps that are corrupted."""
-_STATED = re.compile(
+_EQUATION = re.compile(
     r"<<(?P<left>[^<>=]*)=[^<>=]*>>(?P<text>-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+)", re.ASCII
 )
 _DIGIT = re.compile(r"\d", re.ASCII)
@@ -45,14 +45,14 @@ def split(solution: str) -> list[str]:
     """The steps, with marks: a line with a mark, joined by spaces to the lines without one before it. The text after
     the last line with a mark (the final answer) is not a step."""
     steps: list[str] = []
-    held: list[str] = []
+    buffer: list[str] = []
     for line in solution.splitlines():
         if not line.strip():
             continue
-        held.append(line.strip())
+        buffer.append(line.strip())
         if MARK.search(line):
-            steps.append(" ".join(held))
-            held = []
+            steps.append(" ".join(buffer))
+            buffer = []
     return steps
 
 
@@ -60,12 +60,12 @@ def label(step: str) -> bool | None:
     """Whether all results of a step are right, in its marks and in the text after them. None if that is unclear: a mark
     that cannot be read, or a number in the text that is the result rounded to an integer or without its sign."""
     verdicts = [is_right(mark) for mark in MARK.findall(step)]
-    for place in _STATED.finditer(step):
+    for place in _EQUATION.finditer(step):
         left, text = place["left"], place["text"]
         right = is_right(f"{left}={text}")
         if right is False:
-            value, said = evaluate(left), evaluate(text)
-            if value == -said or ("." not in text and abs(value - said) < 1):
+            value, claim = evaluate(left), evaluate(text)
+            if value == -claim or ("." not in text and abs(value - claim) < 1):
                 right = None
         verdicts.append(right)
     return None if None in verdicts else all(verdicts)
@@ -74,24 +74,25 @@ def label(step: str) -> bool | None:
 def corrupted(step: str, draw: random.Random) -> str | None:
     """A right step with one digit of one result replaced, so that it is wrong; None if no result appears in the text
     after its mark."""
-    places = list(_STATED.finditer(step))
+    places = list(_EQUATION.finditer(step))
     if not places:
         return None
     place = draw.choice(places)
-    at = [m.start() for m in _DIGIT.finditer(place["text"])]
+    digits = [m.start() for m in _DIGIT.finditer(place["text"])]
     choices = [
         (k, new)
-        for k in at
+        for k in digits
         for new in "0123456789"
-        if new != place["text"][k] and not (new == "0" and k == at[0] and len(at) > 1)  # no number is written 07
+        if new != place["text"][k]
+        and not (new == "0" and k == digits[0] and len(digits) > 1)  # no number is written 07
     ]
     draw.shuffle(choices)
     for k, new in choices:
         text = place["text"][:k] + new + place["text"][k + 1 :]
         mark = f"<<{place['left']}={text.replace(',', '')}>>{text}"
-        changed = step[: place.start()] + mark + step[place.end() :]
-        if label(changed) is False:  # a changed last decimal can still be a correct rounding
-            return changed
+        result = step[: place.start()] + mark + step[place.end() :]
+        if label(result) is False:  # a changed last decimal can still be a correct rounding
+            return result
     return None
 
 
@@ -113,8 +114,8 @@ def rows(solutions: Iterable[tuple[str, str]], seed: int, counts: Counts) -> Ite
         draw = random.Random(f"steps {seed} {question} {solution}")
         for i, step in enumerate(steps):
             chosen = draw.random() < SHARE
-            if chosen and labels[i] and (changed := corrupted(step, draw)) is not None:
-                steps[i], labels[i] = changed, label(changed)
+            if chosen and labels[i] and (wrong := corrupted(step, draw)) is not None:
+                steps[i], labels[i] = wrong, label(wrong)
         counts.rows += 1
         counts.steps += len(steps)
         counts.wrong += labels.count(False)

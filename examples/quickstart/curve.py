@@ -29,7 +29,7 @@ def draw(lines: list[dict[str, Any]], start: dict[str, Any], title: str) -> str:
     """
     last = lines[-1]["step"]
 
-    def at(step: float, value: float) -> str:
+    def position(step: float, value: float) -> str:
         x = LEFT + (WIDTH - LEFT - RIGHT) * step / last
         return f"{x:.1f},{TOP + (HEIGHT - TOP - BOTTOM) * (1 - value):.1f}"
 
@@ -44,25 +44,25 @@ def draw(lines: list[dict[str, Any]], start: dict[str, Any], title: str) -> str:
         f'<text x="{LEFT}" y="22" font-size="14">{title}</text>',
     ]
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
-        (x, y), (end, _) = at(0, value).split(","), at(last, value).split(",")
+        (x, y), (end, _) = position(0, value).split(","), position(last, value).split(",")
         parts.append(f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{float(y) + 4:.1f}" text-anchor="end" fill="#555">{value:g}</text>')
     for step in range(0, last + 1, max(1, last // 10)):
-        x, y = at(step, 0).split(",")
+        x, y = position(step, 0).split(",")
         label = f"step {step}" if step == last else step
         parts.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle" fill="#555">{label}</text>')
     parts += [
-        line_of(reward, at, "#b9cdea", 1),
-        line_of(smooth, at, "#1f5fbf", 2),
+        line_of(reward, position, "#b9cdea", 1),
+        line_of(smooth, position, "#1f5fbf", 2),
         key(0, 0, "#1f5fbf", f"reward of the samples (mean of {SMOOTH} steps)"),
     ]
     for place, (name, colour) in enumerate(zip(sources(lines), COLOURS, strict=False)):
         points = [(line["step"], line[f"{name}/pass@1"]) for line in lines if f"{name}/pass@1" in line]
         count, label = lines[-1][f"{name}/prompts"], name.rpartition("/")[2].replace("_", " ")
         text = f"{label}, {count:.0f} questions: {points[0][1]:.2f} to {points[-1][1]:.2f}"
-        dots = (at(*point).split(",") for point in points)
+        dots = (position(*point).split(",") for point in points)
         parts += [
-            line_of(points, at, colour, 2),
+            line_of(points, position, colour, 2),
             *(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in dots),
             key(340, 20 * place, colour, text),
         ]
@@ -77,10 +77,9 @@ def sources(lines: list[dict[str, Any]]) -> list[str]:
     return names or ["eval"]
 
 
-def line_of(points: list[tuple[int, float]], at: Any, colour: str, width: int) -> str:
-    return (
-        f'<polyline fill="none" stroke="{colour}" stroke-width="{width}" points="{" ".join(at(*p) for p in points)}"/>'
-    )
+def line_of(points: list[tuple[int, float]], position: Any, colour: str, width: int) -> str:
+    line = " ".join(position(*p) for p in points)
+    return f'<polyline fill="none" stroke="{colour}" stroke-width="{width}" points="{line}"/>'
 
 
 def key(x: int, y: int, colour: str, text: str) -> str:

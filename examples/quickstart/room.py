@@ -19,7 +19,7 @@ RUN_BYTES = 3_000_000_000
 """Checkpoint and trained model in `runs/quickstart`."""
 MEMORY_BYTES = 4_000_000_000
 """What the training needs at its peak."""
-INSTEAD = "or train a tiny model, which needs little of both: make quickstart-tiny"
+ALTERNATIVE = "or train a tiny model, which needs little of both: make quickstart-tiny"
 
 
 def model_folder() -> Path:
@@ -44,13 +44,13 @@ def problems(run: Path, run_bytes: int = RUN_BYTES, memory_bytes: int = MEMORY_B
         if free < need:
             texts.append(
                 f"The disk of {' and '.join(map(str, folders))} has {free / 1e9:.1f} GB free; {need / 1e9:.1f} GB are "
-                f"needed. Free some space, name a cache on another disk (XDG_CACHE_HOME), {INSTEAD}"
+                f"needed. Free some space, name a cache on another disk (XDG_CACHE_HOME), {ALTERNATIVE}"
             )
     memory = available_memory()
     if memory is not None and memory < memory_bytes:
         texts.append(
             f"{memory / 1e9:.1f} GB of memory are available; the training needs {memory_bytes / 1e9:.1f} GB. Close "
-            f"other programs, {INSTEAD}"
+            f"other programs, {ALTERNATIVE}"
         )
     return texts
 

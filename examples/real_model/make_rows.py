@@ -103,7 +103,8 @@ def fact(kinds: Mapping[str, tuple[str, Row]], draw: random.Random) -> Row:
     kind = draw.choice(list(kinds))
     sentence, keys = kinds[kind]
     answer = {
-        key: draw.choice(VALUES[of].split()) if isinstance(of, str) else draw.randint(*of) for key, of in keys.items()
+        key: draw.choice(VALUES[source].split()) if isinstance(source, str) else draw.randint(*source)
+        for key, source in keys.items()
     }
     return {"prompt": request(sentence.format(**answer), answer), "kind": kind, "answer": answer}
 

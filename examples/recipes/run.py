@@ -58,8 +58,8 @@ def online(name: str, steps: int | None) -> str:
     run("train", str(HERE / f"{name}.toml"), *shorter(steps))
     lines = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = [line for line in lines if "eval/reward" in line]
-    before, after = (f"{line['eval/reward']:.2f} (all right: {line['eval/pass@1']:.2f})" for line in (first, last))
-    return f"held-out reward: {before} -> {after}"
+    start, after = (f"{line['eval/reward']:.2f} (all right: {line['eval/pass@1']:.2f})" for line in (first, last))
+    return f"held-out reward: {start} -> {after}"
 
 
 def conditional_sft(name: str, steps: int | None) -> str:
@@ -72,13 +72,13 @@ def conditional_sft(name: str, steps: int | None) -> str:
     run("data", "export", str(samples), "--form", "conditional", "-o", str(data))
     run("train", str(HERE / f"{name}.toml"), *shorter(steps))
     rewards = [json.loads(line)["reward"] for line in data.read_text().splitlines()]
-    told = [f"{asked:.2f} -> {answered(folder, asked):.2f}" for asked in (min(rewards), 0.0, max(rewards), 5.0)]
-    return f"held-out reward by the reward that is asked for: {', '.join(told)}"
+    texts = [f"{reward:.2f} -> {answered(folder, reward):.2f}" for reward in (min(rewards), 0.0, max(rewards), 5.0)]
+    return f"held-out reward by the reward that is asked for: {', '.join(texts)}"
 
 
-def answered(folder: Path, asked: float) -> float:
+def answered(folder: Path, reward: float) -> float:
     """Reward of the answers to held-out prompts that ask for a reward."""
-    condition = ("--data.input_template", f"{{prompt}} <rm_score>: {asked:.2f} ")
+    condition = ("--data.input_template", f"{{prompt}} <rm_score>: {reward:.2f} ")
     model = folder / "run" / "model"
     words = ("eval", "--model", str(model), "--data", str(TASK / "held_out.jsonl"), *REWARD, *ANSWER, *condition)
     return json.loads(run(*words, "--json"))["reward"]

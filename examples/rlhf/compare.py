@@ -35,16 +35,16 @@ def spread(numbers: Sequence[float]) -> str:
     return f"{mean:.2f} ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.2f}"
 
 
-def row(own: Answers) -> list[str]:
-    lengths = [sum(len(turn["ids"]) for turn in a["turns"] if turn["sampled"]) for a in own]
-    cut = sum(a["status"] == "truncated" for a in own) / len(own)
-    rewards = (spread([value(a, name) for a in own]) for name in ("score", "kl"))
+def row(samples: Answers) -> list[str]:
+    lengths = [sum(len(turn["ids"]) for turn in a["turns"] if turn["sampled"]) for a in samples]
+    cut = sum(a["status"] == "truncated" for a in samples) / len(samples)
+    rewards = (spread([value(a, name) for a in samples]) for name in ("score", "kl"))
     return [*rewards, f"{statistics.mean(lengths):.1f}", f"{cut:.2f}"]
 
 
-def preferred(ours: Answers, others: Answers) -> float:
-    """Share of the prompts whose answer in ``ours`` has the higher score; equal scores count half."""
-    pairs = [(value(a, "score"), value(b, "score")) for a, b in zip(ours, others, strict=True)]
+def preferred(first: Answers, second: Answers) -> float:
+    """Share of the prompts whose answer in ``first`` has the higher score; equal scores count half."""
+    pairs = [(value(a, "score"), value(b, "score")) for a, b in zip(first, second, strict=True)]
     return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     every = {name: read(answers(name)) for name in RESULTS if answers(name).exists()}
     print(f"\nAnswers to {len(every['sft'])} held-out prompts at temperature 1:\n")
     head = ["model", "reward", "KL to sft, nats", "tokens", "cut"]
-    print(table(head, [[name, *row(own)] for name, own in every.items()]))
+    print(table(head, [[name, *row(samples)] for name, samples in every.items()]))
     print("\nShare of the prompts for which the reward model prefers the answer of the row to that of the column:\n")
     shares = [
         [name, *("" if name == other else f"{preferred(every[name], every[other]):.2f}" for other in every)]

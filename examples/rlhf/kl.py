@@ -46,7 +46,7 @@ class KL(Reward):
         assert self._read is not None, "roles() names one"
         ids = [[i for turn in t.turns for i in turn.ids] for t in group.trajectories]
         logprobs = await self._read(ROLE, LOGPROBS, ids, [_sampled(t) for t in group.trajectories])
-        return [RewardResult(_policy(t) - sum(own)) for t, own in zip(group.trajectories, logprobs, strict=True)]
+        return [RewardResult(_policy(t) - sum(values)) for t, values in zip(group.trajectories, logprobs, strict=True)]
 
 
 def _sampled(trajectory: Trajectory) -> list[int]:

@@ -45,8 +45,8 @@ def prepare(data: str, model: str, flags: Sequence[str]) -> list[str]:
 
 def train(stage: str, model: str, flags: Sequence[str]) -> list[str]:
     start = ("--model", model) if stage == "sft" else ()
-    again = "--resume" if (RUNS / stage / "checkpoints").exists() else "--overwrite"
-    return ["rlhf", "train", str(HERE / f"{stage}.toml"), *start, *flags, again]
+    mode = "--resume" if (RUNS / stage / "checkpoints").exists() else "--overwrite"
+    return ["rlhf", "train", str(HERE / f"{stage}.toml"), *start, *flags, mode]
 
 
 def evaluate(name: str, model: str, flags: Sequence[str]) -> list[str]:
@@ -97,8 +97,8 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
 
     run(RUNS / "task" / "held_out.jsonl", prepare(arguments.data, arguments.model, (*flags.get("prepare", ()), *rows)))
     for stage in STAGES if arguments.only is None else {arguments.only} - {"compare"}:
-        more = arguments.more if stage in SAMPLING else ()
-        run(RUNS / stage, train(stage, arguments.model, (*flags.get(stage, ()), *steps, *more)))
+        extra = arguments.more if stage in SAMPLING else ()
+        run(RUNS / stage, train(stage, arguments.model, (*flags.get(stage, ()), *steps, *extra)))
     if arguments.only not in (None, "compare"):
         return
     (RUNS / "answers").mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ def guess(a: int, b: int) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": str(without_carry(a, b))}]
 
 
-def called(a: int, b: int) -> list[dict[str, Any]]:
+def call_tool(a: int, b: int) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -43,15 +43,15 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
-    drawn = draw.sample(range(900 * 900), HELD_OUT + TRAINING + DEMONSTRATIONS)
-    pairs = [(100 + n // 900, 100 + n % 900) for n in drawn]
+    numbers = draw.sample(range(900 * 900), HELD_OUT + TRAINING + DEMONSTRATIONS)
+    pairs = [(100 + n // 900, 100 + n % 900) for n in numbers]
     problems = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs[: HELD_OUT + TRAINING]]
     write(folder / "held_out.jsonl", problems[:HELD_OUT])
     write(folder / "problems.jsonl", problems[HELD_OUT:])
-    asked = [({"role": "user", "content": f"{a}+{b}"}, a, b) for a, b in pairs[HELD_OUT + TRAINING :]]
+    questions = [({"role": "user", "content": f"{a}+{b}"}, a, b) for a, b in pairs[HELD_OUT + TRAINING :]]
     write(
         folder / "demonstrations.jsonl",
-        [{"messages": [q, *(called if draw.random() < CALLS else guess)(a, b)]} for q, a, b in asked],
+        [{"messages": [q, *(call_tool if draw.random() < CALLS else guess)(a, b)]} for q, a, b in questions],
     )
     path = tiny_tokenizer(folder / "model", chat_template=Path(__file__).with_name("template.jinja").read_text())
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -48,10 +48,12 @@ class ByLength(Centered):
     def baseline(self, r_N, group_N, own_tokens_N=None):
         made_N = torch.empty_like(r_N)
         for group in group_N.unique():
-            of = group_N == group
-            low = r_N[of].min()
-            made_N[of] = (
-                r_N[of] - low - ((r_N[of] - low) * own_tokens_N[of]).sum() / own_tokens_N[of].sum().clamp(min=1)
+            mask_N = group_N == group
+            low = r_N[mask_N].min()
+            made_N[mask_N] = (
+                r_N[mask_N]
+                - low
+                - ((r_N[mask_N] - low) * own_tokens_N[mask_N]).sum() / own_tokens_N[mask_N].sum().clamp(min=1)
             )
         return made_N
 
@@ -61,12 +63,12 @@ class TestByLength(AdvantageContract):
     registered = False
 
     def statement_baseline(self, r_N, group_N, config, own_tokens_N):
-        made = []
+        values = []
         for reward, group in zip(r_N, group_N, strict=True):
             members = [n for n in range(len(r_N)) if group_N[n] == group]
             total = sum(r_N[n] * own_tokens_N[n] for n in members)
-            made.append(reward - total / sum(own_tokens_N[n] for n in members))
-        return torch.stack(made)
+            values.append(reward - total / sum(own_tokens_N[n] for n in members))
+        return torch.stack(values)
 
 
 class Critic(Advantage):
@@ -160,8 +162,8 @@ class DividesByZero(Centered):
     """Scales by a standard deviation of zero."""
 
     def baseline(self, r_N, group_N):
-        above = group_center(r_N, group_N)
-        return above / above.std()
+        centered_N = group_center(r_N, group_N)
+        return centered_N / centered_N.std()
 
 
 class NeedsValues(Critic):
@@ -205,12 +207,12 @@ class HalfASample(Centered):
     group_min = 1.5
 
 
-def suite(made, **attributes):
-    return type("Broken", (AdvantageContract,), {"advantage": made, "registered": False, **attributes})()
+def suite(estimator, **attributes):
+    return type("Broken", (AdvantageContract,), {"advantage": estimator, "registered": False, **attributes})()
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("estimator", "check", "message"),
     [
         (BatchOrder, "test_order_of_samples", "depends on the order of the trajectories"),
         (BatchMean, "test_other_groups", "depends on the rewards of other groups"),
@@ -229,9 +231,9 @@ def suite(made, **attributes):
         (NoGroupMin, "test_smallest_group", r"gives 0 for every sample of groups of 1 .* Declare group_min = 2"),
     ],
 )
-def test_broken_estimator_fails_the_right_check(made, check, message):
+def test_broken_estimator_fails_the_right_check(estimator, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(estimator), check)()
 
 
 def test_an_option_that_nothing_reads_is_noticed():

@@ -76,12 +76,12 @@ class Simple(Algorithm):
         return assemble(examples, self.run.step_sources), {}
 
     def annotations(self, step):
-        wanted = []
+        result = []
         if self.config.epochs > 1 or self.config.penalty:
-            wanted.append(Annotation("policy", "logprobs", "old_logprobs"))
+            result.append(Annotation("policy", "logprobs", "old_logprobs"))
         if self.config.penalty:
-            wanted.append(Annotation("reference", "logprobs", "ref_logprobs"))
-        return wanted
+            result.append(Annotation("reference", "logprobs", "ref_logprobs"))
+        return result
 
     def credit(self, batch):
         advantage = self.parts["advantage"]
@@ -385,9 +385,9 @@ class LosesPenalty(Simple):
     """Loads the reference, reports the penalty, and leaves it out of the credit."""
 
     def credit(self, batch):
-        kept, self.config = self.config, Simple.Config()
+        old_config, self.config = self.config, Simple.Config()
         batch, metrics = super().credit(batch)
-        self.config = kept
+        self.config = old_config
         return batch, {**metrics, "penalty": self.beta}
 
 
@@ -405,14 +405,12 @@ class PerMicroBatch(Ratio):
         return LossOutput({"policy": -x["logprobs"] / max(x.tokens, 1)})
 
 
-def suite(made, **attributes):
-    return type(
-        "Broken", (AlgorithmContract,), {"algorithm": made, "registered": False, "parts": PARTS, **attributes}
-    )()
+def suite(cls, **attributes):
+    return type("Broken", (AlgorithmContract,), {"algorithm": cls, "registered": False, "parts": PARTS, **attributes})()
 
 
 @pytest.mark.parametrize(
-    ("made", "config", "check", "message"),
+    ("cls", "config", "check", "message"),
     [
         (
             NoReference,
@@ -449,15 +447,15 @@ def suite(made, **attributes):
         (KeepsFailed, {}, "test_nothing_to_learn_from", "a failed sample or one without a reward takes part"),
     ],
 )
-def test_broken_algorithm_fails_the_right_check(made, config, check, message):
+def test_broken_algorithm_fails_the_right_check(cls, config, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made, configs=[Simple.Config(**config)]), check)()
+        getattr(suite(cls, configs=[Simple.Config(**config)]), check)()
 
 
-@pytest.mark.parametrize("named", ["epochs", "epochs = 2"])
-def test_an_option_that_acts_elsewhere_may_be_named(named):
+@pytest.mark.parametrize("option", ["epochs", "epochs = 2"])
+def test_an_option_that_acts_elsewhere_may_be_named(option):
     configs = [Simple.Config(epochs=2)]
-    suite(LosesEpochs, configs=configs, without_effect={named: "acts elsewhere"}).test_options()
+    suite(LosesEpochs, configs=configs, without_effect={option: "acts elsewhere"}).test_options()
     with pytest.raises(Nonconformance, match="epochs changes nothing"):
         suite(LosesEpochs, configs=configs, without_effect={"epochs = 3": "acts elsewhere"}).test_options()
 

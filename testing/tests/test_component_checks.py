@@ -10,8 +10,8 @@ from rlhf_testing.advantage import AdvantageContract
 from rlhf_testing.contract import Nonconformance
 
 
-def suite(made, **attributes):
-    return type("Broken", (AdvantageContract,), {"advantage": made, "registered": False, **attributes})()
+def suite(estimator, **attributes):
+    return type("Broken", (AdvantageContract,), {"advantage": estimator, "registered": False, **attributes})()
 
 
 def component(config=ComponentConfig, **attributes):

@@ -65,19 +65,19 @@ def by_name(results):
 def test_every_kind_has_a_suite_of_its_own():
     assert set(SUITES) == set(KINDS)
     for kind in SUITES:
-        made = suite(kind)
-        assert issubclass(made, PluginContract)
-        assert made.kind == kind
-        assert [n for n in dir(made) if n.startswith("test_") and n not in dir(Contract)], kind
+        contract = suite(kind)
+        assert issubclass(contract, PluginContract)
+        assert contract.kind == kind
+        assert [n for n in dir(contract) if n.startswith("test_") and n not in dir(Contract)], kind
 
 
 def test_every_check_says_what_it_proves_in_whole_sentences():
     for kind in SUITES:
         for name in dir(suite(kind)):
             if name.startswith("test_"):
-                said = (inspect.getdoc(getattr(suite(kind), name)) or "").partition("\n\n")[0]
-                assert said[:1].isupper() or said[:2] == "``", f"{kind}.{name}: {said}"
-                assert said.endswith("."), f"{kind}.{name}: {said}"
+                sentence = (inspect.getdoc(getattr(suite(kind), name)) or "").partition("\n\n")[0]
+                assert sentence[:1].isupper() or sentence[:2] == "``", f"{kind}.{name}: {sentence}"
+                assert sentence.endswith("."), f"{kind}.{name}: {sentence}"
 
 
 def test_what_a_check_proves_is_reported_whole_and_as_plain_text():
@@ -93,8 +93,8 @@ def test_what_a_check_proves_is_reported_whole_and_as_plain_text():
 def test_checks_can_be_chosen_by_a_part_of_their_names(kind):
     names = check_names(kind)
     assert len(set(names)) == len(names)
-    least = 6 if issubclass(suite(kind), Contract) else 5  # parts of a run have a config and state, the others do not
-    assert len(names) >= least
+    minimum = 6 if issubclass(suite(kind), Contract) else 5  # parts of a run have a config and state, the others do not
+    assert len(names) >= minimum
     assert names[:2] == ["class", "entry_point"]
     assert names[-1] == "secrets"
 
@@ -126,9 +126,9 @@ def test_only_the_chosen_checks_run_and_the_search_for_secrets_sees_all():
 
 
 def test_good_plugin_passes_and_says_what_was_left_out():
-    seen: list[CheckResult] = []
-    results = run(Selected("reward", "brevity", Brevity), seen.append)
-    assert seen == results
+    reports: list[CheckResult] = []
+    results = run(Selected("reward", "brevity", Brevity), reports.append)
+    assert reports == results
     assert all(r.passed for r in results), results
     assert [r.name for r in results][:2] == ["class", "entry_point"]
     left_out = by_name(results)["cases"]
@@ -162,9 +162,9 @@ def test_installed_plugin_must_be_named_in_its_metadata():
 def test_author_supplies_what_the_suite_cannot_guess():
     assert all(r.passed for r in run(Selected("env", "hidden", Hidden)))
     assert by_name(run(Selected("loss", "nll", NllLoss)))["statement"].skipped
-    stated = by_name(run(Selected("loss", "nll", Stated)))["statement"]
-    assert stated.passed
-    assert not stated.skipped
+    result = by_name(run(Selected("loss", "nll", Stated)))["statement"]
+    assert result.passed
+    assert not result.skipped
 
 
 def test_unknown_attribute_and_unknown_kind_are_errors():

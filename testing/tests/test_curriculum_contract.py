@@ -212,7 +212,7 @@ class Large(Counted):
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (TooFew, "rows", r"choose\(4, 0\) gave 1 rows; exactly 4 are needed"),
         (Unknown, "rows", r"chose \[17, 17, 17, 17, 17\]; the data has the positions 0 to 16"),
@@ -236,8 +236,8 @@ class Large(Counted):
         (Large, "rows", "as it lacks: at least 100 rows are needed. Give what it reads"),
     ],
 )
-def test_a_broken_curriculum_fails_the_right_check(made, check, message):
-    suite = type("Broken", (CurriculumContract,), {"curriculum": made, "registered": False})()
+def test_a_broken_curriculum_fails_the_right_check(cls, check, message):
+    suite = type("Broken", (CurriculumContract,), {"curriculum": cls, "registered": False})()
     with pytest.raises(Nonconformance, match=message):
         getattr(suite, f"test_{check}")()
 

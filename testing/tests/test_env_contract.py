@@ -229,7 +229,7 @@ class TestHolds(EnvContract):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("cls", "message"),
     [
         (ForgetsFile, "there is left after close.*open files: /dev/null"),
         (ForgetsProcess, "child processes: sleep"),
@@ -238,11 +238,11 @@ class TestHolds(EnvContract):
     ],
 )
 @pytest.mark.linux("elsewhere child processes are not listed")
-def test_resources_that_an_episode_does_not_release_are_named(made, message):
+def test_resources_that_an_episode_does_not_release_are_named(cls, message):
     Released.clear()
     try:
         with pytest.raises(Nonconformance, match=message):
-            suite(made).test_gives_everything_back()
+            suite(cls).test_gives_everything_back()
     finally:
         Released.set()
         for process in Started:
@@ -251,12 +251,12 @@ def test_resources_that_an_episode_does_not_release_are_named(made, message):
         Started.clear()
 
 
-def suite(made, **attributes):
-    return type("Broken", (EnvContract,), {"env": made, "registered": False, **attributes})()
+def suite(cls, **attributes):
+    return type("Broken", (EnvContract,), {"env": cls, "registered": False, **attributes})()
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (IgnoresSeed, "test_replay", "two episodes with equal actions differ"),
         (SharesState, "test_replay", "another episode open beside it"),
@@ -269,9 +269,9 @@ def suite(made, **attributes):
         (CloseNeedsReset, "test_closes_early", "without reset"),
     ],
 )
-def test_broken_env_fails_the_right_check(made, check, message):
+def test_broken_env_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(cls), check)()
 
 
 def test_good_env_close_is_reported():

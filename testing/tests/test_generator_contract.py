@@ -51,8 +51,8 @@ class PlainSampling(Generator):
             p = torch.where(p >= p.topk(s.top_k).values[-1], p, 0.0)
         if s.top_p < 1:
             order = p.argsort(descending=True)
-            before = p[order].cumsum(0) - p[order]
-            p = p.index_fill(0, order[before >= s.top_p], 0.0)
+            preceding = p[order].cumsum(0) - p[order]
+            p = p.index_fill(0, order[preceding >= s.top_p], 0.0)
         return torch.where(p >= s.min_p * p.max(), p, 0.0)
 
     def sample(self, n, request):
@@ -113,9 +113,9 @@ class PlainLinked(ReceivesOverLinks, PlainSampling):
         return [Proof(self.version, received=self.received)]
 
     def stale(self, bucket):
-        held = dict(self.source.weights())
+        weights = dict(self.source.weights())
         with self.opened(bucket) as opened:
-            return [name for name, tensor in opened.tensors if not torch.equal(held[name], tensor)]
+            return [name for name, tensor in opened.tensors if not torch.equal(weights[name], tensor)]
 
 
 class Advances(AnswersRequests, PlainGenerator):
@@ -320,12 +320,12 @@ class SeedByName(Advances):
         return super().advance(seeded, dropped)
 
 
-def suite(made):
-    return type("Broken", (GeneratorContract,), {"generator": made, "registered": False})()
+def suite(cls):
+    return type("Broken", (GeneratorContract,), {"generator": cls, "registered": False})()
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (IgnoresTemperature, "test_logprobs", "temperature 0.7: log-probs differ from the reference"),
         (UntruncatedLogprobs, "test_truncated_sampling", "log-probs differ"),
@@ -349,9 +349,9 @@ def suite(made):
         (AllStale, "test_links", r"stale\(\) names \['model.embed_tokens.weight'"),
     ],
 )
-def test_broken_generator_fails_the_right_check(made, check, message):
+def test_broken_generator_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(cls), check)()
 
 
 def test_links_are_left_out_where_memory_cannot_be_shared(monkeypatch):

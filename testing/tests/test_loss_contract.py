@@ -140,8 +140,8 @@ class TestDistance(LossContract):
 # ------------------------------------------------------------------------------- broken on purpose
 
 
-def suite(made, **attributes):
-    return type("Broken", (LossContract,), {"loss": made, "registered": False, **attributes})()
+def suite(cls, **attributes):
+    return type("Broken", (LossContract,), {"loss": cls, "registered": False, **attributes})()
 
 
 class PerMicroBatch(NllLoss):
@@ -243,7 +243,7 @@ class Elsewhere(NllLoss):
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (Needless, "test_signal", "advantages.*gradient of entropy"),
         (Elsewhere, "test_signal", r"signal\(\) names \['weight'\]"),
@@ -256,9 +256,9 @@ class Elsewhere(NllLoss):
         (Stateful, "test_declared_needs", "different values"),
     ],
 )
-def test_broken_loss_fails_the_right_check(made, check, message):
+def test_broken_loss_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(cls), check)()
 
 
 def test_a_signal_is_right_where_it_is_a_factor_of_all_terms():

@@ -136,10 +136,10 @@ def test_heads_that_are_named_or_made_otherwise():
         outputs=lambda self: (Head("logprobs", gap),),
         __call__=lambda self, x: LossOutput({"policy": self.policy(x), "gap": x["logprobs"]}),
     )
-    twice = made(outputs=lambda self: ("logprobs", Head("gap", gap), Head("gap", half)))
+    duplicate = made(outputs=lambda self: ("logprobs", Head("gap", gap), Head("gap", half)))
     new = made(outputs=lambda self: ("logprobs", Head("gap", lambda l, i, c, k: l.logsumexp(1))))  # noqa: E741
     assert "a head of its own is called 'logprobs', as a built-in one" in failures(clash)["heads"]
-    assert "outputs() names 'gap' 2 times" in failures(twice)["heads"]
+    assert "outputs() names 'gap' 2 times" in failures(duplicate)["heads"]
     assert "the function of head 'gap' is another one in each call of outputs()" in failures(new)["heads"]
 
 
@@ -154,20 +154,20 @@ def test_a_string_in_place_of_a_tuple_is_found():
 
 
 def test_terms_that_are_something_else():
-    def said(policy):
+    def explain(policy):
         return failures(made(policy=lambda self, x: policy(-x["advantages"] * x["logprobs"])))["declared_needs"]
 
-    assert "needs (44,) values, got ndarray array([" in said(lambda v: v.detach().numpy())
-    assert "needs (44,) values, got (44,) of torch.bool" in said(lambda v: v > 0)
-    assert "the term 'policy' comes in torch.bfloat16" in said(lambda v: v.bfloat16())
-    assert "the loss is nan on ordinary values" in said(lambda v: v * float("nan"))
+    assert "needs (44,) values, got ndarray array([" in explain(lambda v: v.detach().numpy())
+    assert "needs (44,) values, got (44,) of torch.bool" in explain(lambda v: v > 0)
+    assert "the term 'policy' comes in torch.bfloat16" in explain(lambda v: v.bfloat16())
+    assert "the loss is nan on ordinary values" in explain(lambda v: v * float("nan"))
 
 
 def test_metrics_that_are_no_values():
     mean = made(metrics=lambda self, x: {"mean": ("token", x["logprobs"].mean().item())})
-    said = failures(mean)["declared_needs"]
-    assert "metric 'mean' of loss 'sharp' per token needs [44] values" in said
-    assert "got float -" in said
+    message = failures(mean)["declared_needs"]
+    assert "metric 'mean' of loss 'sharp' per token needs [44] values" in message
+    assert "got float -" in message
 
 
 def test_changes_of_columns_in_place_are_found():
@@ -196,8 +196,8 @@ def test_generators_of_the_whole_process():
         return -x["advantages"] * x["logprobs"]
 
     dropout = made(policy=lambda self, x: torch.nn.functional.dropout(-x["advantages"] * x["logprobs"], 0.1))
-    for each in (made(policy=seeds), dropout):
-        assert "draws from or seeds torch's generator of the whole process" in failures(each)["declared_needs"]
+    for loss in (made(policy=seeds), dropout):
+        assert "draws from or seeds torch's generator of the whole process" in failures(loss)["declared_needs"]
 
 
 class Weighted(Sharp):

@@ -29,9 +29,11 @@ class Selected:
     cls: Any
 
 
-def failures(kind: str, cls: type, only: str = "") -> dict[str, str]:
-    """{check: what is wrong} of every check that fails, or of those whose names contain ``only``."""
-    return {r.name: r.detail for r in conformance.run(Selected(kind, cls.name, cls), name_part=only) if not r.passed}
+def failures(kind: str, cls: type, name_part: str = "") -> dict[str, str]:
+    """{check: what is wrong} of every check that fails, or of those whose names contain ``name_part``."""
+    return {
+        r.name: r.detail for r in conformance.run(Selected(kind, cls.name, cls), name_part=name_part) if not r.passed
+    }
 
 
 # ------------------------------------------------------------------------------------------ any kind
@@ -164,14 +166,14 @@ def test_a_secret_that_is_printed_or_raised_is_named_and_not_shown(monkeypatch):
             return await super().score(group)
 
     monkeypatch.setenv("JUDGE_API_KEY", "k-" + "Zq7" * 6)
-    with redirect_stdout(io.StringIO()) as said:
-        found = failures("reward", Tells)
-    assert found["secrets"] == (
+    with redirect_stdout(io.StringIO()) as output:
+        problems = failures("reward", Tells)
+    assert problems["secrets"] == (
         "What it prints or raises shows $JUDGE_API_KEY. Logs are kept and passed on, so no secret may stand in them."
     )
-    assert found["every_answer_alone"].startswith("ValueError: 401 for $JUDGE_API_KEY (")
-    assert "key: $JUDGE_API_KEY\n" in said.getvalue()
-    assert "Zq7" not in said.getvalue() + json.dumps(found)
+    assert problems["every_answer_alone"].startswith("ValueError: 401 for $JUDGE_API_KEY (")
+    assert "key: $JUDGE_API_KEY\n" in output.getvalue()
+    assert "Zq7" not in output.getvalue() + json.dumps(problems)
     monkeypatch.delenv("JUDGE_API_KEY")
     with redirect_stdout(io.StringIO()):
         assert "the whole environment" in failures("reward", Dumps)["secrets"]
@@ -181,9 +183,9 @@ def test_what_a_plugin_prints_is_not_in_the_json(tmp_path, capsys):
     path = tmp_path / "loud.py"
     path.write_text("async def score(prompt, completion, row):\n    print('hello')\n    return 1.0\n")
     assert main(["plugins", "check", f"file:{path}", "--kind", "reward", "--json"]) == 0
-    said = capsys.readouterr()
-    assert {row["outcome"] for row in json.loads(said.out)} == {"ok", "left out"}
-    assert "hello\n" in said.err
+    output = capsys.readouterr()
+    assert {row["outcome"] for row in json.loads(output.out)} == {"ok", "left out"}
+    assert "hello\n" in output.err
 
 
 # ---------------------------------------------------------------------------------------- advantages
@@ -403,10 +405,10 @@ class Best(Rollout):
 
     async def run(self, row, seed, ctx):
         prompt = ctx.encode_prompt(row)
-        made = [await ctx.generate([prompt], ctx.sampling, n) for n in range(4)]
-        question = replace(ctx.encode_observation(" | ".join(t.text for t in made)), fresh=True)
+        answers = [await ctx.generate([prompt], ctx.sampling, n) for n in range(4)]
+        question = replace(ctx.encode_observation(" | ".join(t.text for t in answers)), fresh=True)
         verdict = await ctx.generate([question], ctx.sampling, 4)
-        return [prompt, made[len(verdict.ids) % 4]]
+        return [prompt, answers[len(verdict.ids) % 4]]
 
 
 def test_candidates_may_be_dropped_if_declared():
@@ -419,8 +421,8 @@ def test_candidates_may_be_dropped_if_declared():
         """Drops candidates and changes the one that it keeps."""
 
         async def run(self, row, seed, ctx):
-            prompt, kept = await super().run(row, seed, ctx)
-            return [prompt, replace(kept, ids=kept.ids[:-1], logprobs=kept.logprobs[:-1])]
+            prompt, answer = await super().run(row, seed, ctx)
+            return [prompt, replace(answer, ids=answer.ids[:-1], logprobs=answer.logprobs[:-1])]
 
     class Elsewhere(Best):
         """Keeps an answer that was sampled after another context."""
@@ -490,9 +492,9 @@ def first_failure(cls: type) -> str:
         if not result.passed:
             raise FirstFailure(result.detail)
 
-    with pytest.raises(FirstFailure) as found:
+    with pytest.raises(FirstFailure) as error:
         conformance.run(Selected("algorithm", cls.name, cls), stop)
-    return str(found.value)
+    return str(error.value)
 
 
 def test_algorithms_that_override_their_base_wrongly_are_found():
@@ -567,12 +569,12 @@ def test_algorithms_with_wrong_results_are_found():
     assert "finish() must return metrics, {} for none, got NoneType" in first_failure(NoMetrics)
     assert (
         "draws from or seeds random's generator of the whole process"
-        in failures("algorithm", Shuffles, only="steps")["steps"]
+        in failures("algorithm", Shuffles, name_part="steps")["steps"]
     )
 
 
 def test_an_option_with_the_name_of_a_slot():
     contract = conformance.suite("algorithm")
-    made = type("Suite", (contract,), {"algorithm": with_field(Good, "loss"), "registered": False})()
+    instance = type("Suite", (contract,), {"algorithm": with_field(Good, "loss"), "registered": False})()
     with pytest.raises(Nonconformance, match="loss cannot be set: the slot 'loss' takes the name"):
-        made.test_config()
+        instance.test_config()

@@ -30,11 +30,11 @@ class Hello(Command):
         return 0
 
 
-def arguments(*names, **more):
+def arguments(*names, **options):
     """``add_arguments`` that adds one argument."""
 
     def add_arguments(self, parser):
-        parser.add_argument(*names, **more)
+        parser.add_argument(*names, **options)
 
     return {"add_arguments": add_arguments}
 
@@ -54,8 +54,8 @@ COMMANDS = {
 @pytest.mark.parametrize("mistake", COMMANDS)
 def test_mistakes_of_a_command(mistake):
     attributes, check, says = COMMANDS[mistake]
-    found = failed("command", type("Wrong", (Hello,), {"__doc__": "Wrong.", **attributes}))
-    assert says in found[check]
+    problems = failed("command", type("Wrong", (Hello,), {"__doc__": "Wrong.", **attributes}))
+    assert says in problems[check]
 
 
 class Desk(Backend):
@@ -74,14 +74,14 @@ BACKENDS = {
 @pytest.mark.parametrize("mistake", BACKENDS)
 def test_mistakes_of_a_backend(mistake):
     attributes, check, says = BACKENDS[mistake]
-    found = failed("backend", type("Wrong", (Desk,), {"__doc__": "Wrong.", **attributes}))
-    assert says in found[check]
+    problems = failed("backend", type("Wrong", (Desk,), {"__doc__": "Wrong.", **attributes}))
+    assert says in problems[check]
 
 
 @pytest.mark.parametrize(("kind", "cls"), [("command", Hello), ("backend", Desk)])
 def test_options_of_what_has_none_are_a_mistake(kind, cls):
-    found = failed(kind, type("Wrong", (cls,), {"__doc__": "Wrong.", "Config": ComponentConfig}))
-    assert found["class"] == f"Wrong has a Config, but a {kind} has no options: remove it"
+    problems = failed(kind, type("Wrong", (cls,), {"__doc__": "Wrong.", "Config": ComponentConfig}))
+    assert problems["class"] == f"Wrong has a Config, but a {kind} has no options: remove it"
 
 
 class Fine(Check):
@@ -127,8 +127,8 @@ CHECKS = {
 def test_mistakes_of_a_check(mistake):
     examine, check, says = CHECKS[mistake]
     attributes = {"__doc__": "Wrong.", "examine": lambda self, examination: examine(examination)}
-    found = failed("check", type("Wrong", (Fine,), attributes))
-    assert says in found[check]
+    problems = failed("check", type("Wrong", (Fine,), attributes))
+    assert says in problems[check]
 
 
 @pytest.mark.parametrize(("kind", "cls"), [("command", Hello), ("backend", Desk), ("check", Fine)])

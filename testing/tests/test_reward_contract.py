@@ -189,12 +189,12 @@ class Sees(Brevity):
     reads = "everything"
 
 
-def suite(made, **attributes):
-    return type("Broken", (RewardContract,), {"reward": made, "registered": False, **attributes})()
+def suite(cls, **attributes):
+    return type("Broken", (RewardContract,), {"reward": cls, "registered": False, **attributes})()
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (OneShort, "test_results", "must return 5 results"),
         (NotANumber, "test_results", "value is nan"),
@@ -209,9 +209,9 @@ def suite(made, **attributes):
         (Sees, "test_reads", "reads is 'everything'; allowed: 'text', 'tokens'"),
     ],
 )
-def test_broken_reward_fails_the_right_check(made, check, message):
+def test_broken_reward_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(cls), check)()
 
 
 def test_empty_answer_must_not_raise():
@@ -219,11 +219,11 @@ def test_empty_answer_must_not_raise():
         suite(EmptyFails).test_every_answer_alone()
 
 
-@pytest.mark.parametrize("made", [Hangs, Blocks])
-def test_hanging_reward_is_stopped(made, monkeypatch):
+@pytest.mark.parametrize("cls", [Hangs, Blocks])
+def test_hanging_reward_is_stopped(cls, monkeypatch):
     monkeypatch.setattr(awaiting, "GRACE", 0.1)
     with pytest.raises(Nonconformance, match=r"score took longer than 0\.1 s"):
-        suite(made, limit=0.1).test_results()
+        suite(cls, limit=0.1).test_results()
 
 
 def test_a_plain_reward_that_hangs_is_interrupted_and_waited_for_once(monkeypatch):

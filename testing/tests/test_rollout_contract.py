@@ -178,8 +178,8 @@ class OneSeed(Episode):
 
     async def run(self, row, seed, ctx):
         prompt = ctx.encode_prompt(row)
-        one = await ctx.generate([prompt], ctx.sampling)
-        return [prompt, one, await ctx.generate([prompt, one], ctx.sampling)]
+        turn = await ctx.generate([prompt], ctx.sampling)
+        return [prompt, turn, await ctx.generate([prompt, turn], ctx.sampling)]
 
 
 class Undeclared(Episode):
@@ -208,8 +208,8 @@ class Wasteful(SingleTurn):
         return turns
 
 
-def suite(made, **attributes):
-    return type("Broken", (RolloutContract,), {"rollout": made, "registered": False, **attributes})()
+def suite(cls, **attributes):
+    return type("Broken", (RolloutContract,), {"rollout": cls, "registered": False, **attributes})()
 
 
 class ForgetsAgents(Episode):
@@ -229,7 +229,7 @@ class OneConversation(ForgetsAgents):
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (Retokenises, "test_token_in_token_out", "never tokenised again"),
         (NoLogprobs, "test_turns", "None log-probs"),
@@ -249,6 +249,6 @@ class OneConversation(ForgetsAgents):
         (ScoresText, "test_turns", "takes all turns of each answer, the prompt first"),
     ],
 )
-def test_broken_rollout_fails_the_right_check(made, check, message):
+def test_broken_rollout_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(cls), check)()

@@ -272,12 +272,12 @@ class Executes(Foreign):
         return True
 
 
-def suite(contract, made, **attributes):
-    return type("Broken", (contract,), {contract.kind: made, "registered": False, **attributes})()
+def suite(contract, cls, **attributes):
+    return type("Broken", (contract,), {contract.kind: cls, "registered": False, **attributes})()
 
 
 @pytest.mark.parametrize(
-    ("contract", "made", "check", "message"),
+    ("contract", "cls", "check", "message"),
     [
         (ObserverContract, NewId, "test_resume", "before the resume"),
         (ObserverContract, NeedsRollouts, "test_runs", r"step_finished\(\) raised AttributeError"),
@@ -300,10 +300,10 @@ def suite(contract, made, **attributes):
         (LauncherContract, launcher_with(Vague), "test_first_cause", "message is lost: actor died"),
     ],
 )
-def test_broken_part_fails_the_right_check(contract, made, check, message):
+def test_broken_part_fails_the_right_check(contract, cls, check, message):
     sizes = {"world_sizes": (2,)} if contract is LauncherContract else {}
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(contract, made, **sizes), check)()
+        getattr(suite(contract, cls, **sizes), check)()
 
 
 def test_broken_adapters_fail(monkeypatch):

@@ -126,9 +126,9 @@ ROWS = "which the made-up rows of this suite do not have (they have prompt, answ
     ],
 )
 def test_a_column_that_the_suite_cannot_guess(kind, cls, wrong, give, conforming):
-    said, give = failures(kind, cls)[wrong], give.replace("WHOLE", '{"prompt": ..., "answer": ..., "secret": ...}')
-    assert f"reads the column 'secret', {ROWS}conformance = {give} in the plugin's class" in said
-    assert ".py:" in said, "the line that reads it"
+    message, give = failures(kind, cls)[wrong], give.replace("WHOLE", '{"prompt": ..., "answer": ..., "secret": ...}')
+    assert f"reads the column 'secret', {ROWS}conformance = {give} in the plugin's class" in message
+    assert ".py:" in message, "the line that reads it"
     supplied = type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "conformance": conforming})
     assert failures(kind, supplied) == {}
 
@@ -167,9 +167,9 @@ def test_a_reward_function_has_its_columns_beside_it(tmp_path, capsys):
 
 
 def test_a_loss_on_pairs_says_what_units_it_needs():
-    said = failures("loss", Summed)["declared_needs"]
-    assert "loss 'summed' reads the sequence of role 1 in every unit, but 0 of 6 units have one" in said
-    assert 'conformance = {"data": "pairs"}' in said
+    message = failures("loss", Summed)["declared_needs"]
+    assert "loss 'summed' reads the sequence of role 1 in every unit, but 0 of 6 units have one" in message
+    assert 'conformance = {"data": "pairs"}' in message
 
 
 def test_a_column_of_units_says_so():
@@ -178,19 +178,19 @@ def test_a_column_of_units_says_so():
 
         conformance: dict[str, Any] = {"data": "pairs"}
 
-    said = failures("loss", Units)["declared_needs"]
-    assert "The suite made one value a token of the columns margin" in said
-    assert 'conformance = {"levels": {"margin": "unit"}}' in said
-    assert "(test_supplied.py:" in said
+    message = failures("loss", Units)["declared_needs"]
+    assert "The suite made one value a token of the columns margin" in message
+    assert 'conformance = {"levels": {"margin": "unit"}}' in message
+    assert "(test_supplied.py:" in message
     Units.conformance = {"data": "pairs", "levels": {"margin": "unit"}}
     assert failures("loss", Units) == {}
 
 
 def test_a_statement_reads_the_config_under_test():
-    seen = []
+    configs = []
 
     def statement(self, x_BT):
-        seen.append(x_BT.config)
+        configs.append(x_BT.config)
         return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.sum()
 
     class Plain(Loss):
@@ -210,4 +210,4 @@ def test_a_statement_reads_the_config_under_test():
 
     [result] = conformance.run(Selected("loss", "plain", Plain), name_part="statement")
     assert result.passed
-    assert [type(config) for config in seen] == [Plain.Config]
+    assert [type(config) for config in configs] == [Plain.Config]

@@ -44,8 +44,8 @@ class OneLongSequence(PlainTrainer):
     """Lets packed sequences see each other."""
 
     def outputs(self, micro, heads):
-        one = torch.tensor([micro.tokens])
-        return super().outputs(Batch(micro.ids_N, one, micro.unit_B[:1], micro.role_B[:1], micro.tok), heads)
+        lens_B = torch.tensor([micro.tokens])
+        return super().outputs(Batch(micro.ids_N, lens_B, micro.unit_B[:1], micro.role_B[:1], micro.tok), heads)
 
 
 class ReadsMasked(PlainTrainer):
@@ -144,12 +144,12 @@ class Unmasked(PlainTrainer):
     """Gives outputs at masked positions."""
 
     def forward(self, micros, outputs, view="live"):
-        made = super().forward(micros, outputs, view)
-        for result, micro in zip(made, micros, strict=True):
+        results = super().forward(micros, outputs, view)
+        for result, micro in zip(results, micros, strict=True):
             for name, values in result.items():
                 if values.shape == (micro.tokens,):
                     result[name] = values + (~micro.tok["loss_mask"]).float()
-        return made
+        return results
 
 
 class HiddenAfter(PlainTrainer):
@@ -190,12 +190,12 @@ class TakesAnyHead(PlainTrainer):
         return None
 
 
-def suite(made):
-    return type("Broken", (TrainerContract,), {"trainer": made, "registered": False})()
+def suite(cls):
+    return type("Broken", (TrainerContract,), {"trainer": cls, "registered": False})()
 
 
 @pytest.mark.parametrize(
-    ("made", "check", "message"),
+    ("cls", "check", "message"),
     [
         (Averages, "test_gradients", "Gradients add"),
         (ForgetsTemperature, "test_forward", "'logprobs' differs"),
@@ -220,6 +220,6 @@ def suite(made):
         (TakesAnyHead, "test_frozen_head", "its head would be random"),
     ],
 )
-def test_broken_trainer_fails_the_right_check(made, check, message):
+def test_broken_trainer_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
-        getattr(suite(made), check)()
+        getattr(suite(cls), check)()

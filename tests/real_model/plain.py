@@ -81,8 +81,8 @@ class Plain:
     def ids(self, prompt: Sequence[Mapping[str, str]], answer: str) -> tuple[list[int], int]:
         """The tokens of a conversation up to the end token of its answer, and those before the answer."""
         pieces = chatml(prompt, answer)
-        before = self.tokenizer("".join(t for t, _ in pieces[:-1]), add_special_tokens=False)["input_ids"]
-        return self.tokenizer("".join(t for t, _ in pieces), add_special_tokens=False)["input_ids"], len(before)
+        prefix = self.tokenizer("".join(t for t, _ in pieces[:-1]), add_special_tokens=False)["input_ids"]
+        return self.tokenizer("".join(t for t, _ in pieces), add_special_tokens=False)["input_ids"], len(prefix)
 
     def answer(self, prompt: Sequence[Mapping[str, str]], answer: str) -> Tensor:
         """Log-probs of the answer's tokens with its end token."""

@@ -106,8 +106,8 @@ def test_the_first_loss_of_kto_with_labels_is_that_of_plain_transformers_in_fp64
     ]
 
     def ratio(prompt: Sequence[Mapping[str, str]], answer: Sequence[Mapping[str, str]]) -> Tensor:
-        logprobs, others = (model.answer(prompt, answer[0]["content"]) for model in (fp64, reference))
-        return (logprobs - others).sum()
+        logprobs, reference_logprobs = (model.answer(prompt, answer[0]["content"]) for model in (fp64, reference))
+        return (logprobs - reference_logprobs).sum()
 
     drifts = [ratio(row["prompt"], rows[i - 1]["response"]) for i, row in enumerate(rows)]
     z = torch.stack(drifts).mean().clamp(min=0)

@@ -52,14 +52,14 @@ def test_tokens_and_masks_of_200_real_rows_are_those_of_the_template_written_by_
 ) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer, written = AutoTokenizer.from_pretrained(str(MODEL)), rows()
-    assert len(written) == 200
+    tokenizer, examples = AutoTokenizer.from_pretrained(str(MODEL)), rows()
+    assert len(examples) == 200
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in written))
+    file.write_text("".join(json.dumps(row) + "\n" for row in examples))
     section = DataSection(train=(SourceSection(path=str(file)),), shuffle=False, max_tokens=8192)
     data = TrainData(section, tokenizer, "demonstrations", seed=0)
     (source,) = data.sources["train"]
-    for number, row in enumerate(written):
+    for number, row in enumerate(examples):
         (sequence,) = data.judge(source[number]).example.sequences
         pieces = chatml(row["prompt"], row["response"])
         encoded = tokenizer("".join(text for text, _ in pieces), return_offsets_mapping=True, add_special_tokens=False)

@@ -36,11 +36,11 @@ def on_two_ranks(launcher: str, **trainer: Any) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_stopped_run_goes_on_bit_for_bit_and_its_export_is_loaded_by_transformers(part: Workshop) -> None:
-    whole = part.train("grpo", "whole", **SAMPLED)
+    baseline = part.train("grpo", "whole", **SAMPLED)
     part.train("grpo", "resumed", **merged(SAMPLED, {"run": {"stop_after": 2}}))
     resumed = part.train("grpo", "resumed", "--resume", **SAMPLED)
-    assert_same_run(whole, resumed)
-    exported = Plain.load(whole.path / "model", torch.float32)
+    assert_same_run(baseline, resumed)
+    exported = Plain.load(baseline.path / "model", torch.float32)
     assert exported.model.generation_config.eos_token_id in (2, [2])
     assert exported.tokenizer.chat_template == Plain.load(part.model, torch.float32).tokenizer.chat_template
 

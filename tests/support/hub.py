@@ -123,15 +123,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self._answer({"errors": [], "warnings": []})
         if upload is None:
-            asked = json.loads(lines)
-            name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+            request = json.loads(lines)
+            name = "/".join(part for part in (request.get("organization"), request["name"]) if part)
             if ("model", name) in self.serves.repositories:
                 problem = {"error": "You already created this model repo", "url": f"{self.serves.url}/{name}"}
                 return self._send(409, json.dumps(problem).encode())
             commit = self.serves.publish("model", name, {})
             self.serves.repositories["model", name].private = "private" in (
-                asked.get("visibility"),
-                "private" if asked.get("private") else None,
+                request.get("visibility"),
+                "private" if request.get("private") else None,
             )  # of clients from 2.0 on, and before
             return self._answer({"url": f"{self.serves.url}/{name}", "id": name, "commit": commit})
         if upload[2] == "preupload":

@@ -20,7 +20,7 @@ from tests.support.losses import NllLoss
 SHARES = (([1, 2, 0], [5], [3]), ([5], [1], [4, 6]))
 """[rank][micro-batch][unit] of a batch: one rank has images and the other none, no rank has some, both have some. Units
 are repeated, so the sums are those of :data:`WHOLE`."""
-WHOLE = [unit for of_rank in SHARES for micro in of_rank for unit in micro]
+UNITS = [unit for of_rank in SHARES for micro in of_rank for unit in micro]
 
 Part = str | bytes
 """Text, or an image file."""
@@ -81,11 +81,11 @@ def sequence(path: Path, family: str, parts: tuple[Part, ...]) -> tuple[list[int
     images: list[Image] = []
     placeholder = FAMILIES[family][3]
     for part in parts:
-        own = _processed(path, placeholder, (part,))["input_ids"][0].tolist()
+        image_ids = _processed(path, placeholder, (part,))["input_ids"][0].tolist()
         if isinstance(part, bytes):
             short = processor_of(path).tokenizer(placeholder)["input_ids"]
-            images.append(Image(part, len(ids), len(own), short))
-        ids += own
+            images.append(Image(part, len(ids), len(image_ids), short))
+        ids += image_ids
     return ids, tuple(images)
 
 
@@ -101,9 +101,9 @@ def image_batch(path: Path, family: str, sequences: tuple[tuple[Part, ...], ...]
     return weigh(pack(units), NllLoss().reduce())
 
 
-def image_shares(whole: Batch, ranks: int) -> list[list[Batch]]:
+def image_shares(full_batch: Batch, ranks: int) -> list[list[Batch]]:
     """[rank][micro-batch] of ``image_batch`` by :data:`SHARES`, with the weights of :data:`WHOLE` as one batch."""
-    batch = weigh(whole.select(WHOLE), NllLoss().reduce())
-    places = iter(range(len(WHOLE)))
+    batch = weigh(full_batch.select(UNITS), NllLoss().reduce())
+    places = iter(range(len(UNITS)))
     dealt = [[batch.select([next(places) for _ in micro]) for micro in of_rank] for of_rank in SHARES]
     return dealt if ranks == 2 else [[micro for of_rank in dealt for micro in of_rank]]

@@ -26,14 +26,14 @@ def batch(seed: int, loss: Loss | None = None, units: int = 7) -> Batch:
     return slim_batch(weigh(columns(raw), loss.reduce()), loss)
 
 
-def shares(whole: Batch, ranks: int, budget: int = 40) -> list[list[Batch]]:
+def shares(full_batch: Batch, ranks: int, budget: int = 40) -> list[list[Batch]]:
     """[rank][micro-batch], distributed like a controller does: the same number for every rank, of different sizes, none
     empty. A missing micro-batch is filled with the shortest unit, with weight zero."""
-    tokens = whole.tokens_per_unit()
-    units = sorted(range(whole.units), key=lambda u: -tokens[u])
+    tokens = full_batch.tokens_per_unit()
+    units = sorted(range(full_batch.units), key=lambda u: -tokens[u])
     micros = max(-(-sum(tokens) // (budget * ranks)), -(-len(units) // (4 * ranks)))
     bins: list[list[int]] = [units[n :: micros * ranks] for n in range(micros * ranks)]
-    micros_of_ranks = [whole.select(sorted(b)) if b else _filler(whole.select([units[-1]])) for b in bins]
+    micros_of_ranks = [full_batch.select(sorted(b)) if b else _filler(full_batch.select([units[-1]])) for b in bins]
     return [micros_of_ranks[rank::ranks] for rank in range(ranks)]
 
 

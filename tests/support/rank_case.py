@@ -74,7 +74,7 @@ class RankCases:
     @classmethod
     def names(cls) -> dict[str, tuple[str, dict[str, str]]]:
         """{name: (case, arguments)} in the order of the runs: those of a subclass come before those of its bases."""
-        cases = [name.removeprefix(PREFIX) for of in cls.__mro__ for name in vars(of) if name.startswith(PREFIX)]
+        cases = [name.removeprefix(PREFIX) for base in cls.__mro__ for name in vars(base) if name.startswith(PREFIX)]
         return {
             "-".join([case, *arguments.values()]): (case, arguments)
             for case in dict.fromkeys(cases)
@@ -130,9 +130,9 @@ class RankCases:
             )
 
 
-def held(of: Any, view: str = "live") -> dict[str, Tensor]:
+def held(trainer: Any, view: str = "live") -> dict[str, Tensor]:
     """Copies of the whole weights, on every rank."""
-    return {name: value.detach().clone() for name, value in of.weights(view, every_rank=True)}
+    return {name: value.detach().clone() for name, value in trainer.weights(view, every_rank=True)}
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -82,9 +82,9 @@ def small_config(published: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
-    own = {key: value for key, value in published.items() if key not in OF_THE_CHECKPOINT}
-    kind = own.pop("model_type")
-    fields = merge(_without_layers(own), proportional(AutoConfig.for_model(kind, **own)))
+    settings = {key: value for key, value in published.items() if key not in OF_THE_CHECKPOINT}
+    kind = settings.pop("model_type")
+    fields = merge(_without_layers(settings), proportional(AutoConfig.for_model(kind, **settings)))
     return AutoConfig.for_model(kind, **fields)
 
 
@@ -155,15 +155,15 @@ def _factor_of_head_sizes(texts: Collection[Mapping[str, Any]], heads: int) -> i
     hidden = max(_numbers(texts, "hidden"), default=0)
     for text in texts:
         tables = list(_tables(text))
-        own = _numbers(tables, "head size")
+        head_sizes = _numbers(tables, "head size")
         width, count = max(_numbers([text], "hidden"), default=0), max(_numbers([text], "query heads"), default=0)
         if not text.get("head_dim") and not text.get("qk_rope_head_dim") and count and width % count == 0:
-            own.append(width // count)
+            head_sizes.append(width // count)
         shares = [t.get(name) for t in tables for name in ("partial_rotary_factor", "rotary_pct")]
-        main = [t["head_dim"] for t in tables if isinstance(t.get("head_dim"), int)] or own[-1:]
+        main = [t["head_dim"] for t in tables if isinstance(t.get("head_dim"), int)] or head_sizes[-1:]
         rotated += [int(m * share) for m in main for share in shares if isinstance(share, float) and 0 < share < 1]
         rotated += [2 * section for section in _numbers(tables, "sections")]
-        sizes += own
+        sizes += head_sizes
     if not sizes:
         return max(1, hidden // heads // WIDEST)
     rotated = [r for r in rotated if r % 2 == 0]
@@ -185,8 +185,8 @@ def _factor_of_experts(fields: Mapping[str, Any]) -> int:
 def _fewer(every: int, fields: Mapping[str, Any], factor: int) -> int:
     """Half of the experts, as long as there are many."""
     groups = math.prod(_numbers([fields], "groups of experts"))
-    least = max([EXPERTS, *(2 * n // factor for n in _numbers([fields], "chosen experts"))])
-    while every % 2 == 0 and every // 2 >= least and every // 2 % groups == 0:
+    minimum = max([EXPERTS, *(2 * n // factor for n in _numbers([fields], "chosen experts"))])
+    while every % 2 == 0 and every // 2 >= minimum and every // 2 % groups == 0:
         every //= 2
     return every
 

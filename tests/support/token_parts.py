@@ -62,11 +62,11 @@ class Case:
         """[group of ranks][micro-batch]."""
         if self.rows:
             return [[_row(length, number, self.loss) for length in self.rows]] * groups
-        whole = batch(number, self.loss)
-        tokens = torch.tensor(whole.tokens_per_unit(), dtype=torch.float32)
+        full_batch = batch(number, self.loss)
+        tokens = torch.tensor(full_batch.tokens_per_unit(), dtype=torch.float32)
         if self.experts is not None:
-            whole = with_records(whole, *self.experts)
-        return shares(whole.with_column("unit", "weight/tokens", tokens / tokens.sum(), over=None), groups)
+            full_batch = with_records(full_batch, *self.experts)
+        return shares(full_batch.with_column("unit", "weight/tokens", tokens / tokens.sum(), over=None), groups)
 
 
 def with_records(batch: Batch, layers: int, experts: int, chosen: int) -> Batch:
@@ -78,7 +78,10 @@ def with_records(batch: Batch, layers: int, experts: int, chosen: int) -> Batch:
 
 
 def _row(length: int, number: int, loss: Loss) -> Batch:
-    data = SequenceData([5 + number + at for at in range(length)], {"loss_mask": [at > 0 for at in range(length)]})
+    data = SequenceData(
+        [5 + number + position for position in range(length)],
+        {"loss_mask": [position > 0 for position in range(length)]},
+    )
     return slim_batch(weigh(columns(pack([UnitData([data])])), loss.reduce()), loss)
 
 
@@ -110,29 +113,31 @@ Make = Callable[..., Any]
 """``make(spec, **options)``: a trainer."""
 
 
-def run_case(name: str, make: Make, of: ModelSpec, folder: Path, parts: int) -> dict[str, Any]:
+def run_case(name: str, make: Make, model_spec: ModelSpec, folder: Path, parts: int) -> dict[str, Any]:
     """The numbers of a rank whose rows are divided over ``parts`` ranks. Rank 0 writes the gradients of the first step
     to ``FOLDER/parts-PARTS-NAME.safetensors``."""
     case = CASES[name]
-    trainer = make(case.spec(of, folder), sequence_parallel=parts, **case.options)
-    groups = of.world_size // parts
-    gradients, numbers = measured(trainer, lambda number: case.micros(number, groups)[of.rank // parts], case.loss)
-    if of.rank == 0:
+    trainer = make(case.spec(model_spec, folder), sequence_parallel=parts, **case.options)
+    groups = model_spec.world_size // parts
+    gradients, numbers = measured(
+        trainer, lambda number: case.micros(number, groups)[model_spec.rank // parts], case.loss
+    )
+    if model_spec.rank == 0:
         save_file({name: g.contiguous() for name, g in gradients.items()}, folder / f"parts-{parts}-{name}.safetensors")
     return numbers | {"share": trainer.facts().ranks_per_share}
 
 
 def check_case(
-    name: str, make: Make, ranks: Ranks, numbers_of_ranks: Sequence[dict[str, Any]], parts: int, within: float = 1e-5
+    name: str, make: Make, ranks: Ranks, numbers_of_ranks: Sequence[dict[str, Any]], parts: int, tolerance: float = 1e-5
 ) -> None:
     """Compare ``numbers_of_ranks``, which :func:`run_case` returned on each of ``ranks``, with ``make``'s trainer on
     one rank, which gets the same micro-batches."""
     case, groups = CASES[name], ranks.ranks // parts
     trainer = make(case.spec(spec(ranks.folder, head=case.head), ranks.folder), **case.options)
     gradients, want = measured(trainer, lambda number: [m for g in case.micros(number, groups) for m in g], case.loss)
-    assert apart(ranks.tensors(f"parts-{parts}-{name}"), gradients) < within
+    assert apart(ranks.tensors(f"parts-{parts}-{name}"), gradients) < tolerance
     assert {rank.pop("share") for rank in numbers_of_ranks} == {parts}
-    check(numbers_of_ranks, want, parts, within)
+    check(numbers_of_ranks, want, parts, tolerance)
 
 
 def measured(
@@ -178,7 +183,9 @@ def kept_bytes(trainer: Any, micros: Sequence[Batch], loss: Loss) -> int:
     return sum(storages.values())
 
 
-def check(numbers_of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], ranks: int, within: float = 1e-5) -> None:
+def check(
+    numbers_of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], ranks: int, tolerance: float = 1e-5
+) -> None:
     """Raises AssertionError unless the numbers of all ranks are those of one rank.
 
     Args:
@@ -189,12 +196,14 @@ def check(numbers_of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], rank
     firsts = numbers_of_ranks[::ranks]
     for number, rank in enumerate(numbers_of_ranks):
         assert rank == firsts[number // ranks], "the ranks of a group return the same"
-        assert torch.allclose(torch.tensor(rank["norms"]), torch.tensor(want["norms"]), rtol=10 * within)
+        assert torch.allclose(torch.tensor(rank["norms"]), torch.tensor(want["norms"]), rtol=10 * tolerance)
     for kind in ("first", "evaluated"):
         for name, sums in want[kind].items():
             added = torch.tensor([[r[kind][name] for r in firsts]]).sum(1)
-            assert torch.allclose(added, torch.tensor(sums), rtol=10 * within, atol=10 * within), (kind, name)
+            assert torch.allclose(added, torch.tensor(sums), rtol=10 * tolerance, atol=10 * tolerance), (kind, name)
     if len(firsts) == 1:
         for scores, other in zip(firsts[0]["scores"], want["scores"], strict=True):
             for name, values in other.items():
-                assert torch.allclose(torch.tensor(scores[name]), torch.tensor(values), rtol=within, atol=10 * within)
+                assert torch.allclose(
+                    torch.tensor(scores[name]), torch.tensor(values), rtol=tolerance, atol=10 * tolerance
+                )

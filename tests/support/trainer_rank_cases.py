@@ -55,12 +55,12 @@ class TrainerRankCases(StateCases):
     def case_images(self, image: str) -> Any:
         """Gradients of the first step and three steps, where one rank has images and the other none."""
         path = self.folder / "images"
-        own = image_shares(image_batch(path, FAMILY), self.ranks)[self.rank]
+        micros = image_shares(image_batch(path, FAMILY), self.ranks)[self.rank]
         of_role, options = parted(self.images[image])
         spec = replace(self.here(**of_role), path=str(path), images=True)
         trainer, other = (self.make(spec, **options) for _ in range(2))
-        self.first_gradients(trainer, f"images-{image}", own, NllLoss())
-        norms = [trainer.update(own, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
+        self.first_gradients(trainer, f"images-{image}", micros, NllLoss())
+        norms = [trainer.update(micros, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
         self.keep(f"weights-images-{image}", held(trainer))
         trainer.save(self.folder / f"images-{image}")
         other.load(self.folder / f"images-{image}")
@@ -72,23 +72,25 @@ class TrainerRankCases(StateCases):
         options: dict[str, Any] = {"lora": DORA, "ema_decay": 0.9}
         trainer = self.trainer(layout, **options)
         first, weights = trainer.forward(self.mine(9), ("logprobs",)), held(trainer, "base")
-        lent = [h.weight_VH.clone() for h in trainer.lend_head("base")]
+        heads = [h.weight_VH.clone() for h in trainer.lend_head("base")]
         self.steps(trainer, range(2))
         trainer.save(self.folder / f"base-{layout}")
         other = self.trainer([*self.layouts][-1], **options)
         other.load(self.folder / f"base-{layout}")
         reports = []
-        for of in (trainer, other):
-            live = held(of)
-            again = of.forward(self.mine(9), ("logprobs",), "base")
+        for instance in (trainer, other):
+            live = held(instance)
+            repeat = instance.forward(self.mine(9), ("logprobs",), "base")
             reports.append(
                 {
-                    "off": farthest(first, again),
+                    "off": farthest(first, repeat),
                     "moved": sum(not torch.equal(live[n], t) for n, t in weights.items()),
-                    "base": same(weights, held(of, "base")),
-                    "live": same(live, held(of)) and same(live, held(trainer)),
-                    "average": same(held(trainer, "ema"), held(of, "ema")),
-                    "lent": all(torch.equal(a, h.weight_VH) for a, h in zip(lent, of.lend_head("base"), strict=True)),
+                    "base": same(weights, held(instance, "base")),
+                    "live": same(live, held(instance)) and same(live, held(trainer)),
+                    "average": same(held(trainer, "ema"), held(instance, "ema")),
+                    "lent": all(
+                        torch.equal(a, h.weight_VH) for a, h in zip(heads, instance.lend_head("base"), strict=True)
+                    ),
                 }
             )
         return reports
@@ -110,17 +112,17 @@ class TrainerRankCases(StateCases):
         """A frozen role loads whole weights from a sender."""
         source = self.trainer(self.default_layout)
         self.steps(source, range(2))
-        trainer, again = (self.trainer(layout, self.here(trained=False)) for _ in range(2))
-        before = trainer.forward(self.mine(9), ("logprobs",))
+        trainer, copy = (self.trainer(layout, self.here(trained=False)) for _ in range(2))
+        first = trainer.forward(self.mine(9), ("logprobs",))
         trainer.load_weights(source.weights(every_rank=True))
-        after, want = (of.forward(self.mine(9), ("logprobs",)) for of in (trainer, source))
+        after, want = (instance.forward(self.mine(9), ("logprobs",)) for instance in (trainer, source))
         trainer.save(self.folder / f"frozen-{layout}")
-        again.load(self.folder / f"frozen-{layout}")
+        copy.load(self.folder / f"frozen-{layout}")
         return {
-            "moved": farthest(before, want),
+            "moved": farthest(first, want),
             "left": farthest(after, want),
             "bits": same(held(trainer), held(source)),
-            "saved": same(held(trainer), held(again)),
+            "saved": same(held(trainer), held(copy)),
             **self.facts(trainer),
         }
 
@@ -129,9 +131,9 @@ class TrainerRankCases(StateCases):
         lender = self.trainer(layout, replace(self.here(trained=False), path=str(self.folder / "lender")))
         trainer = self.trainer(layout, logits_chunk=500)
         heads = list(lender.lend_head())
-        whole = heads or [None]
-        torch.distributed.broadcast_object_list(whole, 0)
-        trainer.borrow_head("lender", whole[0])
+        objects = heads or [None]
+        torch.distributed.broadcast_object_list(objects, 0)
+        trainer.borrow_head("lender", objects[0])
         micros = self.mine(0, LentLoss())
         hidden = [outputs["hidden"] for outputs in lender.forward(micros, ("hidden",))]
         micros = [m.with_column("tok", "lent_hidden", h) for m, h in zip(micros, hidden, strict=True)]
@@ -143,9 +145,9 @@ class TrainerRankCases(StateCases):
         """Experts are one tensor here, divided over the ranks. They are sent and loaded one by one, as in
         checkpoints."""
         trainer = self.trainer(layout, replace(self.here(trained=False), path=str(self.folder / "experts")))
-        once = held(trainer)
-        self.keep(f"experts-{layout}", once)
-        trainer.load_weights((name, 2 * tensor) for name, tensor in once.items())
+        initial = held(trainer)
+        self.keep(f"experts-{layout}", initial)
+        trainer.load_weights((name, 2 * tensor) for name, tensor in initial.items())
         self.keep(f"experts-twice-{layout}", held(trainer))
         return len(trainer.parameters)
 

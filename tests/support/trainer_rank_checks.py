@@ -15,32 +15,34 @@ STEP = 1e-4
 """Relative difference of losses and norms of steps: AdamW amplifies differences in gradients near zero."""
 
 
-def equal(value: Any, want: Any, about: str) -> None:
+def equal(value: Any, want: Any, label: str) -> None:
     """Fails unless both are equal."""
-    expect(value == want, f"{about}: must be {want}, got {value}")
+    expect(value == want, f"{label}: must be {want}, got {value}")
 
 
 def near(
-    value: float | Sequence[float], want: float | Sequence[float], within: float, about: str, least: float = 1e-12
+    value: float | Sequence[float], want: float | Sequence[float], tolerance: float, label: str, floor: float = 1e-12
 ) -> None:
-    """Fails unless numbers differ by at most ``within``, relative to ``want``, or by ``least``."""
+    """Fails unless numbers differ by at most ``tolerance``, relative to ``want``, or by ``floor``."""
     gots, wants = ([x] if isinstance(x, int | float) else x for x in (value, want))
     pairs = list(zip(gots, wants, strict=True))
-    far = [(a, b) for a, b in pairs if not abs(a - b) <= max(within * abs(b), least)]
-    expect(not far, f"{about}: got {value}, must be {want} within {within:g}")
+    far = [(a, b) for a, b in pairs if not abs(a - b) <= max(tolerance * abs(b), floor)]
+    expect(not far, f"{label}: got {value}, must be {want} within {tolerance:g}")
 
 
-def close(tensors: Mapping[str, Tensor], want: Mapping[str, Tensor], within: float, about: str) -> None:
-    """Fails unless the tensors have equal names, and differ norm-wise by less than ``within``."""
-    expect(tensors.keys() == want.keys(), f"{about}: other tensors: {sorted(tensors.keys() ^ want.keys())}")
+def close(tensors: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, label: str) -> None:
+    """Fails unless the tensors have equal names, and differ norm-wise by less than ``tolerance``."""
+    expect(tensors.keys() == want.keys(), f"{label}: other tensors: {sorted(tensors.keys() ^ want.keys())}")
     difference = apart(dict(tensors), dict(want))
-    expect(difference < within, f"{about}: differ by {difference:.1e} from those of one rank (allowed {within:.0e})")
+    expect(
+        difference < tolerance, f"{label}: differ by {difference:.1e} from those of one rank (allowed {tolerance:.0e})"
+    )
 
 
-def same_bits(tensors: Mapping[str, Tensor], want: Iterable[tuple[str, Tensor]], about: str) -> None:
+def same_bits(tensors: Mapping[str, Tensor], want: Iterable[tuple[str, Tensor]], label: str) -> None:
     """Fails unless ``tensors`` has every tensor of ``want``, bit for bit."""
     other = [name for name, tensor in want if name not in tensors or not torch.equal(tensors[name], tensor)]
-    expect(not other, f"{about}: {other[:3]} and {len(other[3:])} more differ")
+    expect(not other, f"{label}: {other[:3]} and {len(other[3:])} more differ")
 
 
 def check_steps(
@@ -61,11 +63,11 @@ def check_steps(
     """
     equal([len(steps) for steps in steps_of_ranks], [len(want)] * len(steps_of_ranks), "steps of each rank")
     for number, (sums, result) in enumerate(want):
-        losses, *others = zip(*(steps[number] for steps in steps_of_ranks), strict=True)
-        for values, label in zip(others, ("norm", "learning rate", "reason of a skip"), strict=True):
+        losses, *columns = zip(*(steps[number] for steps in steps_of_ranks), strict=True)
+        for values, label in zip(columns, ("norm", "learning rate", "reason of a skip"), strict=True):
             equal(values, (values[0],) * len(steps_of_ranks), f"step {number}: the {label} on each rank")
-        replicas = [losses[at : at + share] for at in range(0, len(losses), share)]
-        equal([*map(set, replicas)], [{of[0]} for of in replicas], "losses of the ranks that compute the same")
+        replicas = [losses[start : start + share] for start in range(0, len(losses), share)]
+        equal([*map(set, replicas)], [{group[0]} for group in replicas], "losses of the ranks that compute the same")
         near(sum(losses[::share]), sums["loss"][0], loss, f"step {number}: the sum of the losses", least)
-        near(others[0][0], result.grad_norm, norm, f"step {number}: the norm")
-        equal((others[1][0], others[2][0]), (result.lr, ""), f"step {number}: learning rate, and reason of a skip")
+        near(columns[0][0], result.grad_norm, norm, f"step {number}: the norm")
+        equal((columns[1][0], columns[2][0]), (result.lr, ""), f"step {number}: learning rate, and reason of a skip")

@@ -25,7 +25,7 @@ class StateCases(TrainerRankSetup):
         self.steps(trainer, range(2), ValueLoss())
         trainer.save(self.folder / f"critic-saved-{layout}")
         other.load(self.folder / f"critic-saved-{layout}")
-        numbers = [self.steps(of, [3], ValueLoss()) for of in (trainer, other)]
+        numbers = [self.steps(instance, [3], ValueLoss()) for instance in (trainer, other)]
         return numbers[0] == numbers[1] and same(held(trainer), held(other))
 
     def case_skip(self, layout: str) -> Any:
@@ -34,11 +34,11 @@ class StateCases(TrainerRankSetup):
         last = self.rank // self.share == self.ranks // self.share - 1
         reports = {}
         for broken in (InfiniteLoss(), InfiniteGradient()):
-            before = held(trainer)
+            initial = held(trainer)
             trainer.accumulate(self.mine(0), TokenLoss(), {}, {})
             trainer.accumulate(self.mine(1), broken if last else TokenLoss(), {}, {})
             result = trainer.apply()
-            reports[broken.name] = [result.skipped, same(before, held(trainer)), trainer.skipped, trainer.coverage()]
+            reports[broken.name] = [result.skipped, same(initial, held(trainer)), trainer.skipped, trainer.coverage()]
         self.steps(twin, [0])
         twin.updates = trainer.updates = 2
         steps = self.steps(trainer, [0])
@@ -86,12 +86,12 @@ class StateCases(TrainerRankSetup):
         """Exports in several files, and how much of the model was whole at a time."""
         trainer = self.trainer(layout, ema_decay=0.9, export_shard_bytes=10_000, **self.export_options)
         self.steps(trainer, range(2))
-        with self.gathering(trainer) as whole:
+        with self.gathering(trainer) as sizes:
             trainer.export(self.folder / f"export-{layout}")
             trainer.export(self.folder / f"export-ema-{layout}", "ema")
         exported = dict(trainer.weights())
         self.keep(f"exported-{layout}", exported)
-        return {"names": sorted(exported), "whole": max(whole)}
+        return {"names": sorted(exported), "whole": max(sizes)}
 
     def case_rows_resume(self, layout: str) -> Any:
         """Continue the checkpoint of one rank with rows that are divided over two ranks, and save."""

@@ -168,7 +168,7 @@ class TrainerRanksContract(StateOfRanks, OneRank):
 
     @reads("base")
     def test_the_base_of_adapters_keeps_a_head_that_is_trained_with_them(self, ranks: Ranks, layout: str) -> None:
-        for report in (of for rank in ranks("base", layout) for of in rank):
+        for report in (rank_report for rank in ranks("base", layout) for rank_report in rank):
             expect(report.pop("off") < 1e-5, "log-probs of the base change while adapters are trained")
             equal(report.pop("moved"), 2 * 7 + 1, "moved: seven matrices of two layers, and the tied embedding")
             equal(report, dict.fromkeys(report, True), "what training and a checkpoint leave as it was")
@@ -179,21 +179,28 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         dealt = shares(batch(0), 2)
         equal(ranks("dropout", layout), [len(dealt[0]), len(dealt[1])], "micro-batches")
 
-        def alone(micros: Sequence[Any]) -> dict[str, Tensor]:
+        def reference_gradients(micros: Sequence[Any]) -> dict[str, Tensor]:
             trainer = self.one_rank(spec(ranks.folder), lora={"rank": 2, "dropout": 0.5})
             trainer.accumulate(micros, TokenLoss(), {}, {})
             return trainer.gradients()
 
         gradients = ranks.tensors(f"gradients-dropout-{layout}")
         dealt_out = [micro for pair in zip(*dealt, strict=True) for micro in pair]
-        close(gradients, alone(dealt_out), GRADIENT, "the gradients")
-        expect(apart(gradients, alone([*dealt[0], *dealt[1]])) > 0.1, "this test needs masks that depend on the order")
+        close(gradients, reference_gradients(dealt_out), GRADIENT, "the gradients")
+        expect(
+            apart(gradients, reference_gradients([*dealt[0], *dealt[1]])) > 0.1,
+            "this test needs masks that depend on the order",
+        )
 
     @reads("critic")
     def test_a_critic_and_a_rank_with_filler_units_only(self, ranks: Ranks, layout: str) -> None:
         results, loss = ranks("critic", layout), ValueLoss()
         few = self.micros(4, loss, units=3, budget=12)
-        equal([rank["fillers"] for rank in results], [["filler" in m.unit for m in of] for of in few], "filler units")
+        equal(
+            [rank["fillers"] for rank in results],
+            [["filler" in m.unit for m in micros] for micros in few],
+            "filler units",
+        )
         expect(results[-1]["fillers"][-1] or self.world == self.cases.share, "this test needs a rank with filler units")
         trainer = self.one_rank(spec(ranks.folder, head="scalar"))
         trainer.accumulate([batch(4, loss, units=3)], loss, {}, {})
@@ -219,9 +226,9 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         lender = self.one_rank(replace(spec(ranks.folder, trained=False), path=str(ranks.folder / "lender")))
         trainer = self.one_rank(spec(ranks.folder))
         trainer.borrow_head("lender", *lender.lend_head())
-        whole = batch(0, LentLoss())
-        [hidden] = lender.forward([whole], ("hidden",))
-        sums = trainer.accumulate([whole.with_column("tok", "lent_hidden", hidden["hidden"])], LentLoss(), {}, {})
+        full_batch = batch(0, LentLoss())
+        [hidden] = lender.forward([full_batch], ("hidden",))
+        sums = trainer.accumulate([full_batch.with_column("tok", "lent_hidden", hidden["hidden"])], LentLoss(), {}, {})
         near(sum(rank["loss"] for rank in results[:: self.cases.share]), sums["loss"][0], 1e-5, "the sum of the losses")
         close(ranks.tensors(f"gradients-lent-{layout}"), trainer.gradients(), GRADIENT, "the gradients")
 

@@ -151,11 +151,13 @@ class StateOfRanks(RankTests):
         weights = dict(trainer.weights())
         equal(weights.keys(), want.keys(), "the weights that one rank loads")
         same_bits(weights, want.items(), "weights on one rank after load()")
-        same_bits(_loaded(ranks.folder / f"lora-exported-{layout}"), want.items(), "the exported weights")
+        same_bits(_load_export(ranks.folder / f"lora-exported-{layout}"), want.items(), "the exported weights")
         trainer.export(tmp_path / "one")
         file = f"{ADAPTER}/adapter_model.safetensors"
-        alone, exported = (load_file(f / file) for f in (tmp_path / "one", ranks.folder / f"lora-exported-{layout}"))
-        same_bits(exported, alone.items(), "the exported adapter")
+        reference, exported = (
+            load_file(f / file) for f in (tmp_path / "one", ranks.folder / f"lora-exported-{layout}")
+        )
+        same_bits(exported, reference.items(), "the exported adapter")
         parts, adapters = dict(trainer.weights(PARTS)), dict(trainer.weights(ADAPTERS))
         same_bits(parts, ranks.tensors(f"lora-parts-{layout}").items(), "the base and its adapters")
         same_bits(adapters, exported.items(), "the adapters alone, under PEFT's names")
@@ -174,16 +176,19 @@ class StateOfRanks(RankTests):
         want = ranks.tensors(f"exported-{layout}")
         largest = max(tensor.numel() for tensor in want.values())
         for rank in results:
-            most, whole = max(self.gathered, largest), rank["whole"]
-            expect(largest <= whole <= most, f"{whole} elements are whole on a rank; allowed are {largest} to {most}")
-        expect(3 * most < sum(tensor.numel() for tensor in want.values()), "this test needs a larger model")
+            maximum, elements = max(self.gathered, largest), rank["whole"]
+            expect(
+                largest <= elements <= maximum,
+                f"{elements} elements are whole on a rank; allowed are {largest} to {maximum}",
+            )
+        expect(3 * maximum < sum(tensor.numel() for tensor in want.values()), "this test needs a larger model")
         equal(results[1]["names"], [], "weights that rank 1 streams")
         files = sorted(folder.glob("*.safetensors"))
         sizes = [file.stat().st_size for file in files]
         expect(len(files) > 3 and max(sizes) < 30_000, f"the files have {sizes} bytes, for shards of 10,000")
         index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         equal({n: file.name for file in files for n in load_file(file)}, index, "the index of the files")
-        model, average = _loaded(folder), _loaded(ranks.folder / f"export-ema-{layout}")
+        model, average = _load_export(folder), _load_export(ranks.folder / f"export-ema-{layout}")
         same_bits(model, want.items(), "the exported weights")
         same_bits(model, [("lm_head.weight", want["model.embed_tokens.weight"])], "the tied head")
         norm = "model.norm.weight"
@@ -194,7 +199,7 @@ class StateOfRanks(RankTests):
             equal((folder / name).read_text(), (tmp_path / "one" / name).read_text(), name)
 
 
-def _loaded(folder: Path) -> Mapping[str, Tensor]:
+def _load_export(folder: Path) -> Mapping[str, Tensor]:
     """The weights of an export, as transformers loads them."""
     from transformers import AutoModelForCausalLM
 

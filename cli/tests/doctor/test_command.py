@@ -28,14 +28,14 @@ def doctor(*words, env=None, cwd=None):
     return done.returncode, done.stdout, done.stderr
 
 
-def report(*words, **more):
-    code, out, err = doctor(*words, "--json", **more)
-    found = json.loads(out)
+def report(*words, **options):
+    code, out, err = doctor(*words, "--json", **options)
+    result = json.loads(out)
     assert err == ""
-    assert code == (1 if found["status"] == "fail" else 0)
-    assert found["status"] == ("fail" if any(c["status"] == "fail" for c in found["checks"]) else "ok")
-    assert all(set(c) == {"name", "status", "text", "remedy"} for c in found["checks"])
-    return {check["name"]: check for check in found["checks"]}
+    assert code == (1 if result["status"] == "fail" else 0)
+    assert result["status"] == ("fail" if any(c["status"] == "fail" for c in result["checks"]) else "ok")
+    assert all(set(c) == {"name", "status", "text", "remedy"} for c in result["checks"])
+    return {check["name"]: check for check in result["checks"]}
 
 
 @pytest.fixture
@@ -64,16 +64,16 @@ def run_file(tmp_path):
 def test_this_machine_and_a_run(run_file):
     """Everything once, frameworks included."""
     start = time.monotonic()
-    found = report("run.toml", cwd=run_file, env={"HF_TOKEN": "hf_0123456789abcdefghij", "OMP_NUM_THREADS": "1"})
+    checks = report("run.toml", cwd=run_file, env={"HF_TOKEN": "hf_0123456789abcdefghij", "OMP_NUM_THREADS": "1"})
     run = ["run file", "run plugins", "policy.model", "data", "output", "output disk"]
-    assert list(found) == INSTALLATION + run + OF_PLUGINS
-    failed = {name: check["text"] for name, check in found.items() if check["status"] == "fail"}
+    assert list(checks) == INSTALLATION + run + OF_PLUGINS
+    failed = {name: check["text"] for name, check in checks.items() if check["status"] == "fail"}
     assert failed == {}
-    skipped = {name for name, check in found.items() if check["status"] == "skipped"}
+    skipped = {name for name, check in checks.items() if check["status"] == "skipped"}
     assert skipped <= {"nccl", "ray start", "ray cluster", "vllm", "deepspeed", "ray"}
-    assert found["run plugins"]["text"].startswith("advantage rloo, algorithm rloo, generator transformers, ")
-    assert "HF_TOKEN" in found["environment"]["text"]
-    assert "hf_0123456789abcdefghij" not in json.dumps(found)
+    assert checks["run plugins"]["text"].startswith("advantage rloo, algorithm rloo, generator transformers, ")
+    assert "HF_TOKEN" in checks["environment"]["text"]
+    assert "hf_0123456789abcdefghij" not in json.dumps(checks)
     assert sorted(p.name for p in run_file.iterdir()) == ["model", "rows.jsonl", "run.toml"], "it left nothing"
     assert time.monotonic() - start < 300
 
@@ -83,10 +83,10 @@ def test_a_broken_installation_is_a_table_and_exit_code_1(light):
     assert (code, err) == (1, "")
     lines = out.splitlines()
     assert lines[0].split() == ["check", "status", "found,", "and", "what", "to", "do"]
-    [at] = [number for number, line in enumerate(lines) if line.startswith("vllm ")]
-    assert lines[at].split()[1] == "fail"
-    assert "ImportError: left out of this test" in lines[at]
-    assert lines[at + 1].split()[:2] == ["To", "do:"]
+    [index] = [number for number, line in enumerate(lines) if line.startswith("vllm ")]
+    assert lines[index].split()[1] == "fail"
+    assert "ImportError: left out of this test" in lines[index]
+    assert lines[index + 1].split()[:2] == ["To", "do:"]
     assert " ok, " in lines[-1]
     assert " fail, " in lines[-1]
 
@@ -125,13 +125,13 @@ def test_missing_parts_of_a_run_are_reported(light, run_file):
     (run_file / "rows.jsonl").unlink()
     (run_file / "out").mkdir()
     (run_file / "out" / "config.toml").write_text("")
-    found = report("run.toml", "--policy.model", "modell", cwd=run_file, env=light)
-    assert found["run file"]["status"] == "ok"
-    assert found["policy.model"]["status"] == "skipped", "it may be the name of a model on a hub"
-    assert found["data"]["text"] == "cannot be read: rows.jsonl"
-    assert found["output"]["text"] == "out already holds a run"
-    assert found["run plugins"]["status"] == "fail"
-    assert found["run plugins"]["text"].startswith("algorithm 'rloo' (rlhf-plugin-rloo ")
+    checks = report("run.toml", "--policy.model", "modell", cwd=run_file, env=light)
+    assert checks["run file"]["status"] == "ok"
+    assert checks["policy.model"]["status"] == "skipped", "it may be the name of a model on a hub"
+    assert checks["data"]["text"] == "cannot be read: rows.jsonl"
+    assert checks["output"]["text"] == "out already holds a run"
+    assert checks["run plugins"]["status"] == "fail"
+    assert checks["run plugins"]["text"].startswith("algorithm 'rloo' (rlhf-plugin-rloo ")
 
 
 def test_wrong_usage():
@@ -144,12 +144,12 @@ def test_help_is_quick_and_imports_no_torch():
         "import sys\nfrom rlhf_cli.main import main\ntry:\n    main(['doctor', '--help'])\n"
         "finally:\n    print('torch' in sys.modules, 'rich' in sys.modules)"
     )
-    before = os.times()
+    start = os.times()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     after = os.times()
     assert done.stdout.endswith("False False\n")
     assert "RUN.TOML" in done.stdout
-    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    seconds = after.children_user + after.children_system - start.children_user - start.children_system
     assert seconds < 0.5, "of the processor: other processes may share it"
 
 

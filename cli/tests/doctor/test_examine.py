@@ -40,10 +40,10 @@ def test_a_check_that_raises_leaves_the_others(module, monkeypatch):
     monkeypatch.setattr(module.module, "_installation", lambda request: steps)
     module.offer(looking(lambda examination: 1 / 0))
     announced = []
-    one, other = examine(Request(), announced.append)
-    assert (one.name, one.status, one.remedy) == ("one", "fail", "please report this")
-    assert one.text == "the check itself failed: ZeroDivisionError: division by zero"
-    assert (other.name, other.status, other.text) == ("other", "fail", one.text)
+    first, other = examine(Request(), announced.append)
+    assert (first.name, first.status, first.remedy) == ("one", "fail", "please report this")
+    assert first.text == "the check itself failed: ZeroDivisionError: division by zero"
+    assert (other.name, other.status, other.text) == ("other", "fail", first.text)
     assert other.remedy == "report this to the authors of in process"
     assert announced == ["one", "two", "other"]
 
@@ -75,8 +75,8 @@ def test_a_finding_of_a_plugin_shows_no_secret(module, monkeypatch):
 def test_a_check_that_cannot_be_imported_is_a_failed_line(module, monkeypatch, site):
     site.module("throwaway_broken", "raise ImportError('no such library')")
     site.distribution("rlhf-plugin-broken", entry_points="[rlhf.check]\nbroken = throwaway_broken\n")
-    here = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
-    monkeypatch.setattr(module.module, "Plugins", here)
+    stub = SimpleNamespace(discover=lambda: Plugins.discover([str(site.path)]))
+    monkeypatch.setattr(module.module, "Plugins", stub)
     findings = {finding.name: finding for finding in examine(Request())}
     assert findings["broken"].status == "fail"
     assert findings["broken"].text.startswith(
@@ -86,8 +86,8 @@ def test_a_check_that_cannot_be_imported_is_a_failed_line(module, monkeypatch, s
 
 
 def test_a_check_is_given_the_launcher_of_the_run_and_the_places_that_it_shares(module, monkeypatch, tmp_path):
-    given = []
-    module.offer(looking(lambda examination: given.append(examination) or []))
+    examinations = []
+    module.offer(looking(lambda examination: examinations.append(examination) or []))
     monkeypatch.setattr(module.module, "run_plugins", lambda request: [])
     (tmp_path / "model").mkdir()
     path = tmp_path / "run.toml"
@@ -99,12 +99,12 @@ def test_a_check_is_given_the_launcher_of_the_run_and_the_places_that_it_shares(
     list(examine(Request(str(path), [("launcher.address", "10.0.0.1:6379")])))
     list(examine(Request(overrides=[("launcher.address", "1")])))
     list(examine(Request()))
-    assert [(e.launcher, dict(e.launcher_options)) for e in given] == [
+    assert [(e.launcher, dict(e.launcher_options)) for e in examinations] == [
         ("ray", {"address": "auto"}), ("ray", {"address": "10.0.0.1:6379"}), (None, {"address": "1"}), (None, {}),
     ]  # fmt: skip
-    assert [(e.start, e.timeout) for e in given] == [(True, 7), (False, 120), (False, 120), (False, 120)]
-    assert given[0].shared_paths == (f"{tmp_path}/model", str(tmp_path))
-    assert given[2].shared_paths == ()
+    assert [(e.start, e.timeout) for e in examinations] == [(True, 7), (False, 120), (False, 120), (False, 120)]
+    assert examinations[0].shared_paths == (f"{tmp_path}/model", str(tmp_path))
+    assert examinations[2].shared_paths == ()
 
 
 OPTIMUM = """

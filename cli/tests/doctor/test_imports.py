@@ -174,16 +174,16 @@ def test_a_broken_torch(site):
 
 def test_a_plugin_that_kills_its_process_leaves_the_others_checked(site, monkeypatch):
     """In order of name: fine, raising, crashing, fine, of the wrong version, hanging."""
-    only = Installed([str(site.path)])
-    assert only.plugins() == []
+    installation = Installed([str(site.path)])
+    assert installation.plugins() == []
     site.reward("a_fine", REWARD.replace("NAME", "a_fine"))
     site.reward("b_raises", "import no_such_thing")
     site.reward("c_crashes", "import os, signal; os.kill(os.getpid(), signal.SIGABRT)")
     site.reward("d_fine", REWARD.replace("NAME", "d_fine"))
     site.reward("e_old", REWARD.replace("NAME", "e_old"), requires=["rlhf-core>=9"])
     site.reward("f_hangs", "import time; time.sleep(1000)")
-    found = imports.Plugins.discover
-    monkeypatch.setattr(imports.Plugins, "discover", lambda: found([str(site.path)]))
+    discover = imports.Plugins.discover
+    monkeypatch.setattr(imports.Plugins, "discover", lambda: discover([str(site.path)]))
     check = imports.plugins(5)
     lines = check.text.splitlines()
     assert check.status == "fail"
@@ -197,8 +197,8 @@ def test_a_plugin_that_kills_its_process_leaves_the_others_checked(site, monkeyp
 def test_a_plugin_that_quotes_a_secret(site, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "quite-secret-77")
     site.reward("leaky", "import os; raise RuntimeError('denied: ' + os.environ['MY_API_KEY'])")
-    found = imports.Plugins.discover
-    monkeypatch.setattr(imports.Plugins, "discover", lambda: found([str(site.path)]))
+    discover = imports.Plugins.discover
+    monkeypatch.setattr(imports.Plugins, "discover", lambda: discover([str(site.path)]))
     check = imports.plugins(60)
     assert "quite-secret-77" in check.text
     assert "denied: $MY_API_KEY" in redacted(check).text

@@ -8,9 +8,9 @@ from rlhf_cli.doctor import machine
 from rlhf_cli.doctor.findings import GIB, redacted
 
 
-def in_a_namespace(kind, before, code):
+def in_a_namespace(kind, setup, code):
     """The output of ``code``, run as root in its own mount or network namespace."""
-    script = f"{before} && exec {sys.executable} -c '{code}'"
+    script = f"{setup} && exec {sys.executable} -c '{code}'"
     done = subprocess.run(["unshare", kind, "sh", "-c", script], capture_output=True, text=True, check=False)
     if done.returncode and ("not permitted" in done.stderr or "Permission denied" in done.stderr):
         pytest.skip("needs root")
@@ -27,17 +27,17 @@ def show(call):
 
 def test_shared_memory_too_small():
     out = in_a_namespace("-m", "mount -t tmpfs -o size=64m tmpfs /dev/shm", show("shared_memory()"))
-    status, found, remedy = out.splitlines()
+    status, text, remedy = out.splitlines()
     assert status == "warn"
-    assert found == "/dev/shm: 0.1 GiB, 0.1 GiB free"
+    assert text == "/dev/shm: 0.1 GiB, 0.1 GiB free"
     assert "the weight sync need 2.0 GiB" in remedy
     assert "--shm-size" in remedy
 
 
 def test_shared_memory_full():
     fill = "mount -t tmpfs -o size=2304m tmpfs /dev/shm && head -c 400M /dev/zero > /dev/shm/left-behind"
-    status, found, remedy = in_a_namespace("-m", fill, show("shared_memory()")).splitlines()
-    assert (status, found) == ("warn", "/dev/shm: 2.2 GiB, 1.9 GiB free")
+    status, text, remedy = in_a_namespace("-m", fill, show("shared_memory()")).splitlines()
+    assert (status, text) == ("warn", "/dev/shm: 2.2 GiB, 1.9 GiB free")
     assert "remove what others left" in remedy
 
 
@@ -63,22 +63,22 @@ def test_loopback():
 
 
 def test_loopback_that_is_down():
-    status, found, remedy = in_a_namespace("-n", "true", show("loopback()")).splitlines()
+    status, text, remedy = in_a_namespace("-n", "true", show("loopback()")).splitlines()
     assert status == "fail"
-    assert found.startswith("127.0.0.1: ")
+    assert text.startswith("127.0.0.1: ")
     assert "ip link set lo up" in remedy
 
 
 # ----------------------------------------------------------------------------------------- open files
 
 
-@pytest.mark.parametrize(("hard", "how"), [(20000, "ulimit -n 20000"), (512, "ulimit -n 8192 as root")])
-def test_few_open_files(hard, how):
+@pytest.mark.parametrize(("hard", "advice"), [(20000, "ulimit -n 20000"), (512, "ulimit -n 8192 as root")])
+def test_few_open_files(hard, advice):
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); " + show("file_descriptors()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    status, found, remedy = done.stdout.splitlines()
-    assert (status, found) == ("warn", f"256 open files (at most {hard})")
-    assert how in remedy
+    status, text, remedy = done.stdout.splitlines()
+    assert (status, text) == ("warn", f"256 open files (at most {hard})")
+    assert advice in remedy
 
 
 def test_enough_open_files():
@@ -91,23 +91,23 @@ def test_enough_open_files():
 def cgroup(tmp_path, **files):
     """A control group /job/step with files in the folders named."""
     (tmp_path / "fs" / "job" / "step").mkdir(parents=True)
-    own = tmp_path / "own"
-    own.write_text("0::/job/step\n")
+    membership = tmp_path / "own"
+    membership.write_text("0::/job/step\n")
     for place, text in files.items():
         (tmp_path / "fs" / place.replace("__", "/").replace("_", ".")).write_text(text)
-    return tmp_path / "fs", own
+    return tmp_path / "fs", membership
 
 
 def test_the_lowest_limit_of_the_groups_counts(tmp_path):
-    fs, own = cgroup(
+    fs, membership = cgroup(
         tmp_path, job__cpu_max="150000 100000\n", job__step__cpu_max="300000 100000\n", cpu_max="max 100000\n"
     )
-    assert machine.cpu_limit(fs, own) == 1.5
-    check = machine.cores(fs, own, {"OMP_NUM_THREADS": "4"})
+    assert machine.cpu_limit(fs, membership) == 1.5
+    check = machine.cores(fs, membership, {"OMP_NUM_THREADS": "4"})
     assert check.status == "warn"
     assert "limited to the time of 1.5 by the cgroup; torch uses 4 threads" in check.text
     assert "OMP_NUM_THREADS=1 " in check.remedy
-    assert machine.cores(fs, own, {"OMP_NUM_THREADS": "1"}).status == "ok"
+    assert machine.cores(fs, membership, {"OMP_NUM_THREADS": "1"}).status == "ok"
 
 
 def test_more_threads_than_cores(tmp_path):
@@ -120,15 +120,15 @@ def test_more_threads_than_cores(tmp_path):
 
 
 def test_memory(tmp_path):
-    fs, own = cgroup(tmp_path, job__memory_max=f"{GIB // 2}\n", job__step__memory_max="max\n")
-    check = machine.memory(fs, own)
+    fs, membership = cgroup(tmp_path, job__memory_max=f"{GIB // 2}\n", job__step__memory_max="max\n")
+    check = machine.memory(fs, membership)
     assert check.status == "ok"
     assert check.text.endswith("limited to 0.5 GiB by the cgroup")
-    assert machine.memory(fs, own, tmp_path / "absent").status == "skipped"
+    assert machine.memory(fs, membership, tmp_path / "absent").status == "skipped"
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {1000 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {500 * 2**20} kB\n")
-    found = machine.memory(tmp_path / "none", tmp_path / "none", meminfo).text
-    assert found == "1000.0 GiB, 500.0 GiB available"
+    text = machine.memory(tmp_path / "none", tmp_path / "none", meminfo).text
+    assert text == "1000.0 GiB, 500.0 GiB available"
 
 
 # ----------------------------------------------------------------------------------- disk, environment

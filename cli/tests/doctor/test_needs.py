@@ -46,8 +46,8 @@ def test_every_model_of_the_run_file_is_looked_at(model, tmp_path):
         policy__model=model, critic__model=tmp_path / "no", roles__judge__model="org/name", reward=f"model:{model}"
     )
     checks, _ = needs.models(config)
-    found = {c.name: c.status for c in checks}
-    assert found == {"policy.model": "ok", "critic.model": "fail", "roles.judge.model": "skipped", "reward.0": "ok"}
+    statuses = {c.name: c.status for c in checks}
+    assert statuses == {"policy.model": "ok", "critic.model": "fail", "roles.judge.model": "skipped", "reward.0": "ok"}
 
 
 def test_a_model_of_another_format_fails_with_the_command_that_converts_it(copy, tmp_path):
@@ -70,7 +70,7 @@ def of_a_shard(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "found"),
+    ("name", "damage", "expected"),
     [
         ("", shutil.rmtree, "there is no such folder"),
         ("config.json", Path.unlink, "config.json"),
@@ -81,11 +81,11 @@ def of_a_shard(file):
         ("model.safetensors", of_a_shard, "1 of 2 files of weights are missing: model-00002-of-00002.safetensors"),
     ],
 )
-def test_a_damaged_model_fails_with_what_is_wrong(copy, name, damage, found):
+def test_a_damaged_model_fails_with_what_is_wrong(copy, name, damage, expected):
     damage(copy / name)
     [check], sizes = needs.models(run(policy__model=copy))
     assert (check.status, sizes) == ("fail", {})
-    assert found in check.text
+    assert expected in check.text
 
 
 # ----------------------------------------------------------------------------------------------- data

@@ -3,7 +3,7 @@ import importlib.metadata
 import pytest
 from rlhf_cli.doctor.versions import Installed, python, requirements, versions
 
-OURS = {
+DISTRIBUTIONS = {
     "rlhf-kit": ["rlhf-core>=0.1,<0.2", "rlhf-cli>=0.1,<0.2", "rlhf-plugin-a>=0.1,<0.2", "rlhf-plugin-b; extra == 'b'"]
 }
 
@@ -23,9 +23,9 @@ def install(site):
 def test_this_installation_is_fine():
     installed = Installed()
     assert python(installed).status == "ok"
-    found = versions(installed)
-    assert found.status == "ok"
-    assert f"all {importlib.metadata.version('rlhf-core')}; torch " in found.text
+    result = versions(installed)
+    assert result.status == "ok"
+    assert f"all {importlib.metadata.version('rlhf-core')}; torch " in result.text
     check = requirements(installed)
     assert check.status == "ok", check.text
 
@@ -41,7 +41,7 @@ def test_a_python_that_a_distribution_does_not_allow(install):
 def test_the_distributions_of_this_project_must_have_one_version(install):
     plugins = {"rlhf-plugin-a": [], "rlhf-plugin-b": [], "rlhf-plugin-of-someone": []}
     installed = install(
-        OURS | plugins | {"rlhf-core": [], "rlhf-cli": []}, rlhf_plugin_b="0.2.0", rlhf_plugin_of_someone="7"
+        DISTRIBUTIONS | plugins | {"rlhf-core": [], "rlhf-cli": []}, rlhf_plugin_b="0.2.0", rlhf_plugin_of_someone="7"
     )
     check = versions(installed)
     assert check.status == "fail"
@@ -50,7 +50,7 @@ def test_the_distributions_of_this_project_must_have_one_version(install):
 
 
 @pytest.mark.parametrize(
-    ("distributions", "status", "found", "remedy"),
+    ("distributions", "status", "text", "remedy"),
     [
         (
             {"rlhf-core": ["numpy>1", "absent[x]>=2", "never; python_version < '3'"], "numpy": []},
@@ -81,9 +81,9 @@ def test_the_distributions_of_this_project_must_have_one_version(install):
     ],
     ids=["of ours", "of others, by any steps", "no extra is asked for", "a circle", "no vision", "unreadable"],
 )
-def test_requirements(install, distributions, status, found, remedy):
+def test_requirements(install, distributions, status, text, remedy):
     check = requirements(install(distributions))
-    assert (check.status, check.text.partition(", of ")[0], check.remedy) == (status, found, remedy)
+    assert (check.status, check.text.partition(", of ")[0], check.remedy) == (status, text, remedy)
 
 
 def test_the_first_of_two_on_the_path_counts(site):

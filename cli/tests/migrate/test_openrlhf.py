@@ -225,9 +225,9 @@ def test_rewards_and_agents(tmp_path):
     assert reward["urls"] == ["http://a/get", "http://b/get"]
     assert reward["label"] == "answer"
     assert reward["special_tokens"] is True
-    own = tmp_path / "own.py"
-    own.write_text("class AgentExecutor:\n    async def execute(self):\n        pass\n")
-    assert rl(f"--agent_func_path {own}")["rollout"]["use"] == f"file:{own}", "it has an execute() of its own"
+    file = tmp_path / "own.py"
+    file.write_text("class AgentExecutor:\n    async def execute(self):\n        pass\n")
+    assert rl(f"--agent_func_path {file}")["rollout"]["use"] == f"file:{file}", "it has an execute() of its own"
     run = rl("--agent_func_path elsewhere.py")
     assert run["env"]["use"] == "file:elsewhere.py"
     assert run["rollout"]["use"] == "multi_turn"

@@ -26,8 +26,8 @@ python -m tool.train --here $HERE/x --plain '$MODEL' --line $'a\nb' \
 """
 
 
-def words(text, known=None):
-    return [[word.text for word in command] for command in commands(text, "run.sh", known or {})]
+def words(text, variables=None):
+    return [[word.text for word in command] for command in commands(text, "run.sh", variables or {})]
 
 
 def test_words_variables_arrays_and_texts_are_read():

@@ -22,12 +22,12 @@ GRPOTrainer(model="some/model", args=args, reward_funcs=[torch.nn])
 """
 
 
-def values(source, **known):
-    return tomllib.loads(migrate("trl", source, known, PLUGINS))
+def values(source, **variables):
+    return tomllib.loads(migrate("trl", source, variables, PLUGINS))
 
 
-def grpo(flags="", before="trl"):
-    return values(f"{before} grpo --model_name_or_path M --dataset_name d.jsonl {flags}")
+def grpo(flags="", launcher="trl"):
+    return values(f"{launcher} grpo --model_name_or_path M --dataset_name d.jsonl {flags}")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_batches_are_counted_in_prompts(flags, prompts, minibatches):
 
 
 def test_processes_multiply_batches():
-    assert grpo(before="accelerate launch --num_processes 4 trl")["data"]["batch_size"] == 4
-    before = "torchrun --nproc_per_node=2 --nnodes 2 trl/scripts/sft.py"
-    run = values(f"{before} --model_name_or_path M --dataset_name d.jsonl --gradient_accumulation_steps 2")
+    assert grpo(launcher="accelerate launch --num_processes 4 trl")["data"]["batch_size"] == 4
+    launcher = "torchrun --nproc_per_node=2 --nnodes 2 trl/scripts/sft.py"
+    run = values(f"{launcher} --model_name_or_path M --dataset_name d.jsonl --gradient_accumulation_steps 2")
     assert run["data"]["batch_size"] == 8 * 2 * 4
     assert run["placement"]["policy"]["ranks"] == 4
 
@@ -58,12 +58,12 @@ def test_processes_multiply_batches():
 def test_processes_of_configurations_of_accelerate(tmp_path):
     (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
     (tmp_path / "grpo.yaml").write_text("num_processes: 2\nenv:\n  A: 1\nlearning_rate: 1e-5\n")
-    assert grpo(before=f"accelerate launch --config_file {tmp_path}/zero3.yaml trl")["data"]["batch_size"] == 4
+    assert grpo(launcher=f"accelerate launch --config_file {tmp_path}/zero3.yaml trl")["data"]["batch_size"] == 4
     assert grpo("--num_processes 4")["data"]["batch_size"] == 4
     assert grpo("--accelerate_config zero2")["data"]["batch_size"] == 8
     assert grpo(f"--config {tmp_path}/grpo.yaml")["data"]["batch_size"] == 2
     with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read.*--set processes=N"):
-        grpo(before="accelerate launch --config_file absent.yaml trl")
+        grpo(launcher="accelerate launch --config_file absent.yaml trl")
     with pytest.raises(ConfigError, match="takes a number, got 'many'"):
         values("trl grpo --model_name_or_path M", processes="many")
 
@@ -254,9 +254,9 @@ def test_files_of_fields_say_their_trainer_by_their_fields(form, tmp_path):
     file.write_text('{"learning_rate": 1e-5}')
     with pytest.raises(ConfigError, match="grpo, rloo, sft"):
         values(str(file))
-    named = tmp_path / "config_sft.yaml"
-    named.write_text("learning_rate: 1e-5\n")
-    assert values(str(named))["algorithm"]["use"] == "sft", "the name says which, where the fields do not"
+    config = tmp_path / "config_sft.yaml"
+    config.write_text("learning_rate: 1e-5\n")
+    assert values(str(config))["algorithm"]["use"] == "sft", "the name says which, where the fields do not"
 
 
 def test_recipes_of_open_r1(tmp_path):

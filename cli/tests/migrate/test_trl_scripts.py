@@ -27,16 +27,16 @@ RPO = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
 def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def write(text, command="", name="train.py", **known):
+    def write(text, command="", name="train.py", **variables):
         (tmp_path / name).write_text(text)
-        text = migrate("trl", f"python {name} {command}" if command else name, known, PLUGINS)
+        text = migrate("trl", f"python {name} {command}" if command else name, variables, PLUGINS)
         return tomllib.loads(text) | {"text": text}
 
     return write
 
 
 @pytest.mark.parametrize(
-    ("above", "expression"),
+    ("preamble", "expression"),
     [
         (f"{ARGPARSE}\nif __name__ == '__main__':\n    args = parse_args()", "args.lr"),
         (f"{ARGPARSE}\ndef main(options): pass\nargs = parse_args()", "args.lr if args.out == 'runs' else 1"),
@@ -55,13 +55,13 @@ def script(tmp_path, monkeypatch):
         ("", "(2 * [2e-6])[round(1.4, 1) > 1] if 'ab' * 2 == 'a%s' % 'bab' else 1"),
     ],
 )  # fmt: skip
-def test_values_that_a_script_states_are_read(script, above, expression):
-    text = f"{above}\n{'    ' if '__main__' in above else ''}x = SFTConfig(learning_rate={expression})\n"
+def test_values_that_a_script_states_are_read(script, preamble, expression):
+    text = f"{preamble}\n{'    ' if '__main__' in preamble else ''}x = SFTConfig(learning_rate={expression})\n"
     assert script(text)["trainer"]["lr"] == 2e-6
 
 
 @pytest.mark.parametrize(
-    ("above", "expression"),
+    ("preamble", "expression"),
     [
         ("", "len('a' * 10000000000000)"),
         ("", "len(10000000000000 * [1])"),
@@ -74,9 +74,9 @@ def test_values_that_a_script_states_are_read(script, above, expression):
         ("\n".join(["a0 = [1]", *(f"a{n} = [a{n - 1}] * 9" for n in range(1, 60))]), "len(a59)"),
     ],
 )  # fmt: skip
-def test_values_that_fit_in_no_memory_are_refused(script, above, expression):
+def test_values_that_fit_in_no_memory_are_refused(script, preamble, expression):
     with pytest.raises(ConfigError, match="--set num_train_epochs=VALUE"):
-        script(f"{above}\nx = SFTConfig(num_train_epochs={expression})\n")
+        script(f"{preamble}\nx = SFTConfig(num_train_epochs={expression})\n")
 
 
 def test_the_only_call_of_a_function_gives_its_parameters(script):
@@ -96,7 +96,7 @@ def test_flags_of_the_command_are_those_of_its_parser(script):
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "expected"),
+    ("text", "key", "expected"),
     [
         ("o = {'learning_rate': 3e-6}\nSFTConfig(**o)", ("trainer", "lr"), 3e-6),
         ("o = SFTConfig()\no.learning_rate = 3e-6\nSFTTrainer(args=o)", ("trainer", "lr"), 3e-6),
@@ -117,9 +117,9 @@ def test_flags_of_the_command_are_those_of_its_parser(script):
         ),
     ],
 )  # fmt: skip
-def test_forms_of_configurations_and_models(script, text, where, expected):
+def test_forms_of_configurations_and_models(script, text, key, expected):
     run = script(text)
-    section, name = where
+    section, name = key
     assert run[section][name] == expected
 
 

@@ -43,18 +43,18 @@ def test_a_section_has_its_own_options_and_those_of_the_usual_plugin(explain, op
     installed = ", ".join(entry.name for entry in Plugins.discover().list("trainer"))
     assert f"installed: {installed}; `rlhf explain trainer --trainer NAME` explains one" in out
     assert "\ntrainer.lr: number >= 0  = 1e-06\n    Peak learning rate of AdamW." in out
-    found = options("trainer")
-    assert found["trainer.use"]["default"] == "torch"
-    assert found["trainer.optimizer"]["allowed"] == ["adamw", "muon"]
+    entries = options("trainer")
+    assert entries["trainer.use"]["default"] == "torch"
+    assert entries["trainer.optimizer"]["allowed"] == ["adamw", "muon"]
 
 
 def test_flags_choose_the_plugins(options):
     assert "trainer.stage" not in options("trainer")
     for words in (["--trainer.use", "deepspeed"], ["--trainer", "deepspeed"], ["--backend", "ray"]):
         assert options("trainer", *words)["trainer.stage"]["allowed"] == ["0", "1", "2", "3"]
-    found = options("algorithm", "--algo", "dr_grpo")
-    assert found["algorithm.loss.aggregation"]["default"] == "seq_sum_constant"
-    assert found["algorithm.loss.aggregation"]["plugin"].startswith("loss 'ppo'")
+    entries = options("algorithm", "--algo", "dr_grpo")
+    assert entries["algorithm.loss.aggregation"]["default"] == "seq_sum_constant"
+    assert entries["algorithm.loss.aggregation"]["plugin"].startswith("loss 'ppo'")
     two = options("reward", "--reward", "length", "--reward", "math")
     assert {"reward.0.weight", "reward.0.per_token", "reward.1.column"} <= set(two)
 
@@ -80,11 +80,11 @@ def test_one_option_is_explained_in_full(explain):
 
 
 def test_what_may_change_at_a_resume_knows_the_plugins(options):
-    found = options("trainer", "--trainer.use", "deepspeed")
-    assert found["trainer.stage"]["resume"] == "report"
-    assert found["trainer.betas"]["resume"] == "refuse"
-    assert found["trainer.lr"]["live"]
-    assert not found["trainer.betas"]["live"]
+    entries = options("trainer", "--trainer.use", "deepspeed")
+    assert entries["trainer.stage"]["resume"] == "report"
+    assert entries["trainer.betas"]["resume"] == "refuse"
+    assert entries["trainer.lr"]["live"]
+    assert not entries["trainer.betas"]["live"]
     assert options("algorithm", "--algo", "grpo")["algorithm.loss.clip_high"]["resume"] == "refuse"
     assert options("launcher", "--launcher", "ray")["launcher.address"]["resume"] == "report"
     assert options("placement.policy")["placement.NAME.ranks"]["resume"] == "report"
@@ -110,7 +110,7 @@ def test_entries_and_short_flags_are_found(options, name, paths):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["trainr"], "no section or option 'trainr'. Did you mean 'trainer'? `rlhf explain` lists the sections."),
         (["lr"], "no section or option 'lr'. Did you mean trainer.lr? `rlhf explain` lists"),
@@ -123,9 +123,9 @@ def test_entries_and_short_flags_are_found(options, name, paths):
         (["run", "--data.batchsize", "3"], "data.batchsize"),
     ],
 )  # fmt: skip
-def test_a_wrong_name_gets_the_nearest(explain, words, said):
+def test_a_wrong_name_gets_the_nearest(explain, words, message):
     code = 2
-    assert said in explain(*words, code=code)
+    assert message in explain(*words, code=code)
 
 
 def test_sections_without_plugins_are_explained_without_torch():

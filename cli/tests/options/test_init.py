@@ -71,7 +71,7 @@ def call(folder, capsys):
     return call
 
 
-def given(algorithm, model):
+def required_flags(algorithm, model):
     """Flags that fill in what only a person knows."""
     cls = Plugins.discover().resolve("algorithm", algorithm).cls
     words = ["--model", model, "--data", f"{cls.data}.jsonl"]
@@ -84,7 +84,7 @@ def given(algorithm, model):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_file_of_every_algorithm_can_be_trained_once_it_is_filled_in(call, folder, model, algorithm):
-    call("init", "--algo", algorithm, *given(algorithm, model), "-o", "run.toml")
+    call("init", "--algo", algorithm, *required_flags(algorithm, model), "-o", "run.toml")
     text = (folder / "run.toml").read_text()
     assert "<fill in: " not in text
     call("train", "run.toml", "--dry-run")
@@ -95,22 +95,24 @@ def test_the_file_of_every_algorithm_can_be_trained_once_it_is_filled_in(call, f
 def test_placeholders_can_be_filled_in_by_flags_too_and_are_refused_where_they_are_left(call, folder, model, algorithm):
     call("init", "--algo", algorithm, "-o", "run.toml")
     left = re.findall(r'^(\w+) = "<fill in: ', (folder / "run.toml").read_text(), re.MULTILINE)
-    said = call("train", "run.toml", "--dry-run", code=2)
-    assert f"the run file is not filled in ({len(left)} problem" in said
+    output = call("train", "run.toml", "--dry-run", code=2)
+    assert f"the run file is not filled in ({len(left)} problem" in output
     assert left.count("train") == 1
     for name in left:
-        assert re.search(rf"\.{name}(\.0\.path)? \(run.toml, line \d+\): still holds the placeholder '<fill in: ", said)
-    call("train", "run.toml", "--dry-run", *given(algorithm, model))
+        assert re.search(
+            rf"\.{name}(\.0\.path)? \(run.toml, line \d+\): still holds the placeholder '<fill in: ", output
+        )
+    call("train", "run.toml", "--dry-run", *required_flags(algorithm, model))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_comments_hold_defaults(call, folder, model, algorithm):
     """A run with all of them is the run without them."""
-    call("init", "--algo", algorithm, *given(algorithm, model), "--backend", "ray", "-o", "run.toml")
+    call("init", "--algo", algorithm, *required_flags(algorithm, model), "--backend", "ray", "-o", "run.toml")
     text = (folder / "run.toml").read_text()
-    stated, count = re.subn(r"^#([\w.]+ = (?! ))", r"\1", text, flags=re.MULTILINE)
+    explicit, count = re.subn(r"^#([\w.]+ = (?! ))", r"\1", text, flags=re.MULTILINE)
     assert count > 20
-    (folder / "stated.toml").write_text(stated)
+    (folder / "stated.toml").write_text(explicit)
     plugins = Plugins.discover()
     runs = [Selections.of(plugins, load(name)).config.model_dump() for name in ("run.toml", "stated.toml")]
     for run in runs:
@@ -153,24 +155,24 @@ def test_what_flags_give_is_written(call):
     words += ["--trainer.stage", "3", "--policy.trainer.lr", "1e-5", "--placement.policy.ranks", "2", "--seed", "3"]
     words += ["--data.template_kwargs.enable_thinking", "false", "--observer", "wandb"]
     words += ["--sampling.stop", '["?", "\\n"]']
-    found = tomllib.loads(call("init", *words, "--stream.filter.low", "0"))
-    assert found["run"] == {"seed": 3}
-    assert found["reward"] == [{"use": "math", "weight": 2, "column": "7"}]
-    assert found["algorithm"]["loss"] == {"use": "gspo"}
-    assert found["policy"] == {"model": "m", "trainer": {"lr": 1e-5}}
-    assert found["data"] == {"train": ["a.jsonl", "b.jsonl"], "template_kwargs": {"enable_thinking": False}}
-    assert found["sampling"] == {"samples_per_prompt": 8, "stop": ["?", "\n"]}
-    assert found["trainer"] == {"use": "deepspeed", "stage": 3}
-    assert (found["launcher"], found["generator"]) == ({"use": "ray"}, {"use": "vllm"})
-    assert found["placement"] == {"policy": {"ranks": 2}, "generator": {}}
-    assert found["observer"] == [{"use": "wandb"}]
-    assert found["stream"] == {"filter": {"low": 0}}
+    run = tomllib.loads(call("init", *words, "--stream.filter.low", "0"))
+    assert run["run"] == {"seed": 3}
+    assert run["reward"] == [{"use": "math", "weight": 2, "column": "7"}]
+    assert run["algorithm"]["loss"] == {"use": "gspo"}
+    assert run["policy"] == {"model": "m", "trainer": {"lr": 1e-5}}
+    assert run["data"] == {"train": ["a.jsonl", "b.jsonl"], "template_kwargs": {"enable_thinking": False}}
+    assert run["sampling"] == {"samples_per_prompt": 8, "stop": ["?", "\n"]}
+    assert run["trainer"] == {"use": "deepspeed", "stage": 3}
+    assert (run["launcher"], run["generator"]) == ({"use": "ray"}, {"use": "vllm"})
+    assert run["placement"] == {"policy": {"ranks": 2}, "generator": {}}
+    assert run["observer"] == [{"use": "wandb"}]
+    assert run["stream"] == {"filter": {"low": 0}}
     rows = call("init", "--algo", "sft", "--data", "a.jsonl", "--data.train.0.max_rows", "9")
     assert tomllib.loads(rows)["data"]["train"] == [{"path": "a.jsonl", "max_rows": 9}]
 
 
 @pytest.mark.parametrize(
-    ("words", "written", "reward"),
+    ("words", "returns_reward", "reward"),
     [
         ([], True, False),
         (["--rollout.returns_reward", "true"], True, False),
@@ -178,19 +180,19 @@ def test_what_flags_give_is_written(call):
         (["--reward", "math"], None, True),
     ],
 )
-def test_a_rollout_that_can_give_the_reward_gives_it_where_none_is_named(call, folder, words, written, reward):
+def test_a_rollout_that_can_give_the_reward_gives_it_where_none_is_named(call, folder, words, returns_reward, reward):
     (folder / "agent.py").write_text("def run(task, base_url, api_key): ...\n")
     model = tiny_model(folder / "model", hidden=16, heads=2, kv_heads=1, chat_template="default")
     agent = ["--rollout.use", "agent", "--rollout.program", "file:agent.py:run"]
     call("init", "--algo", "rloo", *agent, *words, "--model", model, "--data", "prompts.jsonl", "-o", "run.toml")
-    made = tomllib.loads((folder / "run.toml").read_text())
-    assert (made["rollout"].get("returns_reward"), "reward" in made) == (written, reward)
+    run = tomllib.loads((folder / "run.toml").read_text())
+    assert (run["rollout"].get("returns_reward"), "reward" in run) == (returns_reward, reward)
     call("train", "run.toml", "--dry-run", code=2 if words == ["--rollout.returns_reward", "false"] else 0)
 
 
 def test_a_rollout_that_always_gives_the_reward_needs_none(call):
-    made = tomllib.loads(call("init", "--algo", "rloo", "--rollout.use", "verifiers", "--rollout.id", "gsm8k"))
-    assert "reward" not in made
+    run = tomllib.loads(call("init", "--algo", "rloo", "--rollout.use", "verifiers", "--rollout.id", "gsm8k"))
+    assert "reward" not in run
 
 
 def test_a_required_option_of_a_reward_gets_a_placeholder(call):
@@ -201,15 +203,15 @@ def test_a_required_option_of_a_reward_gets_a_placeholder(call):
 
 def test_an_algorithm_of_a_third_party_is_read_off_its_declarations(call, folder, model):
     (folder / "copying.py").write_text(THIRD_PARTY)
-    said = call("init", "--algo", "file:copying.py", code=2)
-    assert "algorithm.strength: required, and not given. Set it with --algorithm.strength VALUE." in said
+    message = call("init", "--algo", "file:copying.py", code=2)
+    assert "algorithm.strength: required, and not given. Set it with --algorithm.strength VALUE." in message
     text = call("init", "--algo", "file:copying.py", "--algorithm.strength", "2", "--model", model)
     assert text.startswith("# A run of the algorithm copying. Learns to copy.\n")
     assert re.search(r"^strength = 2 +# How strong\.$", text, re.MULTILINE)
     assert re.search(r'^#mode = "so \\"quoted\\"" +# In which way\.$', text, re.MULTILINE)
-    found = tomllib.loads(text)
-    assert found["data"]["batch_size"] == 20
-    assert found["roles"] == {"judge": {"model": "<fill in: a folder, or a name on the hub>"}}
+    run = tomllib.loads(text)
+    assert run["data"]["batch_size"] == 20
+    assert run["roles"] == {"judge": {"model": "<fill in: a folder, or a name on the hub>"}}
 
 
 def test_a_file_that_exists_is_kept(call, folder):
@@ -222,7 +224,7 @@ def test_a_file_that_exists_is_kept(call, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "algorithm: required, and not given. Name one with --algo NAME"),
         (["--algo", "gpro"], "no algorithm named 'gpro'. Did you mean 'grpo'?"),
@@ -236,8 +238,8 @@ def test_a_file_that_exists_is_kept(call, folder):
         (["--algo", "grpo", "--reward", "mth"], "no reward named 'mth'. Did you mean 'math'?"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_is_written(call, folder, words, said):
-    assert said in call("init", *words, code=2)
+def test_what_is_wrong_is_refused_before_anything_is_written(call, folder, words, message):
+    assert message in call("init", *words, code=2)
     assert not list(folder.glob("*.toml"))
 
 

@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 """Small tensors (lengths, scales of norms, routing, adapters) are not in the formula."""
 
 
-def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0, rank: int = 0) -> int:
+def measured_bytes(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0, rank: int = 0) -> int:
     """Bytes of all distinct storages that the body keeps for the backward pass, without weights.
 
     Args:
@@ -33,11 +33,11 @@ def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0
         rank: of adapters that are trained; 0: the weights are.
     """
     spec, lora = ModelSpec(RoleSpec("policy", "lm", True), path, dtype="fp32"), LoraOptions(rank=rank) if rank else None
-    loaded = load_model(spec, torch.device("cpu"), lora)
+    model = load_model(spec, torch.device("cpu"), lora)
     if rank:
-        train_adapters_only(loaded.module, None)
+        train_adapters_only(model.module, None)
     if not fused:
-        restore_layers([m for m in loaded.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)])
+        restore_layers([m for m in model.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)])
     ids_N = torch.randint(3, 90, (sum(lens),))
     for number, start in enumerate(range(0, len(ids_N) if prefix else 0, lens[0])):
         ids_N[start : start + prefix] = ids_N[:prefix]
@@ -47,15 +47,15 @@ def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0
     if shared is not None:
         ids_N, position_N = shared.ids_M, shared.position_M
         assert len(ids_N) == prefix + sum(lens) - len(lens) * prefix
-    loaded.module.train()
+    model.module.train()
     with packed(lens, shared):
-        forward = partial(loaded.body, input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
-        return saved_bytes(loaded.module, forward, bf16=bf16)
+        forward = partial(model.body, input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+        return saved_bytes(model.module, forward, bf16=bf16)
 
 
-def stated(path: str, length: int, *, fused: bool, bf16: bool, **more: float) -> float:
+def planned_bytes(path: str, length: int, *, fused: bool, bf16: bool, **options: float) -> float:
     size = read_size(path)
-    return layer_saved(size.layers[0], size, Arithmetic(longest=length, fused=fused, bf16=bf16, **more))
+    return layer_saved(size.layers[0], size, Arithmetic(longest=length, fused=fused, bf16=bf16, **options))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_layer_keeps_what_the_formula_states(tmp_path, architecture, adapters,
     extra = {"moe_intermediate_size": 112} if "moe" in architecture else {}
     paths = [str(tiny_model(tmp_path / f"{n}", architecture=architecture, layers=n, **SMALL, **extra)) for n in (2, 3)]
     for fused in (False, True) if read_size(paths[0]).layer_class in LAYERS else (False,):
-        two, three = (kept(path, [40] * 16, fused=fused, bf16=bf16, rank=adapters) for path in paths)
+        two, three = (measured_bytes(path, [40] * 16, fused=fused, bf16=bf16, rank=adapters) for path in paths)
         measured = (three - two) / (40 * 16)
-        expected = stated(paths[0], 40, fused=fused, bf16=bf16, adapters=adapters)
+        expected = planned_bytes(paths[0], 40, fused=fused, bf16=bf16, adapters=adapters)
         assert expected == pytest.approx(measured, rel=TOLERANCE), f"fused={fused}"
 
 
@@ -81,13 +81,15 @@ def test_shared_prefixes_keep_keys_and_values_of_every_sequence(tmp_path, bf16):
     """All other activations are of the computed tokens only."""
     prefix, answer, samples = 96, 32, 8
     paths = [str(tiny_model(tmp_path / f"{n}", layers=n, **SMALL | {"kv_heads": 5})) for n in (2, 3)]
-    two, three = (kept(path, [prefix + answer] * samples, fused=True, bf16=bf16, prefix=prefix) for path in paths)
+    two, three = (
+        measured_bytes(path, [prefix + answer] * samples, fused=True, bf16=bf16, prefix=prefix) for path in paths
+    )
     computed = prefix + samples * answer
     measured = (three - two) / computed
     ratio = samples * (prefix + answer) / computed
-    once, all_of = (stated(paths[0], prefix + answer, fused=True, bf16=bf16, repeats=r) for r in (1.0, ratio))
+    single, all_of = (planned_bytes(paths[0], prefix + answer, fused=True, bf16=bf16, repeats=r) for r in (1.0, ratio))
     assert all_of == pytest.approx(measured, rel=0.06)
-    assert once < 0.9 * measured
+    assert single < 0.9 * measured
 
 
 def test_gradient_checkpointing_keeps_the_inputs_of_layers(tmp_path):
@@ -106,10 +108,10 @@ def test_copies_of_the_logits():
 
 def test_in_fp32_on_a_gpu_keys_and_values_are_repeated_for_every_query_head(tmp_path):
     [layer, *_] = read_size(str(tiny_model(tmp_path / "model", **SMALL))).layers
-    counted = {
+    counts = {
         (device, bf16): keys_and_values(layer, Arithmetic(1, 1, device=device, bf16=bf16))
         for device in ("cpu", "cuda")
         for bf16 in (False, True)
     }
     groups, heads = 2 * 16, 2 * 5 * 16
-    assert counted == {("cpu", False): groups, ("cpu", True): groups, ("cuda", False): heads, ("cuda", True): groups}
+    assert counts == {("cpu", False): groups, ("cpu", True): groups, ("cuda", False): heads, ("cuda", True): groups}

@@ -65,8 +65,8 @@ def test_a_plan_that_does_not_fit_says_why_and_suggests_one_that_does(words, cap
     assert "policy weights 2.22 GiB = 596 M parameters x 4 bytes" in out
     change = re.search(r"The nearest change that fits: (.+)", out)
     assert change, out
-    again = [*words, "--device-memory", "9GiB", "--generator.memory_share", "0.4", *CLUSTER, *change[1].split()]
-    assert main(again) == 0, "the flags that it names do make it fit"
+    command = [*words, "--device-memory", "9GiB", "--generator.memory_share", "0.4", *CLUSTER, *change[1].split()]
+    assert main(command) == 0, "the flags that it names do make it fit"
 
 
 def test_a_plan_that_no_option_makes_fit_says_so(words, capsys):
@@ -81,31 +81,31 @@ def test_unknown_memory_is_reported(words, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("flags", "message"),
     [
         (["--device-memory", "lots"], "--device-memory is 'lots'; give a number and a unit"),
         (["--placement.critic.ranks", "2"], "[placement.critic]: this run holds policy, generator"),
         (["--trainer.stge", "3"], "unknown key"),
     ],
 )
-def test_wrong_usage(words, more, message, capsys):
-    assert main([*words, *more]) == 2
+def test_wrong_usage(words, flags, message, capsys):
+    assert main([*words, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_engines_that_do_not_fit_their_devices(words, tmp_path, capsys):
     """Said before anything starts, by the plan and by the run."""
-    told = "tensor_parallel x pipeline_parallel = 3 x 1 = 3 workers"
+    message = "tensor_parallel x pipeline_parallel = 3 x 1 = 3 workers"
     divided = [*CLUSTER, "--generator.tensor_parallel", "3"]
     assert main([*words, *divided]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     model = tiny_model(tmp_path / "tiny")
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     train = ["train", *words[1:4], str(model), "--data", str(tmp_path / "data.jsonl"), *words[7:]]
     assert main([*train, *divided, "--dry-run"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert main([*train, *divided]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_model_without_a_config(words, tmp_path, capsys):

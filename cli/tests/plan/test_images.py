@@ -25,7 +25,7 @@ from rlhf_testing.image_models import drawing, tiny_image_model
 from tests.support.image_batches import sequence
 from tests.support.saved_tensors import saved_bytes
 
-WITHIN = 0.2
+TOLERANCE = 0.2
 """One number of hidden widths stands for all classes; see ``memory.KEPT_WIDTHS``."""
 IMAGES = 5
 WIDE = {"hidden_size": 96, "intermediate_size": 256}
@@ -33,13 +33,13 @@ DEPTH = {"qwen2_5_vl": "depth", "qwen3_vl": "depth", "idefics3": "num_hidden_lay
 HEADS = {family: "num_heads" if depth == "depth" else "num_attention_heads" for family, depth in DEPTH.items()}
 
 
-def kept(path: str, family: str, bf16: bool) -> int:
+def measured_bytes(path: str, family: str, bf16: bool) -> int:
     """Bytes of all distinct storages that :data:`IMAGES` sequences with an image keep, without weights."""
-    loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, "fp32", images=True), torch.device("cpu"))
+    model = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, "fp32", images=True), torch.device("cpu"))
     ids, images = sequence(path, family, ("ab", drawing(64, 64), "cd"))
     ids_N, position_N = torch.tensor(ids * IMAGES), torch.arange(len(ids)).repeat(IMAGES)
-    forward = partial(loaded.hidden, ids_N, position_N, [len(ids)] * IMAGES, [images] * IMAGES)
-    return saved_bytes(loaded.module, forward, bf16=bf16)
+    forward = partial(model.hidden, ids_N, position_N, [len(ids)] * IMAGES, [images] * IMAGES)
+    return saved_bytes(model.module, forward, bf16=bf16)
 
 
 FULL = pytest.mark.full
@@ -59,9 +59,9 @@ def test_a_layer_of_the_tower_keeps_what_the_formula_states(tmp_path, family, bf
         paths.append(str(tiny_image_model(tmp_path / str(depth), family, vision=vision)))
     tower = read_size(paths[1], images=True).tower
     assert (tower.layers, tower.hidden, tower.ffn, tower.gated) == (3, 96, 256, family == "qwen2_5_vl")
-    two, three = (kept(path, family, bf16) for path in paths)
+    two, three = (measured_bytes(path, family, bf16) for path in paths)
     patches = IMAGES * tower.patches  # an image of 64 x 64 pixels is as large as the processor allows
-    assert memory.tower_saved(tower, Arithmetic(bf16=bf16)) == pytest.approx((three - two) / patches, rel=WITHIN)
+    assert memory.tower_saved(tower, Arithmetic(bf16=bf16)) == pytest.approx((three - two) / patches, rel=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,9 @@ def test_the_tower_is_counted_where_it_is_trained(size):
     a, phases = planned(size, lora=LoraOptions(rank=2, vision=True))
     assert phases["train"].device["activations"] > activations(size, a)
     a, phases = planned(size, checkpointing=True)
-    kept = 512 * (2 * 4 * 64 + 4 * 384) + 128 * 4 * size.tower.projector
-    assert memory.tower_activations(size, a) == kept
-    assert phases["train"].device["activations"] == activations(size, a) + kept + recomputed(size, a)
+    expected = 512 * (2 * 4 * 64 + 4 * 384) + 128 * 4 * size.tower.projector
+    assert memory.tower_activations(size, a) == expected
+    assert phases["train"].device["activations"] == activations(size, a) + expected + recomputed(size, a)
     assert memory.recomputed_tower(size, a) == 512 * 4 * (10 * 64 + 2 * 64)
 
 
@@ -128,8 +128,8 @@ def test_pixels_are_in_host_memory(size):
 
 def test_prompts_with_images_need_the_temporaries_of_the_tower(size):
     work, a = SamplingWork(8, 8, 64, 32, images=1), Arithmetic(256, 64, device="cuda")
-    shown = replace(a, image_tokens=8 * 16)
-    assert memory.prompts_working(size, work, a) == memory.tower_working(size, shown) > widest_working(size, a)
+    with_images = replace(a, image_tokens=8 * 16)
+    assert memory.prompts_working(size, work, a) == memory.tower_working(size, with_images) > widest_working(size, a)
     assert memory.prompts_working(size, replace(work, images=0), a) == widest_working(size, a)
 
 

@@ -28,32 +28,32 @@ def size(tmp_path_factory):
     return read_size(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
 
 
-def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, quantization=None, **more):
-    a = Arithmetic(**{"tokens": 512, "longest": 64, "device": device} | more)
+def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, quantization=None, **overrides):
+    a = Arithmetic(**{"tokens": 512, "longest": 64, "device": device} | overrides)
     options = {"trained": trained, "lora": lora, "saved": saved, "quantization": quantization}
     return trainer_memory(storage or Storage(), a, size, WORK, **options)
 
 
 def state(size, storage, phase="rest"):
-    held = memory(size, storage).phases[phase].device
-    return [held.get(part, 0) for part in ("weights", "gradients", "optimizer")]
+    usage = memory(size, storage).phases[phase].device
+    return [usage.get(part, 0) for part in ("weights", "gradients", "optimizer")]
 
 
 def test_each_zero_stage_divides_the_state(size):
     count = size.parameters
-    one = Storage(optimizer_ranks=4)
-    two = replace(one, gradient_ranks=4)
-    three = replace(two, weight_ranks=4, keeps_gradients=True)
+    first = Storage(optimizer_ranks=4)
+    second = replace(first, gradient_ranks=4)
+    third = replace(second, weight_ranks=4, keeps_gradients=True)
     assert state(size, Storage()) == [4 * count, 0, 8 * count]
-    assert state(size, one) == [4 * count, 0, 2 * count]
-    assert memory(size, two).phases["train"].device["gradients"] == count
-    assert state(size, three) == [count, count, 2 * count]
-    mixed = replace(three, weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=16.0)
+    assert state(size, first) == [4 * count, 0, 2 * count]
+    assert memory(size, second).phases["train"].device["gradients"] == count
+    assert state(size, third) == [count, count, 2 * count]
+    mixed = replace(third, weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=16.0)
     assert state(size, mixed) == [count // 2, count // 2, 4 * count]
 
 
 @pytest.mark.parametrize(
-    ("storage", "part", "shown"),
+    ("storage", "part", "text"),
     [
         (Storage(), "weights", "x 4 bytes"),
         (Storage(), "optimizer", "x 8 bytes"),
@@ -63,16 +63,16 @@ def test_each_zero_stage_divides_the_state(size):
         (Storage(weight_ranks=8, second_ranks=2), "weights", "x 4 bytes / 8 ranks, and once more over 2 ranks"),
     ],
 )
-def test_the_arithmetic_names_only_ranks_that_divide(size, storage, part, shown):
+def test_the_arithmetic_names_only_ranks_that_divide(size, storage, part, text):
     """One rank divides nothing, so there is no ``/ 1 ranks``."""
-    assert memory(size, storage).arithmetic[part].endswith(f"M parameters {shown}")
+    assert memory(size, storage).arithmetic[part].endswith(f"M parameters {text}")
 
 
 def test_a_frozen_role_holds_weights_only(size):
-    held = memory(size, trained=False)
-    assert held.phases["rest"].device == {"weights": 4 * size.parameters}
-    assert "train" not in held.phases
-    assert held.trained == 0
+    usage = memory(size, trained=False)
+    assert usage.phases["rest"].device == {"weights": 4 * size.parameters}
+    assert "train" not in usage.phases
+    assert usage.trained == 0
 
 
 def test_a_second_copy_of_the_weights_is_beside_the_first(size):
@@ -131,18 +131,18 @@ def test_lengths_saved_modules_and_quantised_layers_are_counted(size, tmp_path):
     path, spec = size.path, ModelSpec(RoleSpec("policy", "lm", True), size.path, dtype="fp32")
     options = LoraOptions(rank=4, use_dora=True, modules_to_save=("embed_tokens",))
     config = TrainingConfig(lora=options)
-    loaded = load_model(spec, torch.device("cpu"), options)
-    train_adapters_only(loaded.module, None, options.modules_to_save)
-    made = sum(p.numel() for p in loaded.module.parameters() if p.requires_grad)
+    model = load_model(spec, torch.device("cpu"), options)
+    train_adapters_only(model.module, None, options.modules_to_save)
+    trainable = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
     saved = saved_parameters(config, spec)
-    assert saved == loaded.module.get_input_embeddings().weight.numel()
-    held = memory(size, adapters=4, lora=options, saved=saved)
-    assert held.trained == made, path
-    every = sum(p.numel() for p in loaded.module.parameters())
-    assert held.phases["rest"].device["weights"] == 4 * (every + made), "the first values are kept"
-    linear = sum(p.numel() for n, p in loaded.module.named_parameters() if n.endswith("base_layer.weight"))
-    less = memory(size, adapters=4, lora=options.model_copy(update={"quantization": "int8"}), saved=saved)
-    assert held.phases["rest"].device["weights"] - less.phases["rest"].device["weights"] == 3 * linear
+    assert saved == model.module.get_input_embeddings().weight.numel()
+    usage = memory(size, adapters=4, lora=options, saved=saved)
+    assert usage.trained == trainable, path
+    every = sum(p.numel() for p in model.module.parameters())
+    assert usage.phases["rest"].device["weights"] == 4 * (every + trainable), "the first values are kept"
+    linear = sum(p.numel() for n, p in model.module.named_parameters() if n.endswith("base_layer.weight"))
+    quantised = memory(size, adapters=4, lora=options.model_copy(update={"quantization": "int8"}), saved=saved)
+    assert usage.phases["rest"].device["weights"] - quantised.phases["rest"].device["weights"] == 3 * linear
     frozen = [
         memory(size, trained=False, quantization=kind).phases["rest"].device["weights"] for kind in (None, "int8")
     ]
@@ -150,12 +150,12 @@ def test_lengths_saved_modules_and_quantised_layers_are_counted(size, tmp_path):
 
 
 def test_gradient_checkpointing_needs_less(size):
-    once, again, offloaded = (
+    plain, checkpointed, offloaded = (
         memory(size, checkpointing=c, offloads=o).phases["train"]
         for c, o in ((False, False), (True, False), (True, True))
     )
-    assert offloaded.device["activations"] < again.device["activations"] < once.device["activations"]
-    assert offloaded.host - again.host == 3 * 512 * 64 * 4, "the input of each layer"
+    assert offloaded.device["activations"] < checkpointed.device["activations"] < plain.device["activations"]
+    assert offloaded.host - checkpointed.host == 3 * 512 * 64 * 4, "the input of each layer"
 
 
 def test_offloaded_activations_are_in_host_memory_beside_a_gpu_only(size):
@@ -168,19 +168,19 @@ def test_offloaded_activations_are_in_host_memory_beside_a_gpu_only(size):
 
 def test_gradients_of_a_single_micro_batch_are_made_when_its_activations_are_freed(size):
     """In a step of several they are there before the last one's activations."""
-    once, gradients = Storage(frees_gradients=True), 4 * size.parameters
-    single, several, as_before = (
-        memory(size, storage, **more).phases["train"].device
-        for storage, more in (
-            (once, {"accumulated_tokens": 0}),
-            (once, {"accumulated_tokens": 512}),
+    freeing, gradients = Storage(frees_gradients=True), 4 * size.parameters
+    single, multiple, as_before = (
+        memory(size, storage, **options).phases["train"].device
+        for storage, options in (
+            (freeing, {"accumulated_tokens": 0}),
+            (freeing, {"accumulated_tokens": 512}),
             (Storage(), {"accumulated_tokens": 0}),
         )
     )
     assert "gradients" not in single, "the head's is counted with its logits"
-    assert several == as_before
-    assert several["gradients"] == gradients
-    short = memory(size, once, accumulated_tokens=64).phases["train"].device
+    assert multiple == as_before
+    assert multiple["gradients"] == gradients
+    short = memory(size, freeing, accumulated_tokens=64).phases["train"].device
     assert "gradients" not in short, "the single micro-batch needs more than several shorter ones"
 
 
@@ -196,7 +196,7 @@ def test_pages_of_freed_gradients_stay_beside_few_activations(size):
     """Those of the layers: the matrix of a head is given back. Logits take the place of none of them."""
     head, pieces = 50_000 * size.hidden, 4 * (size.parameters - size.head)
     wide = replace(size, outputs=50_000, vocabulary=50_000, head=head, embedding=head, parameters=pieces // 4 + head)
-    plain, again = (
+    plain, checkpointed = (
         memory(
             wide, Storage(frees_gradients=True), device="cpu", tokens=64, accumulated_tokens=0,
             checkpointing=checkpointing,
@@ -208,19 +208,19 @@ def test_pages_of_freed_gradients_stay_beside_few_activations(size):
         temporary = sum(parts.get(part, 0) for part in ("gradients", "activations", "logits", "working"))
         return parts["allocator"] - 0.15 * (temporary + pieces)
 
-    assert plain["activations"] > pieces > again["activations"]
+    assert plain["activations"] > pieces > checkpointed["activations"]
     assert allowance(plain) == pytest.approx(0, abs=1)
-    assert allowance(again) == pytest.approx(pieces - again["activations"], abs=1)
+    assert allowance(checkpointed) == pytest.approx(pieces - checkpointed["activations"], abs=1)
 
 
 def test_a_cpu_process_keeps_its_freed_gradients(size):
-    held = memory(size, device="cpu").phases
-    assert held["rest"].device["allocator"] == 4 * size.parameters
+    phases = memory(size, device="cpu").phases
+    assert phases["rest"].device["allocator"] == 4 * size.parameters
     assert "allocator" not in memory(size).phases["rest"].device
 
 
-def spec(**more):
-    return ModelSpec(RoleSpec("policy", "lm", True), "", dtype="fp32", **more)
+def spec(**options):
+    return ModelSpec(RoleSpec("policy", "lm", True), "", dtype="fp32", **options)
 
 
 def test_the_micro_batch_is_bounded_by_the_budget_and_by_the_share_of_a_rank(size):
@@ -243,14 +243,16 @@ def test_the_micro_batches_of_a_step_are_filled_evenly(size):
     """A step that one micro-batch holds has no second one."""
     config = TrainingConfig()
 
-    def several(work):
+    def accumulated_tokens(work):
         return arithmetic(config, spec(), size, work, "cpu").accumulated_tokens
 
-    assert several(replace(WORK, units=8)) == 0, "512 tokens hold the step"
-    assert several(replace(WORK, units=9)) == 9 * 64 // 2 + 64, "half of it, and one unit that cannot be divided"
-    assert several(WORK) == 512, "never more than the budget"
+    assert accumulated_tokens(replace(WORK, units=8)) == 0, "512 tokens hold the step"
+    assert accumulated_tokens(replace(WORK, units=9)) == 9 * 64 // 2 + 64, (
+        "half of it, and one unit that cannot be divided"
+    )
+    assert accumulated_tokens(WORK) == 512, "never more than the budget"
     groups = replace(WORK, units=16, micro_tokens=500, prompt=32, siblings=4)
-    assert several(groups) == (4 * 32 + 16 * 32) // 2 + 32 + 4 * 32, "the answers of a prompt stay together"
+    assert accumulated_tokens(groups) == (4 * 32 + 16 * 32) // 2 + 32 + 4 * 32, "the answers of a prompt stay together"
 
 
 def test_shared_prompts_repeat_keys_and_values(size):
@@ -269,11 +271,11 @@ def test_frozen_roles_have_no_adapters(size):
 
 
 def test_a_trainer_without_storage_facts_is_planned_as_a_whole_copy(size):
-    held = Trainer.memory(None, spec(), size, WORK, "cuda")
+    usage = Trainer.memory(None, spec(), size, WORK, "cuda")
     count = size.parameters
-    assert held.phases["rest"].device == {"weights": 4 * count, "optimizer": 8 * count}
-    assert held.phases["train"].device["gradients"] == 4 * count
-    ours = memory(size)
-    assert sum_of(held.phases["train"].device) == pytest.approx(sum_of(ours.phases["train"].device), rel=0.5)
+    assert usage.phases["rest"].device == {"weights": 4 * count, "optimizer": 8 * count}
+    assert usage.phases["train"].device["gradients"] == 4 * count
+    reference = memory(size)
+    assert sum_of(usage.phases["train"].device) == pytest.approx(sum_of(reference.phases["train"].device), rel=0.5)
     frozen = Trainer.memory(None, ModelSpec(RoleSpec("reference", "lm", False), ""), size, WORK, "cuda")
     assert "train" not in frozen.phases

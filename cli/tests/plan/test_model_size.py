@@ -56,9 +56,9 @@ def test_a_vision_tower_is_counted(tmp_path):
     from transformers import AutoModelForImageTextToText
 
     path = tiny_image_model(tmp_path, "qwen3_vl")
-    size, loaded = read_size(str(path)), AutoModelForImageTextToText.from_pretrained(str(path))
-    assert size.parameters == sum(p.numel() for p in loaded.parameters())
-    vision = sum(loaded.get_parameter(name).numel() for name in vision_parameters(loaded))
+    size, model = read_size(str(path)), AutoModelForImageTextToText.from_pretrained(str(path))
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    vision = sum(model.get_parameter(name).numel() for name in vision_parameters(model))
     assert size.vision == vision > 0.3 * size.parameters
     assert size.layer_class == "Qwen3VLTextDecoderLayer"
     assert {name for name, *_ in size.linear} == {
@@ -72,8 +72,8 @@ def test_counts_are_those_of_the_loaded_model(tmp_path):
 
     for architecture in ("qwen3", "llama", "gemma2", "mixtral"):
         path = tiny_model(tmp_path / architecture, architecture=architecture)
-        loaded = AutoModelForCausalLM.from_pretrained(str(path))
-        assert read_size(str(path)).parameters == sum(p.numel() for p in loaded.parameters())
+        model = AutoModelForCausalLM.from_pretrained(str(path))
+        assert read_size(str(path)).parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_adapters_are_counted_as_peft_makes_them(tmp_path):
@@ -85,8 +85,8 @@ def test_adapters_are_counted_as_peft_makes_them(tmp_path):
     for targets in (None, ("q_proj", "v_proj")):
         module = AutoModelForCausalLM.from_pretrained(str(path))
         add_adapters(module, module.lm_head, LoraOptions(rank=4, targets=targets), 0)
-        made = sum(p.numel() for n, p in module.named_parameters() if is_adapter(n))
-        assert read_size(str(path)).adapter_parameters(4, targets) == made
+        expected = sum(p.numel() for n, p in module.named_parameters() if is_adapter(n))
+        assert read_size(str(path)).adapter_parameters(4, targets) == expected
 
 
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
@@ -145,8 +145,8 @@ def test_the_size_is_that_of_the_model_which_transformers_makes(tmp_path, name):
     linear = [m for m in adapted.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     assert size.adapter_parameters(4) == sum(4 * sum(m.weight.shape) for m in linear)
     with torch.no_grad():
-        kept = module(input_ids=torch.arange(5)[None], use_cache=True).past_key_values
-    assert size.cache_elements == sum(layer.keys.numel() + layer.values.numel() for layer in kept.layers) / 5
+        cache = module(input_ids=torch.arange(5)[None], use_cache=True).past_key_values
+    assert size.cache_elements == sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) / 5
     if type(config) in AutoModelForSequenceClassification._model_mapping and "eyes" not in name:
         scores = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(str(tmp_path), num_labels=3))
         assert read_size(str(tmp_path), "classes:3").parameters == count(scores)
@@ -162,8 +162,8 @@ def test_a_classifier_of_tokens_has_biases(tmp_path):
 
     config = AutoConfig.for_model("llama", **BASE, num_labels=2, architectures=["LlamaForTokenClassification"])
     config.save_pretrained(str(tmp_path))
-    made = AutoModelForTokenClassification.from_config(config)
-    assert read_size(str(tmp_path), "classes:2").parameters == count(made)
+    model = AutoModelForTokenClassification.from_config(config)
+    assert read_size(str(tmp_path), "classes:2").parameters == count(model)
 
 
 def test_models_that_cannot_be_planned_are_refused_with_the_reason(tmp_path):

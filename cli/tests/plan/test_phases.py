@@ -48,16 +48,18 @@ def size(tmp_path_factory):
     return read_size(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
 
 
-def policy(size, place=Place(), **more) -> RoleLayout:  # noqa: B008 - frozen
-    return RoleLayout("policy", place, size, more.pop("memory", TRAINED), more.pop("trained", True), 64, **more)
+def policy(size, place=Place(), **options) -> RoleLayout:  # noqa: B008 - frozen
+    return RoleLayout(
+        "policy", place, size, options.pop("memory", TRAINED), options.pop("trained", True), 64, **options
+    )
 
 
-def frozen(size, name="reference", **more) -> RoleLayout:
-    return replace(policy(size, memory=FROZEN, trained=False, **more), name=name)
+def frozen(size, name="reference", **options) -> RoleLayout:
+    return replace(policy(size, memory=FROZEN, trained=False, **options), name=name)
 
 
-def engines(size, place=Place(share="policy"), **more) -> EngineLayout:  # noqa: B008 - frozen
-    return EngineLayout(place, size, replace(ENGINE, **more.pop("memory", {})), 64, bucket=7, **more)
+def engines(size, place=Place(share="policy"), **options) -> EngineLayout:  # noqa: B008 - frozen
+    return EngineLayout(place, size, replace(ENGINE, **options.pop("memory", {})), 64, bucket=7, **options)
 
 
 def only(layout: Layout):
@@ -88,8 +90,8 @@ def test_one_trains_while_the_other_rests(size):
     assert moments["train"].rows["policy"] == TRAINED.phases["rest"].device
 
 
-@pytest.mark.parametrize(("gradients", "kept"), [(50, 10), (90, None)])
-def test_in_one_process_gradients_that_a_role_freed_become_those_of_another(size, gradients, kept):
+@pytest.mark.parametrize(("gradients", "allocator"), [(50, 10), (90, None)])
+def test_in_one_process_gradients_that_a_role_freed_become_those_of_another(size, gradients, allocator):
     """Only the larger of the two roles at rest counts, and of it what the third does not use."""
     at_rest = {
         freed: {**TRAINED.phases, "rest": PhaseMemory({"weights": 100, "allocator": freed})} for freed in (40, 60)
@@ -101,9 +103,9 @@ def test_in_one_process_gradients_that_a_role_freed_become_those_of_another(size
     busy = {**TRAINED.phases, "train": PhaseMemory({"weights": 100, "optimizer": 900, "gradients": gradients})}
     layout = Layout((policy(size, memory=replace(TRAINED, phases=busy)), *roles), None, CPU)
     rows = only(layout)["train"].rows
-    assert [rows[role.name].get("allocator") for role in roles] == [None, kept]
-    apart = only(replace(layout, machine=replace(CPU, processes=True)))["train"].rows
-    assert [apart[role.name]["allocator"] for role in roles] == [40, 60]
+    assert [rows[role.name].get("allocator") for role in roles] == [None, allocator]
+    process_rows = only(replace(layout, machine=replace(CPU, processes=True)))["train"].rows
+    assert [process_rows[role.name]["allocator"] for role in roles] == [40, 60]
 
 
 def test_a_precomputed_role_is_removed_before_the_others_are_loaded(size):
@@ -123,8 +125,10 @@ def test_engine_and_trainer_take_turns_on_shared_devices(size):
     assert moments["sync"].rows[GENERATOR]["working"] == 7
     mapped = only(Layout((policy(size),), replace(engines(size), mapped=True), GPU))["sync"]
     assert mapped.rows["policy"]["working"] == 7 + 2 * 7, "and the two buffers that the engine maps"
-    apart = replace(engines(size, Place(1)), mapped=True)
-    assert make_plan(Layout((policy(size),), apart, GPU)).groups[0].moments["sync"].rows["policy"]["working"] == 7 + 1
+    separate = replace(engines(size, Place(1)), mapped=True)
+    assert (
+        make_plan(Layout((policy(size),), separate, GPU)).groups[0].moments["sync"].rows["policy"]["working"] == 7 + 1
+    )
     assert moments["train"].host == 0
     assert set(moments["train"].rows[GENERATOR]) == {"process"}, "the engine sleeps"
     assert moments["sync"].rows[GENERATOR]["cache"], "canaries are scored after a sync"
@@ -140,18 +144,18 @@ def test_an_engine_starts_beside_the_models_that_were_loaded_before(size):
     assert moments["start"].rows["policy"] == {"weights": 100, "working": 1, "process": process}
     assert moments["start"].rows[GENERATOR] == {"weights": 40, "cache": 400, "process": process}
     assert occupied(layout) == 100 + 1 + 2 * process
-    alone = replace(layout, machine=replace(GPU, processes=False))
-    assert occupied(alone) == 100 + 1 + process, "one process"
+    single_process = replace(layout, machine=replace(GPU, processes=False))
+    assert occupied(single_process) == 100 + 1 + process, "one process"
     for other in (replace(layout, machine=CPU), replace(layout, engines=engines(size, Place(1)))):
         assert all("start" not in group.moments for group in make_plan(other).groups)
 
 
 def test_an_engine_that_does_not_fit_at_its_start_is_a_shortage(size):
     """Later phases may need less: the engine sleeps while the policy computes, and its states are on the host."""
-    loaded = {**TRAINED.phases, "rest": PhaseMemory({"weights": 4 * GIB}), "offloaded": PhaseMemory({"weights": GIB})}
-    held = PhaseMemory({"weights": 3 * GIB})
-    memory = {"phases": {"rest": held, "asleep": PhaseMemory({}), "generate": held}}
-    plan = make_plan(Layout((policy(size, memory=replace(TRAINED, phases=loaded)),), engines(size, memory=memory), GPU))
+    phases = {**TRAINED.phases, "rest": PhaseMemory({"weights": 4 * GIB}), "offloaded": PhaseMemory({"weights": GIB})}
+    weights = PhaseMemory({"weights": 3 * GIB})
+    memory = {"phases": {"rest": weights, "asleep": PhaseMemory({}), "generate": weights}}
+    plan = make_plan(Layout((policy(size, memory=replace(TRAINED, phases=phases)),), engines(size, memory=memory), GPU))
     assert [(s.phase, s.missing) for s in plan.shortages] == [("start", GIB)]
 
 
@@ -174,9 +178,11 @@ def test_a_reward_model_computes_while_samples_are_drawn(size):
 
 def test_ranks_on_cpus_add_up_on_the_host(size):
     machine = replace(CPU, processes=True)
-    once, twice = (only(Layout((policy(size, Place(n)),), engines(size, Place(), devices=n), machine)) for n in (1, 2))
-    assert twice["train"].rows["policy"]["weights"] == 2 * once["train"].rows["policy"]["weights"]
-    assert twice["generate"].rows[GENERATOR]["cache"] == 2 * once["generate"].rows[GENERATOR]["cache"]
+    single, double = (
+        only(Layout((policy(size, Place(n)),), engines(size, Place(), devices=n), machine)) for n in (1, 2)
+    )
+    assert double["train"].rows["policy"]["weights"] == 2 * single["train"].rows["policy"]["weights"]
+    assert double["generate"].rows[GENERATOR]["cache"] == 2 * single["generate"].rows[GENERATOR]["cache"]
 
 
 def test_borrowed_heads_count_as_weights(size):

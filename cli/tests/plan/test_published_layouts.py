@@ -80,40 +80,40 @@ def our_storage(stored: str = "fp32", **options: object) -> Memory:
 
 def roles(places: Mapping[str, Place], path: str, tokens: int, memory: Memory) -> tuple[RoleLayout, ...]:
     """The four roles of PPO; the critic and the reward model have a scalar head."""
-    found = []
+    layouts = []
     for name, place in places.items():
         scalar = name in ("critic", "reward")
         size = read_size(path, "scalar" if scalar else "lm")
         output = "values" if scalar else "logprobs"
         work = TrainerWork(2048, 2048, 10**6, micro_tokens=tokens, outputs=(output,), annotated=(output,))
-        held = memory(name, place, size, work)
-        found.append(
-            RoleLayout(name, place, size, held, name in ("policy", "critic"), 2048, True, rewards=name == "reward")
+        usage = memory(name, place, size, work)
+        layouts.append(
+            RoleLayout(name, place, size, usage, name in ("policy", "critic"), 2048, True, rewards=name == "reward")
         )
-    return tuple(found)
+    return tuple(layouts)
 
 
 def engines(place: Place, path: str, share: float, device: str = "80GiB") -> EngineLayout:
     """vLLM in bf16, as the generator ``vllm`` states it."""
     generator = Plugins.discover().resolve("generator", "vllm").cls
     config, size = generator.Config(tensor_parallel=place.devices, memory_share=share), read_size(path)
-    held = generator.memory(config, "bf16", size, SamplingWork(256, 256, 2048, 1024), "cuda", parse(device, "memory"))
-    return EngineLayout(place, size, held, 2048, place.devices)
+    usage = generator.memory(config, "bf16", size, SamplingWork(256, 256, 2048, 1024), "cuda", parse(device, "memory"))
+    return EngineLayout(place, size, usage, 2048, place.devices)
 
 
 def seventy_on(devices: int, published, memory: Memory) -> Layout:
     """The performance tuning guide: of 48 GPUs 16 are for the engines, 16 for the actor and 16 for the critic, with
     ``--colocate_actor_ref`` and ``--colocate_critic_reward``. The rest is from train_ppo_llama_ray_70b.sh: ZeRO-3,
     ``--adam_offload``, ``--gradient_checkpointing``, ``--micro_train_batch_size 1``, 1024 + 1024 tokens."""
-    each, path = devices // 3, published("70B")
+    count, path = devices // 3, published("70B")
     places = {
-        "policy": Place(each),
-        "reference": Place(each, share="policy"),
-        "critic": Place(each),
-        "reward": Place(each, share="critic"),
+        "policy": Place(count),
+        "reference": Place(count, share="policy"),
+        "critic": Place(count),
+        "reward": Place(count, share="critic"),
     }
     machine = Machine("cuda", parse("80GiB", "memory"), parse("1TiB", "host"), 8, True)
-    return Layout(roles(places, path, 2048, memory), engines(Place(each // 4, 4), path, 0.9), machine)
+    return Layout(roles(places, path, 2048, memory), engines(Place(count // 4, 4), path, 0.9), machine)
 
 
 def eight_on(devices: int, published, memory: Memory, model: str = "8B", device: str = "80GiB") -> Layout:

@@ -40,9 +40,9 @@ def plugins():
     return Plugins.discover()
 
 
-def flags(published, *more, model="0.6B"):
+def flags(published, *changes, model="0.6B"):
     merged = {**ONLINE, "policy.model": published(model)}
-    for extra in more:
+    for extra in changes:
         merged |= extra
     return list(merged.items())
 
@@ -55,8 +55,10 @@ def resolve(config, plugins, machine, lengths=None):
 def layout(published, plugins):
     """layout(*options): of a run with these options in addition, on GPUs of 80 GiB if ``machine`` is not given."""
 
-    def make(*more, model="0.6B", machine=None):
-        return resolve(load(None, flags(published, *more, model=model)), plugins, machine or Machine("cuda", 80 * GIB))
+    def make(*changes, model="0.6B", machine=None):
+        return resolve(
+            load(None, flags(published, *changes, model=model)), plugins, machine or Machine("cuda", 80 * GIB)
+        )
 
     return make
 
@@ -114,11 +116,11 @@ def test_options_change_the_layout(layout):
 def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
     group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
     short = {**group, "data.max_prompt_tokens": "256"}
-    outcome, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
-    work, less = (work_of(parts, "policy", set(), 1, limits(parts, "")) for parts in (outcome, bounded))
+    outcome, bounded = (run_plugins(load(None, flags(published, options)), plugins) for options in (group, short))
+    work, bounded_work = (work_of(parts, "policy", set(), 1, limits(parts, "")) for parts in (outcome, bounded))
     assert (work.longest, work.prompt, work.siblings, work.outputs) == (1024, 512, 8, ("logprobs",))
     assert work.units == 8 * outcome.config.data.batch_size
-    assert (less.longest, less.prompt) == (768, 256)
+    assert (bounded_work.longest, bounded_work.prompt) == (768, 256)
     rows = [(k, v) for k, v in flags(published, {"algorithm.use": "dpo"}) if k != "reward"]
     parts = run_plugins(load(None, rows), plugins)
     pairs = work_of(parts, "policy", set(), 1, limits(parts, ""))
@@ -128,10 +130,10 @@ def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
 def measured(tmp_path, plugins, algorithm, *rows, chat_template=None, **options):
     """The lengths of these rows, and the run's plugins."""
     model = tiny_model(tmp_path / "model", chat_template=chat_template)
-    for name, own in (("train", rows), ("held_out", rows[:1])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    given = {"algorithm.use": algorithm, "policy.model": str(model), "data.train": str(tmp_path / "train.jsonl")}
-    parts = run_plugins(load(None, list((given | options).items())), plugins)
+    for name, selection in (("train", rows), ("held_out", rows[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in selection))
+    settings = {"algorithm.use": algorithm, "policy.model": str(model), "data.train": str(tmp_path / "train.jsonl")}
+    parts = run_plugins(load(None, list((settings | options).items())), plugins)
     return read_lengths(parts), parts
 
 
@@ -146,7 +148,7 @@ def test_prompts_of_the_rollout_tools_have_the_descriptions_of_the_tools(tmp_pat
         "rollout.functions": f'["file:{tmp_path}/tool.py:add"]',
         "data.eval": str(tmp_path / "held_out.jsonl"),
     }
-    found, parts = measured(tmp_path, plugins, "grpo", *rows, chat_template=HERMES, **options)
+    lengths, parts = measured(tmp_path, plugins, "grpo", *rows, chat_template=HERMES, **options)
     tokenizer, tools = AutoTokenizer.from_pretrained(tmp_path / "model"), parts.rollout.tools()
 
     def tokens(row):
@@ -154,12 +156,12 @@ def test_prompts_of_the_rollout_tools_have_the_descriptions_of_the_tools(tmp_pat
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    assert found.prompt == tokens(rows[1])
-    assert found.held_out_prompt == tokens(rows[0])
-    assert found.longest == parts.config.data.max_tokens, "turns of several calls"
-    assert "of tools" in found.source
+    assert lengths.prompt == tokens(rows[1])
+    assert lengths.held_out_prompt == tokens(rows[0])
+    assert lengths.longest == parts.config.data.max_tokens, "turns of several calls"
+    assert "of tools" in lengths.source
     with_column = [row | {"tools": tools} for row in rows]
-    assert measured(tmp_path, plugins, "grpo", *with_column, chat_template=HERMES, **options)[0] == found
+    assert measured(tmp_path, plugins, "grpo", *with_column, chat_template=HERMES, **options)[0] == lengths
 
 
 def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
@@ -172,32 +174,32 @@ def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
         "sampling.max_new_tokens": "30",
         "sampling.samples_per_prompt": "4",
     } | held_out
-    found, parts = measured(tmp_path, plugins, "grpo", *rows, **online)
-    assert found.measured
-    assert (found.prompt, found.answer, found.longest, found.unit) == (6, 30, 36, 36)
-    assert (found.held_out, found.held_out_prompt, found.held_out_longest) == (1, 4, 94)
-    assert found.source == "prompts of 6 tokens, the longest of 2 rows"
+    lengths, parts = measured(tmp_path, plugins, "grpo", *rows, **online)
+    assert lengths.measured
+    assert (lengths.prompt, lengths.answer, lengths.longest, lengths.unit) == (6, 30, 36, 36)
+    assert (lengths.held_out, lengths.held_out_prompt, lengths.held_out_longest) == (1, 4, 94)
+    assert lengths.source == "prompts of 6 tokens, the longest of 2 rows"
     outcome = resolve(parts.config, plugins, Machine("cpu", 64 * GIB))
-    assert outcome.lengths == found
+    assert outcome.lengths == lengths
     assert outcome.role("policy").memory.micro_tokens == 8 * 6 + 32 * 30, "each of 8 prompts once, 32 answers"
     assert outcome.engines.memory.arithmetic["cache"].startswith("32 samples x 94 tokens")
     of_two = {f"data.eval.{n}.path": str(tmp_path / f"{name}.jsonl") for n, name in enumerate(("train", "held_out"))}
     del online["data.eval"]
-    found, _ = measured(tmp_path, plugins, "grpo", *rows, **online, **of_two, **{"eval.max_rows": "1"})
-    assert (found.held_out, found.held_out_prompt) == (2, 4), "the first row of each source"
+    lengths, _ = measured(tmp_path, plugins, "grpo", *rows, **online, **of_two, **{"eval.max_rows": "1"})
+    assert (lengths.held_out, lengths.held_out_prompt) == (2, 4), "the first row of each source"
 
 
 def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins):
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "33333"}, {"prompt": "1=", "chosen": "1", "rejected": "2"}]
-    found, parts = measured(tmp_path, plugins, "dpo", *pairs)
-    assert (found.prompt, found.longest, found.unit) == (4, 4 + 6, 4 + 2 + 4 + 6)
-    assert found.source == "rows of 10 tokens, the longest of 2 rows"
-    assert found.step == (16 - 4) + (8 - 2), "the prompt of a pair once"
-    assert resolve(parts.config, plugins, Machine("cpu", 64 * GIB)).role("policy").memory.micro_tokens == found.step
+    lengths, parts = measured(tmp_path, plugins, "dpo", *pairs)
+    assert (lengths.prompt, lengths.longest, lengths.unit) == (4, 4 + 6, 4 + 2 + 4 + 6)
+    assert lengths.source == "rows of 10 tokens, the longest of 2 rows"
+    assert lengths.step == (16 - 4) + (8 - 2), "the prompt of a pair once"
+    assert resolve(parts.config, plugins, Machine("cpu", 64 * GIB)).role("policy").memory.micro_tokens == lengths.step
 
 
 @pytest.mark.parametrize(
-    ("change", "counted"),
+    ("change", "rows_text"),
     [
         ({"run.steps": "1"}, "the 2 rows of the run's steps"),
         ({"run.steps": "9"}, "4 rows"),
@@ -205,42 +207,42 @@ def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins)
     ],
     ids=["one step", "more steps than rows", "other rows in place of those that a filter rejects"],
 )
-def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, counted):
+def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, rows_text):
     rows = [{"prompt": "1" * n, "answer": "2"} for n in (2, 3, 4, 30)]
     group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.batch_size": "2", "data.shuffle": "false"}
     lengths, _ = measured(tmp_path, plugins, "grpo", *rows, **group | change)
-    assert lengths.prompt == (3 if "steps" in counted else 30)
-    assert lengths.source.endswith(f"the longest of {counted}")
+    assert lengths.prompt == (3 if "steps" in rows_text else 30)
+    assert lengths.source.endswith(f"the longest of {rows_text}")
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file of this machine"),
         ({"data.max_prompt_tokens": "3"}, "no row is usable"),
         ({"data.prompt": "question"}, "they cannot be read (.*question"),
     ],
 )
-def test_where_rows_cannot_be_read_the_limits_count(tmp_path, plugins, change, why):
+def test_where_rows_cannot_be_read_the_limits_count(tmp_path, plugins, change, reason):
     row = {"prompt": "1+1=", "answer": "2"}
     group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.too_long": "drop"}
-    found, _ = measured(tmp_path, plugins, "grpo", row, **group | change)
-    assert not found.measured
-    assert re.search(why.replace("(", r"\("), found.source), found.source
-    assert "data.max_tokens = 2048" in found.source
+    lengths, _ = measured(tmp_path, plugins, "grpo", row, **group | change)
+    assert not lengths.measured
+    assert re.search(reason.replace("(", r"\("), lengths.source), lengths.source
+    assert "data.max_tokens = 2048" in lengths.source
 
 
 def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
-    given = {"algorithm.use": "grpo", "sampling.max_new_tokens": "512", "sampling.samples_per_prompt": "2"}
-    given["policy.dtype"] = "fp32"  # whatever this machine's processor computes in
-    config = load(None, flags(published, given))
+    settings = {"algorithm.use": "grpo", "sampling.max_new_tokens": "512", "sampling.samples_per_prompt": "2"}
+    settings["policy.dtype"] = "fp32"  # whatever this machine's processor computes in
+    config = load(None, flags(published, settings))
     machine = Machine("cpu", 64 * GIB)
     plan = make_plan(resolve(config, plugins, machine))
     rows, answers = assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths)))
     assert re.match(r"counts with rows as long as data.max_tokens = 1024 allows, because absent.jsonl is not", rows)
     assert re.search(r"if they are half as long, the peak is [\d.]+ [GM]iB lower$", rows)
     assert re.match(r"counts with answers of 512 tokens, the most that the run file allows: if they are half", answers)
-    smaller = make_plan(resolve(load(None, flags(published, given | {"data.max_tokens": "600"})), plugins, machine))
+    smaller = make_plan(resolve(load(None, flags(published, settings | {"data.max_tokens": "600"})), plugins, machine))
     assert [
         text.endswith("the peak is not lower if they are half as long") for text in assumptions(smaller, lambda _: plan)
     ] == [True, True]
@@ -267,14 +269,14 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
     assert view.views["reference"].base_role == "policy"
     assert view.role("policy").annotates
     assert model.role("reference").annotates
-    less, more = (make_plan(outcome).groups[0].moments for outcome in (view, model))
-    assert "forward" in less
-    assert "reference" not in less["forward"].rows
-    assert more["train"].total - less["train"].total == 4 * view.role("policy").size.parameters
+    view_moments, model_moments = (make_plan(outcome).groups[0].moments for outcome in (view, model))
+    assert "forward" in view_moments
+    assert "reference" not in view_moments["forward"].rows
+    assert model_moments["train"].total - view_moments["train"].total == 4 * view.role("policy").size.parameters
 
 
 @pytest.mark.parametrize(
-    "more",
+    "changes",
     [
         {"placement.reference.ranks": "1"},
         {"placement.reference.share": "policy", "placement.reference.ranks": "1"},
@@ -282,9 +284,9 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
         {"trainer.lora.rank": None},
     ],
 )
-def test_a_reference_that_the_run_loads_is_planned(layout, more):
-    given = {**CLUSTER, **LORA, **more}
-    outcome = layout({k: v for k, v in given.items() if v is not None})
+def test_a_reference_that_the_run_loads_is_planned(layout, changes):
+    settings = {**CLUSTER, **LORA, **changes}
+    outcome = layout({k: v for k, v in settings.items() if v is not None})
     assert {r.name for r in outcome.roles} == {"policy", "critic", "reference"}
     assert not outcome.views
 
@@ -298,16 +300,16 @@ def test_adapters_beside_no_layer_are_refused(layout):
 
 
 def test_a_view_shares_devices_or_leaves_its_own_idle(layout):
-    own, shared = (
+    separate, shared = (
         layout(CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {}) for share in (False, True)
     )
-    assert (own.devices, shared.devices) == (5, 4)
-    for outcome in (own, shared):
+    assert (separate.devices, shared.devices) == (5, 4)
+    for outcome in (separate, shared):
         [group] = make_plan(outcome).groups
         assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
-    said = [describe(outcome, outcome.places["reference"], "reference") for outcome in (own, shared)]
-    assert said[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
-    assert said[1] == "policy's model without adapters"
+    texts = [describe(outcome, outcome.places["reference"], "reference") for outcome in (separate, shared)]
+    assert texts[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
+    assert texts[1] == "policy's model without adapters"
     [line] = [p for p in as_json(make_plan(shared), None)["placement"] if p["name"] == "reference"]
     assert (line["model_of"], line["parameters"]) == ("policy", 0)
 
@@ -315,8 +317,8 @@ def test_a_view_shares_devices_or_leaves_its_own_idle(layout):
 def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
     """TR-DPO overwrites it."""
     rows = {"algorithm.use": "dpo", "trainer.lora.rank": "8"}
-    for more, views in (({}, ["reference"]), ({"algorithm.snapshot_every": "4"}, [])):
-        plain = [(k, v) for k, v in flags(published, rows, more) if k != "reward"]
+    for change, views in (({}, ["reference"]), ({"algorithm.snapshot_every": "4"}, [])):
+        plain = [(k, v) for k, v in flags(published, rows, change) if k != "reward"]
         assert list(resolve(load(None, plain), plugins, Machine("cpu", 64 * GIB)).views) == views
 
 
@@ -338,9 +340,9 @@ def test_ranks_of_a_cluster_can_divide_layers(layout):
     outcome = layout({**changes, "trainer.tensor_parallel": "2"}, model="8B")
     policy = outcome.role("policy")
     assert policy.memory.micro_tokens == 2 * plain.memory.micro_tokens
-    resting, whole = (role.memory.phases["rest"].device for role in (policy, plain))
-    assert whole["weights"] == 4 * plain.size.parameters
-    assert resting["weights"] < 0.6 * whole["weights"]
+    resting, full = (role.memory.phases["rest"].device for role in (policy, plain))
+    assert full["weights"] == 4 * plain.size.parameters
+    assert resting["weights"] < 0.6 * full["weights"]
     assert "of layers in 2 parts x 8 bytes / 2 ranks" in policy.memory.arithmetic["optimizer"]
     with pytest.raises(CapabilityError, match="tensor_parallel = 3 does not divide the 4 ranks of role 'policy'"):
         layout({**changes, "trainer.tensor_parallel": "3"}, model="8B")
@@ -354,10 +356,10 @@ def test_ranks_of_a_cluster_can_divide_rows(layout):
     assert outcome.micro_tokens == 2 * plain.micro_tokens
     assert outcome.phases["train"].device["activations"] == plain.phases["train"].device["activations"]
     assert outcome.phases["rest"].device["weights"] == plain.phases["rest"].device["weights"]
-    whole = layout({**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
+    full = layout({**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
     budget = {"policy.micro_tokens": "1", "trainer.sequence_parallel": "2"}
     half = layout({**changes, **budget}, model="8B").role("policy").memory
-    assert half.phases["train"].device["activations"] == pytest.approx(whole.phases["train"].device["activations"] / 2)
+    assert half.phases["train"].device["activations"] == pytest.approx(full.phases["train"].device["activations"] / 2)
 
 
 def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(layout, published):
@@ -389,22 +391,22 @@ def test_an_engine_and_its_devices_must_agree(layout):
     on_cpus = layout(CLUSTER, cores, machine=Machine("cpu", 64 * GIB))
     assert on_cpus.engines.place.workers == 1, "its second core is a thread"
     assert layout(CLUSTER).engines.place.workers == 2
-    alone = {"generator.use": "vllm", "generator.tensor_parallel": "2"}
-    assert layout(alone).engines.place.workers is None, "the devices that this process sees"
+    settings = {"generator.use": "vllm", "generator.tensor_parallel": "2"}
+    assert layout(settings).engines.place.workers is None, "the devices that this process sees"
 
 
 def test_a_cache_without_an_option_gets_what_is_free_beside_the_roles(layout):
     """vLLM would refuse to start where nine tenths of a device are not free."""
     shared = {key: value for key, value in CLUSTER.items() if key != "generator.memory_share"}
-    alone = {key: value for key, value in shared.items() if key != "placement.generator.share"}
-    beside = layout(shared, model="8B")
-    group = make_plan(beside).groups[0]
+    separate = {key: value for key, value in shared.items() if key != "placement.generator.share"}
+    outcome = layout(shared, model="8B")
+    group = make_plan(outcome).groups[0]
     start = group.moments["start"]
     engine = start.rows[GENERATOR]["weights"] + start.rows[GENERATOR]["cache"]
     assert engine == pytest.approx(0.9 * (80 * GIB - (start.total - engine)), abs=2)
     assert start.total < 80 * GIB
-    own = layout(alone, model="8B").engines.memory.phases["generate"].device
-    assert sum(own.values()) == pytest.approx(0.9 * 80 * GIB, abs=2), "of a device of its own, its nine tenths"
+    usage = layout(separate, model="8B").engines.memory.phases["generate"].device
+    assert sum(usage.values()) == pytest.approx(0.9 * 80 * GIB, abs=2), "of a device of its own, its nine tenths"
 
 
 def test_planning_starts_and_loads_nothing(published):
@@ -429,8 +431,8 @@ def test_planning_starts_and_loads_nothing(published):
 def found(published, plugins):
     """found(machine, *options): the nearest change for a run that does not fit on the machine."""
 
-    def make(machine, *more, model="8B"):
-        options = flags(published, *more, model=model)
+    def make(machine, *changes, model="8B"):
+        options = flags(published, *changes, model=model)
         plan = make_plan(resolve(load(None, options), plugins, machine))
         assert plan.fits is False
         return nearest(plan, plugins, lambda extra: load(None, options + list(extra.items())))
@@ -442,8 +444,8 @@ def test_smaller_micro_batches_are_tried_first(layout, found):
     """Those of both roles are reduced: they compute in turns in one process, and either may need more memory."""
     outcome = layout({"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
     big, small = (
-        make_plan(layout({"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
-        for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
+        make_plan(layout({"policy.dtype": "fp32", **settings}, machine=Machine("cpu", 10**15)))
+        for settings in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
     )
     assert outcome.role("policy").memory.micro_tokens == 2048
     between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
@@ -457,8 +459,8 @@ def test_zero_3_is_found_where_zero_2_does_not_fit(layout, found):
     change = found(Machine("cuda", 80 * GIB), CLUSTER)
     assert change.plan.fits
     assert change.flags["trainer.stage"] == "3"
-    again = layout(CLUSTER, change.flags, model="8B")
-    assert make_plan(again).fits, "the flags themselves make it fit"
+    outcome = layout(CLUSTER, change.flags, model="8B")
+    assert make_plan(outcome).fits, "the flags themselves make it fit"
     for key in change.flags:
         fewer = {k: v for k, v in change.flags.items() if k != key}
         try:
@@ -468,9 +470,9 @@ def test_zero_3_is_found_where_zero_2_does_not_fit(layout, found):
 
 
 def test_more_ranks_are_the_last_resort(found):
-    alone = {k: v for k, v in CLUSTER.items() if not k.startswith(("placement", "generator.tensor"))}
-    alone |= {"placement.policy.ranks": "2", "placement.critic.ranks": "2", "trainer.stage": "3"}
-    change = found(Machine("cuda", 24 * GIB), alone)
+    settings = {k: v for k, v in CLUSTER.items() if not k.startswith(("placement", "generator.tensor"))}
+    settings |= {"placement.policy.ranks": "2", "placement.critic.ranks": "2", "trainer.stage": "3"}
+    change = found(Machine("cuda", 24 * GIB), settings)
     assert change.plan.layout.devices > 5 or not change.plan.fits
     assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
 
@@ -482,8 +484,13 @@ def test_the_machine_is_given_by_flags_or_detected(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_cli.plan.command.gpu_memory", lambda: None)
     monkeypatch.setattr("rlhf_cli.plan.command.cpu_memory", lambda: 7 * GIB)
     assert (target().device, target().memory) == ("cpu", 7 * GIB)
-    given = target(memory="80GiB", host_memory="1TiB", devices_per_node=4)
-    assert (given.device, given.memory, given.host_memory, given.devices_per_node) == ("cuda", 80 * GIB, 2**40, 4)
+    machine = target(memory="80GiB", host_memory="1TiB", devices_per_node=4)
+    assert (machine.device, machine.memory, machine.host_memory, machine.devices_per_node) == (
+        "cuda",
+        80 * GIB,
+        2**40,
+        4,
+    )
     assert target("cpu", "3GB").memory == 3 * 10**9
     assert target("cuda").memory is None
     monkeypatch.setattr("rlhf_cli.plan.command.gpu_memory", lambda: 40 * GIB)

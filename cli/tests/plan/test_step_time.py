@@ -70,7 +70,7 @@ def test_rejected_groups_are_replaced():
     assert planned(rejecting).generate > planned(TWO_TURNS).generate + 1
 
 
-def timeline(folder, turns, samples, *more):
+def timeline(folder, turns, samples, *spans):
     """A run whose step 2 has these slices.
 
     Args:
@@ -89,7 +89,7 @@ def timeline(folder, turns, samples, *more):
             for g, s, t, n, b, e in turns
         ),
         *(("sample", b, e, {"group": g, "sample": s, **SAMPLE}) for g, s, b, e in samples),
-        *more,
+        *spans,
     ]
     events = [
         {"ph": "X", "name": name, "ts": round(b * 1e6), "dur": round((e - b) * 1e6), "args": {"step": 2, **arguments}}
@@ -130,10 +130,10 @@ def test_speeds_are_read_from_a_timeline(tmp_path):
 def test_what_an_answer_costs_beside_others_is_read_too(tmp_path, engines):
     """Answers of 10 to 40 tokens on one engine; a token takes 0.02 s, and 0.1 s more for each answer at once. Two
     engines have half of them each."""
-    lengths, now, ends = [10, 20, 30, 40], 0.0, []
-    for ended, (before, tokens) in enumerate(zip([0, *lengths], lengths, strict=False)):
-        now += (tokens - before) * (0.02 + 0.1 * (4 - ended))
-        ends.append(now)
+    lengths, clock, ends = [10, 20, 30, 40], 0.0, []
+    for index, (start, tokens) in enumerate(zip([0, *lengths], lengths, strict=False)):
+        clock += (tokens - start) * (0.02 + 0.1 * (4 - index))
+        ends.append(clock)
     turns = [(engine, n, 0, tokens, 0.0, ends[n]) for engine in range(engines) for n, tokens in enumerate(lengths)]
     samples = [(group, n, 0.0, end) for group, n, *_, end in turns]
     measured = measured_speeds(timeline(tmp_path, turns, samples), waves=True, batch=4, engines=engines)

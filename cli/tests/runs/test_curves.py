@@ -28,26 +28,26 @@ def test_many_steps_are_averaged():
 
 
 def test_values_that_are_not_finite_leave_no_dots():
-    whole = [(1, 0.0), (2, 1.0), (3, 2.0)]
+    points = [(1, 0.0), (2, 1.0), (3, 2.0)]
     broken = [(1, 0.0), (2, math.nan), (3, 2.0)]
-    assert draw([Curve("a", broken)], False).plain == draw([Curve("a", [whole[0], whole[2]])], False).plain
+    assert draw([Curve("a", broken)], False).plain == draw([Curve("a", [points[0], points[2]])], False).plain
     assert draw([Curve("a", [(1, math.inf)])], False).plain == ""
     assert not Curve("a", [(1, 1.0), (2, math.nan), (3, 1.0)]).varies
 
 
 def test_two_curves_have_the_same_axes():
     low, high = Curve("low", [(1, 0.0), (2, 1.0)]), Curve("high", [(1, 5.0), (4, 9.0)])
-    apart = draw([low, high], colour=False, width=6, height=2).plain
-    assert apart.count("9 │") == apart.count("0 │") == 2
-    assert [line for line in apart.split("\n") if line in ("low", "high")] == ["low", "high"]
-    together = draw([low, high], colour=True, width=6, height=2)
-    assert together.plain.count("│") == 2
-    assert {str(span.style) for span in together.spans} >= {"cyan", "magenta"}
+    text = draw([low, high], colour=False, width=6, height=2).plain
+    assert text.count("9 │") == text.count("0 │") == 2
+    assert [line for line in text.split("\n") if line in ("low", "high")] == ["low", "high"]
+    coloured = draw([low, high], colour=True, width=6, height=2)
+    assert coloured.plain.count("│") == 2
+    assert {str(span.style) for span in coloured.spans} >= {"cyan", "magenta"}
 
 
 def test_a_curve_beside_one_without_values_keeps_its_name():
-    only = draw([Curve("one", []), Curve("two", [(1, 1.0), (2, 2.0)])], colour=False)
-    assert only.plain.startswith("two\n")
+    chart = draw([Curve("one", []), Curve("two", [(1, 1.0), (2, 2.0)])], colour=False)
+    assert chart.plain.startswith("two\n")
 
 
 def test_a_curve_can_be_printed():

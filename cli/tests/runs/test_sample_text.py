@@ -72,8 +72,8 @@ def test_images_are_shown_as_their_size(tmp_path):
     sampled = Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="red")
     turns = [Turn([1, 9, 9, 9, 9, 2], False, text="what?", images=(first,)), sampled]
     turns += [Turn([9, 3], False, text="and now?", images=(second,)), sampled]
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
-    for prompt in (asked, "what?", None):
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    for prompt in (messages, "what?", None):
         text = recorded(tmp_path, turns, prompt)
         assert "[image 40x24]what?" in text
         assert "[image 8x6]and now?" in text

@@ -16,7 +16,7 @@ from rlhf_cli.serve_reward.serving import serve
 from rlhf_runtime.config.load import load
 from rlhf_runtime.loop.signals import StopRequest
 
-USUAL = {"bytes": 2**20, "samples": 4096, "seconds": 60.0, "batch": 256, "wait": 0.005}
+DEFAULTS = {"bytes": 2**20, "samples": 4096, "seconds": 60.0, "batch": 256, "wait": 0.005}
 
 
 class Served:
@@ -26,10 +26,10 @@ class Served:
         self.url, self.stop, self.ended = url, stop, ended
         self.base = url.removesuffix("/get_reward")
 
-    def ask(self, query: Sequence[str], prompts: Sequence[str] | None = None, **more: Any) -> httpx.Response:
+    def ask(self, query: Sequence[str], prompts: Sequence[str] | None = None, **fields: Any) -> httpx.Response:
         """Without prompts: the whole query is the answer."""
-        headers = more.pop("headers", None)
-        body = {"query": query, "prompts": [""] * len(query) if prompts is None else prompts, **more}
+        headers = fields.pop("headers", None)
+        body = {"query": query, "prompts": [""] * len(query) if prompts is None else prompts, **fields}
         return httpx.post(self.url, json=body, headers=headers, timeout=60)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -55,24 +55,24 @@ def serving(
     """
     config = load(None, [("algorithm.use", "score"), *flags])
     ready: Future[str] = Future()
-    ended: Future[None] = Future()
+    completion: Future[None] = Future()
     stop = StopRequest()
 
     def run() -> None:
         try:
-            allowed, limit = access or Access("127.0.0.1", port, token), RequestLimits(**(USUAL | limits))
+            allowed, limit = access or Access("127.0.0.1", port, token), RequestLimits(**(DEFAULTS | limits))
             serve(config, Plugins.discover(), allowed, limit, label, announce=ready.set_result, stop=stop)
-            ended.set_result(None)
+            completion.set_result(None)
         except BaseException as error:
-            (ended if ready.done() else ready).set_exception(error)
+            (completion if ready.done() else ready).set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    said = ready.result(60)
+    message = ready.result(60)
     try:
-        yield Served(said.rpartition(" at ")[2], stop, ended)
+        yield Served(message.rpartition(" at ")[2], stop, completion)
     finally:
         stop.request("the end of the test")
         thread.join(60)
     assert not thread.is_alive()
-    ended.result(0)
+    completion.result(0)

@@ -35,10 +35,10 @@ def test_what_cannot_be_served_is_refused_before_the_start(words, message, capsy
 
 
 def test_a_port_that_is_taken_is_named(capsys) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         assert main(["serve-reward", "--reward", "math", "--port", port]) == 2
     error = capsys.readouterr().err
     assert f"cannot listen on 127.0.0.1 port {port}" in error
@@ -60,8 +60,8 @@ def test_a_signal_ends_the_process_cleanly() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         assert line.startswith("serving math at http://127.0.0.1:")
-        asked = {"query": ["1+1=2"], "prompts": ["1+1="], "labels": ["2"]}
-        assert httpx.post(line.split()[-1], json=asked).json()["rewards"] == [1.0]
+        body = {"query": ["1+1=2"], "prompts": ["1+1="], "labels": ["2"]}
+        assert httpx.post(line.split()[-1], json=body).json()["rewards"] == [1.0]
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 0, err

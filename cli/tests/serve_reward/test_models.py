@@ -17,14 +17,14 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("rm"), hidden=16, heads=2, kv_heads=1, head="scalar", std=0.3)
 
 
-def stated(model, *texts: str) -> list[float]:
+def reference_scores(model, *texts: str) -> list[float]:
     """What transformers says of each text alone."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer, scorer = AutoTokenizer.from_pretrained(model), AutoModelForSequenceClassification.from_pretrained(model)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     with torch.no_grad():
-        return [float(scorer.eval()(torch.tensor([one])).logits[0, 0]) for one in ids]
+        return [float(scorer.eval()(torch.tensor([sequence])).logits[0, 0]) for sequence in ids]
 
 
 def test_requests_at_one_time_share_a_pass_and_each_gets_its_own_values(model) -> None:
@@ -33,9 +33,9 @@ def test_requests_at_one_time_share_a_pass_and_each_gets_its_own_values(model) -
         serving(("reward", f"model:{model}"), FP32, batch=8, wait=60.0) as server,
         ThreadPoolExecutor(8) as pool,
     ):
-        found = list(pool.map(lambda text: server.ask([text]).json()["rewards"][0], texts))
+        scores = list(pool.map(lambda text: server.ask([text]).json()["rewards"][0], texts))
         counts = server.counts()
-    assert found == pytest.approx(stated(model, *(text + "<eos>" for text in texts)), abs=1e-6)
+    assert scores == pytest.approx(reference_scores(model, *(text + "<eos>" for text in texts)), abs=1e-6)
     assert counts["rlhf_reward_model_batch_count"] == 1, "a pass that is full does not wait"
     assert counts["rlhf_reward_model_batch_sum"] == 8
 
@@ -43,10 +43,12 @@ def test_requests_at_one_time_share_a_pass_and_each_gets_its_own_values(model) -
 def test_the_end_token_is_added_once_or_never(model) -> None:
     with serving(("reward", f"model:{model}"), FP32) as server:
         answer = server.ask(["1+1=2", "1+1=2<eos>", "1+1="], ["1+1="] * 3).json()
-    assert answer["rewards"] == pytest.approx(stated(model, "1+1=2<eos>", "1+1=2<eos>", "1+1=<eos>"), abs=1e-6)
+    assert answer["rewards"] == pytest.approx(
+        reference_scores(model, "1+1=2<eos>", "1+1=2<eos>", "1+1=<eos>"), abs=1e-6
+    )
     with serving(("reward", f"model:{model}"), FP32, ("data.add_eos", "false")) as server:
         answer = server.ask(["1+1=2", "1+1=2<eos>"]).json()
-    assert answer["rewards"] == pytest.approx(stated(model, "1+1=2", "1+1=2<eos>"), abs=1e-6)
+    assert answer["rewards"] == pytest.approx(reference_scores(model, "1+1=2", "1+1=2<eos>"), abs=1e-6)
 
 
 def test_texts_are_counted_in_tokens_and_shown_without_special_ones(model, tmp_path) -> None:

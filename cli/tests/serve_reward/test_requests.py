@@ -131,7 +131,7 @@ def test_other_refusals_are_json_too(server) -> None:
 
 
 def test_a_sample_that_has_no_reward_makes_the_request_an_error(server) -> None:
-    before = server.counts()["rlhf_reward_failed_samples_total"]
+    count = server.counts()["rlhf_reward_failed_samples_total"]
     answer = server.ask(["1", "nan", "x", "skip"])
     assert answer.status_code == 422
     causes = answer.json()["samples"]
@@ -141,7 +141,7 @@ def test_a_sample_that_has_no_reward_makes_the_request_an_error(server) -> None:
     assert causes["3"] == "no reward applies to this sample"
     assert answer.json()["error"].startswith("query[1]: RewardError: reward 'number'")
     assert "rewards" not in answer.json()
-    assert server.counts()["rlhf_reward_failed_samples_total"] == before + 3
+    assert server.counts()["rlhf_reward_failed_samples_total"] == count + 3
 
 
 def test_a_request_beyond_the_samples_under_way_is_asked_to_come_back(server, tmp_path: Path) -> None:

@@ -28,20 +28,22 @@ def values(folder: Path, url: str, reward: str, *words: str) -> tuple[list[dict[
     """The samples of an evaluation, the values of the reward in the run, and those over HTTP."""
     saved = folder / "samples.jsonl"
     flags = ("--reward.http.urls", json.dumps([url]), "--eval.samples", "2", "--eval.temperature", "1")
-    here = ("eval", "--model", str(folder / "policy"), "--data", str(folder / "rows.jsonl"), "--save", str(saved))
-    assert main([*here, "--reward", reward, "--reward", "http", *flags, "--sampling.max_new_tokens", "6", *words]) == 0
+    command = ("eval", "--model", str(folder / "policy"), "--data", str(folder / "rows.jsonl"), "--save", str(saved))
+    assert (
+        main([*command, "--reward", reward, "--reward", "http", *flags, "--sampling.max_new_tokens", "6", *words]) == 0
+    )
     samples = [json.loads(line) for line in saved.read_text().splitlines()]
     name = reward.partition(":")[0]
-    given = [[sample["rewards"][source]["value"] for sample in samples] for source in (name, "http")]
-    return samples, given[0], given[1]
+    rewards = [[sample["rewards"][source]["value"] for sample in samples] for source in (name, "http")]
+    return samples, rewards[0], rewards[1]
 
 
 def test_math_gives_the_same_values(folder) -> None:
     with serving(("reward", "math")) as server:
-        _, here, there = values(folder, server.url, "math")
-    assert here == there
-    assert len(here) == 32
-    assert set(here) == {0.0, 1.0}
+        _, local, remote = values(folder, server.url, "math")
+    assert local == remote
+    assert len(local) == 32
+    assert set(local) == {0.0, 1.0}
 
 
 def test_a_reward_model_reads_the_tokens_that_were_sampled(folder) -> None:
@@ -49,7 +51,7 @@ def test_a_reward_model_reads_the_tokens_that_were_sampled(folder) -> None:
     fp32, as_sent = ("roles.reward_model.dtype", "fp32"), ("data.add_eos", "false")
     words = ("--reward.http.special_tokens", "true", "--roles.reward_model.dtype", "fp32", "--policy.dtype", "fp32")
     with serving(("reward", f"model:{folder / 'rm'}"), fp32, as_sent) as server:
-        samples, here, there = values(folder, server.url, f"model:{folder / 'rm'}", *words)
-    assert there == pytest.approx(here, abs=1e-6)
-    assert len({round(value, 4) for value in here}) > 10
+        samples, local, remote = values(folder, server.url, f"model:{folder / 'rm'}", *words)
+    assert remote == pytest.approx(local, abs=1e-6)
+    assert len({round(value, 4) for value in local}) > 10
     assert {sample["turns"][1]["finish"] for sample in samples} == {"stop", "length"}

@@ -43,13 +43,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(model: Path, folder: Path, *flags: tuple[str, str], token: str | None = None) -> Iterator[str]:
     """The address of a server of ``model``."""
     options = [("policy.model", str(model)), ("data.max_tokens", "64"), ("policy.dtype", "fp32"), *LORA, *flags]
-    placed = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
+    policy = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
     ready: Future[str] = Future()
     stop = StopRequest()
 
     def run() -> None:
         try:
-            serve(placed, Access("127.0.0.1", 0, token), "tiny", folder, announce=ready.set_result, stop=stop)
+            serve(policy, Access("127.0.0.1", 0, token), "tiny", folder, announce=ready.set_result, stop=stop)
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error)
@@ -129,8 +129,8 @@ class Plain:
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         assert len(parameters) == len(tensors) > 0
         for name, p in parameters.items():
-            ours = name.removeprefix("base_model.model.")
-            p.data.copy_(next(t for key, t in tensors.items() if key.endswith(ours)))
+            suffix = name.removeprefix("base_model.model.")
+            p.data.copy_(next(t for key, t in tensors.items() if key.endswith(suffix)))
         self.parameters = list(parameters.values())
         self.optimizer = torch.optim.AdamW(self.parameters)
 
@@ -191,12 +191,12 @@ def test_two_steps_are_those_of_plain_torch(model, tmp_path, loss, config, targe
             for request in range(2):
                 data = [datum(10 * step + 5 * request + k, loss, targets) for k in range(3)]
                 result = client.forward_backward(data, loss, config).result()
-                expected = [plain.loss(each, loss, config) for each in data]
+                expected = [plain.loss(item, loss, config) for item in data]
                 sum(expected).backward()
                 assert result.metrics["loss:sum"] == pytest.approx(float(sum(expected)), rel=1e-4, abs=1e-4)
-                for output, each in zip(result.loss_fn_outputs, data, strict=True):
+                for output, item in zip(result.loss_fn_outputs, data, strict=True):
                     torch.testing.assert_close(
-                        output["logprobs"].to_torch(), plain.logprobs(each).detach(), atol=TOLERANCE, rtol=0
+                        output["logprobs"].to_torch(), plain.logprobs(item).detach(), atol=TOLERANCE, rtol=0
                     )
                 other.forward_backward(data, loss, config).result()
                 other.optim_step(ADAM).result()
@@ -219,22 +219,22 @@ def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) 
 
     learn()
     first = client.save_weights_and_get_sampling_client().result()
-    before = greedy(first, prompt, include_prompt_logprobs=True)
+    reference = greedy(first, prompt, include_prompt_logprobs=True)
     learn()
     second = client.save_weights_and_get_sampling_client().result()
     base = service.create_sampling_client(base_model="tiny").result()
-    again = greedy(first, prompt, include_prompt_logprobs=True)
-    later, of_base = (greedy(c, prompt, include_prompt_logprobs=True) for c in (second, base))
-    assert again.prompt_logprobs == before.prompt_logprobs
-    assert again.sequences[0].tokens == before.sequences[0].tokens
+    repeat = greedy(first, prompt, include_prompt_logprobs=True)
+    newer, of_base = (greedy(c, prompt, include_prompt_logprobs=True) for c in (second, base))
+    assert repeat.prompt_logprobs == reference.prompt_logprobs
+    assert repeat.sequences[0].tokens == reference.sequences[0].tokens
     logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([prompt])).logits[0].log_softmax(-1)
     plain = [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
     assert of_base.prompt_logprobs[0] is None
     assert of_base.prompt_logprobs[1:] == pytest.approx(plain, abs=TOLERANCE)
-    for other in (later, of_base):
-        assert other.prompt_logprobs[1:] != pytest.approx(before.prompt_logprobs[1:], abs=1e-3)
+    for other in (newer, of_base):
+        assert other.prompt_logprobs[1:] != pytest.approx(reference.prompt_logprobs[1:], abs=1e-3)
     # The log-prob of a token that was drawn is that of a prompt with it.
-    token, logprob = later.sequences[0].tokens[0], later.sequences[0].logprobs[0]
+    token, logprob = newer.sequences[0].tokens[0], newer.sequences[0].logprobs[0]
     scored = second.compute_logprobs(types.ModelInput.from_ints([*prompt, token])).result()
     assert scored[-1] == pytest.approx(logprob, abs=TOLERANCE)
 
@@ -255,9 +255,9 @@ def test_samples_stop_and_seeds_repeat(model, service) -> None:
         chosen = types.SamplingParams(max_tokens=30, **params)
         return base.sample(prompt, samples, chosen).result().sequences
 
-    drawn = draw(8, seed=3)
-    assert [s.tokens for s in drawn] == [s.tokens for s in draw(8, seed=3)]
-    assert len({tuple(s.tokens) for s in drawn}) == 8
+    sequences = draw(8, seed=3)
+    assert [s.tokens for s in sequences] == [s.tokens for s in draw(8, seed=3)]
+    assert len({tuple(s.tokens) for s in sequences}) == 8
     assert all(s.stop_reason == "length" and len(s.tokens) == 30 for s in draw(4, stop=[]))
     first = draw(1, seed=3, stop=[])[0].tokens
     stopped = draw(1, seed=3, stop=[first[4]])[0]
@@ -272,22 +272,22 @@ def test_samples_stop_and_seeds_repeat(model, service) -> None:
 def test_a_state_continues_exactly_and_weights_alone_begin_a_new_optimizer(model, folder, service) -> None:
     client, data = trained(service), [datum(k, "cross_entropy") for k in range(3)]
 
-    def step(of: Any) -> list[list[float]]:
-        of.forward_backward(data, "cross_entropy").result()
-        of.optim_step(ADAM).result()
-        return [o["logprobs"].tolist() for o in of.forward(data, "cross_entropy").result().loss_fn_outputs]
+    def step(training_client: Any) -> list[list[float]]:
+        training_client.forward_backward(data, "cross_entropy").result()
+        training_client.optim_step(ADAM).result()
+        return [o["logprobs"].tolist() for o in training_client.forward(data, "cross_entropy").result().loss_fn_outputs]
 
     step(client)
     path = client.save_state("middle").result().path
     expected = step(client)
-    whole = service.create_training_client_from_state_with_optimizer(path).result()
+    restored = service.create_training_client_from_state_with_optimizer(path).result()
     weights = service.create_training_client_from_state(path).result()
-    assert step(whole) == expected
+    assert step(restored) == expected
     plain = Plain(model, state_of(folder, path))
-    sum(plain.loss(each, "cross_entropy", {}) for each in data).backward()
+    sum(plain.loss(item, "cross_entropy", {}) for item in data).backward()
     plain.step(ADAM)
-    for ours, each in zip(step(weights), data, strict=True):
-        assert ours == pytest.approx(plain.logprobs(each).tolist(), abs=TOLERANCE)
+    for logprobs, item in zip(step(weights), data, strict=True):
+        assert logprobs == pytest.approx(plain.logprobs(item).tolist(), abs=TOLERANCE)
     with pytest.raises(tinker.RequestFailedError, match="exists"):
         client.save_state("middle").result()
     assert client.save_state("middle", overwrite=True).result().path == path
@@ -405,15 +405,15 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model, folder, ser
     client.optim_step(types.AdamParams(learning_rate=3e-2)).result()
     path = client.save_state("done").result().path
     options = [("policy.model", str(model)), *LORA]
-    placed = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
-    export(placed, "tiny", folder, path, tmp_path / "model")
+    policy = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
+    export(policy, "tiny", folder, path, tmp_path / "model")
     assert "rope_theta" in json.loads((tmp_path / "model" / "config.json").read_text()), "as transformers 4 reads it"
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    for output, each in zip(client.forward(data, "cross_entropy").result().loss_fn_outputs, data, strict=True):
-        logits = exported(torch.tensor([each.model_input.to_ints()])).logits[0].log_softmax(-1)
-        plain = logits.gather(1, each.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
+    for output, item in zip(client.forward(data, "cross_entropy").result().loss_fn_outputs, data, strict=True):
+        logits = exported(torch.tensor([item.model_input.to_ints()])).logits[0].log_softmax(-1)
+        plain = logits.gather(1, item.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
         torch.testing.assert_close(output["logprobs"].to_torch(), plain.detach(), atol=TOLERANCE, rtol=0)
     with pytest.raises(ConfigError, match=r"exists\. Choose another folder"):
-        export(placed, "tiny", folder, path, tmp_path / "model")
+        export(policy, "tiny", folder, path, tmp_path / "model")
     with pytest.raises(ConfigError, match=r"there is no checkpoint .* in"):
-        export(placed, "tiny", folder, f"{path}-none", tmp_path / "other")
+        export(policy, "tiny", folder, f"{path}-none", tmp_path / "other")

@@ -24,11 +24,11 @@ def random_groups(seed: int, with_logprobs: bool) -> list[Group]:
         for sample in range(4):
             turns = [Turn(ids(rng, 1), False, fresh=rng.random() < 0.5)]
             for _ in range(rng.randint(0, 5)):
-                made, sampled = ids(rng), rng.random() < 0.5
-                logprobs = [-rng.random() for _ in made] if sampled and with_logprobs else None
+                tokens, sampled = ids(rng), rng.random() < 0.5
+                logprobs = [-rng.random() for _ in tokens] if sampled and with_logprobs else None
                 temperature = rng.choice((0.5, 0.7, 1.0))
                 fresh = not sampled and rng.random() < 0.3
-                turns.append(Turn(made, sampled, logprobs, (), "stop", temperature, fresh=fresh))
+                turns.append(Turn(tokens, sampled, logprobs, (), "stop", temperature, fresh=fresh))
             places = [(n, i) for n, turn in enumerate(turns) if turn.sampled for i in range(len(turn.ids))]
             steps = tuple((*place, rng.random()) for place in rng.choices(places, k=3)) if places else ()
             rewards = {"steps": RewardResult(None, steps=steps)} if rng.random() < 0.7 else {}
@@ -40,18 +40,20 @@ def random_groups(seed: int, with_logprobs: bool) -> list[Group]:
     return groups
 
 
-def ids(rng: random.Random, least: int = 0) -> list[int]:
-    return [rng.randrange(2**31) for _ in range(rng.randint(least, 4))]
+def ids(rng: random.Random, low: int = 0) -> list[int]:
+    return [rng.randrange(2**31) for _ in range(rng.randint(low, 4))]
 
 
 def plain(groups: list[Group], weight: float, scored: bool) -> list[dict[str, list]] | None:
     """Each sequence of the batch by loops: its unit, its columns, and whether tokens are the last action of a unit."""
-    kept = [t for g in groups for t in g.trajectories if t.status != "failed" and (t.reward is not None or not scored)]
-    if not any(turn.sampled and turn.ids for t in kept for turn in t.turns):
+    trajectories = [
+        t for g in groups for t in g.trajectories if t.status != "failed" and (t.reward is not None or not scored)
+    ]
+    if not any(turn.sampled and turn.ids for t in trajectories for turn in t.turns):
         return None
-    told = all(turn.logprobs is not None for t in kept for turn in t.turns if turn.sampled)
-    made = []
-    for unit, t in enumerate(kept):
+    has_logprobs = all(turn.logprobs is not None for t in trajectories for turn in t.turns if turn.sampled)
+    result = []
+    for unit, t in enumerate(trajectories):
         steps: dict[tuple[int, int], float] = {}
         for n, i, value in t.rewards["steps"].steps if "steps" in t.rewards else ():
             steps[n, i] = steps.get((n, i), 0.0) + weight * value
@@ -60,20 +62,20 @@ def plain(groups: list[Group], weight: float, scored: bool) -> list[dict[str, li
             if turn.fresh or not sequences:
                 sequences.append([])
             for i, token in enumerate(turn.ids):
-                logprob = turn.logprobs[i] if told and turn.sampled else 0.0
+                logprob = turn.logprobs[i] if has_logprobs and turn.sampled else 0.0
                 temperature = turn.temperature if turn.sampled else 1.0
                 sequences[-1].append((n, token, turn.sampled, logprob, temperature, steps.get((n, i), 0.0)))
-        ended = []
+        trimmed = []
         for sequence in sequences:
             while sequence and not sequence[-1][2]:
                 sequence.pop()
             if sequence:
-                ended.append(sequence)
-        if not ended:
+                trimmed.append(sequence)
+        if not trimmed:
             first = t.turns[0]
-            ended = [[(0, token, False, 0.0, 1.0, 0.0) for token in first.ids]]
-        actions = [(b, i) for b, s in enumerate(ended) for i, token in enumerate(s) if token[2] and i > 0]
-        for b, sequence in enumerate(ended):
+            trimmed = [[(0, token, False, 0.0, 1.0, 0.0) for token in first.ids]]
+        actions = [(b, i) for b, s in enumerate(trimmed) for i, token in enumerate(s) if token[2] and i > 0]
+        for b, sequence in enumerate(trimmed):
             columns = {
                 "unit": [unit] * len(sequence),
                 "ids": [token for _, token, *_ in sequence],
@@ -82,21 +84,21 @@ def plain(groups: list[Group], weight: float, scored: bool) -> list[dict[str, li
                 "step_reward": [token[5] for token in sequence],
                 "last_action": [bool(actions) and actions[-1] == (b, i) for i in range(len(sequence))],
             }
-            made.append(columns | ({"gen_logprobs": [token[3] for token in sequence]} if told else {}))
-    return made
+            result.append(columns | ({"gen_logprobs": [token[3] for token in sequence]} if has_logprobs else {}))
+    return result
 
 
 @pytest.mark.parametrize("with_logprobs", [True, False])
 @pytest.mark.parametrize("scored", [True, False])
 def test_assemble_equals_plain_loops(with_logprobs, scored):
-    seen = 0
+    count = 0
     for seed in range(200):
         groups = random_groups(seed, with_logprobs)
         batch, expected = assemble(groups, {"steps": 0.3}, scored), plain(groups, 0.3, scored)
         if expected is None:
             assert batch is None
             continue
-        seen += 1
+        count += 1
         assert batch.lens_B.tolist() == [len(sequence["ids"]) for sequence in expected]
         assert batch.unit_B.tolist() == [sequence["unit"][0] for sequence in expected]
         flat = {name: [v for sequence in expected for v in sequence[name]] for name in expected[0]}
@@ -104,10 +106,10 @@ def test_assemble_equals_plain_loops(with_logprobs, scored):
         assert batch.unit_N.tolist() == flat.pop("unit")
         assert set(batch.tok) == set(flat)
         for name, values in flat.items():
-            made = batch.tok[name]
+            column = batch.tok[name]
             kind = torch.bool if isinstance(values[0], bool) else torch.float32
-            assert (made.dtype, torch.equal(made, torch.tensor(values, dtype=kind))) == (kind, True), name
-    assert seen > 150
+            assert (column.dtype, torch.equal(column, torch.tensor(values, dtype=kind))) == (kind, True), name
+    assert count > 150
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -136,14 +138,14 @@ def test_select_takes_whole_units_in_any_order():
             continue
         batch = batch.with_column("tok", "vector", torch.rand(batch.tokens, 3), over=None)
         order = random.Random(seed).choices(range(batch.units), k=5)
-        taken = batch.select(order)
-        of = [b for unit in order for b, own in enumerate(batch.unit_B.tolist()) if own == unit]
-        where = [i for b in of for i, own in enumerate(batch.seq_N.tolist()) if own == b]
-        assert torch.equal(taken.ids_N, batch.ids_N[where])
-        assert taken.lens_B.tolist() == [batch.lens_B[b] for b in of]
-        assert all(torch.equal(taken.tok[name], values[where]) for name, values in batch.tok.items())
-        assert all(torch.equal(taken.unit[name], values[order]) for name, values in batch.unit.items())
-        assert taken.units == len(order)
+        part = batch.select(order)
+        rows = [b for unit in order for b, owner in enumerate(batch.unit_B.tolist()) if owner == unit]
+        places = [i for b in rows for i, owner in enumerate(batch.seq_N.tolist()) if owner == b]
+        assert torch.equal(part.ids_N, batch.ids_N[places])
+        assert part.lens_B.tolist() == [batch.lens_B[b] for b in rows]
+        assert all(torch.equal(part.tok[name], values[places]) for name, values in batch.tok.items())
+        assert all(torch.equal(part.unit[name], values[order]) for name, values in batch.unit.items())
+        assert part.units == len(order)
 
 
 def test_pack_takes_arrays_and_lists_alike():
@@ -156,12 +158,12 @@ def test_pack_takes_arrays_and_lists_alike():
         arrays.append(UnitData([SequenceData(turn.ids, {"loss_mask": mask, "x": turn.logprobs, "n": turn.ids})]))
         columns = {"loss_mask": mask, "x": turn.logprobs.tolist(), "n": turn.ids.tolist()}
         lists.append(UnitData([SequenceData(turn.ids.tolist(), columns)]))
-    one, two = pack(lists), pack(arrays)
-    assert torch.equal(one.ids_N, two.ids_N)
-    for name, values in one.tok.items():
-        assert values.dtype == two.tok[name].dtype
-        assert torch.equal(values, two.tok[name])
-    assert {name: values.dtype for name, values in one.tok.items()} == {
+    from_lists, from_arrays = pack(lists), pack(arrays)
+    assert torch.equal(from_lists.ids_N, from_arrays.ids_N)
+    for name, values in from_lists.tok.items():
+        assert values.dtype == from_arrays.tok[name].dtype
+        assert torch.equal(values, from_arrays.tok[name])
+    assert {name: values.dtype for name, values in from_lists.tok.items()} == {
         "loss_mask": torch.bool, "n": torch.int64, "x": torch.float32,
     }  # fmt: skip
 
@@ -174,15 +176,15 @@ def test_weights_equal_plain_loops():
             continue
         answer_N = batch.answer_B[batch.seq_N].tolist()
         mask = batch.tok["loss_mask"].tolist()
-        own = {a: sum(m for m, b in zip(mask, answer_N, strict=True) if b == a) for a in set(answer_N)}
-        live = sum(n > 0 for n in own.values())
+        counts = {a: sum(m for m, b in zip(mask, answer_N, strict=True) if b == a) for a in set(answer_N)}
+        live = sum(n > 0 for n in counts.values())
         divisors = {
             "token_mean": [sum(mask) for _ in answer_N],
-            "seq_mean_token_mean": [max(own[a], 1) * live for a in answer_N],
+            "seq_mean_token_mean": [max(counts[a], 1) * live for a in answer_N],
             "seq_mean_token_sum": [live for _ in answer_N],
             "seq_sum_constant": [live * 7.0 for _ in answer_N],
         }
-        for how, divisor_N in divisors.items():
+        for reduction, divisor_N in divisors.items():
             expected = [float(m) / divisor * -0.3 for m, divisor in zip(mask, divisor_N, strict=True)]
-            made = weights(batch, Reduce(how, coef=-0.3, constant=7.0))
-            assert torch.equal(made, torch.tensor(expected, dtype=torch.float64).float())
+            result = weights(batch, Reduce(reduction, coef=-0.3, constant=7.0))
+            assert torch.equal(result, torch.tensor(expected, dtype=torch.float64).float())

@@ -63,11 +63,13 @@ def test_select_renumbers_units():
 def test_between_is_select_without_a_copy(first, last):
     b = fabricate.batch(1).with_column("unit", "n", torch.arange(6))
     b = b.with_column("seq", "s", torch.arange(b.sequences))
-    part, same = b.between(first, last), b.select(range(first, last))
+    part, selection = b.between(first, last), b.select(range(first, last))
     for name in ("ids_N", "lens_B", "unit_B", "role_B"):
-        assert torch.equal(getattr(part, name), getattr(same, name)), name
+        assert torch.equal(getattr(part, name), getattr(selection, name)), name
     for level in ("tok", "seq", "unit"):
-        assert all(torch.equal(values, getattr(same, level)[name]) for name, values in getattr(part, level).items())
+        assert all(
+            torch.equal(values, getattr(selection, level)[name]) for name, values in getattr(part, level).items()
+        )
     assert part.ids_N.untyped_storage().data_ptr() == b.ids_N.untyped_storage().data_ptr()
 
 
@@ -77,15 +79,15 @@ def test_keep_drops_sequences_and_units_without_sequences():
         UnitData([SequenceData([4], {"x": [4.0]}, 0)], {"u": 1}),
         UnitData([SequenceData([5], {"x": [5.0]}, 0), SequenceData([6, 7], {"x": [6.0, 7.0]}, 1)], {"u": 2}),
     ]
-    whole = pack(units).with_column("seq", "s", torch.arange(5))
-    kept = whole.keep(torch.tensor([False, True, False, True, True]))
-    assert kept.ids_N.tolist() == [3, 5, 6, 7]
-    assert kept.lens_B.tolist() == [1, 1, 2]
-    assert kept.unit_B.tolist() == [0, 1, 1]
-    assert kept.role_B.tolist() == [1, 0, 1]
-    assert kept.tok["x"].tolist() == [3, 5, 6, 7]
-    assert kept.seq["s"].tolist() == [1, 3, 4]
-    assert kept.unit["u"].tolist() == [0, 2]
+    full = pack(units).with_column("seq", "s", torch.arange(5))
+    part = full.keep(torch.tensor([False, True, False, True, True]))
+    assert part.ids_N.tolist() == [3, 5, 6, 7]
+    assert part.lens_B.tolist() == [1, 1, 2]
+    assert part.unit_B.tolist() == [0, 1, 1]
+    assert part.role_B.tolist() == [1, 0, 1]
+    assert part.tok["x"].tolist() == [3, 5, 6, 7]
+    assert part.seq["s"].tolist() == [1, 3, 4]
+    assert part.unit["u"].tolist() == [0, 2]
 
 
 @settings(max_examples=25, deadline=None)
@@ -95,20 +97,20 @@ def test_select_and_concat_are_inverse(order, cut):
     b = b.with_column("seq", "s", torch.arange(b.sequences))
     joined = concat([b.select(order[:cut]), b.select(order[cut:])])
     assert joined.unit_B.tolist() == b.select(order).unit_B.tolist()
-    back = joined.select([order.index(u) for u in range(6)])
-    assert torch.equal(back.ids_N, b.ids_N)
-    assert torch.equal(back.unit_B, b.unit_B)
-    assert all(torch.equal(back.tok[k], b.tok[k]) for k in b.tok)
-    assert torch.equal(back.lens_B, b.lens_B)
-    assert torch.equal(back.role_B, b.role_B)
-    assert torch.equal(back.seq["s"], b.seq["s"])
-    assert back.unit["n"].tolist() == list(range(6))
+    restored = joined.select([order.index(u) for u in range(6)])
+    assert torch.equal(restored.ids_N, b.ids_N)
+    assert torch.equal(restored.unit_B, b.unit_B)
+    assert all(torch.equal(restored.tok[k], b.tok[k]) for k in b.tok)
+    assert torch.equal(restored.lens_B, b.lens_B)
+    assert torch.equal(restored.role_B, b.role_B)
+    assert torch.equal(restored.seq["s"], b.seq["s"])
+    assert restored.unit["n"].tolist() == list(range(6))
 
 
 def test_only_keeps_the_named_columns():
-    whole = small().with_column("seq", "s", torch.arange(3)).with_column("seq", "t", torch.arange(3))
-    whole = whole.with_column("unit", "y", torch.arange(2)).with_column("tok", "z", torch.arange(6))
-    b = whole.select_columns(["x", "t", "z"])
+    full = small().with_column("seq", "s", torch.arange(3)).with_column("seq", "t", torch.arange(3))
+    full = full.with_column("unit", "y", torch.arange(2)).with_column("tok", "z", torch.arange(6))
+    b = full.select_columns(["x", "t", "z"])
     assert (set(b.tok), set(b.seq), set(b.unit)) == ({"z"}, {"t"}, {"x"})
     assert all(b.has(name) for name in ("x", "t", "z"))
     assert not b.has("loss_mask")

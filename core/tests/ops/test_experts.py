@@ -90,7 +90,7 @@ def test_records_that_cannot_be_right_are_refused(change, words):
 
 def test_ids_with_other_records_are_distinct():
     ids_N, experts_NLK = torch.tensor([5, 5, 5, 6, 5]), torch.tensor([1, 1, 2, 1, -1], dtype=torch.int16)[:, None, None]
-    a, b, *others = distinct_ids(ids_N, experts_NLK).tolist()
+    a, b, *rest = distinct_ids(ids_N, experts_NLK).tolist()
     assert a == b
-    assert len({a, *others}) == 4
-    assert max(a, *others) < 5
+    assert len({a, *rest}) == 4
+    assert max(a, *rest) < 5

@@ -55,8 +55,8 @@ def test_return_to_go_by_hand_and_over_gaps():
     assert return_to_go(R_NA, mask, 1.0).tolist() == [[7.0, 6.0, 4.0, 0.0], [8.0, 8.0, 8.0, 0.0]]
     assert return_to_go(R_NA, mask, 0.5).tolist() == [[3.0, 4.0, 4.0, 0.0], [2.0, 4.0, 8.0, 0.0]]
     gap = torch.tensor([[1.0, float("inf"), 2.0]])
-    held = torch.tensor([[True, False, True]])
-    assert return_to_go(gap, held, 0.5).tolist() == [[2.0, 0.0, 2.0]]
+    gap_mask = torch.tensor([[True, False, True]])
+    assert return_to_go(gap, gap_mask, 0.5).tolist() == [[2.0, 0.0, 2.0]]
 
 
 def test_gae_by_hand():
@@ -82,8 +82,8 @@ def test_gae_ignores_environment_tokens(n, gamma, lam, random):
     for w, d in zip(wide, dense, strict=True):
         w[0, places] = d[0]
     expected = gae(dense[0], dense[1], torch.ones(1, n, dtype=torch.bool), None, gamma, lam)
-    got = gae(wide[0], wide[1], mask, None, gamma, lam)
-    for e, g in zip(expected, got, strict=True):
+    result = gae(wide[0], wide[1], mask, None, gamma, lam)
+    for e, g in zip(expected, result, strict=True):
         assert torch.equal(g[0, places], e[0])
         assert torch.all(g[~mask] == 0)
 

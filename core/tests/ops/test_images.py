@@ -17,9 +17,9 @@ def unit(*images: Image) -> UnitData:
 
 
 def test_equal_tokens_with_other_images_are_another_context():
-    one, two = (GenerationRequest([1, 9], 0, Sampling(), (Image(data, 1, 1, [9]),)) for data in (RED, BLUE))
-    assert one.context_key != two.context_key
-    assert one.context_key == GenerationRequest([1, 9], 5, Sampling(), one.images).context_key
+    red, blue = (GenerationRequest([1, 9], 0, Sampling(), (Image(data, 1, 1, [9]),)) for data in (RED, BLUE))
+    assert red.context_key != blue.context_key
+    assert red.context_key == GenerationRequest([1, 9], 5, Sampling(), red.images).context_key
 
 
 def test_operations_on_batches_keep_images_with_their_sequences():
@@ -47,10 +47,10 @@ def test_turns_with_images_become_sequences_with_images():
     ]
     row = Row({}, "s", 0)
     plain = Trajectory(row, [Turn([1, 2], False), Turn([7], True, [-1.0])], (0, 0), reward=1.0)
-    both = Trajectory(row, turns, (0, 1), reward=1.0)
-    batch = assemble([Group(row, 0, [plain, both])])
+    with_images = Trajectory(row, turns, (0, 1), reward=1.0)
+    batch = assemble([Group(row, 0, [plain, with_images])])
     assert batch.lens_B.tolist() == [3, 8, 3]
     assert batch.images_B == ((), (red, blue.moved(4)), ())
     assert joined_images((len(t.ids), t.images) for t in turns[:4]) == (red, blue.moved(4))
-    tok = assemble([Group(row, 0, [plain, both])], observations=True).tok
+    tok = assemble([Group(row, 0, [plain, with_images])], observations=True).tok
     assert batch.ids_N[tok["observation_mask"]].tolist() == [2], "tokens that stand for an image are no observation"

@@ -59,32 +59,36 @@ def test_roles_restrict_a_term_to_their_sequences():
     assert w.tolist() == pytest.approx([0, 0, 0, 1 / 4, 1 / 4, 0, 0, 0, 1 / 2])
 
 
-@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean", "unit_mean"])
-def test_where_restricts_a_term_and_its_divisor_to_units(how):
+@pytest.mark.parametrize(
+    "reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean", "unit_mean"]
+)
+def test_where_restricts_a_term_and_its_divisor_to_units(reduction):
     """The weights are those of a batch of these units alone, and 0 at the others."""
-    both, own = batch(((2,), (3, 1), (1,), (4,))), batch(((3, 1), (4,)))
-    both = both.with_column("unit", "mine", torch.tensor([False, True, False, True]))
-    reduce = Reduce(how, coef=0.5)
-    found = weights(both, replace(reduce, unit_mask="mine"))
-    kept = found[{"token": both.unit_N, "unit": torch.arange(4), "seq_mean": both.unit_B}[_level(how)] % 2 == 1]
-    assert torch.equal(kept, weights(own, reduce))
-    assert float(found.abs().sum()) == float(kept.abs().sum()) > 0
-    none = both.with_column("unit", "mine", torch.zeros(4, dtype=torch.bool))
+    full, part = batch(((2,), (3, 1), (1,), (4,))), batch(((3, 1), (4,)))
+    full = full.with_column("unit", "mine", torch.tensor([False, True, False, True]))
+    reduce = Reduce(reduction, coef=0.5)
+    result = weights(full, replace(reduce, unit_mask="mine"))
+    selection = result[
+        {"token": full.unit_N, "unit": torch.arange(4), "seq_mean": full.unit_B}[_level(reduction)] % 2 == 1
+    ]
+    assert torch.equal(selection, weights(part, reduce))
+    assert float(result.abs().sum()) == float(selection.abs().sum()) > 0
+    none = full.with_column("unit", "mine", torch.zeros(4, dtype=torch.bool))
     assert not weights(none, replace(reduce, unit_mask="mine")).any()
 
 
-def _level(how):
-    return "unit" if how == "unit_mean" else "seq_mean" if how == "seq_mean" else "token"
+def _level(reduction):
+    return "unit" if reduction == "unit_mean" else "seq_mean" if reduction == "seq_mean" else "token"
 
 
 def test_the_input_of_a_loss_on_some_units_holds_what_the_loss_would_see_alone():
-    whole = batch(((2,), (3, 1), (1,), (4,))).with_column("unit", "a/bonus", torch.arange(4.0))
-    whole = whole.with_column("tok", "a/old", torch.arange(float(whole.tokens))).with_column(
-        "unit", "b/bonus", whole.unit["bonus"]
+    full = batch(((2,), (3, 1), (1,), (4,))).with_column("unit", "a/bonus", torch.arange(4.0))
+    full = full.with_column("tok", "a/old", torch.arange(float(full.tokens))).with_column(
+        "unit", "b/bonus", full.unit["bonus"]
     )
     keep_U = torch.tensor([False, True, False, True])
     x = LossInput(
-        whole,
+        full,
         {"logprobs": torch.arange(11.0), "a/seen": torch.arange(3.0), "b/seen": torch.arange(5.0)},
         (),
         "loss_mask",
@@ -99,7 +103,7 @@ def test_the_input_of_a_loss_on_some_units_holds_what_the_loss_would_see_alone()
     assert part["seen"].tolist() == [0, 1, 2], "of a mask of these units alone"
     assert not part.has("b/seen")
     assert torch.equal(part["live"], part["logprobs"])
-    assert torch.equal(part["old"], whole.tok["a/old"][whole.tok["loss_mask"] & keep_U[whole.unit_N]])
+    assert torch.equal(part["old"], full.tok["a/old"][full.tok["loss_mask"] & keep_U[full.unit_N]])
     assert part.sum_per_sequence(torch.ones(8)).tolist() == [4, 4]
     assert x.unit_S.tolist() == [0, 1, 2, 3]
     with pytest.raises(TrainingError, match="loss 'own' reads 'other', which it does not declare"):
@@ -111,8 +115,8 @@ def test_all_weights_are_zero_if_the_mask_is_empty():
     empty = pack([UnitData([SequenceData([1] * n, {"loss_mask": [False] * n}, role) for role, n in enumerate(unit)])
                   for unit in lengths])  # fmt: skip
     sizes = {"token_mean": 9, "seq_mean_token_mean": 9, "seq_mean": 3, "unit_mean": 2}
-    for how, size in sizes.items():
-        assert weights(empty, Reduce(how)).tolist() == [0.0] * size
+    for reduction, size in sizes.items():
+        assert weights(empty, Reduce(reduction)).tolist() == [0.0] * size
 
 
 # ------------------------------------------------------------------------------------- evaluating
@@ -308,14 +312,14 @@ def test_of_role_refuses_a_unit_without_that_role():
         x.of_role(values_S, 2)
 
 
-SEEN = replace(LOGPROBS, name="seen_logprobs", over="seen")
+SEEN_LOGPROBS = replace(LOGPROBS, name="seen_logprobs", over="seen")
 
 
 class Beside(Squares):
     """A term over the tokens of another mask, beside a term over the mask of the loss."""
 
     def outputs(self):
-        return ("logprobs", SEEN)
+        return ("logprobs", SEEN_LOGPROBS)
 
     def reduce(self):
         return {"own": Reduce("token_mean"), "beside": Reduce("token_mean", over="seen", coef=0.5)}
@@ -336,7 +340,8 @@ def test_a_term_with_its_own_mask_has_its_own_count_however_the_batch_is_split(p
     for units in parts:
         micro = b.select(units)
         outputs = {
-            name: micro.tok["lp"][micro.tok[over]] for name, over in (("logprobs", "loss_mask"), (SEEN.name, "seen"))
+            name: micro.tok["lp"][micro.tok[over]]
+            for name, over in (("logprobs", "loss_mask"), (SEEN_LOGPROBS.name, "seen"))
         }
         value, part = evaluate(Beside(), micro, outputs, {}, {})
         total, sums = total + value, [*sums, part]
@@ -353,8 +358,8 @@ def test_a_term_with_its_own_mask_has_its_own_count_however_the_batch_is_split(p
     ("outputs", "reduce", "message"),
     [
         (("logprobs",), Reduce(over="other"), "'b' is over 'other'.*has none of its own"),
-        (("logprobs", SEEN), Reduce(over="other"), "'b' is over 'other'.*has seen"),
-        (("logprobs", SEEN), Reduce("unit_mean", over="seen"), "per token, got 'unit_mean'"),
+        (("logprobs", SEEN_LOGPROBS), Reduce(over="other"), "'b' is over 'other'.*has seen"),
+        (("logprobs", SEEN_LOGPROBS), Reduce("unit_mean", over="seen"), "per token, got 'unit_mean'"),
     ],
 )
 def test_a_term_over_tokens_that_no_head_reads_is_refused(outputs, reduce, message):
@@ -370,7 +375,9 @@ def test_a_term_over_tokens_that_no_head_reads_is_refused(outputs, reduce, messa
 
 
 def test_every_column_that_a_rank_needs():
-    assert {"loss_mask", "seen", "weight/beside", "weight/own"} <= set(required_columns(Beside(), [LOGPROBS, SEEN]))
+    assert {"loss_mask", "seen", "weight/beside", "weight/own"} <= set(
+        required_columns(Beside(), [LOGPROBS, SEEN_LOGPROBS])
+    )
     needed = required_columns(Squares(), [Head("h", lambda *a: None, over="steps", columns=("soft",))])
     assert {"loss_mask", "steps", "soft", "bonus", "temperature", "weight/per_token"} <= set(needed)
 

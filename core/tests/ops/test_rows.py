@@ -6,8 +6,8 @@ from rlhf.types.examples import Example, Sequence
 
 
 def row(*masks):
-    made = [Sequence([10 * role + i for i in range(len(mask))], mask, role) for role, mask in enumerate(masks)]
-    return Example(Row({}, "data", 0), made)
+    sequences = [Sequence([10 * role + i for i in range(len(mask))], mask, role) for role, mask in enumerate(masks)]
+    return Example(Row({}, "data", 0), sequences)
 
 
 def test_rows_are_units_with_their_masks_and_roles():

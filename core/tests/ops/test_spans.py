@@ -13,9 +13,9 @@ def test_against_repeat_interleave_and_ranges(counts):
     assert torch.equal(owners(counts_P), torch.repeat_interleave(torch.arange(len(counts)), counts_P))
     starts = [7 * n % 5 for n in range(len(counts))]
     want = [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
-    got = spans(torch.tensor(starts, dtype=torch.int64), counts_P)
-    assert got.tolist() == want
-    assert got.dtype == torch.int64
+    result = spans(torch.tensor(starts, dtype=torch.int64), counts_P)
+    assert result.tolist() == want
+    assert result.dtype == torch.int64
 
 
 def test_by_hand():
@@ -26,7 +26,7 @@ def test_by_hand():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(0,), (5,), (3, 2), (0, 2), (2**21 + 1, 2)])
 def test_empty_is_memory_of_any_shape_and_dtype(shape, dtype):
-    made, want = empty(shape, dtype), torch.zeros(shape, dtype=dtype)
-    made.zero_()
-    assert (made.dtype, made.stride()) == (dtype, want.stride())
-    assert torch.equal(made, want)
+    result, want = empty(shape, dtype), torch.zeros(shape, dtype=dtype)
+    result.zero_()
+    assert (result.dtype, result.stride()) == (dtype, want.stride())
+    assert torch.equal(result, want)

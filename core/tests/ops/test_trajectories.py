@@ -16,7 +16,7 @@ def said(*ids, finish="stop", temperature=1.0, **kw):
     return Turn(list(ids), True, [-0.5] * len(ids), finish=finish, temperature=temperature, **kw)
 
 
-def seen(*ids, **kw):
+def context(*ids, **kw):
     return Turn(list(ids), False, **kw)
 
 
@@ -25,7 +25,7 @@ def trajectory(*turns, reward=1.0, sample=0, **kw):
 
 
 def stepped(turn, token, value):
-    return trajectory(seen(1), said(2), rewards={"p": RewardResult(0.0, steps=((turn, token, value),))})
+    return trajectory(context(1), said(2), rewards={"p": RewardResult(0.0, steps=((turn, token, value),))})
 
 
 def group(*trajectories):
@@ -33,7 +33,9 @@ def group(*trajectories):
 
 
 def test_each_trajectory_is_one_unit_with_masks_and_columns():
-    batch = assemble([group(trajectory(seen(1, 2), said(3, 4, temperature=0.5), seen(5), said(6, finish="length")))])
+    batch = assemble(
+        [group(trajectory(context(1, 2), said(3, 4, temperature=0.5), context(5), said(6, finish="length")))]
+    )
     assert batch.ids_N.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.tok["loss_mask"].tolist() == [False, False, True, True, False, True]
     assert batch.tok["last_action"].tolist() == [False] * 5 + [True]
@@ -57,31 +59,41 @@ def test_an_answer_may_be_several_turns():
 
 def test_truncation_and_length_of_multi_turn():
     """Defects 12 and 17: truncation was lost, and observations were counted as the policy's tokens."""
-    cut = trajectory(seen(1), said(2), seen(7, 7, 7, 7), said(3, finish="length"))
-    fine = trajectory(seen(1), said(2, finish="length"), seen(7), said(3), sample=1)
+    cut = trajectory(context(1), said(2), context(7, 7, 7, 7), said(3, finish="length"))
+    fine = trajectory(context(1), said(2, finish="length"), context(7), said(3), sample=1)
     batch = assemble([group(cut, fine)])
     assert batch.unit["truncated"].tolist() == [True, False]
     assert batch.unit["own_tokens"].tolist() == [2, 2]
 
 
 def test_rewritten_context_is_a_second_sequence_of_the_same_unit():
-    batch = assemble([group(trajectory(seen(1), said(2), seen(8, 9, fresh=True), said(3, 4)))])
+    batch = assemble([group(trajectory(context(1), said(2), context(8, 9, fresh=True), said(3, 4)))])
     assert (batch.units, batch.sequences, batch.answers) == (1, 2, 1)
     assert batch.lens_B.tolist() == [2, 4]
     assert batch.tok["last_action"].tolist() == [False] * 5 + [True]
 
 
 def test_tokens_after_the_last_sampled_token_are_left_out():
-    batch = assemble([group(trajectory(seen(1), said(2), seen(5, 5, 5), seen(6, fresh=True)))])
+    batch = assemble([group(trajectory(context(1), said(2), context(5, 5, 5), context(6, fresh=True)))])
     assert batch.ids_N.tolist() == [1, 2]
-    empty = assemble([group(trajectory(seen(1), said(2), seen(5, 5), said()))])  # an empty answer chose nothing
+    empty = assemble([group(trajectory(context(1), said(2), context(5, 5), said()))])  # an empty answer chose nothing
     assert empty.ids_N.tolist() == [1, 2]
 
 
 def test_observations_are_what_follows_an_answer_in_its_sequence():
     """Not the prompt, an opening after it, a rewritten context, or what no answer follows."""
-    first = trajectory(seen(1), seen(2), said(3), seen(4, 5), seen(6), said(7), seen(8, fresh=True), said(9), seen(10))
-    second = trajectory(seen(1), said(2), seen(3), said(4), sample=1)
+    first = trajectory(
+        context(1),
+        context(2),
+        said(3),
+        context(4, 5),
+        context(6),
+        said(7),
+        context(8, fresh=True),
+        said(9),
+        context(10),
+    )
+    second = trajectory(context(1), said(2), context(3), said(4), sample=1)
     batch = assemble([group(first, second)], observations=True)
     assert batch.ids_N[batch.tok["observation_mask"]].tolist() == [4, 5, 6, 3]
     assert not (batch.tok["observation_mask"] & batch.tok["loss_mask"]).any()
@@ -89,18 +101,18 @@ def test_observations_are_what_follows_an_answer_in_its_sequence():
 
 
 def test_only_sampled_turns_have_a_temperature():
-    batch = assemble([group(trajectory(seen(1, temperature=0.0), said(2, temperature=0.7)))])
+    batch = assemble([group(trajectory(context(1, temperature=0.0), said(2, temperature=0.7)))])
     assert batch.tok["temperature"].tolist() == pytest.approx([1.0, 0.7])
 
 
 def test_failed_and_unscored_trajectories_are_left_out():
-    failed = trajectory(seen(1), said(2), status="failed", sample=1)
-    unscored = trajectory(seen(1), said(2), reward=None, sample=2)
-    empty = trajectory(seen(1, 1), said(), sample=3)
-    batch = assemble([group(trajectory(seen(1), said(2)), failed, unscored, empty)])
+    failed = trajectory(context(1), said(2), status="failed", sample=1)
+    unscored = trajectory(context(1), said(2), reward=None, sample=2)
+    empty = trajectory(context(1, 1), said(), sample=3)
+    batch = assemble([group(trajectory(context(1), said(2)), failed, unscored, empty)])
     assert batch.unit["sample"].tolist() == [0, 3]
     assert batch.unit["own_tokens"].tolist() == [1, 0]
-    other = assemble([group(empty, trajectory(seen(1), said(2)))])
+    other = assemble([group(empty, trajectory(context(1), said(2)))])
     assert other.tok["last_action"].tolist() == [False, False, False, True]
     assert assemble([group(failed, unscored)]) is None
     assert assemble([group(empty)]) is None
@@ -109,9 +121,11 @@ def test_failed_and_unscored_trajectories_are_left_out():
 
 def test_without_scoring_only_failed_trajectories_are_left_out():
     """A reward that is present is ignored, even if it is not a number."""
-    failed = trajectory(seen(1), said(2), reward=None, sample=1, status="failed")
+    failed = trajectory(context(1), said(2), reward=None, sample=1, status="failed")
     groups = [
-        group(trajectory(seen(1), said(2), reward=None), failed, trajectory(seen(1), said(3), reward=float("nan")))
+        group(
+            trajectory(context(1), said(2), reward=None), failed, trajectory(context(1), said(3), reward=float("nan"))
+        )
     ]
     batch = assemble(groups, scored=False)
     assert batch.ids_N.tolist() == [1, 2, 1, 3]
@@ -125,37 +139,50 @@ def test_step_rewards_count_once():
         "prm": RewardResult(0.0, steps=((1, 0, 2.0), (3, 1, -1.0))),
         "outcome": RewardResult(1.0, steps=((1, 0, 9.0),)),
     }
-    t = trajectory(seen(1), said(2, 3, reward=0.25), seen(4), said(5, 6, reward=4.0), reward=1.0, rewards=steps)
+    t = trajectory(context(1), said(2, 3, reward=0.25), context(4), said(5, 6, reward=4.0), reward=1.0, rewards=steps)
     assert not assemble([group(t)]).tok["step_reward"].any()
-    placed = assemble([group(t)], {"prm": 0.5, "says_nothing_of_it": 1.0})
-    assert placed.tok["step_reward"].tolist() == [0, 1.0, 0, 0, 0, -0.5]
-    assert placed.unit["reward"].tolist() == [1.0]
-    both = assemble([group(t)], {"prm": 0.5, "env": 2.0})
-    assert both.tok["step_reward"].tolist() == [0, 1.0, 0.5, 0, 0, 7.5]
+    batch = assemble([group(t)], {"prm": 0.5, "says_nothing_of_it": 1.0})
+    assert batch.tok["step_reward"].tolist() == [0, 1.0, 0, 0, 0, -0.5]
+    assert batch.unit["reward"].tolist() == [1.0]
+    combined = assemble([group(t)], {"prm": 0.5, "env": 2.0})
+    assert combined.tok["step_reward"].tolist() == [0, 1.0, 0.5, 0, 0, 7.5]
 
 
 def test_the_reward_of_a_turn_without_tokens_is_at_the_sampled_token_before_it():
     """An empty answer is a turn too. Its reward is dropped if no token was sampled before it."""
-    turns = [seen(1), said(reward=8.0), seen(4), said(2, 3, reward=0.5), seen(4), said(reward=0.25), seen(4), said(5)]
+    turns = [
+        context(1),
+        said(reward=8.0),
+        context(4),
+        said(2, 3, reward=0.5),
+        context(4),
+        said(reward=0.25),
+        context(4),
+        said(5),
+    ]
     batch = assemble([group(trajectory(*turns))], {"env": 1.0})
     assert batch.ids_N.tolist() == [1, 4, 2, 3, 4, 4, 5]
     assert batch.tok["step_reward"].tolist() == [0, 0, 0, 0.75, 0, 0, 0]
 
 
 def test_log_probs_only_where_every_sample_has_them():
-    bare = trajectory(seen(1), Turn([2], True), sample=1)
-    assert not assemble([group(trajectory(seen(1), said(2)), bare)]).has("gen_logprobs")
+    bare = trajectory(context(1), Turn([2], True), sample=1)
+    assert not assemble([group(trajectory(context(1), said(2)), bare)]).has("gen_logprobs")
 
 
 @pytest.mark.parametrize(
     ("broken", "sources", "message"),
     [
-        (trajectory(seen(1), said(2), reward=float("nan")), {}, "its reward is nan"),
-        (trajectory(seen(1), said(2), score=float("inf")), {}, "its score is inf"),
-        (trajectory(seen(1), Turn([2, 3], True, [-1.0])), {}, "needs 2 finite log-probs"),
-        (trajectory(seen(1), Turn([2], True, [float("-inf")])), {}, "of which 0 finite"),
-        (trajectory(seen(1), said(2, temperature=0.0)), {}, "temperature above 0"),
-        (trajectory(seen(1), said(2), Turn([3], True, [-1.0], fresh=True)), {}, "a sequence starts with the context"),
+        (trajectory(context(1), said(2), reward=float("nan")), {}, "its reward is nan"),
+        (trajectory(context(1), said(2), score=float("inf")), {}, "its score is inf"),
+        (trajectory(context(1), Turn([2, 3], True, [-1.0])), {}, "needs 2 finite log-probs"),
+        (trajectory(context(1), Turn([2], True, [float("-inf")])), {}, "of which 0 finite"),
+        (trajectory(context(1), said(2, temperature=0.0)), {}, "temperature above 0"),
+        (
+            trajectory(context(1), said(2), Turn([3], True, [-1.0], fresh=True)),
+            {},
+            "a sequence starts with the context",
+        ),
         (stepped(0, 0, 1.0), {"p": 1.0}, "belongs to a token that the policy sampled"),
         (stepped(1, 1, 1.0), {"p": 1.0}, "token 1 of turn 1"),
         (stepped(4, 0, 1.0), {"p": 1.0}, "no such turn"),
@@ -173,28 +200,28 @@ def test_compress_and_expand_are_inverse():
     values_N = torch.arange(batch.tokens).float() + 1
     values_UA, mask_UA = compress(batch, values_N)
     assert mask_UA.sum(1).tolist() == batch.unit["own_tokens"].tolist()
-    own = batch.tok["loss_mask"]
+    mask = batch.tok["loss_mask"]
     for u in range(batch.units):
-        assert values_UA[u][mask_UA[u]].tolist() == values_N[own & (batch.unit_N == u)].tolist()
+        assert values_UA[u][mask_UA[u]].tolist() == values_N[mask & (batch.unit_N == u)].tolist()
         assert not values_UA[u][~mask_UA[u]].any()
-    assert torch.equal(expand(batch, values_UA), torch.where(own, values_N, 0.0))
+    assert torch.equal(expand(batch, values_UA), torch.where(mask, values_N, 0.0))
 
 
 def played(agent, sample, *tokens, reward=1.0):
     """A prompt, and a turn of each token after what the other agent did."""
-    turns = [seen(1, agent=agent)]
+    turns = [context(1, agent=agent)]
     for token in tokens:
-        turns += [said(token, agent=agent, reward=0.5), seen(8, agent=agent)]
+        turns += [said(token, agent=agent, reward=0.5), context(8, agent=agent)]
     return trajectory(*turns[:-1], sample=sample, reward=reward)
 
 
 def test_the_trajectories_of_each_agent_are_a_group_of_their_own():
     """No number of a group, of a running mean or of a state is of two agents. Only own turns are in the mask."""
     game = group(played("x", 0, 2, 3), played("y", 0, 4), played("x", 1, 5))
-    batch = assemble([game, group(trajectory(seen(1), said(2)))], key=(), turns=True)
-    first, second, again, alone = batch.unit["group"].tolist()
-    assert first == again != second
-    assert alone == 5, "one agent without a name"
+    batch = assemble([game, group(trajectory(context(1), said(2)))], key=(), turns=True)
+    first, second, third, single = batch.unit["group"].tolist()
+    assert first == third != second
+    assert single == 5, "one agent without a name"
     assert batch.unit["sample"].tolist() == [0, 0, 1, 0]
     keys = batch.unit["key"].tolist()
     assert (keys[0] == keys[2], len({*keys})) == (True, 3)
@@ -202,7 +229,7 @@ def test_the_trajectories_of_each_agent_are_a_group_of_their_own():
     states = batch.tok["state"][batch.tok["loss_mask"]].tolist()
     assert states[0] == states[3], "the first turns of one agent"
     assert len({*states}) == 4
-    assert {a: [t.index for t in own.trajectories] for a, own in game.by_agent().items()} == {
+    assert {a: [t.index for t in part.trajectories] for a, part in game.by_agent().items()} == {
         "x": [(5, 0), (5, 1)],
         "y": [(5, 0)],
     }

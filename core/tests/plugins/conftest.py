@@ -65,10 +65,10 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    before = set(sys.modules)
+    modules = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield Site(tmp_path)
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - modules:
         if name.startswith(("throwaway", "rlhf_file_")):
             del sys.modules[name]
 

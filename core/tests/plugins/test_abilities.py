@@ -54,16 +54,16 @@ def test_a_trainer_of_the_old_interface_gets_all_bases_in_one_message(tmp_path):
     path.write_text(OLD_TRAINER)
     with pytest.raises(PluginInvalid) as info:
         Plugins([]).resolve("trainer", f"file:{path}")
-    said = str(info.value)
+    message = str(info.value)
     for reason in (
         "SharesModule for 'export:module'",
         "SendsWeights for 'export:tensors' and weights()",
         "TakesWeights for load_weights()",
         "Offloads for offload() and reload()",
     ):
-        assert reason in said
-    assert "class Old(SharesModule, SendsWeights, TakesWeights, Offloads, LendsHead, Trainer)" in said
-    assert "bf16" not in said
+        assert reason in message
+    assert "class Old(SharesModule, SendsWeights, TakesWeights, Offloads, LendsHead, Trainer)" in message
+    assert "bf16" not in message
 
 
 def test_a_generator_of_the_old_interface_gets_all_bases_and_what_to_remove_in_one_message():
@@ -80,10 +80,10 @@ def test_a_generator_of_the_old_interface_gets_all_bases_and_what_to_remove_in_o
 
         async def answer(self, request): ...
 
-    said = refused("generator", Old)
-    assert "class Old(TakesTensors, AnswersRequests, Sleeps, Complete)" in said
-    assert "Sleeps for wake()" in said
-    assert re.search(r"Remove answer\(\), pause\(\), .*EnginePool", said)
+    message = refused("generator", Old)
+    assert "class Old(TakesTensors, AnswersRequests, Sleeps, Complete)" in message
+    assert "Sleeps for wake()" in message
+    assert re.search(r"Remove answer\(\), pause\(\), .*EnginePool", message)
 
 
 def test_a_capability_that_is_a_class_now_is_refused_without_the_class_only():
@@ -101,9 +101,9 @@ def test_a_missing_method_of_an_ability_is_named_with_the_ability():
     class Half(Sleeps, TakesTensors, Complete):
         def sleep(self): ...
 
-    said = refused("generator", Half)
-    assert "wake, which every Sleeps must have" in said
-    assert "begin_load, end_load, take, which every TakesTensors must have" in said
+    message = refused("generator", Half)
+    assert "wake, which every Sleeps must have" in message
+    assert "begin_load, end_load, take, which every TakesTensors must have" in message
 
 
 def test_abilities_are_the_names_of_the_bases():
@@ -117,8 +117,8 @@ def test_abilities_are_the_names_of_the_bases():
     assert abilities(EnginePool) == ["TakesTensors"]
 
 
-@pytest.mark.parametrize(("interface", "most"), [(Trainer, 14), (Generator, 12)])
-def test_the_interfaces_stay_short(interface, most):
+@pytest.mark.parametrize(("interface", "limit"), [(Trainer, 14), (Generator, 12)])
+def test_the_interfaces_stay_short(interface, limit):
     """What only some classes have, and what is asked before a run starts, has classes of its own."""
     methods = [name for name, value in vars(interface).items() if callable(value) and not name.startswith("_")]
-    assert 0 < len(methods) <= most
+    assert 0 < len(methods) <= limit

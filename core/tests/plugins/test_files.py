@@ -42,16 +42,16 @@ def values(resolved):
 
 def test_the_one_class_of_a_kind_is_found_and_named_after_the_file(site, write):
     path = write("My-Score.py", CLASSES)
-    found = site.plugins().resolve("reward", f"file:{path}")
-    assert (found.cls.__name__, found.name, found.cls.name, found.distribution) == (
+    plugin = site.plugins().resolve("reward", f"file:{path}")
+    assert (plugin.cls.__name__, plugin.name, plugin.cls.name, plugin.distribution) == (
         "One",
         "my_score",
         "my_score",
         "file",
     )
-    assert values(found) == [1.0, 1.0]
+    assert values(plugin) == [1.0, 1.0]
     assert site.plugins().resolve("env", f"file:{path}").name == "game"
-    assert site.plugins().resolve("reward", f"file:{path}:One").cls is found.cls
+    assert site.plugins().resolve("reward", f"file:{path}:One").cls is plugin.cls
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -61,19 +61,19 @@ def test_a_function_scores_each_trajectory_with_the_whole_row(site, write, prefi
         f"{prefix}def anything(prompt, completion, row):\n"
         "    assert prompt == '2+2='\n    return float(completion == row['answer'])\n",
     )
-    found = site.plugins().resolve("reward", f"file:{path}")
-    assert values(found) == [1.0, 0.0]
-    assert asyncio.iscoroutinefunction(found.cls.score) is bool(prefix), "plain functions run where they can be killed"
-    assert found.name == "exact"
+    plugin = site.plugins().resolve("reward", f"file:{path}")
+    assert values(plugin) == [1.0, 0.0]
+    assert asyncio.iscoroutinefunction(plugin.cls.score) is bool(prefix), "plain functions run where they can be killed"
+    assert plugin.name == "exact"
 
 
 def test_an_attribute_names_a_function_by_whose_parameters_its_form_is_known(site, write):
     """Three parameters of other names may be those of another framework, in another order."""
     forms = "async def a(prompt, completion, row): return None\ndef b(completions): return [1.0] * len(completions)\n"
-    others = (
+    rest = (
         "c = 3\ndef d(x): ...\ndef e(answer, question, truth): return 1.0\ndef f(queries, prompts, labels): return 1.0"
     )
-    path = write("two.py", forms + others)
+    path = write("two.py", forms + rest)
     assert values(site.plugins().resolve("reward", f"file:{path}:a")) == [None, None]
     assert values(site.plugins().resolve("reward", f"file:{path}:b")) == [1.0, 1.0]
     for attribute in "cdef":
@@ -103,13 +103,13 @@ def test_the_text_is_read_once_and_recorded(site, write):
 
 def test_a_class_of_a_file_pickles_and_another_process_resolves_the_same(site, write, tmp_path):
     path = write("score.py", CLASSES)
-    found = site.plugins().resolve("reward", f"file:{path}")
-    assert pickle.loads(pickle.dumps(found.cls)) is found.cls
-    data = pickle.dumps(found)
+    plugin = site.plugins().resolve("reward", f"file:{path}")
+    assert pickle.loads(pickle.dumps(plugin.cls)) is plugin.cls
+    data = pickle.dumps(plugin)
     Path(path).unlink()  # the text travels with the reference
     code = "import pickle, sys\nr = pickle.loads(sys.stdin.buffer.read())\nprint(r.name, r.cls.__module__, r.sha256)\n"
     done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, cwd=tmp_path, check=False)
-    assert done.stdout.decode().split() == ["score", found.cls.__module__, found.sha256], done.stderr.decode()
+    assert done.stdout.decode().split() == ["score", plugin.cls.__module__, plugin.sha256], done.stderr.decode()
 
 
 def test_one_of_several_candidates_must_be_named(site, write):
@@ -209,9 +209,9 @@ def add_adapter(site, name, source=ADAPTER):
 
 def test_an_adapter_takes_a_file_that_defines_no_component(site, write):
     add_adapter(site, "foreign")
-    found = site.plugins().resolve("reward", f"file:{write('theirs.py', FOREIGN)}")
-    assert values(found) == [7.0, 7.0]
-    assert found.name == "theirs"
+    plugin = site.plugins().resolve("reward", f"file:{write('theirs.py', FOREIGN)}")
+    assert values(plugin) == [7.0, 7.0]
+    assert plugin.name == "theirs"
 
 
 def test_adapters_are_not_asked_if_the_file_defines_a_component(site, write):

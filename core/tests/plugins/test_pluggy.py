@@ -11,11 +11,11 @@ from rlhf import hookimpl, hookspecs
 
 
 def manager(*plugins):
-    made = PluginManager("rlhf")
-    made.add_hookspecs(hookspecs)
+    registry = PluginManager("rlhf")
+    registry.add_hookspecs(hookspecs)
     for plugin in plugins:
-        made.register(plugin)
-    return made
+        registry.register(plugin)
+    return registry
 
 
 def offering(*classes):
@@ -31,9 +31,9 @@ def test_pluggy_reports_a_misspelled_hook_only_when_pending_hooks_are_checked():
     def rlhf_register_rewards():
         return []
 
-    made = manager(SimpleNamespace(rlhf_register_rewards=rlhf_register_rewards))
+    registry = manager(SimpleNamespace(rlhf_register_rewards=rlhf_register_rewards))
     with pytest.raises(PluginValidationError, match="unknown hook 'rlhf_register_rewards'"):
-        made.check_pending()
+        registry.check_pending()
 
 
 def test_an_unknown_argument_is_refused_at_registration():
@@ -54,7 +54,7 @@ def test_one_hook_that_raises_ends_a_call_of_all_hooks():
     def rlhf_register_reward():
         raise RuntimeError("broken")
 
-    made = manager(offering(1), SimpleNamespace(rlhf_register_reward=rlhf_register_reward))
+    registry = manager(offering(1), SimpleNamespace(rlhf_register_reward=rlhf_register_reward))
     with pytest.raises(RuntimeError):
-        made.hook.rlhf_register_reward()
-    assert len(made.hook.rlhf_register_reward.get_hookimpls()) == 2
+        registry.hook.rlhf_register_reward()
+    assert len(registry.hook.rlhf_register_reward.get_hookimpls()) == 2

@@ -99,18 +99,18 @@ def test_the_first_of_two_copies_of_a_distribution_is_used(site, tmp_path):
 
 def test_resolve_gives_the_class_and_where_it_came_from(site):
     site.reward("good")
-    found = site.plugins().resolve("reward", "plugin:good")
-    assert issubclass(found.cls, Reward)
-    assert (found.name, found.distribution, found.version, found.ref) == (
+    plugin = site.plugins().resolve("reward", "plugin:good")
+    assert issubclass(plugin.cls, Reward)
+    assert (plugin.name, plugin.distribution, plugin.version, plugin.ref) == (
         "good", "rlhf-plugin-good", "0.1.0", "plugin:good",
     )  # fmt: skip
-    assert str(found) == "reward 'good' (rlhf-plugin-good 0.1.0)"
+    assert str(plugin) == "reward 'good' (rlhf-plugin-good 0.1.0)"
 
 
 def test_a_reference_may_carry_options(site):
     site.reward("model")
-    found = site.plugins().resolve("reward", "model:org/judge")
-    assert (found.name, found.options) == ("model", {"model": "org/judge"})
+    plugin = site.plugins().resolve("reward", "model:org/judge")
+    assert (plugin.name, plugin.options) == ("model", {"model": "org/judge"})
 
 
 def test_one_module_may_serve_several_names_and_kinds(site):
@@ -459,8 +459,8 @@ def test_register_offers_a_class_without_installing_it(site):
     plugins = site.plugins()
     assert plugins.register("reward", Mine) is Mine
     assert plugins.register("reward", Mine) is Mine  # a notebook's cell run twice
-    found = plugins.resolve("reward", "mine")
-    assert (found.cls, found.distribution, found.version) == (Mine, "in process", "")
+    plugin = plugins.resolve("reward", "mine")
+    assert (plugin.cls, plugin.distribution, plugin.version) == (Mine, "in process", "")
     assert plugins.list("reward")[0].module == __name__
     assert not Plugins.discover([]).list(), "a value, not a global"
 
@@ -515,9 +515,9 @@ def test_manifest_is_verified_without_importing(site, write):
     Plugins.discover([str(site.path)]).verify(manifest)
 
     write("score.py", "def score(prompt, completion, row): return 2.0")
-    changed = [manifest[0] | {"version": "9"}, manifest[0] | {"name": "gone"}, manifest[1]]
+    records = [manifest[0] | {"version": "9"}, manifest[0] | {"name": "gone"}, manifest[1]]
     with pytest.raises(PluginVersionMismatch) as raised:
-        site.plugins().verify(changed)
+        site.plugins().verify(records)
     assert "reward 'good' (rlhf-plugin-good 9) is version 0.1.0 here" in str(raised.value)
     assert "reward 'gone' (rlhf-plugin-good 0.1.0) is not installed here" in str(raised.value)
     assert f"file:{path} has changed since (SHA-256 " in str(raised.value)
@@ -528,8 +528,8 @@ def test_manifest_is_verified_without_importing(site, write):
 def test_a_resolved_plugin_pickles_as_its_reference(site):
     site.reward("good")
     data = pickle.dumps(site.plugins().resolve("reward", "good"))
-    again = pickle.loads(data)
-    assert again.cls.__name__ == "Thing"
+    copy = pickle.loads(data)
+    assert copy.cls.__name__ == "Thing"
     assert b"Thing" not in data, "no class travels, only what identifies it"
     upgraded = site.path / "rlhf_plugin_good-0.2.dist-info"
     (site.path / "rlhf_plugin_good-0.1.0.dist-info").rename(upgraded)

@@ -39,19 +39,19 @@ def over_a_link(bucket):
 
 @pytest.mark.parametrize("way", [over_the_store, over_a_link])
 def test_every_kind_of_tensor_arrives(way):
-    sent = {}
-    made = list(buckets(TENSORS, 100, sent))
-    assert [[name for name, _ in b.tensors] for b in made] == [
+    fingerprints = {}
+    parts = list(buckets(TENSORS, 100, fingerprints))
+    assert [[name for name, _ in b.tensors] for b in parts] == [
         ["empty", "scalar", "bf16"], ["transposed"], ["slice", "bool", "buffer"], ["large"],
         ["fp8", "expanded", "bytes"],
     ]  # fmt: skip
-    arrived = [way(bucket) for bucket in made]
-    assert {name: mark for b in arrived for name, mark in b.received().items()} == sent
-    assert list(sent) == [name for name, _ in TENSORS]
-    got = [tensor for b in arrived for _, tensor in b.tensors]
-    for (name, want), tensor in zip(TENSORS, got, strict=True):
+    arrived = [way(bucket) for bucket in parts]
+    assert {name: mark for b in arrived for name, mark in b.received().items()} == fingerprints
+    assert list(fingerprints) == [name for name, _ in TENSORS]
+    tensors = [tensor for b in arrived for _, tensor in b.tensors]
+    for (name, want), tensor in zip(TENSORS, tensors, strict=True):
         assert (tensor.dtype, tensor.shape) == (want.dtype, want.shape), name
-    assert marks(got, WORDS) == marks([tensor for _, tensor in TENSORS], WORDS)
+    assert marks(tensors, WORDS) == marks([tensor for _, tensor in TENSORS], WORDS)
 
 
 def test_a_bucket_holds_at_most_the_limit_or_one_tensor():

@@ -31,9 +31,9 @@ from rlhf_testing.advantage import AdvantageContract
 def loops(R_NA, mask_NA, gamma):
     out = torch.zeros_like(R_NA)
     for n in range(R_NA.shape[0]):
-        own = [t for t in range(R_NA.shape[1]) if mask_NA[n, t]]
-        for i, t in enumerate(own):
-            out[n, t] = sum(gamma**k * R_NA[n, s] for k, s in enumerate(own[i:]))
+        positions = [t for t in range(R_NA.shape[1]) if mask_NA[n, t]]
+        for i, t in enumerate(positions):
+            out[n, t] = sum(gamma**k * R_NA[n, s] for k, s in enumerate(positions[i:]))
     return out
 
 
@@ -72,11 +72,11 @@ class TestGroupNorm(ReturnToGoStatement):
     configs = (GroupNorm.Config(), GroupNorm.Config(std="batch"), GroupNorm.Config(std="none"))
 
     def statement_baseline(self, r_N, group_N, config):
-        def one(r, g):
+        def normalise(r, g):
             std = {"group": g.std(), "batch": r_N.std(), "none": torch.tensor(1.0)}[config.std]
             return (r - g.mean()) / (std + (1e-9 if config.std != "none" else 0.0))
 
-        return per_trajectory(r_N, group_N, one)
+        return per_trajectory(r_N, group_N, normalise)
 
 
 class TestDrGRPO(ReturnToGoStatement):
@@ -101,9 +101,9 @@ class TestGDPO(ReturnToGoStatement):
         for i, group in enumerate(group_N):
             total = 0.0
             for weight, values_N in sources.values():
-                own = [v for v, g in zip(values_N.tolist(), group_N, strict=True) if g == group and v == v]
-                if values_N[i] == values_N[i] and statistics.stdev(own) > 0:
-                    total += weight * (float(values_N[i]) - statistics.mean(own)) / statistics.stdev(own)
+                values = [v for v, g in zip(values_N.tolist(), group_N, strict=True) if g == group and v == v]
+                if values_N[i] == values_N[i] and statistics.stdev(values) > 0:
+                    total += weight * (float(values_N[i]) - statistics.mean(values)) / statistics.stdev(values)
             sums.append(total)
         spread = statistics.stdev(sums)
         return torch.tensor([(s - statistics.mean(sums)) / (spread or 1.0) for s in sums]).double()
@@ -123,8 +123,8 @@ class TestOPO(ReturnToGoStatement):
         baselines = {}
         for group in group_N.unique():
             rows = zip(own_tokens_N.tolist(), r_N.tolist(), group_N.tolist(), strict=True)
-            own = [(length, r) for length, r, g in rows if g == group]
-            baselines[int(group)] = sum(length * r for length, r in own) / sum(length for length, _ in own)
+            samples = [(length, r) for length, r, g in rows if g == group]
+            baselines[int(group)] = sum(length * r for length, r in samples) / sum(length for length, _ in samples)
         return torch.stack([r - baselines[int(g)] for r, g in zip(r_N, group_N, strict=True)])
 
 
@@ -144,9 +144,9 @@ class TestRAE(ReturnToGoStatement):
         place = list(zip(group_N.tolist(), sample_N.tolist(), strict=True))
         credit = []
         for i, key in enumerate(key_N):
-            before = sorted(j for j in range(len(r_N)) if key_N[j] == key and place[j] <= place[i])
-            before.sort(key=lambda j: place[j], reverse=True)  # the newest first
-            mean = sum((1 - config.decay) * config.decay**age * float(r_N[j]) for age, j in enumerate(before))
+            history = sorted(j for j in range(len(r_N)) if key_N[j] == key and place[j] <= place[i])
+            history.sort(key=lambda j: place[j], reverse=True)  # the newest first
+            mean = sum((1 - config.decay) * config.decay**age * float(r_N[j]) for age, j in enumerate(history))
             credit.append(float(r_N[i]) - mean)
         return torch.tensor(credit).double()
 
@@ -170,9 +170,9 @@ class TestGiGPO(AdvantageContract):
         ]
         credit = []
         for value, state in zip(returns, state_M.tolist(), strict=True):
-            same = [v for v, s in zip(returns, state_M.tolist(), strict=True) if s == state]
-            spread = statistics.stdev(same) if config.std == "group" and len(same) > 1 else 1.0
-            credit.append(config.step_weight * (value - statistics.mean(same)) / spread)
+            peers = [v for v, s in zip(returns, state_M.tolist(), strict=True) if s == state]
+            spread = statistics.stdev(peers) if config.std == "group" and len(peers) > 1 else 1.0
+            credit.append(config.step_weight * (value - statistics.mean(peers)) / spread)
         return torch.tensor(credit).double()
 
 
@@ -188,12 +188,12 @@ def test_turns_in_one_state_are_compared_with_each_other():
 def test_the_running_mean_is_of_one_player():
     """decay 0.5, from 0. Player 5: rewards 1 and 1, means 0.5 and 0.75. Player 8: -1 and then, in the next step, -1."""
     rae = RAE(RAE.Config(decay=0.5))
-    one, key_N = torch.ones(3).long(), torch.tensor([5, 8, 5])
+    ones, key_N = torch.ones(3).long(), torch.tensor([5, 8, 5])
     r_N = torch.tensor([1.0, -1.0, 1.0]).double()
-    assert rae.baseline(r_N, one, key_N=key_N, sample_N=torch.arange(3)).tolist() == [0.5, -0.5, 0.25]
-    rae.update_statistics(r_N, one, key_N, torch.arange(3))
+    assert rae.baseline(r_N, ones, key_N=key_N, sample_N=torch.arange(3)).tolist() == [0.5, -0.5, 0.25]
+    rae.update_statistics(r_N, ones, key_N, torch.arange(3))
     assert rae.state_dict() == {"means": {"5": 0.75, "8": -0.5}}
-    assert rae.baseline(r_N[1:2], one[:1], key_N=key_N[1:2], sample_N=one[:1]).tolist() == [-0.25]
+    assert rae.baseline(r_N[1:2], ones[:1], key_N=key_N[1:2], sample_N=ones[:1]).tolist() == [-0.25]
 
 
 class TestPassAtK(ReturnToGoStatement):
@@ -204,12 +204,12 @@ class TestPassAtK(ReturnToGoStatement):
         """Over every subset of k answers: the best of all, minus the best without this one."""
         scores = torch.zeros_like(r_N)
         for group in group_N.unique():
-            own = (group_N == group).nonzero()[:, 0].tolist()
-            subsets = list(itertools.combinations(own, config.k))
+            members = (group_N == group).nonzero()[:, 0].tolist()
+            subsets = list(itertools.combinations(members, config.k))
             for subset in subsets:
                 for i in subset:
                     gain = max(r_N[j] for j in subset) - max(r_N[j] for j in subset if j != i)
-                    scores[i] += len(own) * gain / len(subsets)
+                    scores[i] += len(members) * gain / len(subsets)
         return scores
 
 

@@ -59,10 +59,10 @@ class TestEchoBeside(LossContract):
         total = (values * mask_BT).sum() / (mask_BT.sum() if by_token else int(mask_BT.any(1).sum()))
         rows = [b for b in range(len(seen_BT)) if seen_BT[b].any()]
         for b in rows:
-            own = -torch.log_softmax(x.read_by("observation_logprobs")[b], -1)[
+            nll_T = -torch.log_softmax(x.read_by("observation_logprobs")[b], -1)[
                 torch.arange(len(seen_BT[b])), x.ids_BT[b]
             ]
-            total = total + LAMBDA / len(rows) * own[seen_BT[b]].mean()
+            total = total + LAMBDA / len(rows) * nll_T[seen_BT[b]].mean()
         return total
 
 
@@ -88,9 +88,9 @@ def two_samples() -> Batch:
     """Three observation tokens of one sample, one of the other; two and one tokens of the policy."""
     rows = (([0, 1, 0, 0, 0, 1], [0, 0, 1, 1, 1, 0]), ([0, 1, 0], [0, 0, 1]), ([0, 1], [0, 0]))
     units = []
-    for own, seen in rows:
-        tok = {"loss_mask": [bool(v) for v in own], "observation_mask": [bool(v) for v in seen]}
-        units.append(UnitData([SequenceData([1] * len(own), {**tok, "advantages": [1.0] * len(own)})]))
+    for loss_mask, observation_mask in rows:
+        tok = {"loss_mask": [bool(v) for v in loss_mask], "observation_mask": [bool(v) for v in observation_mask]}
+        units.append(UnitData([SequenceData([1] * len(loss_mask), {**tok, "advantages": [1.0] * len(loss_mask)})]))
     return pack(units)
 
 
@@ -121,20 +121,20 @@ def test_the_step_is_that_of_the_policy_plus_the_coefficient_times_an_independen
         if len(turns) == 1 or not any(not t.sampled and not t.fresh for t in turns[1:]):
             continue
         first = turns[: next(i for i, t in enumerate(turns) if t.fresh)]
-        ids, seen, sampled = [], [], False
+        ids, mask, sampled = [], [], False
         for turn in first:
-            seen += [sampled and not turn.sampled] * len(turn.ids)
+            mask += [sampled and not turn.sampled] * len(turn.ids)
             ids += list(turn.ids)
             sampled = sampled or turn.sampled
         logp = torch.log_softmax(module(torch.tensor(ids)), -1)
-        losses.append(-torch.stack([logp[t - 1, ids[t]] for t in range(len(ids)) if seen[t]]).mean())
+        losses.append(-torch.stack([logp[t - 1, ids[t]] for t in range(len(ids)) if mask[t]]).mean())
     assert len(losses) == len(data), "one sample of each group has observations"
     cross_entropy = torch.stack(losses).mean()
     cross_entropy.backward()
     assert step.metrics["policy/loss/echo"] == pytest.approx(LAMBDA * cross_entropy.item(), rel=1e-6)
-    run, alone = step.runs["policy/loss"], plain.runs["policy/loss"]
+    run, reference = step.runs["policy/loss"], plain.runs["policy/loss"]
     for name, parameter in module.named_parameters():
-        expected = alone.gradients[name].double() + LAMBDA * parameter.grad
+        expected = reference.gradients[name].double() + LAMBDA * parameter.grad
         torch.testing.assert_close(run.gradients[name].double(), expected, rtol=1e-4, atol=1e-7)
     for name, value in plain.metrics.items():
         if name != "policy/loss" and name != "policy/tokens_left_out":

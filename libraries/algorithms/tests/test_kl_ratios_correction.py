@@ -62,9 +62,9 @@ def test_adaptive_controller_by_hand_and_over_a_restart():
     c = KLController(0.1, target=0.05, horizon=1000)
     assert c.update(0.1, 64) == pytest.approx(0.10128)
     assert c.update(0.045, 10) == pytest.approx(0.10128 * (1 - 0.1 * 10 / 1000))
-    again = KLController(0.1, target=0.05, horizon=1000)
-    again.load_state_dict(c.state_dict())
-    assert again.update(0.2, 3) == c.update(0.2, 3)
+    copy = KLController(0.1, target=0.05, horizon=1000)
+    copy.load_state_dict(c.state_dict())
+    assert copy.update(0.2, 3) == c.update(0.2, 3)
     low = KLController(0.1, target=0.05, horizon=1000)
     assert low.update(0.0, 64) == pytest.approx(0.1 * (1 - 0.2 * 64 / 1000)), "e is clipped to -0.2 too"
     assert low.update(float("nan"), 0) == low.beta == pytest.approx(0.09872), "no trajectories, nothing measured"
@@ -158,13 +158,13 @@ MASKED = {"level": "token", "mode": "mask"}
 def test_divergences_by_hand():
     """p = 0.5 and o = 0.25: tv 0.25, KL(p, o) = 0.5 ln 2 + 0.5 ln(0.5 / 0.75), KL(o, p) = 0.25 ln 0.5 + 0.75 ln 1.5."""
     gen, old = torch.tensor([LN(0.5)]), torch.tensor([LN(0.25)])
-    there, back = 0.5 * LN(2) + 0.5 * LN(2 / 3), 0.25 * LN(0.5) + 0.75 * LN(1.5)
-    values = {"tv": 0.25, "binary_kl": there, "binary_kl_both": max(there, back)}
-    assert there > back
+    forward, reverse = 0.5 * LN(2) + 0.5 * LN(2 / 3), 0.25 * LN(0.5) + 0.75 * LN(1.5)
+    values = {"tv": 0.25, "binary_kl": forward, "binary_kl_both": max(forward, reverse)}
+    assert forward > reverse
     for statistic, value in values.items():
         assert divergence(gen, old, statistic).item() == pytest.approx(value)
         assert divergence(gen, gen, statistic).item() == 0.0
-    assert divergence(old, gen, "binary_kl_both").item() == pytest.approx(there), "the larger of both directions"
+    assert divergence(old, gen, "binary_kl_both").item() == pytest.approx(forward), "the larger of both directions"
     for far in (-1e4, 0.0):
         assert math.isfinite(divergence(torch.tensor([far]), gen, "binary_kl").item())
 
@@ -188,7 +188,7 @@ def openrlhf(old_BT, gen_BT, mask_BT, level, mode, gating, low, high):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("peer_options", "options"),
     [
         (("token", "clip", "ratio", 0.8, 1.2), {"preset": "tis", "low": 0.8, "high": 1.2}),
         (("token", "mask", "ratio", 0.8, 1.2), {"preset": "icepop", "low": 0.8, "high": 1.2}),
@@ -198,17 +198,17 @@ def openrlhf(old_BT, gen_BT, mask_BT, level, mode, gating, low, high):
         (("seq", "mask", "tv", 0.0, 0.04), {"level": "sequence_mean", "mode": "mask", "statistic": "tv", "high": 0.04}),
     ],
 )
-def test_weights_are_those_of_openrlhf(theirs, ours):
+def test_weights_are_those_of_openrlhf(peer_options, options):
     generator = torch.Generator().manual_seed(3)
     gen_BT = -torch.rand(40, 12, generator=generator).double() * 3 - 0.05
     spread_B1 = torch.rand(40, 1, generator=generator).double() * 0.4  # answers that are far and near
     old_BT = (gen_BT + torch.randn(40, 12, generator=generator).double() * spread_B1).clamp(max=-0.01)
     mask_BT = torch.arange(12) < torch.randint(1, 13, (40, 1), generator=generator)
     sequence_A = torch.arange(40)[:, None].expand(40, 12)[mask_BT]
-    weights_A = correction_weights(old_BT[mask_BT], gen_BT[mask_BT], sequence_A, 40, CorrectionConfig(**ours))
-    stated_A = openrlhf(old_BT, gen_BT, mask_BT, *theirs)[mask_BT]
+    weights_A = correction_weights(old_BT[mask_BT], gen_BT[mask_BT], sequence_A, 40, CorrectionConfig(**options))
+    stated_A = openrlhf(old_BT, gen_BT, mask_BT, *peer_options)[mask_BT]
     assert weights_A.double() == pytest.approx(stated_A, rel=1e-5, abs=1e-6)
-    assert 0.05 < float((stated_A == 0).double().mean() if theirs[1] == "mask" else 0.5) < 0.95
+    assert 0.05 < float((stated_A == 0).double().mean() if peer_options[1] == "mask" else 0.5) < 0.95
 
 
 def test_kpop_masks_tokens_that_are_far_in_either_direction():

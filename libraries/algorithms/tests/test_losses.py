@@ -16,14 +16,14 @@ from rlhf_algorithms.policy_losses import CISPO, GSPO, SAPO, PPOLoss, ReinforceL
 from rlhf_testing.loss import LossContract
 
 
-def aggregate(values_BT, mask_BT, how, length=None):
+def aggregate(values_BT, mask_BT, reduction, length=None):
     m = mask_BT.double()
     live = m.sum(1) > 0
-    if how == "token_mean":
+    if reduction == "token_mean":
         return (m * values_BT).sum() / m.sum()
-    if how == "seq_mean_token_mean":
+    if reduction == "seq_mean_token_mean":
         return ((m * values_BT).sum(1)[live] / m.sum(1)[live]).mean()
-    if how == "seq_mean_token_sum":
+    if reduction == "seq_mean_token_sum":
         return (m * values_BT).sum(1)[live].mean()
     return (m * values_BT).sum() / (int(live.sum()) * length)
 
@@ -31,27 +31,27 @@ def aggregate(values_BT, mask_BT, how, length=None):
 def weight(x, correction, b, t):
     """The correction of one token, in plain Python numbers."""
     d = (x["old_logprobs"] - x["gen_logprobs"]).double()
-    own = d[b][x.mask_BT[b]]
+    log_ratios = d[b][x.mask_BT[b]]
     lo, hi = correction.low, correction.high
-    inside = lambda w: w if lo <= w <= hi else 0.0  # noqa: E731
+    mask_weight = lambda w: w if lo <= w <= hi else 0.0  # noqa: E731
     if correction.preset is None and correction.level is None:
         return 1.0
     token = float(d[b, t].exp())
-    mean, product = float(own.mean().exp()), float(own.sum().exp())
+    mean, product = float(log_ratios.mean().exp()), float(log_ratios.sum().exp())
     if correction.preset == "tis":
         return min(max(token, lo), hi)
     if correction.preset == "icepop":
-        return inside(token)
+        return mask_weight(token)
     if correction.preset == "seq_mask_tis":
         return min(max(token, lo), hi) if lo <= mean <= hi else 0.0
     if correction.preset == "mis":
-        return inside(product)
+        return mask_weight(product)
     if correction.preset == "flash_reinforce":
         p, o = x["gen_logprobs"].double().exp()[b], x["old_logprobs"].double().exp()[b]
         kl = (p * (p / o).log() + (1 - p) * ((1 - p) / (1 - o)).log())[x.mask_BT[b]].mean()
         return token if float(kl) <= hi else 0.0
     value = {"token": token, "sequence_mean": mean, "sequence_product": product}[correction.level]
-    return inside(value) if correction.mode == "mask" else min(max(value, lo), hi)
+    return mask_weight(value) if correction.mode == "mask" else min(max(value, lo), hi)
 
 
 class Statement(LossContract):
@@ -344,8 +344,8 @@ def test_stale_answers_with_negative_advantages_are_masked_by_hand():
     for limit, expected, share in ((0.29, -1.5, 0.5), (0.31, 1.0, 0.0)):
         total, metrics = run(PPOLoss(PPOLoss.Config(stale_mask=limit)), batch, {"logprobs": [-1.2, -1.4]})
         assert (total, metrics["stale_masked"]) == (pytest.approx(expected), share)
-    without = one_sequence(2, **{**columns, "advantages": [3.0, 0.0]})
-    assert run(PPOLoss(PPOLoss.Config(stale_mask=0.29)), without, {"logprobs": [-1.2, -1.4]})[1]["stale_masked"] == 0.0
+    sequence = one_sequence(2, **{**columns, "advantages": [3.0, 0.0]})
+    assert run(PPOLoss(PPOLoss.Config(stale_mask=0.29)), sequence, {"logprobs": [-1.2, -1.4]})[1]["stale_masked"] == 0.0
     del columns["gen_logprobs"]  # a generator without log-probs: those of the start of the update, which are now's
     total, _ = run(PPOLoss(PPOLoss.Config(stale_mask=0.1)), one_sequence(2, **columns), {"logprobs": [-1.2, -1.4]})
     assert total == 1.0
@@ -394,8 +394,8 @@ def test_metrics_of_drift():
     metrics = run(PPOLoss(), batch, {"logprobs": [-1.2]})[1]
     assert metrics["kl_old"] == pytest.approx(0.0187308, abs=1e-6)  # e^-0.2 - 1 + 0.2
     assert metrics["kl_generator"] == pytest.approx(0.1487213, abs=1e-6)  # e^0.5 - 1 - 0.5
-    without = one_sequence(1, old_logprobs=[-1.0], advantages=[1.0])
-    assert "kl_generator" not in run(PPOLoss(), without, {"logprobs": [-1.2]})[1]
+    sequence = one_sequence(1, old_logprobs=[-1.0], advantages=[1.0])
+    assert "kl_generator" not in run(PPOLoss(), sequence, {"logprobs": [-1.2]})[1]
 
 
 def test_masked_tokens_do_not_make_the_others_louder():

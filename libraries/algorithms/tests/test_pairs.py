@@ -26,9 +26,9 @@ def test_pairs_become_units():
 
 
 def test_a_pair_with_an_empty_answer_is_left_out():
-    whole, half = pair([False, True], [False, True]), pair([False, True], [False, False])
+    full, half = pair([False, True], [False, True]), pair([False, True], [False, False])
     first = pair([True], [False, True])  # nothing predicts a first token
-    assert pack_pairs([half, whole, first]).units == 1
+    assert pack_pairs([half, full, first]).units == 1
     assert pack_pairs([half, first]) is None
 
 
@@ -48,17 +48,17 @@ def test_losses_by_hand():
 
 
 def test_label_smoothing_puts_the_minimum_at_the_assumed_share_of_swapped_labels():
-    at = torch.tensor([math.log(0.8 / 0.2)], requires_grad=True)
-    logistic_loss(at, 0.2).sum().backward()
-    assert at.grad.item() == pytest.approx(0.0, abs=1e-7)
+    point = torch.tensor([math.log(0.8 / 0.2)], requires_grad=True)
+    logistic_loss(point, 0.2).sum().backward()
+    assert point.grad.item() == pytest.approx(0.0, abs=1e-7)
 
 
 @pytest.mark.parametrize(("margin", "loss", "slope"), [(1e4, 0.0, 0.0), (-1e4, 1e4, -1.0)])
 def test_losses_are_finite_at_margins_that_overflow_an_exponential(margin, loss, slope):
-    at = torch.tensor([margin], requires_grad=True)
-    value = logistic_loss(at)
+    point = torch.tensor([margin], requires_grad=True)
+    value = logistic_loss(point)
     value.sum().backward()
-    assert (value.item(), at.grad.item()) == pytest.approx((loss, slope))
+    assert (value.item(), point.grad.item()) == pytest.approx((loss, slope))
     smoothed = logistic_loss(torch.tensor([margin]), 0.1)
     assert smoothed.item() == pytest.approx(1e3 if margin > 0 else 9e3)
 

@@ -60,8 +60,8 @@ def two(reward=(1.0, 0.0), lengths=(2, 3), finish="stop"):
 
 def with_kl(batch, kl):
     """old_logprobs - ref_logprobs = ``kl`` at every own token, NaN elsewhere, as a forward pass may leave it."""
-    own = batch.tok["loss_mask"]
-    poisoned = torch.where(own, torch.full((batch.tokens,), -1.0), torch.full((batch.tokens,), float("nan")))
+    mask = batch.tok["loss_mask"]
+    poisoned = torch.where(mask, torch.full((batch.tokens,), -1.0), torch.full((batch.tokens,), float("nan")))
     return batch.with_column("tok", "old_logprobs", poisoned).with_column("tok", "ref_logprobs", poisoned - kl)
 
 
@@ -212,9 +212,9 @@ def test_masked_positions_change_nothing_bit_for_bit():
         poisoned = poisoned.with_column("tok", name, bad, over=None)
     for advantage in (Whitened(), Critic()):
         kl = KLPenalty(0.1, "k3")
-        (a, one), (b, other) = credit(clean, advantage, kl=kl), credit(poisoned, advantage, kl=kl)
+        (a, metrics), (b, other) = credit(clean, advantage, kl=kl), credit(poisoned, advantage, kl=kl)
         assert torch.equal(a.tok["advantages"], b.tok["advantages"])
-        assert one == other
+        assert metrics == other
 
 
 def test_an_advantage_that_is_not_finite_is_fatal():
@@ -248,26 +248,26 @@ def test_a_batch_in_blocks_gets_the_same_numbers(monkeypatch, advantage):
     for g in range(5):
         samples = []
         for s in range(3):
-            own = Turn([2] * (1 + (3 * g + s) % 6), True, [-1.0] * (1 + (3 * g + s) % 6), finish="length")
-            samples.append(Trajectory(ROW, [Turn([1, 1], False), own], (g, s), reward=float(g * s % 4)))
+            answer = Turn([2] * (1 + (3 * g + s) % 6), True, [-1.0] * (1 + (3 * g + s) % 6), finish="length")
+            samples.append(Trajectory(ROW, [Turn([1, 1], False), answer], (g, s), reward=float(g * s % 4)))
         groups.append(Group(ROW, g, samples))
     batch = assemble(groups)
     random = torch.Generator().manual_seed(0)
     for name in ("old_values", "bootstrap", "step_reward"):
         batch = batch.with_column("tok", name, torch.randn(batch.tokens, generator=random))
-    whole, metrics = credit(batch, advantage)
+    full, metrics = credit(batch, advantage)
     widths = []
     advantage = type(advantage)()
-    monkeypatch.setattr(advantage, "returns", lambda R_NA, *rest, of=advantage.returns: (
-        widths.append(tuple(R_NA.shape)), of(R_NA, *rest))[1], raising=False)  # fmt: skip
+    monkeypatch.setattr(advantage, "returns", lambda R_NA, *rest, returns=advantage.returns: (
+        widths.append(tuple(R_NA.shape)), returns(R_NA, *rest))[1], raising=False)  # fmt: skip
     monkeypatch.setattr(pipeline, "BLOCK", 7)
     monkeypatch.setattr(pipeline, "BLOCK_WITH_VALUES", 7)
-    blocks, same = credit(batch, advantage)
+    blocks, block_metrics = credit(batch, advantage)
     assert len(widths) > 8
     assert sum(units for units, _ in widths) == 15
-    assert metrics == same
-    assert whole.tok.keys() == blocks.tok.keys()
-    assert all(torch.equal(values_N, blocks.tok[name]) for name, values_N in whole.tok.items())
+    assert metrics == block_metrics
+    assert full.tok.keys() == blocks.tok.keys()
+    assert all(torch.equal(values_N, blocks.tok[name]) for name, values_N in full.tok.items())
 
 
 def test_a_stage_can_be_reordered():

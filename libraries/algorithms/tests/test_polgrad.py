@@ -37,16 +37,16 @@ TWINS: dict[str, PolicyLoss] = {
 TIS = PPOLoss(PPOLoss.Config(**CLIPS, **MEANS, correction={"preset": "tis", "low": 0.0, "high": 10.0}))
 
 
-def ours(loss: PolicyLoss) -> Callable[..., Tensor]:
+def loss_function(loss: PolicyLoss) -> Callable[..., Tensor]:
     """The loss as a function of padded [B, T] tensors."""
 
     def value(*, logprobs: Tensor, response_mask: Tensor, advantages: Tensor, **others_BT: Tensor) -> Tensor:
         columns_BT = {**others_BT, "advantages": advantages[:, None].expand_as(logprobs)}
         units = []
-        for b, own in enumerate(response_mask):
-            tok: dict[str, Any] = {name: [0.0, *column_BT[b][own].tolist()] for name, column_BT in columns_BT.items()}
-            tok["loss_mask"] = [False] + [True] * int(own.sum())
-            units.append(UnitData([SequenceData([1] * (int(own.sum()) + 1), tok)]))
+        for b, mask in enumerate(response_mask):
+            tok: dict[str, Any] = {name: [0.0, *column_BT[b][mask].tolist()] for name, column_BT in columns_BT.items()}
+            tok["loss_mask"] = [False] + [True] * int(mask.sum())
+            units.append(UnitData([SequenceData([1] * (int(mask.sum()) + 1), tok)]))
         batch = weigh(loss.prepare(pack(units)), loss.reduce())
         total, _ = evaluate(loss, batch, {"logprobs": logprobs[response_mask].float()}, {}, {})
         return total.double()
@@ -59,7 +59,7 @@ def test_losses_conform_to_polgrad(name: str) -> None:
     reference = ALGORITHMS[name].loss
     if name == "dr_grpo":
         reference = replace(reference, norm_len=LENGTH)
-    report = assert_conforms(ours(TWINS[name]), reference, loss_rtol=1e-4, grad_rtol=1e-5)
+    report = assert_conforms(loss_function(TWINS[name]), reference, loss_rtol=1e-4, grad_rtol=1e-5)
     assert report.n_cases == 64
 
 
@@ -68,13 +68,13 @@ def test_a_corrected_loss_conforms_to_polgrad() -> None:
     config = replace(ALGORITHMS["grpo_tis"].loss, kl=None)
     for batch in random_batches(32, ((4, 8), (2, 12)), seed=1):
         gradients = []
-        for theirs in (True, False):
+        for peer in (True, False):
             x = {name: value for name, value in batch.items() if name != "ref_logprobs"}
             x["logprobs"] = x["logprobs"].clone().requires_grad_()
-            if theirs:
+            if peer:
                 loss = policy_loss(config, **x).loss
             else:
-                loss = ours(TIS)(**{n.replace("rollout", "gen"): value for n, value in x.items()})
+                loss = loss_function(TIS)(**{n.replace("rollout", "gen"): value for n, value in x.items()})
             loss.backward()
             gradients.append(torch.cat([loss.detach()[None], x["logprobs"].grad.flatten()]))
         assert gradients[1] == pytest.approx(gradients[0], rel=1e-4, abs=1e-6)
@@ -82,4 +82,4 @@ def test_a_corrected_loss_conforms_to_polgrad() -> None:
 
 def test_another_loss_does_not_conform() -> None:
     with pytest.raises(AssertionError, match="conformance violation"):
-        assert_conforms(ours(TWINS["ppo"]), ALGORITHMS["grpo"].loss, loss_rtol=1e-4, grad_rtol=1e-5)
+        assert_conforms(loss_function(TWINS["ppo"]), ALGORITHMS["grpo"].loss, loss_rtol=1e-4, grad_rtol=1e-5)

@@ -145,11 +145,11 @@ def test_the_credit_of_a_teacher_is_added_to_each_token(task):
     batch, _ = algorithm.assemble(fabricate.groups(0))
     values_N = torch.linspace(-3, -1, batch.tokens)
     batch = batch.with_column("tok", "old_logprobs", values_N).with_column("tok", "teacher_logprobs", values_N.flip(0))
-    without = build().credit(build().assemble(fabricate.groups(0))[0])[0].tok["advantages"]
+    base_N = build().credit(build().assemble(fabricate.groups(0))[0])[0].tok["advantages"]
     batch, metrics = algorithm.credit(batch)
     mask_N = batch.tok["loss_mask"]
     gap_N = torch.where(mask_N, values_N.flip(0) - values_N, 0.0)
-    credit_N = 0.5 * gap_N + (without if task else 0.0)
+    credit_N = 0.5 * gap_N + (base_N if task else 0.0)
     assert torch.allclose(batch.tok["advantages"], credit_N, atol=1e-6)
     assert metrics["teacher/kl"] == pytest.approx(-float(gap_N[mask_N].mean()), rel=1e-5)
     assert ("reward/mean" in metrics) == task
@@ -218,8 +218,8 @@ def test_a_short_batch_has_one_minibatch_per_sample():
     ],
 )
 def test_options_that_do_not_fit_the_batches_are_refused_before_the_run(config, shape, says):
-    told = build(**config).conflicts(shape)
-    assert not told if says is None else says in " ".join(told)
+    messages = build(**config).conflicts(shape)
+    assert not messages if says is None else says in " ".join(messages)
 
 
 @pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}, {"normalise_values": True}])
@@ -239,7 +239,7 @@ def test_kl_as_a_loss_is_a_term_beside_any_loss():
 
 
 @pytest.mark.parametrize(
-    ("own", "kl"),
+    ("reduction", "kl"),
     [
         (Reduce("seq_sum_constant", over="m", roles=(0,), coef=3.0, constant=7.0),
          Reduce("seq_sum_constant", over="m", roles=(0,), constant=7.0)),
@@ -248,7 +248,7 @@ def test_kl_as_a_loss_is_a_term_beside_any_loss():
         (Reduce("seq_mean", over="m", coef=2.0), Reduce("token_mean", over="m")),
     ],
 )  # fmt: skip
-def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
+def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(reduction, kl):
     class Other(Ratio):
         held = None
 
@@ -256,7 +256,7 @@ def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
             return ("entropy",)
 
         def reduce(self):
-            return {"first": own, "second": Reduce("seq_mean")}
+            return {"first": reduction, "second": Reduce("seq_mean")}
 
         def load_state_dict(self, state):
             self.held = state
@@ -266,7 +266,7 @@ def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
 
     inner = Other()
     loss = WithKL(inner, "k1")
-    assert loss.reduce() == {"first": own, "second": Reduce("seq_mean"), "kl": kl}
+    assert loss.reduce() == {"first": reduction, "second": Reduce("seq_mean"), "kl": kl}
     assert loss.outputs() == ("entropy", "logprobs")
     assert WithKL(Ratio(), "k1").outputs() == Ratio().outputs(), "log-probs are computed once"
     loss.load_state_dict({"x": 1})
@@ -287,14 +287,14 @@ def test_truncated_samples_stay_in_the_baseline_and_are_not_trained_on():
     """All samples are credited. The batch is then the untruncated part of the unmasked one, bit for bit."""
     plain, masked = build(), build(mask_truncated=True, minibatches=12)
     groups = fabricate.groups(0)
-    whole, said = plain.credit(plain.assemble(groups)[0])
-    cut_U = whole.unit["truncated"]
-    assert 0 < int(cut_U.sum()) < whole.units == 12
-    left, told = masked.credit(masked.assemble(groups)[0])
-    assert told == said
-    kept = whole.select((~cut_U).nonzero()[:, 0].tolist())
-    assert left.unit["sample"].tolist() == kept.unit["sample"].tolist()
-    assert torch.equal(left.tok["advantages"], kept.tok["advantages"])
+    full, metrics = plain.credit(plain.assemble(groups)[0])
+    cut_U = full.unit["truncated"]
+    assert 0 < int(cut_U.sum()) < full.units == 12
+    left, masked_metrics = masked.credit(masked.assemble(groups)[0])
+    assert masked_metrics == metrics
+    expected = full.select((~cut_U).nonzero()[:, 0].tolist())
+    assert left.unit["sample"].tolist() == expected.unit["sample"].tolist()
+    assert torch.equal(left.tok["advantages"], expected.tok["advantages"])
     assert masked.updates(0, left)[0].minibatches == left.units, "one for each sample that is left"
     assert masked.updates(0)[0].minibatches == 12
 
@@ -321,15 +321,15 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_under_samples_of_an_earlier_poli
         loss = WithKL(Ratio(), "k3", unbiased)
         assert ("old_logprobs" in WithKL(NoRatio(), "k3", unbiased).columns()) is unbiased
         x = Columns({"logprobs": lp, "old_logprobs": old, "ref_logprobs": ref, "advantages": torch.zeros(20)})
-        (got,) = torch.autograd.grad((old.exp() * loss(x).terms["kl"]).sum(), logits, retain_graph=True)
-        assert torch.allclose(got, 0.5 * exact, atol=1e-6) is unbiased
+        (gradient,) = torch.autograd.grad((old.exp() * loss(x).terms["kl"]).sum(), logits, retain_graph=True)
+        assert torch.allclose(gradient, 0.5 * exact, atol=1e-6) is unbiased
     assert build(kl=KLConfig(coef=0.1, where="loss", unbiased=True)).loss.unbiased
 
 
 def test_the_critic_learns_in_units_of_the_returns():
     """Rewards of 100 and 300: the critic's values are scaled by the statistics of all returns so far."""
     algorithm, plain = build(Critic, normalise_values=True), build(Critic)
-    seen = torch.zeros(0).double()
+    history = torch.zeros(0).double()
     for step in range(2):
         groups = fabricate.groups(step, multi_turn=False)
         for g in groups:
@@ -337,33 +337,35 @@ def test_the_critic_learns_in_units_of_the_returns():
                 t.reward = t.score = 100.0 + 200.0 * (n % 2)
         batch = algorithm.assemble(groups)[0]
         said_N = fabricate.values("values", batch.tokens, step)
-        mean, std = (float(seen.mean()), float(seen.std(correction=0))) if step else (0.0, 1.0)
-        got, metrics = algorithm.credit(batch.with_column("tok", "old_values", said_N))
-        expected, said = plain.credit(batch.with_column("tok", "old_values", mean + std * said_N))
+        mean, std = (float(history.mean()), float(history.std(correction=0))) if step else (0.0, 1.0)
+        result, metrics = algorithm.credit(batch.with_column("tok", "old_values", said_N))
+        expected, expected_metrics = plain.credit(batch.with_column("tok", "old_values", mean + std * said_N))
         mask_N = batch.tok["loss_mask"]
-        assert torch.allclose(got.tok["advantages"], expected.tok["advantages"], rtol=1e-5)
-        assert metrics["value/explained_variance"] == pytest.approx(said["value/explained_variance"], abs=1e-5)
-        assert torch.equal(got.tok["old_values"][mask_N], said_N[mask_N])
-        seen = torch.cat([seen, expected.tok["returns"][mask_N].double()])
-        targets = (expected.tok["returns"][mask_N].double() - seen.mean()) / seen.std(correction=0)
-        assert torch.allclose(got.tok["returns"][mask_N].double(), targets, rtol=1e-5, atol=1e-6)
-        assert metrics["value/scale_std"] == pytest.approx(float(seen.std(correction=0)), rel=1e-6)
+        assert torch.allclose(result.tok["advantages"], expected.tok["advantages"], rtol=1e-5)
+        assert metrics["value/explained_variance"] == pytest.approx(
+            expected_metrics["value/explained_variance"], abs=1e-5
+        )
+        assert torch.equal(result.tok["old_values"][mask_N], said_N[mask_N])
+        history = torch.cat([history, expected.tok["returns"][mask_N].double()])
+        targets = (expected.tok["returns"][mask_N].double() - history.mean()) / history.std(correction=0)
+        assert torch.allclose(result.tok["returns"][mask_N].double(), targets, rtol=1e-5, atol=1e-6)
+        assert metrics["value/scale_std"] == pytest.approx(float(history.std(correction=0)), rel=1e-6)
         assert step == 0 or 50 < metrics["value/scale_std"] < 150
-    again = build(Critic, normalise_values=True)
-    again.load_state_dict(algorithm.state_dict())
-    assert (again.scale.mean, again.scale.std) == (algorithm.scale.mean, algorithm.scale.std)
+    copy = build(Critic, normalise_values=True)
+    copy.load_state_dict(algorithm.state_dict())
+    assert (copy.scale.mean, copy.scale.std) == (algorithm.scale.mean, algorithm.scale.std)
     with pytest.raises(ValueError, match="keeps no state"):
         build(Critic).load_state_dict(algorithm.state_dict())
 
 
 def test_the_scale_does_not_depend_on_how_returns_were_split():
     values = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 7 + 3
-    whole, parts = ValueScale(), ValueScale()
-    whole.add(values)
+    full, parts = ValueScale(), ValueScale()
+    full.add(values)
     for part in (values[:0], values[:1], values[1:60], values[60:]):
         parts.add(part)
-    assert (parts.mean, parts.std) == (pytest.approx(whole.mean), pytest.approx(whole.std))
-    assert (whole.mean, whole.std) == (
+    assert (parts.mean, parts.std) == (pytest.approx(full.mean), pytest.approx(full.std))
+    assert (full.mean, full.std) == (
         pytest.approx(float(values.mean())),
         pytest.approx(float(values.std(correction=0))),
     )
@@ -399,9 +401,9 @@ def test_adaptive_kl_as_a_loss_reads_the_updates_metric_and_travels():
     algorithm.finish(0, batch, {"policy/kl_reference": 0.225})
     beta = 0.1 * (1 - 0.1 * 12 / 100)
     assert algorithm.updates(1)[0].coef == {"kl": pytest.approx(beta)}
-    again = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
-    again.load_state_dict(algorithm.state_dict())
-    assert again.kl.beta == algorithm.kl.beta
+    copy = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
+    copy.load_state_dict(algorithm.state_dict())
+    assert copy.kl.beta == algorithm.kl.beta
 
 
 def test_fixed_kl_keeps_no_state():
@@ -446,7 +448,7 @@ def test_openrlhf_preset_gives_way_to_explicit_fields():
 
 
 @pytest.mark.parametrize(
-    ("given", "coef", "where", "estimator"),
+    ("options", "coef", "where", "estimator"),
     [
         ({"where": "loss"}, 0.01, "loss", "k3"),
         ({"estimator": "k2"}, 0.01, "reward", "k2"),
@@ -454,8 +456,8 @@ def test_openrlhf_preset_gives_way_to_explicit_fields():
         ({"coef": 0.0}, 0.0, "reward", "k1"),
     ],
 )
-def test_setting_one_field_of_kl_keeps_the_presets_other_fields(given, coef, where, estimator):
-    kl = PolicyGradientConfig.model_validate({"preset": "openrlhf", "kl": given}).kl
+def test_setting_one_field_of_kl_keeps_the_presets_other_fields(options, coef, where, estimator):
+    kl = PolicyGradientConfig.model_validate({"preset": "openrlhf", "kl": options}).kl
     assert (kl.coef, kl.where, kl.chosen) == (coef, where, estimator)
 
 

@@ -151,17 +151,17 @@ def test_a_baseline_may_weigh_by_lengths():
         def baseline(self, r_N, group_N, own_tokens_N=None):
             made_N = torch.empty_like(r_N)
             for group in group_N.unique():
-                of = group_N == group
-                made_N[of] = r_N[of] - (r_N[of] * own_tokens_N[of]).sum() / own_tokens_N[of].sum()
+                mask_N = group_N == group
+                made_N[mask_N] = r_N[mask_N] - (r_N[mask_N] * own_tokens_N[mask_N]).sum() / own_tokens_N[mask_N].sum()
             return made_N
 
     algorithm = PolicyGradient(None, {"advantage": ByLength(), "loss": Score()})
     groups = fabricate.groups(0, logprobs=False)
     batch, _ = algorithm.credit(algorithm.assemble(groups)[0])
     for number, group in enumerate(groups):
-        own = [t.sampled_tokens for t in group.trajectories]
-        mean = sum(t.reward * n for t, n in zip(group.trajectories, own, strict=True)) / sum(own)
+        lengths = [t.sampled_tokens for t in group.trajectories]
+        mean = sum(t.reward * n for t, n in zip(group.trajectories, lengths, strict=True)) / sum(lengths)
         for sample, trajectory in enumerate(group.trajectories):
             unit = batch.select([number * len(group.trajectories) + sample])
-            got = unit.tok["advantages"][unit.tok["loss_mask"]]
-            assert got.tolist() == pytest.approx([trajectory.reward - mean] * own[sample], rel=1e-5)
+            advantages = unit.tok["advantages"][unit.tok["loss_mask"]]
+            assert advantages.tolist() == pytest.approx([trajectory.reward - mean] * lengths[sample], rel=1e-5)

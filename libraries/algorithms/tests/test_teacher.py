@@ -64,12 +64,12 @@ def test_a_context_is_a_sequence_of_its_unit_until_it_was_read():
     assert batch.unit_B.tolist() == [0, 0, 1, 2, 2]
     assert batch.tok["temperature"].tolist()[:14] == [*[1] * 5, 0.5, *[1] * 7, 0.5]
     plain = assemble(GROUPS)
-    read = subject.read(batch)
-    assert read.ids_N.tolist() == plain.ids_N.tolist()
-    assert read.tok[TEACHER_LOGPROBS].tolist() == [0, 0, -3, -4, 0, -6, 0, 0, 0, 0, 0, -3]
+    result = subject.read(batch)
+    assert result.ids_N.tolist() == plain.ids_N.tolist()
+    assert result.tok[TEACHER_LOGPROBS].tolist() == [0, 0, -3, -4, 0, -6, 0, 0, 0, 0, 0, -3]
     for name, values in plain.tok.items():
-        assert torch.equal(read.tok[name], values)
-    assert set(read.tok) == {*plain.tok, TEACHER_LOGPROBS, TAUGHT}
+        assert torch.equal(result.tok[name], values)
+    assert set(result.tok) == {*plain.tok, TEACHER_LOGPROBS, TAUGHT}
 
 
 def test_a_teacher_gives_any_output_and_batches_without_the_samples_that_it_does_not_read():
@@ -79,10 +79,10 @@ def test_a_teacher_gives_any_output_and_batches_without_the_samples_that_it_does
     [annotation] = subject.annotations()
     assert (annotation.role, annotation.column, annotation.output.name) == ("policy", "seen.teacher", "hidden.teacher")
     values_N2 = torch.stack([batch.ids_N, -batch.ids_N], 1).bfloat16()
-    read = subject.read(batch.with_column("tok", annotation.column, values_N2, over=annotation.output.over))
-    assert read.unit["group"].tolist() == assemble(GROUPS).unit["group"][[0, 2]].tolist()
-    assert read.tok["seen"].tolist() == [[i, -i] for i in (0, 0, 3, 4, 0, 6, 0, 0, 3)]
-    assert read.tok["seen"].dtype == torch.bfloat16
+    result = subject.read(batch.with_column("tok", annotation.column, values_N2, over=annotation.output.over))
+    assert result.unit["group"].tolist() == assemble(GROUPS).unit["group"][[0, 2]].tolist()
+    assert result.tok["seen"].tolist() == [[i, -i] for i in (0, 0, 3, 4, 0, 6, 0, 0, 3)]
+    assert result.tok["seen"].dtype == torch.bfloat16
     assert subject.only_taught(subject.prepared(assemble(GROUPS[1:2]), GROUPS[1:2])[0]) is None
 
 
@@ -91,8 +91,8 @@ def test_a_context_has_no_record_of_experts():
     experts_NLK = torch.arange(plain.tokens, dtype=torch.int16)[:, None, None].expand(-1, 2, 3)
     recorded = plain.with_column("tok", "experts", experts_NLK, over=None)
     batch, _ = teacher(weights="live", context="hint").prepared(recorded, GROUPS)
-    whole, hinted, *_ = batch.tok["experts"].split(batch.lens_B.tolist())
-    assert torch.equal(whole, experts_NLK[: len(whole)])
+    full, hinted, *_ = batch.tok["experts"].split(batch.lens_B.tolist())
+    assert torch.equal(full, experts_NLK[: len(full)])
     assert (hinted == -1).all()
 
 

@@ -74,8 +74,8 @@ class TestCovariance(Statement):
         if c.treatment == "kl":
             assert torch.equal(selected & m, (covariance >= covariance[m].sort().values[-count]) & m)
             return -rho * A + c.kl_coef * selected * rho.log().abs()
-        inside = (covariance >= c.low) & (covariance <= c.high) & m
-        assert int((selected & inside).sum()) == min(count, int(inside.sum())) == int((selected & m).sum())
+        band = (covariance >= c.low) & (covariance <= c.high) & m
+        assert int((selected & band).sum()) == min(count, int(band.sum())) == int((selected & m).sum())
         return surrogate(rho, A, c.clip_low, c.clip_high, c.dual_clip) * ~selected
 
 

@@ -27,10 +27,10 @@ ROW = Row({}, "data", 0)
 
 def episode(reward: float, sources: dict[str, float]) -> Batch:
     """Answers of 2, 1 and 2 tokens, which the environment gave 1, -2 and 4; observations of 1 and 2 tokens between."""
-    said = [(2, 1.0), (1, -2.0), (2, 4.0)]
+    answers = [(2, 1.0), (1, -2.0), (2, 4.0)]
     turns = [Turn([9, 9, 9], False)]
-    for number, (length, given) in enumerate(said):
-        turns.append(Turn([5] * length, True, [-1.0] * length, finish="stop", reward=given))
+    for number, (length, turn_reward) in enumerate(answers):
+        turns.append(Turn([5] * length, True, [-1.0] * length, finish="stop", reward=turn_reward))
         turns += [Turn([7] * (number + 1), False)] if number < 2 else []
     batch = assemble([Group(ROW, 0, [Trajectory(ROW, turns, (0, 0), reward=reward)])], sources)
     assert batch is not None
@@ -58,16 +58,16 @@ def test_each_token_is_credited_with_what_came_after_it():
     """With the sum at the end every token gets 3. With each reward at its turn the tokens get 3, 3, 2, 4, 4."""
     at_the_end, _ = credit(episode(3.0, {}), reinforce(1.0))
     assert own(at_the_end) == [3.0] * 5
-    placed, metrics = credit(episode(0.0, {ENV: 1.0}), reinforce(1.0))
-    assert own(placed) == [3.0, 3.0, 2.0, 4.0, 4.0]
+    batch, metrics = credit(episode(0.0, {ENV: 1.0}), reinforce(1.0))
+    assert own(batch) == [3.0, 3.0, 2.0, 4.0, 4.0]
     assert metrics["reward/steps"] == 3.0
     assert metrics["reward/mean"] == 0.0
 
 
 def test_a_discount_counts_own_tokens_and_no_observation():
     """R = 0, 1, -2, 0, 4 and gamma 0.5, from the end: 4, 2, -1, 0.5, 0.25."""
-    placed, _ = credit(episode(0.0, {ENV: 1.0}), reinforce(0.5))
-    assert own(placed) == [0.25, 0.5, -1.0, 2.0, 4.0]
+    batch, _ = credit(episode(0.0, {ENV: 1.0}), reinforce(0.5))
+    assert own(batch) == [0.25, 0.5, -1.0, 2.0, 4.0]
 
 
 def test_with_a_critic():
@@ -131,9 +131,9 @@ def test_turns_after_one_observation_share_their_credit():
 def test_a_reward_of_an_empty_answer_counts_at_the_turn_before_it_and_other_images_are_another_state():
     """The last turn is empty and rewarded 4. Two turns follow the same text, but see another image."""
     games = [game(n, ["look"], [0.0, 1.0], 5.0) for n in range(2)]
-    for n, each in enumerate(games):
-        each.turns[2].images = (Image(bytes([n]), 0, 1, [7]),)
-        each.turns += [Turn([7], False, text="end"), Turn([], True, [], finish="stop", reward=4.0)]
+    for n, sample in enumerate(games):
+        sample.turns[2].images = (Image(bytes([n]), 0, 1, [7]),)
+        sample.turns += [Turn([7], False, text="end"), Turn([], True, [], finish="stop", reward=4.0)]
     batch = assemble([Group(ROW, 3, games)], turns=True)
     assert batch is not None
     assert own(batch, "turn_reward") == [0.0, 0.0, 0.0, 5.0] * 2

@@ -15,7 +15,7 @@ from rlhf_engines.weight_files import FOLDER, WeightsFolder, read_bucket, write_
 OLD = torch.linspace(-1, 1, 200_000)
 
 
-def changed(*places: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def change(*places: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     tensor = OLD.to(dtype).clone()
     tensor[list(places)] += 1
     return tensor
@@ -28,14 +28,14 @@ def bucket(**tensors: torch.Tensor) -> Bucket:
 @pytest.mark.parametrize(
     ("new", "nbytes"),  # of the entries, without the file's header
     [
-        (changed(), 0),
-        (changed(0), 3),
-        (changed(255), 3),
-        (changed(256), 4),
-        (changed(7, 199_999), 20),  # gaps of 6 and 199,991: two bytes each, three elements between them
-        (changed(3, 4, 5, 600), 16),
-        (changed(*range(0, 999, 9)), 333),
-        (changed(600, dtype=torch.float32), 6),
+        (change(), 0),
+        (change(0), 3),
+        (change(255), 3),
+        (change(256), 4),
+        (change(7, 199_999), 20),  # gaps of 6 and 199,991: two bytes each, three elements between them
+        (change(3, 4, 5, 600), 16),
+        (change(*range(0, 999, 9)), 333),
+        (change(600, dtype=torch.float32), 6),
         (-OLD.bfloat16(), 400_000),  # all changed: whole
         (OLD.bfloat16()[:7], 14),
         (OLD.bfloat16().reshape(2, -1), 400_000),
@@ -86,31 +86,31 @@ class Readers:
 
 
 def test_differences_follow_a_proven_load_of_another_version_only(tmp_path):
-    sent, reader = SentWeights({"bfloat16"}), Readers(tmp_path)
+    sent_weights, reader = SentWeights({"bfloat16"}), Readers(tmp_path)
     weights = {"a": torch.randn(50, 50), "b": torch.randn(2000), "step": torch.arange(3)}
 
-    def loaded(version: int, fault: str = "") -> bool:
+    def load(version: int, fault: str = "") -> bool:
         weights["a"] += 1e-4
-        differences = reader.load(sent, version, weights, fault)
+        differences = reader.load(sent_weights, version, weights, fault)
         assert all(
             torch.equal(reader.held[n], t.bfloat16() if t.is_floating_point() else t) for n, t in weights.items()
         )
         return differences
 
-    assert not loaded(0)
-    whole = sent.nbytes
-    assert loaded(1)
-    assert sent.nbytes < whole / 3
-    assert loaded(2, fault="a")
-    assert not loaded(3), "after a proof that failed"
-    assert loaded(4)
-    assert not loaded(4), "the same version once more"
-    sent.begin(5)
-    assert not loaded(6), "after a load without an end"
+    assert not load(0)
+    full_bytes = sent_weights.nbytes
+    assert load(1)
+    assert sent_weights.nbytes < full_bytes / 3
+    assert load(2, fault="a")
+    assert not load(3), "after a proof that failed"
+    assert load(4)
+    assert not load(4), "the same version once more"
+    sent_weights.begin(5)
+    assert not load(6), "after a load without an end"
 
 
 @pytest.mark.parametrize(
-    ("formats", "source", "sent"),
+    ("formats", "source", "target"),
     [
         ({"bfloat16"}, torch.float32, torch.bfloat16),
         ({"bfloat16"}, torch.bfloat16, torch.bfloat16),
@@ -118,11 +118,11 @@ def test_differences_follow_a_proven_load_of_another_version_only(tmp_path):
         ({"bfloat16", "float32"}, torch.float32, torch.float32),
     ],
 )
-def test_weights_are_rounded_where_all_servers_round_them(tmp_path, formats, source, sent):
+def test_weights_are_rounded_where_all_servers_round_them(tmp_path, formats, source, target):
     weights = SentWeights(formats)
     weights.write(bucket(w=OLD.to(source)), tmp_path / "weights")
-    assert weights.tensors["w"].dtype == sent
-    assert torch.equal(read_bucket(tmp_path / "weights").tensors[0][1], OLD.to(source).to(sent))
+    assert weights.tensors["w"].dtype == target
+    assert torch.equal(read_bucket(tmp_path / "weights").tensors[0][1], OLD.to(source).to(target))
 
 
 def test_folders_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
@@ -133,8 +133,8 @@ def test_folders_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
         (folder / "0.safetensors").touch()
     for folder in (living.path, left):
         os.utime(folder, (0, 0))
-    own = WeightsFolder(None)
-    assert {*tmp_path.iterdir()} == {living.path, new, own.path}
-    own.remove()
+    weights_folder = WeightsFolder(None)
+    assert {*tmp_path.iterdir()} == {living.path, new, weights_folder.path}
+    weights_folder.remove()
     living.remove()
     assert [*tmp_path.iterdir()] == [new]

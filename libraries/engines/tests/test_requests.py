@@ -23,13 +23,13 @@ def test_an_end_token_that_the_engine_was_not_told_ends_the_sample():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "why"),
+    ("tokens", "reason"),
     [
         (NewTokens([0], [-1.0], "abort", "memory"), r"Engine ended request 3 with 'abort' \('memory'\)"),
         (NewTokens([0], [float("nan")], "length"), "Engine reports log-probs .* of request 3: the weights hold NaN"),
         (NewTokens([0], [], "length"), "for 1 tokens"),
     ],
 )
-def test_an_answer_that_is_no_sample_is_refused(tokens, why):
-    with pytest.raises(ModelError, match=why):
+def test_an_answer_that_is_no_sample_is_refused(tokens, reason):
+    with pytest.raises(ModelError, match=reason):
         opened(stop=("x",)).add(tokens)

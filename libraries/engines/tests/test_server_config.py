@@ -7,7 +7,7 @@ from rlhf_engines.server_config import EngineServersConfig
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         ({"urls": ("127.0.0.1:8000",)}, "no address of a server"),
         ({"urls": ("http://127.0.0.1:8000/v1",)}, "has a path: give the address without /v1"),
@@ -17,6 +17,6 @@ from rlhf_engines.server_config import EngineServersConfig
         ({"urls": ()}, "at least 1 item"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(options, why):
-    with pytest.raises(ValueError, match=why):
+def test_addresses_that_cannot_work_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
         EngineServersConfig(**options)

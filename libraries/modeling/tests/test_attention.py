@@ -43,9 +43,11 @@ def test_packed_equals_one_by_one_with_transformers_own_attention(architecture, 
     use_packed_attention(model)
     options = {} if defaults else {"use_cache": False}
     with packed(LENS):
-        got = model(input_ids=torch.cat(ids)[None], position_ids=position_N[None], **options).logits[0].log_softmax(-1)
-        got.square().sum().backward()
-    assert (got - expected).abs().max() < 5e-6
+        result = (
+            model(input_ids=torch.cat(ids)[None], position_ids=position_N[None], **options).logits[0].log_softmax(-1)
+        )
+        result.square().sum().backward()
+    assert (result - expected).abs().max() < 5e-6
     for name, p in model.named_parameters():
         assert (p.grad - gradients[name]).norm() <= 1e-5 * gradients[name].norm() + 1e-7, name
 
@@ -55,9 +57,9 @@ def test_packing_by_transformers_itself_leaks_between_sequences(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path)).eval()
     ids, position_N = ids_and_positions(LENS)
     with torch.no_grad():
-        alone = torch.cat([model(input_ids=i[None]).logits[0] for i in ids])
+        reference = torch.cat([model(input_ids=i[None]).logits[0] for i in ids])
         row = model(input_ids=torch.cat(ids)[None], position_ids=position_N[None]).logits[0]
-    assert (alone - row).abs().max() > 1e-2
+    assert (reference - row).abs().max() > 1e-2
 
 
 MIXTURES = [[7, 12, 5], [70, 70, 70, 33], [170, 9, 170, 170, 200, 3], [1, 2, 1]]
@@ -67,10 +69,10 @@ MIXTURES = [[7, 12, 5], [70, 70, 70, 33], [170, 9, 170, 170, 200, 3], [1, 2, 1]]
 def test_attention_is_bit_equal_to_one_sequence_at_a_time(lens):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, sum(lens), 8, generator=g) for h in (4, 2, 2))
-    whole, _ = PackedAttention(lens)(None, q, k, v, None)
+    full, _ = PackedAttention(lens)(None, q, k, v, None)
     parts = zip(q.split(lens, 2), k.split(lens, 2), v.split(lens, 2), strict=True)
-    alone = [PackedAttention([a.shape[2]])(None, a, b, c, None)[0] for a, b, c in parts]
-    assert torch.equal(whole, torch.cat(alone, 1))
+    single = [PackedAttention([a.shape[2]])(None, a, b, c, None)[0] for a, b, c in parts]
+    assert torch.equal(full, torch.cat(single, 1))
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -92,21 +94,21 @@ def test_short_and_long_sequences_equal_sdpa(window, dtype):
     weight = torch.randn(expected.shape, generator=g)
     gradients = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     low = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    got, _ = PackedAttention(lens)(None, *low, None, sliding_window=window)
-    assert got.dtype == dtype
+    output, _ = PackedAttention(lens)(None, *low, None, sliding_window=window)
+    assert output.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert (got.float() - expected).norm() < tolerance * expected.norm()
-    for mine, theirs in zip(torch.autograd.grad((got.float() * weight).sum(), low), gradients, strict=True):
-        assert (mine.float() - theirs).norm() < tolerance * theirs.norm()
+    assert (output.float() - expected).norm() < tolerance * expected.norm()
+    for grad, expected_grad in zip(torch.autograd.grad((output.float() * weight).sum(), low), gradients, strict=True):
+        assert (grad.float() - expected_grad).norm() < tolerance * expected_grad.norm()
 
 
 def test_matmul_attention_passes_gradcheck():
-    where = lay_out([Stretch(0, 0, 3, 0), Stretch(3, 0, 5, 3)], tokens=8)
+    layout = lay_out([Stretch(0, 0, 3, 0), Stretch(3, 0, 5, 3)], tokens=8)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, h, 4, generator=g, dtype=torch.float64).requires_grad_() for h in (2, 1, 1))
 
     def run(q, k, v):
-        return matmul_attention(q, k, v, where, 0.5, 3)
+        return matmul_attention(q, k, v, layout, 0.5, 3)
 
     assert torch.autograd.gradcheck(run, (q, k, v), eps=1e-3, atol=2e-3, rtol=2e-3)  # the softmax inside is fp32
 
@@ -137,10 +139,10 @@ def test_a_mask_is_refused():
 def test_values_may_have_another_size_than_keys(lens):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, sum(lens), size, generator=g) for size in (8, 8, 4))
-    got, _ = PackedAttention(lens)(None, q, k, v, None)
+    output, _ = PackedAttention(lens)(None, q, k, v, None)
     parts = zip(*(x.split(lens, 2) for x in (q, k, v)), strict=True)
     expected = torch.cat([F.scaled_dot_product_attention(a, b, c, is_causal=True) for a, b, c in parts], 2)
-    assert torch.allclose(got, expected.transpose(1, 2), atol=1e-6)
+    assert torch.allclose(output, expected.transpose(1, 2), atol=1e-6)
 
 
 def test_keys_of_another_row_are_refused():

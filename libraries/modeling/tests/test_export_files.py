@@ -37,12 +37,12 @@ def test_a_generation_config_becomes_one_that_transformers_writes(
     tmp_path: Path, fields: dict[str, Any], mended: dict[str, Any], changes: list[str] | None
 ) -> None:
     config = GenerationConfig(eos_token_id=[3, 4], bos_token_id=1, **fields)
-    found = mend_generation(config)
+    messages = mend_generation(config)
     config.save_pretrained(tmp_path)
-    read = GenerationConfig.from_pretrained(tmp_path)
+    result = GenerationConfig.from_pretrained(tmp_path)
     for name, value in {"eos_token_id": [3, 4], "bos_token_id": 1, **fields, **mended}.items():
-        assert getattr(read, name) == value, name
-    assert changes is None or [sorted(c.split(", ")) for c in found] == [sorted(c.split(", ")) for c in changes]
+        assert getattr(result, name) == value, name
+    assert changes is None or [sorted(c.split(", ")) for c in messages] == [sorted(c.split(", ")) for c in changes]
 
 
 def spec_of(path: Path) -> ModelSpec:

@@ -38,8 +38,8 @@ def test_operations_of_a_forward_pass_equal_those_that_torch_counts(tmp_path, ar
     every_pair = (
         sum(operations for _, operations in flops.pairs) * LENGTH**2
     )  # eager attention computes masked ones too
-    ours = (flops.token + flops.head) * LENGTH + every_pair
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)  # without the frequencies of rotary embeddings
+    total = (flops.token + flops.head) * LENGTH + every_pair
+    assert total == pytest.approx(counter.get_total_flops(), rel=0.01)  # without the frequencies of rotary embeddings
 
 
 def test_an_update_has_a_backward_pass_of_twice_the_operations():

@@ -34,9 +34,9 @@ class Written:
 def watched_errors(monkeypatch):
     """Called in the test itself, because pytest sets standard error between its phases."""
     monkeypatch.setattr(process_group, "ends_process", lambda: True)
-    written = Written()
-    monkeypatch.setattr(sys, "stderr", written)
-    return written
+    stream = Written()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
 
 
 def test_a_stand_in_for_a_hang_under_nccl_prints_role_rank_call_and_stack(monkeypatch):
@@ -72,6 +72,6 @@ def test_a_stand_in_for_ranks_that_go_on_prints_nothing(monkeypatch):
 def test_one_rank_and_gloo_are_not_watched(ranks, nccl, monkeypatch):
     monkeypatch.setattr(process_group, "ends_process", lambda: nccl)
     spec = ModelSpec(RoleSpec("critic", trained=True), "m", world_size=ranks)
-    others = set(threading.enumerate())  # of earlier tests, which may still end
+    threads = set(threading.enumerate())  # of earlier tests, which may still end
     with collective(spec, "accumulate", 0.05):
-        assert set(threading.enumerate()) <= others
+        assert set(threading.enumerate()) <= threads

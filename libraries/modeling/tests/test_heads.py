@@ -48,10 +48,10 @@ def test_logprobs_and_gradients_equal_whole_logits(chunk, tempered):
         batch = batch.with_column("tok", "temperature", temperature_N)
     expected = plain_logprobs(hidden, weight, batch, temperature_N)
     gradients = torch.autograd.grad(expected.square().sum(), (hidden, weight))
-    got = compute(batch, hidden, weight, [LOGPROBS, ENTROPY], chunk)
-    assert list(got) == ["logprobs", "entropy"]
-    assert torch.allclose(head_ops.scatter(batch, LOGPROBS, got["logprobs"]), expected, atol=1e-5)
-    for a, b in zip(torch.autograd.grad(got["logprobs"].square().sum(), (hidden, weight)), gradients, strict=True):
+    outputs = compute(batch, hidden, weight, [LOGPROBS, ENTROPY], chunk)
+    assert list(outputs) == ["logprobs", "entropy"]
+    assert torch.allclose(head_ops.scatter(batch, LOGPROBS, outputs["logprobs"]), expected, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(outputs["logprobs"].square().sum(), (hidden, weight)), gradients, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
@@ -76,30 +76,30 @@ def test_no_more_logits_than_a_chunk_exist():
 
 def test_scores_are_those_of_the_last_token_and_values_those_before_each_token():
     batch, hidden, _ = setup()
-    got = compute(batch, hidden, hidden, [VALUES, SCORES], tempered=False, logits=lambda h: h[:, :1])
+    outputs = compute(batch, hidden, hidden, [VALUES, SCORES], tempered=False, logits=lambda h: h[:, :1])
     ends = batch.lens_B.cumsum(0) - 1
-    assert torch.equal(got["scores"], hidden[ends, 0])
-    where = batch.tok["loss_mask"].nonzero()[:, 0]
-    assert torch.equal(got["values"], hidden[where - 1, 0])
+    assert torch.equal(outputs["scores"], hidden[ends, 0])
+    places = batch.tok["loss_mask"].nonzero()[:, 0]
+    assert torch.equal(outputs["values"], hidden[places - 1, 0])
 
 
 def test_temperature_is_not_for_scalar_heads():
     batch, hidden, _ = setup()
     batch = batch.with_column("tok", "temperature", torch.full((batch.tokens,), 0.5))
-    got = compute(batch, hidden, hidden, [VALUES], tempered=False, logits=lambda h: h[:, :1])
-    assert torch.equal(got["values"], hidden[batch.tok["loss_mask"].nonzero()[:, 0] - 1, 0])
+    outputs = compute(batch, hidden, hidden, [VALUES], tempered=False, logits=lambda h: h[:, :1])
+    assert torch.equal(outputs["values"], hidden[batch.tok["loss_mask"].nonzero()[:, 0] - 1, 0])
 
 
 @pytest.mark.parametrize("chunk", [100, 2])
 def test_heads_of_plugins_get_columns_and_constants(chunk):
     batch, hidden, weight = setup()
     batch = batch.with_column("tok", "target", torch.arange(batch.tokens))
-    seen = Head(
+    head = Head(
         "seen", lambda logits, ids, columns, constants: columns["target"] * constants["k"] + ids, columns=("target",),
         constants={"k": 2},
     )  # fmt: skip
-    where = batch.tok["loss_mask"].nonzero()[:, 0]
-    assert torch.equal(compute(batch, hidden, weight, [seen], chunk)["seen"], 2 * where + batch.ids_N[where])
+    places = batch.tok["loss_mask"].nonzero()[:, 0]
+    assert torch.equal(compute(batch, hidden, weight, [head], chunk)["seen"], 2 * places + batch.ids_N[places])
 
 
 def test_a_mask_over_a_first_token_is_refused():
@@ -124,14 +124,14 @@ def test_heads_compute_in_fp32_under_autocast():
     batch, hidden, weight = setup()
     matrix = torch.full((8, 1), 1 / 8 + 1 / 4096)
 
-    def product(read, ids, columns, constants):
-        assert read.dtype == torch.float32
-        return torch.ones_like(read)[:, :8] @ matrix
+    def product(logits, ids, columns, constants):
+        assert logits.dtype == torch.float32
+        return torch.ones_like(logits)[:, :8] @ matrix
 
     heads = [Head("of_hidden", product, reads="hidden"), Head("of_logits", product)]
     with torch.autocast("cpu", torch.bfloat16):
-        got = compute(batch, hidden.to(torch.bfloat16), weight, heads)
-    for value in got.values():
+        outputs = compute(batch, hidden.to(torch.bfloat16), weight, heads)
+    for value in outputs.values():
         assert value.dtype == torch.float32
         assert value.unique().tolist() == [1 + 1 / 512]
 

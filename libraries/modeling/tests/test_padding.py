@@ -50,15 +50,15 @@ def test_transformers_reads_the_last_real_token_of_a_padded_batch(path, tokenize
         with torch.no_grad():
             return model(**padded).logits[:, 0]
 
-    alone = torch.cat([scores(**tokenizer(text, return_tensors="pt")) for text in texts])
+    reference = torch.cat([scores(**tokenizer(text, return_tensors="pt")) for text in texts])
     tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, EOS
     wrong = scores(**tokenizer(texts, padding=True, padding_side=side, return_tensors="pt"))
-    assert not torch.allclose(wrong, alone, atol=1e-4)
+    assert not torch.allclose(wrong, reference, atol=1e-4)
     set_padding(model, tokenizer, (EOS,))
     assert tokenizer.pad_token_id == model.config.pad_token_id == UNK
     padded = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
     assert padded["input_ids"].eq(UNK).sum() == len("12+31=43") - len("2+3=5")
-    assert torch.allclose(scores(**padded), alone, atol=1e-5)
+    assert torch.allclose(scores(**padded), reference, atol=1e-5)
 
 
 def test_without_any_token_to_pad_with_transformers_refuses_batches(path, tokenizer) -> None:

@@ -26,7 +26,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "reason"),
     [
         ("lfm2", "Lfm2ForCausalLM cannot be divided over ranks (it has recurrent or convolutional layers)"),
         ("phi3 with longrope", "the frequencies of its rotary embedding depend on the length of the whole sequence"),
@@ -34,11 +34,11 @@ def plain(tmp_path_factory):
         ("gpt_oss", "it has attention sinks, which packed attention does not have"),
     ],
 )
-def test_the_config_shows_what_is_refused(tmp_path, kind, why):
+def test_the_config_shows_what_is_refused(tmp_path, kind, reason):
     tiny_architecture(tmp_path, kind)
     with pytest.raises(CapabilityError) as refused:
         check_sequence_parallel(spec(tmp_path), 2)
-    assert why in str(refused.value)
+    assert reason in str(refused.value)
     assert "Set sequence_parallel = 1 for this role" in str(refused.value)
     check_sequence_parallel(spec(tmp_path), 1)
 
@@ -55,10 +55,10 @@ def test_the_probe_refuses_what_the_config_does_not_show(tmp_path, plain):
     tiny_architecture(tmp_path, "gpt_oss")
     with pytest.raises(CapabilityError, match="attention sinks, which packed attention does not have"):
         require_divisible(load_model(spec(tmp_path), CPU), spec(tmp_path), 2)
-    loaded = load_model(spec(plain), CPU)
-    require_divisible(loaded, spec(plain), 2)
+    model = load_model(spec(plain), CPU)
+    require_divisible(model, spec(plain), 2)
     with pytest.raises(CapabilityError, match="does not divide the 2 attention heads"):
-        require_divisible(loaded, spec(plain), 4)
-    loaded.module.model.norm.register_forward_hook(lambda module, given, out: out + out.roll(1, 1))
+        require_divisible(model, spec(plain), 4)
+    model.module.model.norm.register_forward_hook(lambda module, inputs, out: out + out.roll(1, 1))
     with pytest.raises(CapabilityError, match="other parts of its layers than attention depend on other tokens"):
-        require_divisible(loaded, spec(plain), 2)
+        require_divisible(model, spec(plain), 2)

@@ -42,20 +42,20 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, c
     r.sync(1)
     r.sync(1)
     assert r.had_base
-    asked = requests(6)
-    before = r.pids()
-    assert r.answers(asked, kill=before[0]) == expected(r.weights, asked)
+    queries = requests(6)
+    old_pids = r.pids()
+    assert r.answers(queries, kill=old_pids[0]) == expected(r.weights, queries)
     assert not r.had_base, "the new engine gets the base too"
     after = r.pids()
-    assert after[0] != before[0]
-    assert after[1] == before[1]
+    assert after[0] != old_pids[0]
+    assert after[1] == old_pids[1]
     assert r.pushes == 3, "the new engine got the current weights"
-    assert f"engine 0 (node 127.0.0.1, pid {before[0]}) died during generate()" in caplog.text
+    assert f"engine 0 (node 127.0.0.1, pid {old_pids[0]}) died during generate()" in caplog.text
     assert "The engine is replaced; 2 more may be within this hour" in caplog.text
     assert capfd.readouterr().out == "", "nothing repeats the message"
-    drawn = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
-    assert 24 < len(drawn) < 36, "only unfinished samples are sampled again"
-    assert r.answers(asked) == expected(r.weights, asked)
+    draws = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
+    assert 24 < len(draws) < 36, "only unfinished samples are sampled again"
+    assert r.answers(queries) == expected(r.weights, queries)
 
 
 @pytest.mark.full
@@ -63,15 +63,15 @@ def test_an_engine_killed_before_the_first_links_connect(run):
     """The engine dies when it is asked for the number of its receivers."""
     r = run(transport="broadcast", max_restarts=1)
     (r.folder / "die-receivers").touch()
-    before = r.pids()
+    old_pids = r.pids()
     r.sync(1)
     assert r.pushes == 1, "nothing had been sent yet"
-    assert len(set(before) & set(r.pids())) == 1
+    assert len(set(old_pids) & set(r.pids())) == 1
     assert [(p.receiver, p.version) for p in r.proofs] == [("engine 0", 1), ("engine 1", 1)]
-    asked = requests(4)
-    assert r.answers(asked) == expected(r.weights, asked)
+    queries = requests(4)
+    assert r.answers(queries) == expected(r.weights, queries)
     r.sync(2)
-    assert r.answers(asked) == expected(r.weights, asked)
+    assert r.answers(queries) == expected(r.weights, queries)
 
 
 @pytest.mark.full
@@ -90,8 +90,8 @@ def test_an_engine_whose_replacement_dies_is_replaced_again(run):
     r.sync(1)
     (r.folder / "die-in-start").touch()
     os.kill(r.pids()[1], signal.SIGKILL)
-    asked = requests(4)
-    assert r.answers(asked) == expected(r.weights, asked)
+    queries = requests(4)
+    assert r.answers(queries) == expected(r.weights, queries)
     assert len(r.notes("started")) == 4
     assert r.pushes == 2
 

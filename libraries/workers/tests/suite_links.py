@@ -25,8 +25,8 @@ LINKS = pytest.mark.parametrize("linked", ["shared", "broadcast"], indirect=True
 
 def when(*moments: str) -> pytest.MarkDecorator:
     """The moments at which an engine dies; those after the first are for ``make test-all``."""
-    first, *others = moments
-    return pytest.mark.parametrize("when", [first, *(pytest.param(name, marks=pytest.mark.full) for name in others)])
+    first, *rest = moments
+    return pytest.mark.parametrize("when", [first, *(pytest.param(name, marks=pytest.mark.full) for name in rest)])
 
 
 @pytest.fixture(scope="module", params=["auto", "shared", "broadcast"])  # on CPUs "auto" is the store
@@ -45,8 +45,8 @@ def r(linked):
 
 
 def check_answers(r: Run) -> None:
-    asked = requests(4)
-    assert r.answers(asked) == expected(r.weights, asked)
+    queries = requests(4)
+    assert r.answers(queries) == expected(r.weights, queries)
 
 
 def check_proofs(r: Run) -> None:
@@ -55,8 +55,8 @@ def check_proofs(r: Run) -> None:
 
 def test_requests_go_to_all_engines_and_weights_too(linked):
     """This test is the first, because it starts without weights."""
-    r, asked = linked, requests(6)
-    assert r.answers(asked) == expected("initial", asked)
+    r, queries = linked, requests(6)
+    assert r.answers(queries) == expected("initial", queries)
     calls = r.notes("generate")
     assert {int(pid) for _, pid, _ in calls} == set(r.pids())
     assert sorted(len(seeds.split(",")) for *_, seeds in calls) == [12, 12]
@@ -64,7 +64,7 @@ def test_requests_go_to_all_engines_and_weights_too(linked):
     assert r.engines.version == 3
     check_proofs(r)
     assert all(p.received == r.policy.call("sent_fingerprints", [()])[0] for p in r.proofs)
-    assert r.answers(asked) == expected(r.weights, asked)
+    assert r.answers(queries) == expected(r.weights, queries)
     assert [[round(x[0]) for x in e] for e in r.engines.logprobs([(1, 2), (3, 4)])] == [[pid, pid] for pid in r.pids()]
     assert [r.engines.stale(bucket) for bucket in r.policy.send_buckets("live", 24)] == [["w0", "w1"], ["w2", "w3"]]
     r.sync(4)
@@ -88,11 +88,11 @@ def test_an_engine_killed_before_a_sync(r):
 @when("die-in-take", "die-before-take")
 def test_an_engine_killed_while_it_takes_weights(r, when):
     (r.folder / when).touch()
-    before, pushes = r.pids(), r.pushes
+    old_pids, pushes = r.pids(), r.pushes
     r.sync(r.version + 1)
     assert r.pushes == pushes + 2
     check_proofs(r)
-    assert len(set(before) & set(r.pids())) == 1
+    assert len(set(old_pids) & set(r.pids())) == 1
     check_answers(r)
 
 
@@ -102,10 +102,10 @@ def test_an_engine_killed_while_the_links_connect(r, when):
     """The waits of the other ends are aborted, and the links are connected again with the replacement."""
     r.engines.link.drop()
     (r.folder / when).touch()
-    before, pushes = r.pids(), r.pushes
+    old_pids, pushes = r.pids(), r.pushes
     r.sync(r.version + 1)
     assert r.pushes == pushes + 1, "nothing had been sent yet"
-    assert len(set(before) & set(r.pids())) == 1
+    assert len(set(old_pids) & set(r.pids())) == 1
     check_proofs(r)
     check_answers(r)
 
@@ -114,12 +114,12 @@ def test_an_engine_killed_while_the_links_connect(r, when):
 def test_a_link_that_cannot_connect_fails_the_sync(r):
     r.engines.link.drop()
     (r.folder / "fail-connect").touch()
-    before = r.pids()
+    old_pids = r.pids()
     with pytest.raises(SyncError, match=r"engine \d .*connect\(\) raised OSError: no network today"):
         r.sync(r.version + 1)
     r.sync(r.version + 1)
     check_answers(r)
-    assert r.pids() == before, "nobody died"
+    assert r.pids() == old_pids, "nobody died"
 
 
 def test_an_error_in_begin_load_is_raised_at_the_first_bucket(r):
@@ -134,24 +134,24 @@ def test_an_error_in_begin_load_is_raised_at_the_first_bucket(r):
 def test_an_engine_that_raises_worker_error_in_begin_load_is_replaced(r):
     """An engine of several processes raises this error when one of them was killed."""
     (r.folder / "lost-in-load").touch()
-    before = r.pids()
+    old_pids = r.pids()
     r.sync(r.version + 1)
     check_proofs(r)
-    assert len(set(before) & set(r.pids())) == 1
+    assert len(set(old_pids) & set(r.pids())) == 1
     check_answers(r)
 
 
 def test_a_failed_sync_can_be_repeated(r):
-    before = r.pids()
+    old_pids = r.pids()
     r.engines.begin_load(r.version + 1)
-    sent = r.policy.send_buckets("live", 24, 60.0)
-    r.engines.take(next(sent))
+    headers = r.policy.send_buckets("live", 24, 60.0)
+    r.engines.take(next(headers))
     with pytest.raises(SyncError, match=r"engine \d .*take\(\) raised AttributeError"):
         r.engines.take("no bucket")
-    del sent  # the controller stops reading
+    del headers  # the controller stops reading
     r.sync(r.version + 1)
     check_answers(r)
-    assert r.pids() == before, "nobody died"
+    assert r.pids() == old_pids, "nobody died"
 
 
 @ONE_WAY
@@ -207,8 +207,8 @@ def test_an_engine_killed_before_the_canaries(r):
 
 @ONE_WAY
 def test_a_request_that_fails_is_an_error_not_a_death(r):
-    before = r.pids()
+    old_pids = r.pids()
     message = r"engine \d .*generate\(\) raised ValueError: a request that no engine survives"
     with pytest.raises(RolloutError, match=message):
         r.answers([GenerationRequest((1,), -1, Sampling(8))])
-    assert r.pids() == before
+    assert r.pids() == old_pids

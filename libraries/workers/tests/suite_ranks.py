@@ -48,19 +48,19 @@ def brief_grace(monkeypatch):
 
 
 def test_tensors_in_arguments_and_results_are_writable(steady):
-    sent = [torch.ones(50_000), torch.full((50_000,), 3.0)]
-    got = steady.call("double", [(t,) for t in sent])
-    assert [float(t[0]) for t in got] == [2.0, 6.0]
-    got[0] += 1
-    assert float(sent[0][0]) == 1.0
+    tensors = [torch.ones(50_000), torch.full((50_000,), 3.0)]
+    results = steady.call("double", [(t,) for t in tensors])
+    assert [float(t[0]) for t in results] == [2.0, 6.0]
+    results[0] += 1
+    assert float(tensors[0][0]) == 1.0
 
 
 def test_the_memory_is_that_of_the_ranks(steady):
-    own, other = steady.peak_memory()
+    base, other = steady.peak_memory()
     steady.call("double", [(torch.ones(50_000_000),), (torch.ones(1),)])  # 200 MB
-    grown, same = steady.peak_memory()
-    assert grown["process"] - own["process"] > 100e6
-    assert same["process"] - other["process"] < 100e6
+    grown, stable = steady.peak_memory()
+    assert grown["process"] - base["process"] > 100e6
+    assert stable["process"] - other["process"] < 100e6
 
 
 def test_begin_does_not_wait(steady):
@@ -117,11 +117,11 @@ def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair, bri
         pair.call("world_size", [()] * 2)
 
 
-@pytest.mark.parametrize("others", [0.0, 60.0], ids=["the other rank fails first", "the other rank waits"])
-def test_a_killed_rank_is_the_first_cause(pair, others):
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["the other rank fails first", "the other rank waits"])
+def test_a_killed_rank_is_the_first_cause(pair, seconds):
     start = time.monotonic()
     with pytest.raises(WorkerError) as info:
-        pair.call("dies", [(1, others)] * 2)
+        pair.call("dies", [(1, seconds)] * 2)
     assert time.monotonic() - start < 50
     message = str(info.value)
     pid = pair.members[1].facts["pid"]
@@ -144,18 +144,18 @@ def test_a_stream_yields_references_for_other_groups(launch):
 
 
 def test_a_stream_is_at_most_two_items_ahead_of_its_reader(steady):
-    before = steady.calls.get(steady.members[0].side_call("pulse"))
+    base = steady.calls.get(steady.members[0].side_call("pulse"))
     stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
 
-    def made() -> int:
-        return steady.calls.get(steady.members[0].side_call("pulse")) - before
+    def count_items() -> int:
+        return steady.calls.get(steady.members[0].side_call("pulse")) - base
 
     end = time.monotonic() + 60
-    while made() < 1 + 2 and time.monotonic() < end:
+    while count_items() < 1 + 2 and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(1.0)
-    assert made() == 1 + 2, "begin, and two items"
+    assert count_items() == 1 + 2, "begin, and two items"
     assert len(list(stream)) == 5
 
 
@@ -175,9 +175,9 @@ def test_a_stream_that_exceeds_its_timeout_is_an_error(pair):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_a_stream_names_its_rank(pair, brief_grace, rank):
-    start, got = time.monotonic(), []
+    start, items = time.monotonic(), []
     with pytest.raises(TrainingError, match=rf"policy rank {rank} .*breaks_off\(\) raised ValueError: no more after 2"):
-        got.extend(pair.stream("breaks_off", rank, 2))
+        items.extend(pair.stream("breaks_off", rank, 2))
     assert time.monotonic() - start < 50
     if rank == 0:
         assert len(list(pair.stream("arrays", 2, 10))) == 2
@@ -197,11 +197,11 @@ def test_a_rank_that_is_killed_while_it_streams_is_an_error(pair):
 
 
 def test_ranks_can_run_a_collective_in_a_call_after_the_start(steady):
-    one, two = (w["spec"] for w in steady.call("where", [()] * 2))
-    host, port = one.rendezvous.removeprefix("tcp://").split(":")
+    first, second = (w["spec"] for w in steady.call("where", [()] * 2))
+    host, port = first.rendezvous.removeprefix("tcp://").split(":")
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):  # the port is theirs until they end
         stranger.bind((host, int(port)))
     assert steady.call("adds", [()] * 2) == [3.0, 3.0]
-    assert one.rendezvous == two.rendezvous
-    assert one.rendezvous.startswith("tcp://127.0.0.1:")
-    assert (one.rank, two.rank, one.world_size) == (0, 1, 2)
+    assert first.rendezvous == second.rendezvous
+    assert first.rendezvous.startswith("tcp://127.0.0.1:")
+    assert (first.rank, second.rank, first.world_size) == (0, 1, 2)

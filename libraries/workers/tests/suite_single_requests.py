@@ -44,16 +44,16 @@ class Asking:
 
 @pytest.fixture
 def asking(launch, tmp_path):
-    made: list[Asking] = []
+    instances: list[Asking] = []
 
     def make(*, engines: int = 2, seconds: float = 0.0, in_flight: str = "continue", **options) -> Asking:
-        made.append(Asking(Run(launch(**options), tmp_path, engines, seconds, in_flight=in_flight)))
-        made[-1].run.sync(1)
-        return made[-1]
+        instances.append(Asking(Run(launch(**options), tmp_path, engines, seconds, in_flight=in_flight)))
+        instances[-1].run.sync(1)
+        return instances[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for instance in instances:
+        instance.close()
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def seeds(run: Run, word: str) -> list[int]:
 
 
 def test_each_request_is_answered_and_all_engines_work(a):
-    asked = requests(3)
-    assert {n: [*f.result(60).ids] for n, f in enumerate(a.ask(asked))} == expected(a.run.weights, asked)
+    queries = requests(3)
+    assert {n: [*f.result(60).ids] for n, f in enumerate(a.ask(queries))} == expected(a.run.weights, queries)
     assert len({pid for _, pid, _ in a.run.notes("asked")}) == 2
 
 
@@ -103,8 +103,8 @@ def test_the_next_turn_of_a_conversation_goes_to_its_engine(asking):
     assert len(set(engines.values())) == 2
     for request in reversed(first):
         a.ask([GenerationRequest((*request.ids, 4, 5), request.seed + 100, Sampling(8))])[0].result(60)
-    again = {int(seed): pid for _, pid, seed in a.run.notes("asked")}
-    assert {seed: again[seed + 100] for seed in engines} == engines
+    owners = {int(seed): pid for _, pid, seed in a.run.notes("asked")}
+    assert {seed: owners[seed + 100] for seed in engines} == engines
 
 
 @pytest.mark.full
@@ -130,12 +130,12 @@ def test_a_cancelled_request_is_dropped_by_its_engine(asking):
 
 
 def test_unfinished_requests_go_on_after_new_weights(a):
-    asked = requests(1)
-    futures = a.ask(asked)
+    queries = requests(1)
+    futures = a.ask(queries)
     until(lambda: len(a.run.notes("asked")) == 4)
     a.run.sync(2)
     turns = [f.result(60) for f in futures]
-    assert [[*t.ids] for t in turns] == list(expected(a.run.weights, asked).values())
+    assert [[*t.ids] for t in turns] == list(expected(a.run.weights, queries).values())
     assert {t.versions for t in turns} == {((0, 2),)}
     assert len(a.run.notes("asked")) == 4, "no engine was asked twice"
 
@@ -164,11 +164,11 @@ def test_nothing_is_sampled_during_a_pause(asking):
 
 
 def test_the_requests_of_a_killed_engine_go_to_the_others(a):
-    asked = requests(2)
-    futures = a.ask(asked)
+    queries = requests(2)
+    futures = a.ask(queries)
     until(lambda: a.run.engines.unfinished_tokens() == 80)
     os.kill(a.run.pids()[0], signal.SIGKILL)
-    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, asked)
+    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, queries)
     assert len(a.run.notes("asked")) == 12, "the four of the killed engine are sampled again"
     assert a.run.engines.restarted() == {"engine": 40}
     assert a.run.engines.restarted() == {}
@@ -177,12 +177,12 @@ def test_the_requests_of_a_killed_engine_go_to_the_others(a):
 
 
 def test_the_requests_of_an_engine_that_dies_in_a_load_are_sampled_again(a):
-    asked = requests(2)
-    futures = a.ask(asked)
+    queries = requests(2)
+    futures = a.ask(queries)
     until(lambda: a.run.engines.unfinished_tokens() == 80)
     (a.run.folder / "die-in-take").touch()
     a.run.sync(2)
-    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, asked)
+    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, queries)
     assert len(a.run.notes("asked")) == 12
     assert a.run.engines.restarted() == {"engine": 40}
     until(lambda: a.run.engines.unfinished_tokens() == 0)
@@ -202,14 +202,14 @@ def test_tokens_that_new_weights_throw_away_are_counted(asking):
 @pytest.mark.full
 def test_requests_wait_until_the_only_engine_is_replaced(asking):
     a = asking(engines=1, seconds=0.5)
-    asked = requests(1)
-    futures = a.ask(asked)
+    queries = requests(1)
+    futures = a.ask(queries)
     until(lambda: len(a.run.notes("asked")) == 4)
     os.kill(a.run.pids()[0], signal.SIGKILL)
     until(lambda: a.run.engines.pool.dead)
     assert not any(f.done() for f in futures)
     a.run.engines.repair()
-    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, asked)
+    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, queries)
     assert a.run.pushes == 2, "the new engine got the current weights"
 
 
@@ -218,8 +218,8 @@ def test_generate_works_beside_single_requests_and_replaces_engines(asking):
     a = asking(engines=1, seconds=0.5)
     a.ask([ENDLESS])
     until(lambda: a.run.notes("asked"))
-    asked = requests(1)
-    assert {n: [*t.ids] for n, t in a.run.engines.generate(asked)} == expected(a.run.weights, asked)
+    queries = requests(1)
+    assert {n: [*t.ids] for n, t in a.run.engines.generate(queries)} == expected(a.run.weights, queries)
     running = a.run.engines.generate(requests(2, 1))
     os.kill(a.run.pids()[0], signal.SIGKILL)
     assert {n for n, _ in running} == {0, 1}

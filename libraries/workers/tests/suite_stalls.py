@@ -72,11 +72,11 @@ def test_a_stopped_worker_is_reported_before_the_stall_timeout(launch, tmp_path)
 def test_an_engine_stopped_while_it_samples_is_reported(watched, tmp_path):
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.3), GeneratorSpec((0,), str))
     pid = engines.pool.members[0].facts["pid"]
-    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]  # 6 s without the stop
+    queries = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]  # 6 s without the stop
     threading.Timer(0.5, os.kill, (pid, signal.SIGSTOP)).start()
     try:
         with pytest.raises(WorkerError, match=r"engine 0 .* for \d+ s in generate\(\)"):
-            list(engines.generate(asked))
+            list(engines.generate(queries))
     finally:
         with suppress(ProcessLookupError):  # the launcher may have ended it
             os.kill(pid, signal.SIGCONT)
@@ -88,10 +88,10 @@ def test_a_stalled_engine_is_not_waited_for_twice(watched, tmp_path):
     config = OddConfig(seconds=0.3, folder=str(tmp_path))
     engines = watched.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
     pids = [engine.facts["pid"] for engine in engines.pool.members.values()]
-    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]
+    queries = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGSTOP)).start()
     with pytest.raises(WorkerError, match=r"engine 0 .* s in generate\(\)\. What each"):
-        list(engines.generate(asked))
+        list(engines.generate(queries))
     engines.sleep()
     assert (tmp_path / "notes.txt").read_text().count("sleep") == 1, "only of the living engine"
     for _ in range(100):
@@ -100,15 +100,15 @@ def test_a_stalled_engine_is_not_waited_for_twice(watched, tmp_path):
         time.sleep(0.1)
     assert inspect_process(pids[0]).startswith("State: gone"), "the process was killed, so its memory is free"
     with pytest.raises(WorkerError, match=r"the engines cannot be called any more: engine 0 .* in generate\(\)$"):
-        list(engines.generate(asked))
+        list(engines.generate(queries))
     assert (tmp_path / "notes.txt").read_text().count("started") == 2, "a stalled engine is not replaced"
 
 
 def test_samples_are_progress(watched):
     """The call takes longer than stall_timeout, and a sample finishes at least every 0.7 s."""
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.7), GeneratorSpec((0,), str))
-    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(12)]
-    assert len(list(engines.generate(asked))) == 12
+    queries = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(12)]
+    assert len(list(engines.generate(queries))) == 12
 
 
 def test_items_are_progress(pair):

@@ -77,19 +77,19 @@ def take(end, header):
 
 def cross(source, sinks, seed, limit=2000):
     """The tensors that each receiver got in one sync. As in a run, each header is sent after the previous one."""
-    sent: dict[str, str] = {}
-    got = [{} for _ in sinks]
+    fingerprints: dict[str, str] = {}
+    results = [{} for _ in sinks]
     with ThreadPoolExecutor(len(sinks) + 1) as pool:
-        headers = source.send(buckets(weights(seed), limit, sent))
-        ahead = pool.submit(next, headers, None)
-        while (header := ahead.result()) is not None:
-            taken = [pool.submit(take, end, header) for end in sinks]
-            ahead = pool.submit(next, headers, None)
-            for into, one in zip(got, taken, strict=True):
-                tensors, marks = one.result()
-                assert marks == {name: sent[name] for name in tensors}
+        headers = source.send(buckets(weights(seed), limit, fingerprints))
+        next_header = pool.submit(next, headers, None)
+        while (header := next_header.result()) is not None:
+            futures = [pool.submit(take, end, header) for end in sinks]
+            next_header = pool.submit(next, headers, None)
+            for into, future in zip(results, futures, strict=True):
+                tensors, marks = future.result()
+                assert marks == {name: fingerprints[name] for name in tensors}
                 into.update(tensors)
-    return got, sent
+    return results, fingerprints
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,13 +97,13 @@ def cross(source, sinks, seed, limit=2000):
 def test_receivers_get_the_tensors_that_were_sent(connect, kind, receivers):
     _, source, sinks = connect(kind, receivers)
     for seed in range(3):  # the buffers are used again
-        got, sent = cross(source, sinks, seed)
-        assert len(sent) == 6
-        for each in got:
-            assert list(each) == list(sent)
+        results, fingerprints = cross(source, sinks, seed)
+        assert len(fingerprints) == 6
+        for tensors in results:
+            assert list(tensors) == list(fingerprints)
             for name, tensor in weights(seed):
-                assert each[name].dtype == tensor.dtype
-                assert torch.equal(each[name], tensor)
+                assert tensors[name].dtype == tensor.dtype
+                assert torch.equal(tensors[name], tensor)
 
 
 @pytest.mark.slow
@@ -118,24 +118,24 @@ def test_receivers_in_other_processes_get_the_same_fingerprints(kind):
         )
         for n in range(2)
     ]
-    sent: dict[str, str] = {}
-    got = [{}, {}]
+    fingerprints: dict[str, str] = {}
+    results = [{}, {}]
     try:
         source = connect_sender(link, 0)
         assert [c.stdout.readline() for c in children] == ["connected\n"] * 2
         with ThreadPoolExecutor(1) as pool:
-            headers = source.send(buckets(weights(1), 2000, sent))
-            ahead = pool.submit(next, headers, None)
-            while (s := ahead.result()) is not None:
+            headers = source.send(buckets(weights(1), 2000, fingerprints))
+            next_header = pool.submit(next, headers, None)
+            while (s := next_header.result()) is not None:
                 line = json.dumps([s.number, s.layout.tensors, s.layout.fingerprints, s.layout.nbytes, s.error])
                 for child in children:
                     child.stdin.write(line + "\n")
                     child.stdin.flush()
-                ahead = pool.submit(next, headers, None)
-                for into, child in zip(got, children, strict=True):
+                next_header = pool.submit(next, headers, None)
+                for into, child in zip(results, children, strict=True):
                     into.update(json.loads(child.stdout.readline()))
-        assert got == [sent, sent]
-        assert len(sent) == 6
+        assert results == [fingerprints, fingerprints]
+        assert len(fingerprints) == 6
     finally:
         coordination.abort()
         for child in children:
@@ -194,11 +194,11 @@ def test_a_connected_trainer_sends_its_buckets(kind):
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(ConnectedTrainer, trainer, link) for trainer in trainers]
         receiver = pool.submit(connect_receiver, link, 0, CPU).result()
-        ranks = [each.result() for each in connecting]
+        ranks = [future.result() for future in connecting]
         headers, received = ranks[0].send_buckets("base", 2000), {}
-        ahead = pool.submit(next, headers, None)
-        while (header := ahead.result()) is not None:
-            ahead = pool.submit(next, headers, None)
+        next_header = pool.submit(next, headers, None)
+        while (header := next_header.result()) is not None:
+            next_header = pool.submit(next, headers, None)
             received |= take(receiver, header)[1]
     assert received == trainers[0].sent_fingerprints()
     assert len(received) == 6
@@ -241,12 +241,12 @@ def test_other_ranks_gather_a_bucket_after_rank_0_has_sent_the_one_before(three_
         for sync in range(2):
             follows = pool.submit(idle.send, gathered())
             headers = source.send(buckets(weights(0), 1000, {}))
-            ahead = pool.submit(next, headers, None)
-            while (header := ahead.result()) is not None:
-                ahead = pool.submit(next, headers, None)
+            next_header = pool.submit(next, headers, None)
+            while (header := next_header.result()) is not None:
+                next_header = pool.submit(next, headers, None)
                 take(sink, header)
             assert list(follows.result()) == []
-            assert all(sent >= number for number, sent in enumerate(sent_before)), sent_before
+            assert all(count >= number for number, count in enumerate(sent_before)), sent_before
             assert len(sent_before) == 3 * (sync + 1)
 
 

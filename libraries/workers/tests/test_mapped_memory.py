@@ -39,13 +39,13 @@ def test_a_receiver_is_done_with_a_bucket_after_it_released_its_memory(monkeypat
     monkeypatch.setattr(
         sink.coordination, "add", lambda key: (released.append([m.expired() for m in mapped]), add(key))
     )
-    got = {}
+    tensors = {}
     for header in source.send(buckets([(f"w{n}", torch.full((100,), float(n))) for n in range(3)], 400, {})):
         with sink.open(header) as bucket:
-            got |= {name: tensor.clone() for name, tensor in bucket.tensors}
+            tensors |= {name: tensor.clone() for name, tensor in bucket.tensors}
     assert bucket.tensors == (), "the caller may keep the bucket"
     assert released == [[True], [True] * 2, [True] * 3]
-    assert {name: tensor.unique().tolist() for name, tensor in got.items()} == {"w0": [0], "w1": [1], "w2": [2]}
+    assert {name: tensor.unique().tolist() for name, tensor in tensors.items()} == {"w0": [0], "w1": [1], "w2": [2]}
     with (
         pytest.raises(SyncError, match="refused"),
         sink.open(next(source.send(buckets([("w", torch.ones(9))], 99, {})))),

@@ -34,10 +34,10 @@ def through(payload: Payload | None) -> Payload | None:
 )
 def test_tensors_arrive_unchanged(tensor):
     payload = through(pack([(tensor,)]))
-    [got] = unpack(payload)
-    assert got.dtype == tensor.dtype
-    assert torch.equal(got, tensor)
-    got.fill_(1)  # writes to its own memory, not to the store's
+    [result] = unpack(payload)
+    assert result.dtype == tensor.dtype
+    assert torch.equal(result, tensor)
+    result.fill_(1)  # writes to its own memory, not to the store's
     assert torch.equal(unpack(payload)[0], tensor)
 
 
@@ -47,12 +47,12 @@ def test_a_view_is_sent_without_the_rest_of_its_storage():
 
 
 def test_shared_arguments_are_stored_once():
-    shared, own = torch.rand(1000), [torch.full((10,), float(n)) for n in range(3)]
-    payload = pack([(own[n], shared, {"rank": n}) for n in range(3)])
+    shared, parts = torch.rand(1000), [torch.full((10,), float(n)) for n in range(3)]
+    payload = pack([(parts[n], shared, {"rank": n}) for n in range(3)])
     assert payload.nbytes < 4000 + 3 * 1000
     for n in range(3):
         a, b, c = unpack(through(payload), n)
-        assert torch.equal(a, own[n])
+        assert torch.equal(a, parts[n])
         assert torch.equal(b, shared)
         assert c == {"rank": n}
 

@@ -65,7 +65,7 @@ def test_an_engine_over_two_nodes_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("places", "there", "strategy"),
+    ("places", "resources", "strategy"),
     [
         (HYBRID, [(8, 4)], "PACK"),
         (HYBRID, [(8, 2), (8, 2)], "SPREAD"),
@@ -74,8 +74,8 @@ def test_an_engine_over_two_nodes_is_refused():
         ({"policy": Place(2)}, [(1, 0), (2, 0)], "STRICT_PACK"),
     ],
 )
-def test_placements_that_fit(places, there, strategy):
-    check_fits(places, nodes(*there), strategy)
+def test_placements_that_fit(places, resources, strategy):
+    check_fits(places, nodes(*resources), strategy)
 
 
 def test_gpus_that_an_engine_does_not_use_are_refused():
@@ -86,7 +86,7 @@ def test_gpus_that_an_engine_does_not_use_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("places", "there", "strategy", "lines"),
+    ("places", "resources", "strategy", "lines"),
     [
         (
             {"policy": Place(2, 4), "critic": Place(2, share="policy"), GENERATOR: Place(3, 2)},
@@ -108,8 +108,8 @@ def test_gpus_that_an_engine_does_not_use_are_refused():
         ({"policy": Place(4)}, [(3, 4)], "PACK", ["each rank that owns devices also takes 1 CPU; there are: 3 CPUs"]),
     ],
 )
-def test_a_placement_that_does_not_fit_is_refused(places, there, strategy, lines):
+def test_a_placement_that_does_not_fit_is_refused(places, resources, strategy, lines):
     with pytest.raises(ConfigError) as info:
-        check_fits(places, nodes(*there), strategy)
+        check_fits(places, nodes(*resources), strategy)
     for line in lines:
         assert line.lower() in str(info.value).lower()

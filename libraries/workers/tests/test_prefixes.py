@@ -29,55 +29,55 @@ def test_the_marks_of_a_request_are_of_its_beginnings(length: int) -> None:
 
 
 def test_the_turns_of_a_conversation_go_to_one_engine() -> None:
-    made, loads = Prefixes(), {0: 5, 1: 5, 2: 4}
+    prefixes, loads = Prefixes(), {0: 5, 1: 5, 2: 4}
     conversation = tokens(0, 300)
-    first = made.choose(prefix_marks(conversation), loads)
+    first = prefixes.choose(prefix_marks(conversation), loads)
     assert first == 2, "the one with the fewest requests"
     for turn in range(1, 6):
-        other = made.choose(prefix_marks(tokens(turn, 300)), {0: 1, 1: 2, 2: 2})
+        other = prefixes.choose(prefix_marks(tokens(turn, 300)), {0: 1, 1: 2, 2: 2})
         assert other == 0
         conversation += tokens(100 + turn, 100)
-        assert made.choose(prefix_marks(conversation), {0: 4, 1: 4, 2: 5}) == first
+        assert prefixes.choose(prefix_marks(conversation), {0: 4, 1: 4, 2: 5}) == first
 
 
 def test_an_engine_with_too_many_requests_is_left_out() -> None:
-    made, marks = Prefixes(), prefix_marks(tokens(0, 100))
-    assert made.choose(marks, {0: 0, 1: 0}) == 0
-    assert made.choose(marks, {0: 1, 1: 0}) == 0
-    assert made.choose(marks, {0: 2, 1: 0}) == 1
-    assert made.choose(marks, {0: 10, 1: 12}) == 1
-    assert made.choose(marks, {0: 10, 1: 13}) == 0
+    prefixes, marks = Prefixes(), prefix_marks(tokens(0, 100))
+    assert prefixes.choose(marks, {0: 0, 1: 0}) == 0
+    assert prefixes.choose(marks, {0: 1, 1: 0}) == 0
+    assert prefixes.choose(marks, {0: 2, 1: 0}) == 1
+    assert prefixes.choose(marks, {0: 10, 1: 12}) == 1
+    assert prefixes.choose(marks, {0: 10, 1: 13}) == 0
 
 
 def test_an_engine_that_died_is_not_chosen() -> None:
-    made, marks = Prefixes(), prefix_marks(tokens(0, 100))
-    assert made.choose(marks, {0: 0, 1: 1}) == 0
-    assert made.choose(marks, {1: 1}) == 1
+    prefixes, marks = Prefixes(), prefix_marks(tokens(0, 100))
+    assert prefixes.choose(marks, {0: 0, 1: 1}) == 0
+    assert prefixes.choose(marks, {1: 1}) == 1
 
 
 def test_the_longest_prefix_decides() -> None:
-    made = Prefixes()
+    prefixes = Prefixes()
     system, a, b = tokens(0, 400), tokens(1, 400), tokens(2, 400)
-    assert made.choose(prefix_marks(system + a), {0: 0, 1: 1}) == 0
-    assert made.choose(prefix_marks(system + b), {0: 2, 1: 0}) == 1
-    assert made.choose(prefix_marks(system + a + a), {0: 1, 1: 1}) == 0
-    assert made.choose(prefix_marks(system + b + b), {0: 1, 1: 1}) == 1
+    assert prefixes.choose(prefix_marks(system + a), {0: 0, 1: 1}) == 0
+    assert prefixes.choose(prefix_marks(system + b), {0: 2, 1: 0}) == 1
+    assert prefixes.choose(prefix_marks(system + a + a), {0: 1, 1: 1}) == 0
+    assert prefixes.choose(prefix_marks(system + b + b), {0: 1, 1: 1}) == 1
 
 
 def test_all_engines_are_used_when_every_request_shares_a_prefix() -> None:
-    made, system = Prefixes(), tokens(0, 400)
+    prefixes, system = Prefixes(), tokens(0, 400)
     loads = Counter(dict.fromkeys(range(4), 0))
     for number in range(400):
-        loads[made.choose(prefix_marks(system + tokens(number, 40)), loads)] += 1
+        loads[prefixes.choose(prefix_marks(system + tokens(number, 40)), loads)] += 1
     assert max(loads.values()) <= 1.25 * min(loads.values()) + 1
 
 
 def test_prefixes_that_were_not_used_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_requests, "LIMIT", 20)
-    made, old, kept = Prefixes(), prefix_marks(tokens(0, 20)), prefix_marks(tokens(1, 20))
-    for marks in (old, kept):
-        assert made.choose(marks, {0: 0, 1: 1}) == 0
+    prefixes, old, recent = Prefixes(), prefix_marks(tokens(0, 20)), prefix_marks(tokens(1, 20))
+    for marks in (old, recent):
+        assert prefixes.choose(marks, {0: 0, 1: 1}) == 0
     for number in range(2, 20):
-        made.choose(prefix_marks(tokens(number, 20)), {0: 1, 1: 0})
-        assert made.choose(kept, {0: 0, 1: 0}) == 0
-    assert made.choose(old, {0: 1, 1: 0}) == 1
+        prefixes.choose(prefix_marks(tokens(number, 20)), {0: 1, 1: 0})
+        assert prefixes.choose(recent, {0: 0, 1: 0}) == 0
+    assert prefixes.choose(old, {0: 1, 1: 0}) == 1

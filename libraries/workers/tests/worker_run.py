@@ -56,22 +56,22 @@ class Run:
 
     def answers(self, requests, kill: int = 0) -> dict[int, list[int]]:
         """``kill``: process id of an engine that is killed after its first sample."""
-        got: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for position, turn in self.engines.generate(requests):
-            assert position not in got
+            assert position not in result
             assert turn.versions == ((0, self.version),)
-            got[position] = [*turn.ids]
+            result[position] = [*turn.ids]
             if kill and any(
                 int(pid) == kill and requests[position].seed in eval(s) for _, pid, s in self.notes("generate")
             ):
                 os.kill(kill, signal.SIGKILL)
                 kill = 0
-        return got
+        return result
 
 
 def requests(prompts: int, samples: int = 4) -> list[GenerationRequest]:
     return [GenerationRequest((p, 1), 100 * p + s, Sampling(8)) for p in range(prompts) for s in range(samples)]
 
 
-def expected(weights: str, asked) -> dict[int, list[int]]:
-    return {n: tokens(weights, r) for n, r in enumerate(asked)}
+def expected(weights: str, queries) -> dict[int, list[int]]:
+    return {n: tokens(weights, r) for n, r in enumerate(queries)}

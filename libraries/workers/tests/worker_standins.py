@@ -184,8 +184,8 @@ class OddGenerator(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
             request, _ = self.unfinished.pop(name)
             self.note(f"dropped {os.getpid()} {request.seed}")
         time.sleep(seconds)
-        ended = [name for name, (_, end) in self.unfinished.items() if time.monotonic() >= end]
-        return [(name, self._turn(self.unfinished.pop(name)[0])) for name in ended]
+        names = [name for name, (_, end) in self.unfinished.items() if time.monotonic() >= end]
+        return [(name, self._turn(self.unfinished.pop(name)[0])) for name in names]
 
     def unfinished_tokens(self) -> int:
         """Ten of each request."""

@@ -33,14 +33,14 @@ def test_a_call_that_never_returns_does_not_block_the_exit() -> None:
 
 
 def test_results_and_errors_come_back() -> None:
-    async def both() -> tuple[int, str]:
+    async def scenario() -> tuple[int, str]:
         with pytest.raises(ValueError, match="no"):
             await asyncio.to_thread(int, "no")
         return await asyncio.to_thread(sum, (1, 2)), threading.current_thread().name
 
     main = MainThread()
     try:
-        assert main.run(both()) == (3, "rlhf-rollouts")
+        assert main.run(scenario()) == (3, "rlhf-rollouts")
     finally:
         main.close()
 

@@ -135,9 +135,9 @@ def test_a_package_that_exists_only_there_is_used(adapter, tmp_path) -> None:
     python = environment(tmp_path / "there")
     opening, step = play(adapter, python, times=2)
     assert opening == "farfar"
-    there = str(tmp_path / "there")
+    prefix = str(tmp_path / "there")
     absent = ["torch", "numpy", "transformers"]
-    assert step == EnvStep("none", 1.0, True, info={"prefix": there, "program": there, "absent": absent})
+    assert step == EnvStep("none", 1.0, True, info={"prefix": prefix, "program": prefix, "absent": absent})
 
 
 @pytest.mark.parametrize(
@@ -159,19 +159,19 @@ def test_an_empty_environment_is_told_at_the_start(adapter, tmp_path) -> None:
 
 def test_a_file_and_a_reward_run_there_too(from_file, make_group, tmp_path) -> None:
     text = "def score(prompt, completion, row):\n    import heavy\n    return float(len(heavy.WORD))\n"
-    reward, asked = from_file("reward", text), make_group("a")
+    reward, group = from_file("reward", text), make_group("a")
     python = environment(tmp_path / "there")
 
     async def scenario() -> None:
         scorer = Scorer([ActiveReward("far", reward, reward.cls(), python=python)])
         try:
             await scorer.setup()
-            await scorer.score(asked)
+            await scorer.score(group)
         finally:
             scorer.close()
 
     asyncio.run(scenario())
-    assert (asked.trajectories[0].reward, asked.trajectories[0].error) == (3.0, "")
+    assert (group.trajectories[0].reward, group.trajectories[0].error) == (3.0, "")
 
 
 class Here(Env):

@@ -21,10 +21,10 @@ def test_a_coroutine_that_blocks_the_event_loop_is_named_once(capsys):
         return waiting.wait(60)  # no await: nobody else has a turn
 
     def release():
-        while "note:" not in (said := capsys.readouterr().err):
+        while "note:" not in (output := capsys.readouterr().err):
             time.sleep(0.01)
         time.sleep(0.2)  # several more intervals, in which it is not said again
-        heard.append(said + capsys.readouterr().err)
+        heard.append(output + capsys.readouterr().err)
         waiting.set()
 
     heard: list[str] = []

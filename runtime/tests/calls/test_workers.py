@@ -79,10 +79,10 @@ def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_f
     assert results[0]["info"]["torch"] is False
     assert gone(results[0]["info"]["pid"])
     assert results[0]["info"]["pid"] != os.getpid()
-    shown = capfd.readouterr().err
-    assert "hello from the plugin" in shown
-    assert "raw bytes" in shown
-    assert "[reward 'reward_0' (file)]" in shown
+    output = capfd.readouterr().err
+    assert "hello from the plugin" in output
+    assert "raw bytes" in output
+    assert "[reward 'reward_0' (file)]" in output
 
 
 def test_a_set_of_texts_has_the_same_order_in_every_worker(from_file, make_group) -> None:
@@ -339,7 +339,7 @@ STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info
 
 
 @pytest.mark.parametrize(
-    ("at", "act", "message"),
+    ("method", "act", "message"),
     [
         ("reset", '{"reply": 3}', r'reset\(\) returned int 3; allowed: text, "" for nothing'),
         (
@@ -355,12 +355,12 @@ STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info
         ("step", reply(STEP.replace("{}", "[1]")), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
     ],
 )
-def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act: str, message: str) -> None:
+def test_what_an_environments_worker_answers_is_checked(from_file, method: str, act: str, message: str) -> None:
     async def scenario() -> None:
         episodes = Episodes(from_file("env", ANSWERS), None, EnvSection(use="x", deadline=20.0))
         try:
             episode = episodes.open()
-            await episode.reset(Row({"at": at, "act": act}, "unit", 0), 0)
+            await episode.reset(Row({"at": method, "act": act}, "unit", 0), 0)
             await episode.step("go")
         finally:
             episodes.close()

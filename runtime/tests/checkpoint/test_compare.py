@@ -48,10 +48,10 @@ def meta(plugins=PLUGINS, threads=2, device="cpu", **changes):
     ],
 )
 def test_another_run_is_refused_with_its_keys(change, key):
-    found = compare(meta(), meta(**change))
-    assert [(d.key, d.severity) for d in found] == [(key, "refuse")]
+    differences = compare(meta(), meta(**change))
+    assert [(d.key, d.severity) for d in differences] == [(key, "refuse")]
     with pytest.raises(CheckpointError, match=rf"(?s)step-3 is from another config:\n  {as_written(key)}: was .*, now"):
-        require_same_run(found, "step-3")
+        require_same_run(differences, "step-3")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_another_run_is_refused_with_its_keys(change, key):
     ],
 )
 def test_a_different_run_is_reported(change, key):
-    found = compare(meta(), meta(**change))
-    assert [(d.key, d.severity) for d in found] == [(key, "report")]
-    lines = require_same_run(found, "step-3")
+    differences = compare(meta(), meta(**change))
+    assert [(d.key, d.severity) for d in differences] == [(key, "report")]
+    lines = require_same_run(differences, "step-3")
     assert "different run" in lines[0]
     assert lines[1].startswith(f"{key}: was ")
 
@@ -85,17 +85,17 @@ def test_a_runs_location_console_output_and_kept_files_are_not_compared(change):
 
 def test_a_difference_shows_the_old_and_the_new_value():
     newer = [{**PLUGINS[0], "version": "0.2.0"}]
-    found = compare(meta(), meta(threads=1, plugins=newer, run__steps=20))
-    assert sorted(str(d) for d in found) == [
+    differences = compare(meta(), meta(threads=1, plugins=newer, run__steps=20))
+    assert sorted(str(d) for d in differences) == [
         "environment.threads: was 2, now 1",
         "plugins.reward:math: was 'rlhf-plugin-math 0.1.0', now 'rlhf-plugin-math 0.2.0'",
         "run.steps: was 10, now 20",
     ]
 
 
-@pytest.mark.parametrize(("before", "now"), [(PLUGINS, []), ([], PLUGINS)])
-def test_an_added_or_removed_plugin_is_reported(before, now):
-    assert [(d.key, d.severity) for d in compare(meta(plugins=before), meta(plugins=now))] == [
+@pytest.mark.parametrize(("old", "new"), [(PLUGINS, []), ([], PLUGINS)])
+def test_an_added_or_removed_plugin_is_reported(old, new):
+    assert [(d.key, d.severity) for d in compare(meta(plugins=old), meta(plugins=new))] == [
         ("plugins.reward:math", "report")
     ]
 
@@ -108,8 +108,8 @@ def test_a_plugin_may_be_named_in_another_way():
     assert compare(meta(), meta(reward__0__use="plugin:math")) == []
     [other] = compare(meta(), meta(reward__0__use="plugin:length"))
     assert other.severity == "refuse"
-    [kept] = compare(meta(policy__model="math"), meta(policy__model="plugin:math"))
-    assert kept.key == "policy.model", "a path means what it says"
+    [difference] = compare(meta(policy__model="math"), meta(policy__model="plugin:math"))
+    assert difference.key == "policy.model", "a path means what it says"
 
 
 def test_a_plugin_of_another_distribution_is_another_plugin():
@@ -122,9 +122,9 @@ def test_types_matter():
 
 
 def test_all_refused_keys_are_listed_at_once():
-    found = compare(meta(), meta(run__seed=2, policy__model="b", run__steps=99))
+    differences = compare(meta(), meta(run__seed=2, policy__model="b", run__steps=99))
     with pytest.raises(CheckpointError) as caught:
-        require_same_run(found, "c")
+        require_same_run(differences, "c")
     assert "run.seed: was 1, now 2" in str(caught.value)
     assert "policy.model: was 'tiny', now 'b'" in str(caught.value)
     assert "run.steps" not in str(caught.value)
@@ -135,13 +135,13 @@ def test_options_of_a_trainers_layout_may_change(key):
     """As far as the trainer says so; other options of it stay."""
 
     def of(name, value):
-        found, config = {"use": "x"}, {}
+        settings, config = {"use": "x"}, {}
         *path, _ = key.split(".")
         place = config
         for part in path:
             place = place.setdefault(part, {})
         place[name] = value
-        return describe({**found, **config}, [], threads=1, device="cpu")
+        return describe({**settings, **config}, [], threads=1, device="cpu")
 
     [stage] = compare(of("stage", 2), of("stage", 3), ["stage"])
     assert (stage.key, stage.severity) == (key, "report")

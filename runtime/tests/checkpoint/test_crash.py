@@ -28,7 +28,7 @@ def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
     assert done.returncode == 0, done.stderr
     points = int(done.stdout)
     assert points > 20
-    seen = set()
+    outcomes = set()
     for folder in sorted(tmp_path.iterdir()):
         store = CheckpointStore(folder, keep=1)
         newest = store.newest()
@@ -36,7 +36,7 @@ def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
         is_sound(store.open(newest.step), newest.step)
         folders = [p for p in store.root.iterdir() if p.name.startswith("step-")]
         assert len(folders) == len(store.complete()), folder  # what has the name of a checkpoint is one
-        seen.add((newest.step, 1 in [c.step for c in store.complete()]))
+        outcomes.add((newest.step, 1 in [c.step for c in store.complete()]))
 
         store.clean()
         assert not [p.name for p in store.root.iterdir() if p.name.startswith(".")], folder
@@ -48,8 +48,8 @@ def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
         if newest.step == 2:
             store.save(3, lambda f: (f / "x").write_text("x"), {})
         assert store.newest().step == 3
-    assert (2, True) in seen
-    assert (3, True) in seen
+    assert (2, True) in outcomes
+    assert (3, True) in outcomes
     assert len(list(tmp_path.iterdir())) == points
 
 
@@ -160,10 +160,10 @@ def test_ctrl_c_in_the_middle_of_a_save_leaves_nothing_half_written(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             store.save(2, write, {})
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
     assert sorted(p.name for p in store.root.iterdir()) == ["step-000001"]

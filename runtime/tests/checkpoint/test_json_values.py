@@ -28,9 +28,9 @@ def test_nan_is_refused_unless_marked():
         dumps(state)
     text = dumps({**state, "low": -math.inf}, nonfinite="mark")
     assert "NaN" not in text
-    back = loads(text)
-    assert math.isnan(back["kl"]["values"][1])
-    assert back["low"] == -math.inf
+    result = loads(text)
+    assert math.isnan(result["kl"]["values"][1])
+    assert result["low"] == -math.inf
 
 
 def test_values_that_plain_json_would_change_are_refused():

@@ -53,11 +53,11 @@ def test_groups_come_back_equal_with_their_rows(tmp_path):
     groups = [group(3), group(4, samples=1), Group(ROWS["gsm", 2], 5, [])]
     path = tmp_path / "ready.arrow"
     write_groups(path, groups)
-    back = read_groups(path, find)
-    assert back == groups
-    assert all(t.row is g.row is ROWS["gsm", 1] for g in back[:2] for t in g.trajectories)
-    assert type(back[0].trajectories[0].index) is tuple
-    assert type(back[0].trajectories[0].turns[1].versions[0]) is tuple
+    copy = read_groups(path, find)
+    assert copy == groups
+    assert all(t.row is g.row is ROWS["gsm", 1] for g in copy[:2] for t in g.trajectories)
+    assert type(copy[0].trajectories[0].index) is tuple
+    assert type(copy[0].trajectories[0].turns[1].versions[0]) is tuple
 
 
 EARLIER = ["agents", "experts", "values of tokens", "messages", "messages and scores"]
@@ -66,18 +66,18 @@ EARLIER = ["agents", "experts", "values of tokens", "messages", "messages and sc
 
 @pytest.mark.parametrize("version", range(5), ids=EARLIER)
 def test_files_of_versions_with_fewer_values_of_turns_are_read(tmp_path, monkeypatch, version):
-    path, made = tmp_path / "ready.arrow", group(samples=1)
+    path, original = tmp_path / "ready.arrow", group(samples=1)
     with monkeypatch.context() as earlier:
         earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[version - (version > 1)])
         earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMAS[version])
-        write_groups(path, [made])
-    turns = made.trajectories[0].turns
+        write_groups(path, [original])
+    turns = original.trajectories[0].turns
     turns[1].experts = turns[1].experts if version < 1 else None
     turns[2].messages = turns[2].messages if version < 3 else ()
     turns[3].score = None if version == 4 else turns[3].score
     for turn in turns:
         turn.agent = ""
-    assert read_groups(path, find) == [made]
+    assert read_groups(path, find) == [original]
 
 
 def test_no_groups_and_samples_without_turns_come_back(tmp_path):
@@ -102,15 +102,15 @@ def test_many_batches_of_rows_come_back(tmp_path, monkeypatch):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(width=32), min_size=2, max_size=2), st.floats())
 def test_log_probs_and_rewards_come_back_bit_for_bit(logprobs, reward):
-    made = group(samples=1)
-    made.trajectories[0].turns[1].logprobs = logprobs
-    made.trajectories[0].reward = reward
+    original = group(samples=1)
+    original.trajectories[0].turns[1].logprobs = logprobs
+    original.trajectories[0].reward = reward
     with tempfile.TemporaryDirectory() as folder:
-        write_groups(Path(folder, "r"), [made])
-        (back,) = read_groups(Path(folder, "r"), find)
-    read, written = back.trajectories[0], made.trajectories[0]
-    assert read.turns[1].logprobs.tobytes() == written.turns[1].logprobs.tobytes()
-    assert struct.pack("<d", read.reward) == struct.pack("<d", reward)
+        write_groups(Path(folder, "r"), [original])
+        (copy,) = read_groups(Path(folder, "r"), find)
+    new, old = copy.trajectories[0], original.trajectories[0]
+    assert new.turns[1].logprobs.tobytes() == old.turns[1].logprobs.tobytes()
+    assert struct.pack("<d", new.reward) == struct.pack("<d", reward)
 
 
 def test_every_field_is_written():
@@ -157,10 +157,10 @@ def test_half_characters_survive(tmp_path):
     broken.trajectories[0].turns[1].text = "\ud83d"
     broken.trajectories[0].turns[1].logprobs = [math.nan, -math.inf]
     write_groups(tmp_path / "r", [broken])
-    (back,) = read_groups(tmp_path / "r", find)
-    assert back.trajectories[1] == broken.trajectories[1]
-    read, written = (g.trajectories[0].turns[1] for g in (back, broken))
-    assert (read.text, read.ids, read.logprobs.tobytes()) == (written.text, written.ids, written.logprobs.tobytes())
+    (copy,) = read_groups(tmp_path / "r", find)
+    assert copy.trajectories[1] == broken.trajectories[1]
+    new, old = (g.trajectories[0].turns[1] for g in (copy, broken))
+    assert (new.text, new.ids, new.logprobs.tobytes()) == (old.text, old.ids, old.logprobs.tobytes())
 
 
 def test_a_foreign_row_in_a_group_is_refused(tmp_path):

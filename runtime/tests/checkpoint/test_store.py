@@ -27,11 +27,11 @@ def test_saved_checkpoint_comes_back(tmp_path):
     store = CheckpointStore(tmp_path)
     assert store.newest() is None
     path = store.save(3, write("abc"), {"seed": 7, "lr": 0.1}, best={"metric": "eval/loss", "value": 0.1 + 0.2})
-    found = CheckpointStore(tmp_path).open(3)
-    assert found.path == path == tmp_path / "checkpoints" / "step-000003"
-    assert found.meta == {"seed": 7, "lr": 0.1}
+    checkpoint = CheckpointStore(tmp_path).open(3)
+    assert checkpoint.path == path == tmp_path / "checkpoints" / "step-000003"
+    assert checkpoint.meta == {"seed": 7, "lr": 0.1}
     assert (path / "policy" / "model.safetensors").read_text() == "abc"
-    assert set(found.contents) == {"policy/model.safetensors", "state.json"}
+    assert set(checkpoint.contents) == {"policy/model.safetensors", "state.json"}
     assert CheckpointStore(tmp_path).best().best == {"metric": "eval/loss", "value": 0.1 + 0.2}
 
 
@@ -96,11 +96,11 @@ def test_an_error_while_writing_is_reported_and_leaves_nothing(tmp_path):
         store.save(2, fail, {})
     assert steps(store) == ["step-000001"]
 
-    def ours(folder):
+    def refuse(folder):
         raise RolloutError("as it is")
 
     with pytest.raises(RolloutError, match="as it is"):  # an error of this project keeps its class
-        store.save(2, ours, {})
+        store.save(2, refuse, {})
     with pytest.raises(CheckpointError, match=r"meta\.x is a object, which JSON cannot hold"):
         store.save(2, write(), {"x": object()})
     assert steps(store) == ["step-000001"]

@@ -42,6 +42,6 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
     return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, Commits())
 
 
-def check(flags, algorithm, **given):
-    run = stub_run(flags, algorithm, **given)
+def check(flags, algorithm, **options):
+    run = stub_run(flags, algorithm, **options)
     raise_problems("these do not fit", [problem for check in FIT for problem in check(run)])

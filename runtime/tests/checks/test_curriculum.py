@@ -76,7 +76,7 @@ def test_what_fits_passes():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"curriculum": Comparing, "algorithm": Given}, "given learns from pairs and samples nothing in training"),
         ({"curriculum": Comparing, "base": BASE[:3]}, "chooses rows by the scores of answers, and nothing gives any"),
@@ -85,7 +85,7 @@ def test_what_fits_passes():
         ({"flags": SHARES}, "probabilities are given, and curriculum 'blind' does not read them"),
     ],
 )
-def test_what_does_not_fit_is_refused(given, says):
-    (problem,) = problems(**given)
+def test_what_does_not_fit_is_refused(options, says):
+    (problem,) = problems(**options)
     assert says in problem
     assert problem.startswith(("curriculum '", "data."))

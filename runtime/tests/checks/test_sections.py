@@ -53,9 +53,9 @@ class Demonstrations(Fake):
     data = "demonstrations"
 
 
-def messages(flags, algorithm=None, **given) -> str:
+def messages(flags, algorithm=None, **options) -> str:
     with pytest.raises(ConfigError) as error:
-        check(flags, algorithm or Fake(), **given)
+        check(flags, algorithm or Fake(), **options)
     return str(error.value)
 
 
@@ -92,15 +92,15 @@ def test_an_algorithms_misfits_with_the_shape_of_the_run_are_reported(flags, nee
 def test_an_evaluation_of_equal_answers_is_refused():
     data = ("data.eval", "b.jsonl")
     assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])
-    said = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
-    assert "eval.samples = 4 at eval.temperature = 0 gives the same answer 4 times" in said
+    message = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
+    assert "eval.samples = 4 at eval.temperature = 0 gives the same answer 4 times" in message
     check([*BASE, data, ("eval.samples", "4"), ("eval.temperature", "1")], Fake())
     check([*BASE, data, ("eval.every", "4")], Fake())
 
 
 def test_too_few_rows_a_step_are_refused():
-    said = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
-    assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in said
+    message = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
+    assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in message
 
 
 def test_an_algorithm_that_needs_no_reward():
@@ -125,8 +125,8 @@ def test_shared_heads_need_a_trainer_with_that_capability():
     roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
     flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, loans=(Lent("teacher"),))
     check(flags, algorithm, trainer=Lends)
-    said = messages(flags, algorithm, trainer=Keeps)
-    assert "imitate lets a role compute with the output head of another role, which trainer 'keeps' does not" in said
+    message = messages(flags, algorithm, trainer=Keeps)
+    assert "imitate lets a role compute with the output head of another role, which trainer 'keeps' does not" in message
 
 
 def test_weights_in_bf16_need_a_trainer_with_that_capability():
@@ -141,8 +141,8 @@ def test_weights_in_bf16_need_a_trainer_with_that_capability():
     flags = [*OFFLINE, ("roles.teacher.model", "t"), ("roles.teacher.storage", "bf16")]
     algorithm = Demonstrations(roles=roles)
     check(flags, algorithm, trainer=Narrow)
-    said = messages(flags, algorithm, trainer=Wide)
-    assert "roles.teacher.storage = 'bf16': trainer 'wide' stores weights in fp32 only" in said
+    message = messages(flags, algorithm, trainer=Wide)
+    assert "roles.teacher.storage = 'bf16': trainer 'wide' stores weights in fp32 only" in message
 
 
 def test_settings_of_a_sync_that_never_happens_are_refused():
@@ -189,7 +189,7 @@ def test_samples_of_a_coarser_copy_of_the_policy_need_a_correction():
 
 
 @pytest.mark.parametrize(
-    ("flags", "given", "expected"),
+    ("flags", "options", "expected"),
     [
         ([], {"needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env.use NAME"),
         ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses no environment"),
@@ -211,8 +211,8 @@ def test_samples_of_a_coarser_copy_of_the_policy_need_a_correction():
         ),
     ],
 )
-def test_online_combinations(flags, given, expected):
-    assert expected in messages([*BASE, *flags], **given)
+def test_online_combinations(flags, options, expected):
+    assert expected in messages([*BASE, *flags], **options)
 
 
 class Estimator(Advantage):
@@ -255,10 +255,10 @@ def test_gradient_checkpointing_of_a_frozen_role_is_refused():
     policy, reference, judge = RoleSpec("policy"), RoleSpec("reference", like="policy"), RoleSpec("judge", model="j")
     roles = (policy, reference, judge)
     check([*BASE, ("policy.gradient_checkpointing", "true")], Fake(roles=roles))
-    again = [("reference.gradient_checkpointing", "true"), ("roles.judge.gradient_checkpointing", "true")]
-    said = messages([*BASE, *again], Fake(roles=roles))
-    assert "reference.gradient_checkpointing = true: reference is not trained" in said
-    assert "roles.judge.gradient_checkpointing = true: judge is not trained" in said
+    options = [("reference.gradient_checkpointing", "true"), ("roles.judge.gradient_checkpointing", "true")]
+    message = messages([*BASE, *options], Fake(roles=roles))
+    assert "reference.gradient_checkpointing = true: reference is not trained" in message
+    assert "roles.judge.gradient_checkpointing = true: judge is not trained" in message
 
 
 def test_all_missing_options_are_named_at_once():
@@ -290,8 +290,8 @@ def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_sampl
 
     evaluated = [*OFFLINE, ("data.eval", "b.jsonl"), ("reward", "math")]
     check(evaluated, Demonstrations())
-    said = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
-    assert "generator 'borrows' (TakesModule) cannot take weights from trainer 'divides' (SendsWeights)" in said
+    message = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
+    assert "generator 'borrows' (TakesModule) cannot take weights from trainer 'divides' (SendsWeights)" in message
     assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), needs_env=True)
     assert "env 'game' is set, but rollout 'single_turn' uses no environment" in messages(
         [*evaluated, ("env", "game")], Demonstrations()
@@ -302,9 +302,10 @@ def test_a_policy_without_an_output_for_tokens_answers_nothing():
     scores = Demonstrations(roles=(RoleSpec("policy", head="scalar", trained=True),))
     evaluated = [*OFFLINE, ("data.eval", "b.jsonl")]
     check(evaluated, scores)
-    said = messages([*evaluated, ("reward", "math")], scores)
+    message = messages([*evaluated, ("reward", "math")], scores)
     assert (
-        "the policy of imitate has a 'scalar' head and writes none; data.eval is scored by the loss. Remove it." in said
+        "the policy of imitate has a 'scalar' head and writes none; data.eval is scored by the loss. Remove it."
+        in message
     )
 
 
@@ -335,8 +336,8 @@ def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
     every_answer = [*OFFLINE, ("data.loss_on", "assistant")]
     for form in ("demonstrations", "pairs", "labels"):  # what a pair that parts early is told to set must be possible
         check(every_answer, of_form(form))
-    said = messages(every_answer, of_form("steps"))
-    assert "data.loss_on = 'assistant' is for demonstrations and pairs and labels; imitate learns from steps" in said
+    message = messages(every_answer, of_form("steps"))
+    assert "data.loss_on = 'assistant' is for demonstrations and pairs and labels; imitate learns from steps" in message
 
 
 @pytest.mark.parametrize(
@@ -352,17 +353,17 @@ def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
     ],
 )
 def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
-    said = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
-    assert f"data.{field}: used for {reader} only, but imitate learns from {form}. Remove what is not used." in said
+    message = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
+    assert f"data.{field}: used for {reader} only, but imitate learns from {form}. Remove what is not used." in message
     check([*OFFLINE, (f"data.{field}", "x")], of_form(reader.partition(" ")[0], WithMargin()))
 
 
 def test_answer_columns_are_allowed_for_prompts_if_the_algorithm_learns_from_answers():
     answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
     check(answer, Fake(reward=False, demonstration_share=0.5))
-    said = messages(answer, Fake(reward=False))
-    assert "data.response: used for demonstrations and labels only, but leave_one_out learns from prompts" in said
-    assert "data.add_eos: used for demonstrations and pairs and labels only" in said
+    message = messages(answer, Fake(reward=False))
+    assert "data.response: used for demonstrations and labels only, but leave_one_out learns from prompts" in message
+    assert "data.add_eos: used for demonstrations and pairs and labels only" in message
 
 
 @pytest.mark.parametrize(
@@ -370,18 +371,18 @@ def test_answer_columns_are_allowed_for_prompts_if_the_algorithm_learns_from_ans
 )
 def test_sampling_options_are_refused_without_training_samples(flag):
     name, value = flag.split("=")
-    drawn = [*OFFLINE, (f"sampling.{name}", value)]
-    assert f"sampling.{name} = " in messages(drawn, Demonstrations())
-    evaluated = [*drawn, ("data.eval", "b.jsonl"), ("reward", "math")]
+    options = [*OFFLINE, (f"sampling.{name}", value)]
+    assert f"sampling.{name} = " in messages(options, Demonstrations())
+    evaluated = [*options, ("data.eval", "b.jsonl"), ("reward", "math")]
     assert f"sampling.{name} = " in messages(evaluated, Demonstrations())
 
 
 def test_stop_options_are_allowed_if_an_offline_run_is_evaluated_by_answers():
     limits = [*OFFLINE, ("sampling.max_new_tokens", "9"), ("sampling.stop", '["x"]')]
     check([*limits, ("data.eval", "b.jsonl"), ("reward", "math")], Demonstrations())
-    said = messages(limits, Demonstrations())
-    assert "sampling.max_new_tokens = 9: imitate learns from demonstrations" in said
-    assert "sampling.stop = ('x',)" in said
+    message = messages(limits, Demonstrations())
+    assert "sampling.max_new_tokens = 9: imitate learns from demonstrations" in message
+    assert "sampling.stop = ('x',)" in message
 
 
 def test_patience_needs_evaluations_to_count():
@@ -416,16 +417,16 @@ def test_adapters_go_alone_where_the_run_file_asks_for_it(choice):
 
 
 @pytest.mark.parametrize(
-    ("adapters", "refusal", "named"),
+    ("adapters", "refusal", "reason"),
     [
         (None, "", r"the policy trains no adapters \(trainer\.lora\)"),
         (LowRankAdapters(4, 2.0, (), "trainer.lora.use_dora: the rows"), "", "trainer.lora.use_dora: the rows"),
         (LowRankAdapters(4, 2.0), "it has stages", "it has stages"),
     ],
 )
-def test_adapters_that_cannot_go_alone_are_refused_with_the_reason(adapters, refusal, named):
+def test_adapters_that_cannot_go_alone_are_refused_with_the_reason(adapters, refusal, reason):
     engine = GeneratorSpec((), str)
-    with pytest.raises(CapabilityError, match=f"sync.adapters = 'alone': {named}.*set it to 'merged'"):
+    with pytest.raises(CapabilityError, match=f"sync.adapters = 'alone': {reason}.*set it to 'merged'"):
         with_adapters(run_with(adapters, "alone", refusal), POLICY, engine)
     assert with_adapters(run_with(adapters, "merged", refusal), POLICY, engine) == engine
     answers = replace(POLICY, role=RoleSpec("policy"))  # a job with the section of the run that trained

@@ -61,5 +61,5 @@ def test_a_run_whose_engines_wait_in_vain_is_told_of_the_other_mode(flags, hinte
     config = load(None, [("algorithm", "grpo"), ("launcher", "simulated"), ("generator", "simulated"), *BASE, *flags])
     plugins = Plugins.discover()
     launcher, generator = (plugins.resolve(k, getattr(config, k).use).cls for k in ("launcher", "generator"))
-    found = idle_engine_notes(config, launcher, generator)
-    assert ["--stream.mode continuous" in line for line in found] == [True] * hinted
+    lines = idle_engine_notes(config, launcher, generator)
+    assert ["--stream.mode continuous" in line for line in lines] == [True] * hinted

@@ -111,19 +111,19 @@ class Failing(Reward):
 
 @pytest.fixture
 def plugins():
-    found = Plugins()
+    registry = Plugins()
     for kind, cls in (("reward", Scorer), ("reward", Failing), ("loss", Clip), ("loss", Plain), ("algorithm", Algo)):
-        found.register(kind, cls)
-    found.register("advantage", Centered)
-    return found
+        registry.register(kind, cls)
+    registry.register("advantage", Centered)
+    return registry
 
 
 def options(*flags, use="scorer"):
     return load(None, [("algorithm", "algo"), ("reward", use), *flags]).reward[0].options
 
 
-def configure(plugins, given, origins=None):
-    return component_config(plugins.resolve("reward", "scorer"), given, "reward.0", origins)
+def configure(plugins, values, origins=None):
+    return component_config(plugins.resolve("reward", "scorer"), values, "reward.0", origins)
 
 
 def refused(call, error=ConfigError) -> str:
@@ -174,7 +174,7 @@ def test_flags_are_read_by_the_plugins_types(plugins):
 
 def test_every_problem_is_named_with_plugin_path_origin_and_alternative(plugins):
     origins = {"reward.0.numbr": "run.toml, line 7"}
-    given = {
+    values = {
         "numbr": 1,
         "text": 5,
         "count": 0,
@@ -183,7 +183,7 @@ def test_every_problem_is_named_with_plugin_path_origin_and_alternative(plugins)
         "flag": "true",
         "many": [{"x": 1}],
     }
-    message = refused(lambda: configure(plugins, given, origins))
+    message = refused(lambda: configure(plugins, values, origins))
     assert message.startswith(f"{plugins.resolve('reward', 'scorer')} cannot be configured like this:")
     assert "reward.0.numbr (run.toml, line 7): unknown key. Did you mean 'number'? Allowed here: choice," in message
     assert "reward.0.text: should be a valid string, got integer 5" in message
@@ -219,15 +219,15 @@ def test_build_and_select(plugins):
 
 
 def test_slots_use_the_algorithms_defaults_only_with_the_default_plugin(plugins):
-    def loss(**given):
-        algorithm, _ = build_algorithm(plugins, Choice(use="algo", options={"loss": given} if given else {}))
+    def loss(**values):
+        algorithm, _ = build_algorithm(plugins, Choice(use="algo", options={"loss": values} if values else {}))
         return algorithm.parts["loss"]
 
     assert loss().config.clip_high == 0.28
     assert loss(clip_low=0.1).config == Clip.Config(clip_low=0.1, clip_high=0.28)
     assert loss(clip_high=0.5).config.clip_high == 0.5
-    for same in ("clip", "plugin:clip", f"{plugins.resolve('loss', 'clip').distribution}/clip"):
-        assert loss(use=same).config.clip_high == 0.28
+    for name in ("clip", "plugin:clip", f"{plugins.resolve('loss', 'clip').distribution}/clip"):
+        assert loss(use=name).config.clip_high == 0.28
     assert loss(use="plain", scale=3.0).config.scale == 3.0
 
 
@@ -242,8 +242,8 @@ def test_build_algorithm_names_every_plugin_and_takes_short_slots(plugins):
 
 
 def test_problems_of_algorithm_and_slots_come_together(plugins):
-    given = {"k": 1, "clip_high": 0.3, "los": {}, "loss": {"clip_hih": 1.0}, "advantage": {"x": 1}}
-    message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options=given)))
+    values = {"k": 1, "clip_high": 0.3, "los": {}, "loss": {"clip_hih": 1.0}, "advantage": {"x": 1}}
+    message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options=values)))
     assert "algorithm.k: unknown key. Did you mean 'kl'? Allowed here: advantage, kl, loss." in message
     assert "algorithm.clip_high: belongs to algorithm.loss; write --algorithm.loss.clip_high 0.3." in message
     assert "algorithm.los: unknown key. Did you mean 'loss'?" in message
@@ -310,8 +310,8 @@ def installed() -> Plugins:
 )
 def test_the_options_that_differ_from_their_defaults(flag, default, other, tmp_path):
     """Of a run, and of another one with its ``config.toml``, in which every option is set."""
-    plugins, own = installed(), {"algorithm.use", "reward.0.use", "trainer.lr"}
-    for value, paths in ((default, own), (other, own | {flag})):
+    plugins, expected = installed(), {"algorithm.use", "reward.0.use", "trainer.lr"}
+    for value, paths in ((default, expected), (other, expected | {flag})):
         if value is not None:
             flags = [("algorithm", "algo"), ("reward", "scorer"), ("trainer.lr", "0.25"), (flag, value)]
             first = Selections.of(plugins, load(None, flags))
@@ -339,17 +339,17 @@ def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path)
             ("critic.trainer.lr", "0.5"),
         ],
     )
-    whole = Selections.of(plugins, run).config
-    assert whole.algorithm.options["loss"] == {"use": "clip", "clip_low": 0.1, "clip_high": 0.28}
-    assert whole.algorithm.options["kl"] == 0.0
-    assert whole.reward[0].options["text"] == "123"
-    assert whole.reward[0].options["inner"] == {"weight": 1.0, "names": []}
-    assert "lr" in whole.trainer.options
-    assert whole.critic.trainer == {"lr": 0.5}
+    config = Selections.of(plugins, run).config
+    assert config.algorithm.options["loss"] == {"use": "clip", "clip_low": 0.1, "clip_high": 0.28}
+    assert config.algorithm.options["kl"] == 0.0
+    assert config.reward[0].options["text"] == "123"
+    assert config.reward[0].options["inner"] == {"weight": 1.0, "names": []}
+    assert "lr" in config.trainer.options
+    assert config.critic.trainer == {"lr": 0.5}
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(whole))
-    assert load(str(path)) == whole
-    assert Selections.of(plugins, load(str(path))).config == whole
+    path.write_text(to_toml(config))
+    assert load(str(path)) == config
+    assert Selections.of(plugins, load(str(path))).config == config
 
 
 class Staged(ComponentConfig):
@@ -371,14 +371,14 @@ def test_options_of_a_roles_own_trainer_are_checked_with_those_of_the_trainer():
     for kind, cls in (("trainer", trainer), ("algorithm", Algo), ("loss", Clip), ("advantage", Centered)):
         plugins.register(kind, cls)
 
-    def run(stage, **own):
+    def run(stage, **settings):
         options = {"use": "needed", "stage": stage}
-        return RunFile.model_validate({"algorithm": "algo", "trainer": options, "critic": {"trainer": own}})
+        return RunFile.model_validate({"algorithm": "algo", "trainer": options, "critic": {"trainer": settings}})
 
     selections = Selections.of(plugins, run(3, share=2))
     assert selections["critic.trainer"].config == Staged(stage=3, share=2)
     assert selections.config.critic.trainer == {"share": 2}
     assert "critic.trainer: share = 2 needs stage 3" in refused(lambda: Selections.of(plugins, run(2, share=2)))
-    both = refused(lambda: Selections.of(plugins, run("two", shar=2)))
-    assert "trainer.stage: should be a valid integer" in both
-    assert "critic.trainer.shar: unknown key" in both
+    message = refused(lambda: Selections.of(plugins, run("two", shar=2)))
+    assert "trainer.stage: should be a valid integer" in message
+    assert "critic.trainer.shar: unknown key" in message

@@ -46,9 +46,9 @@ def test_a_run_file_knows_which_options_were_set(write):
     run = load(path, [("data.train", "a.jsonl"), ("policy.trainer.lr", "0.1")])
     expected = {"run.seed", "algorithm.use", "algorithm.loss.clip_low", "data.train.0.path", "reward.0.use"}
     assert set(run.origins.options) == {*expected, "policy.trainer.lr"}
-    usual = [("trainer.lr", "0.1"), ("generator.use", "transformers"), ("launcher", "local")]
+    flags = [("trainer.lr", "0.1"), ("generator.use", "transformers"), ("launcher", "local")]
     of_usual = {"trainer.lr", "generator.use", "launcher.use"}
-    assert set(load(path, usual).origins.options) - expected == of_usual, "nobody wrote trainer.use"
+    assert set(load(path, flags).origins.options) - expected == of_usual, "nobody wrote trainer.use"
     assert run.model_copy(update={"eval": EvalSection(samples=2)}).origins.options == run.origins.options
     assert RunFile(algorithm="rloo", sampling={"top_k": 5}).origins.options == ("algorithm.use", "sampling.top_k")
 
@@ -371,14 +371,16 @@ def test_line_numbers_of_nested_tables_lists_and_multi_line_text():
 # ------------------------------------------------------------------------------- values given in Python
 
 
-def given(**options):
+def load_options(**options):
     from rlhf_runtime.config.flag_values import PythonValue
 
     return load(None, [(name.replace("__", "."), PythonValue(value)) for name, value in options.items()])
 
 
 def test_a_value_given_in_python_is_not_converted():
-    run = given(algorithm="grpo", trainer__lr=1e-5, run__seed=3, run__name="3", eval__every=None, sampling__stop=["x"])
+    run = load_options(
+        algorithm="grpo", trainer__lr=1e-5, run__seed=3, run__name="3", eval__every=None, sampling__stop=["x"]
+    )
     assert (run.algorithm.use, run.trainer.options["lr"], run.run.seed, run.run.name) == ("grpo", 1e-5, 3, "3")
     assert (run.eval.every, run.sampling.stop) == (None, ("x",))
 
@@ -396,11 +398,13 @@ def test_a_value_given_in_python_is_not_converted():
 )
 def test_a_wrong_value_given_in_python_is_refused(options, problem):
     with pytest.raises(ConfigError, match=problem):
-        given(**{"algorithm": "grpo", **options})
+        load_options(**{"algorithm": "grpo", **options})
 
 
 def test_lists_given_in_python_are_texts_or_tables():
-    run = given(algorithm="grpo", reward=["math", {"use": "length", "weight": 0.5}], data__train=[{"path": "a.jsonl"}])
+    run = load_options(
+        algorithm="grpo", reward=["math", {"use": "length", "weight": 0.5}], data__train=[{"path": "a.jsonl"}]
+    )
     assert [(r.use, r.weight) for r in run.reward] == [("math", 1.0), ("length", 0.5)]
     assert run.data.train[0].path == "a.jsonl"
 

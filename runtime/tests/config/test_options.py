@@ -38,14 +38,14 @@ class Options(ComponentConfig):
     by_name: dict[str, Inner] = {}
 
 
-FOUND = {o.path: o for o in options_of(Options, "reward.0.")}
+OPTIONS = {o.path: o for o in options_of(Options, "reward.0.")}
 
 
 def test_names_are_those_of_flags():
-    assert [name.removeprefix("reward.0.") for name in list(FOUND)[-5:]] == [
+    assert [name.removeprefix("reward.0.") for name in list(OPTIONS)[-5:]] == [
         "inner.weight", "maybe", "maybe.weight", "tables.0.weight", "by_name.NAME.weight",
     ]  # fmt: skip
-    assert {name for name, o in FOUND.items() if o.table} == {
+    assert {name for name, o in OPTIONS.items() if o.table} == {
         "reward.0.maybe.weight",
         "reward.0.by_name.NAME.weight",
     }
@@ -70,12 +70,12 @@ def test_names_are_those_of_flags():
     ],
 )
 def test_type_default_and_allowed_values(name, type, default, allowed):
-    found = FOUND[f"reward.0.{name}"]
-    assert (found.type, default_text(found), found.allowed) == (type, default, allowed)
+    option = OPTIONS[f"reward.0.{name}"]
+    assert (option.type, default_text(option), option.allowed) == (type, default, allowed)
 
 
 def test_the_meaning_is_one_paragraph_of_markdown():
-    assert FOUND["reward.0.path"].doc == "Where `pathlib.Path` is looked for, in `here`."
+    assert OPTIONS["reward.0.path"].doc == "Where `pathlib.Path` is looked for, in `here`."
 
 
 def test_every_option_of_the_run_file_has_a_meaning():
@@ -92,28 +92,28 @@ def test_every_option_of_the_run_file_has_a_meaning():
 
 
 def test_sections_have_their_headings():
-    found = {section.path: section for section in sections()}
-    headings = [found[path].heading for path in ("run", "reward", "data.train", "placement", "stream.filter")]
+    tables = {section.path: section for section in sections()}
+    headings = [tables[path].heading for path in ("run", "reward", "data.train", "placement", "stream.filter")]
     assert headings == ["[run]", "[[reward]]", "[[data.train]]", "[placement.NAME]", "[stream.filter]"]
-    assert found["trainer"].default_plugin == "torch"
-    assert found["algorithm"].default_plugin == ""
-    assert found["sync"].doc == "How new weights reach a generator that holds its own copy of them."
+    assert tables["trainer"].default_plugin == "torch"
+    assert tables["algorithm"].default_plugin == ""
+    assert tables["sync"].doc == "How new weights reach a generator that holds its own copy of them."
 
 
 def test_options_of_an_algorithm_have_the_defaults_that_it_has_for_its_parts():
     plugins = Plugins.discover()
-    found = {o.path: o for o in plugin_options(plugins, "algorithm", "algorithm", Choice(use="dr_grpo"))}
-    assert found["algorithm.loss.aggregation"].default == "seq_sum_constant"
-    assert found["algorithm.loss.aggregation"].plugin.startswith("loss 'ppo'")
-    assert found["algorithm.loss.use"].kind == "loss"
+    options = {o.path: o for o in plugin_options(plugins, "algorithm", "algorithm", Choice(use="dr_grpo"))}
+    assert options["algorithm.loss.aggregation"].default == "seq_sum_constant"
+    assert options["algorithm.loss.aggregation"].plugin.startswith("loss 'ppo'")
+    assert options["algorithm.loss.use"].kind == "loss"
     chosen = Choice(use="dr_grpo", options={"loss": {"use": "gspo"}})
     other = {o.path: o for o in plugin_options(plugins, "algorithm", "algorithm", chosen)}
-    assert other["algorithm.loss.clip_high"].default != found["algorithm.loss.clip_high"].default
+    assert other["algorithm.loss.clip_high"].default != options["algorithm.loss.clip_high"].default
 
 
 def test_of_a_part_that_is_not_installed_only_its_name_is_known():
     chosen = Choice(use="sft", options={"loss": {"use": "not_there"}})
-    found = plugin_options(Plugins.discover(), "algorithm", "algorithm", chosen, skip_broken=True)
-    assert [o.path for o in found] == ["algorithm.loss.use"]
+    options = plugin_options(Plugins.discover(), "algorithm", "algorithm", chosen, skip_broken=True)
+    assert [o.path for o in options] == ["algorithm.loss.use"]
     with pytest.raises(PluginNotFound, match="no loss named 'not_there'"):
         plugin_options(Plugins.discover(), "algorithm", "algorithm", chosen)

@@ -22,13 +22,13 @@ def test_a_role_without_a_placement_has_one_rank_on_one_device():
 
 
 def test_neighbours_are_on_the_same_devices():
-    found = places(
+    layout = places(
         policy={"ranks": 4}, critic={"ranks": 4, "share": "policy"}, generator={"ranks": 2, "share": "policy"}
     )
-    assert found["generator"] == Place(2, 1, "policy")
-    assert neighbours(found, "generator") == ["policy", "critic"]
-    assert neighbours(found, "policy") == ["critic", "generator"]
-    assert neighbours(found, "reference") == []
+    assert layout["generator"] == Place(2, 1, "policy")
+    assert neighbours(layout, "generator") == ["policy", "critic"]
+    assert neighbours(layout, "policy") == ["critic", "generator"]
+    assert neighbours(layout, "reference") == []
 
 
 @pytest.mark.parametrize(

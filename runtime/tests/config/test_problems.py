@@ -36,7 +36,7 @@ class Addresses(ComponentConfig):
 
 
 def test_a_flag_with_a_list_says_how_to_write_the_list():
-    for given, expected in (
+    for values, expected in (
         ({"urls": "a"}, """should be a list, got string 'a'. Write a list in the form of TOML: '["a"]'."""),
         ({"urls": "a, b"}, """should be a list, got string 'a, b'. Write a list in the form of TOML: '["a", "b"]'."""),
         ({"urls": "[a]"}, """should be a list, got string '[a]'. Write a list in the form of TOML: '["a"]'."""),
@@ -44,6 +44,6 @@ def test_a_flag_with_a_list_says_how_to_write_the_list():
         ({}, "required, and not given. Set it with --r.urls '[VALUE, ...]'."),
     ):
         with pytest.raises(ValidationError) as error:
-            Addresses(**given)
+            Addresses(**values)
         [line] = describe(error.value, Addresses, "r", {"r.urls": "flag --r.urls"})
         assert line == f"r.urls (flag --r.urls): {expected}"

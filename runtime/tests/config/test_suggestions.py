@@ -11,7 +11,7 @@ from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Suggestions
 
 
-def everything() -> set[str]:
+def all_options() -> set[str]:
     """Every option of every installed plugin, and of the run file's sections."""
     plugins = Plugins.discover()
     kinds = [e for e in plugins.list() if e.kind in ("algorithm", "trainer", "generator", "rollout", "env", "launcher")]
@@ -25,13 +25,13 @@ def everything() -> set[str]:
 def test_every_suggested_option_exists():
     for owner in ("rlhf_plugin_deepspeed", "rlhf_plugin_vllm"):
         pytest.importorskip(owner)
-    options = everything()
+    options = all_options()
     assert len(options) > 300
-    assert {name: o for name, found in OTHER_NAMES.items() for o in found if o not in options} == {}
+    assert {name: o for name, names in OTHER_NAMES.items() for o in names if o not in options} == {}
 
 
 def test_no_option_of_ours_is_taken_for_another_frameworks_name():
-    assert {name for name in OTHER_NAMES if "." in name} & everything() == set()
+    assert {name for name in OTHER_NAMES if "." in name} & all_options() == set()
 
 
 def suggestions(algorithm: str) -> Suggestions:
@@ -79,10 +79,10 @@ def test_an_option_that_other_plugins_have_is_named_as_theirs(algorithm, path, o
 
 
 def test_a_misspelt_name_of_its_own_section_comes_first():
-    known = suggestions("grpo")
-    assert known.suggest("sampling.temprature", ["temperature", "top_p"], False) == " Did you mean 'temperature'?"
-    both = known.suggest("sampling.max_tokens", ["max_new_tokens", "top_p"], False)
-    assert both == " Did you mean sampling.max_new_tokens or data.max_tokens?"
+    index = suggestions("grpo")
+    assert index.suggest("sampling.temprature", ["temperature", "top_p"], False) == " Did you mean 'temperature'?"
+    hint = index.suggest("sampling.max_tokens", ["max_new_tokens", "top_p"], False)
+    assert hint == " Did you mean sampling.max_new_tokens or data.max_tokens?"
 
 
 def refused(*flags: tuple[str, str | None]) -> str:

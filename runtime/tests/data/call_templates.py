@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.types import Turn
 from rlhf_runtime.data.template import Template
 
-EACH = "{% for call in m.tool_calls or [] %}{% set f = call.function %}BODY{% endfor %}"
+LOOP = "{% for call in m.tool_calls or [] %}{% set f = call.function %}BODY{% endfor %}"
 """All calls of a message."""
 VALUE = "{{ v if v is string else v | tojson }}"
 JSON = "{{ f.arguments | tojson }}"
@@ -23,7 +23,7 @@ TAGS_OF_GPT_OSS = tuple(f"<|{tag}|>" for tag in ("start", "channel", "constrain"
 
 
 def each(call: str, separator: str = "") -> str:
-    return EACH.replace("BODY", call + "{% if not loop.last %}" + separator + "{% endif %}")
+    return LOOP.replace("BODY", call + "{% if not loop.last %}" + separator + "{% endif %}")
 
 
 def within(opening: str, calls: str, closing: str) -> str:
@@ -312,5 +312,5 @@ def written(template: Template, models: str) -> str:
     ]
     content = "" if "one" in models or "alone" in models else "Wait."
     message = {"role": "assistant", "content": content, "tool_calls": calls}
-    whole = template.chat.with_tools([ADD]).text([{"role": "user", "content": "?"}, message], False)
-    return whole.rpartition("<|assistant|>")[2]
+    text = template.chat.with_tools([ADD]).text([{"role": "user", "content": "?"}, message], False)
+    return text.rpartition("<|assistant|>")[2]

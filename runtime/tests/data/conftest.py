@@ -121,7 +121,7 @@ def refusal(load):
     """``refusal(tokenizer, form, good rows, bad row, **section)``: why the bad row is refused. The message names its
     line, and the row can be left out and counted."""
 
-    def why(tokenizer, form, good, bad, **section):
+    def refuse(tokenizer, form, good, bad, **section):
         rows = [*good, bad]
         with pytest.raises(DataError) as error:
             load(tokenizer, form, rows, **section).take(len(rows))
@@ -133,7 +133,7 @@ def refusal(load):
         assert (data.bad_rows, data.dropped) == (1, 0)
         return text
 
-    return why
+    return refuse
 
 
 @pytest.fixture(scope="session")
@@ -143,12 +143,12 @@ def template_of(tmp_path_factory):
 
     path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
-    def load(written: str, special: tuple[str, ...]) -> Template:
+    def load(calls: str, special: tuple[str, ...]) -> Template:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
         tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
         tokenizer.chat_template = (
             "{% set BR = '\\n' %}{% if tools %}{{ (tools | tojson) + '<eos>' }}{% endif %}{% for m in messages %}"
-            "{{ '<|' + m.role + '|>' + m.content }}" + written + "{{ '<eos>' }}{% endfor %}"
+            "{{ '<|' + m.role + '|>' + m.content }}" + calls + "{{ '<eos>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
         )
         return Template(tokenizer, DataSection())

@@ -22,9 +22,9 @@ def answer(request):
             return {"path": path, "folder": folder, "pins": commits.record(), "notes": commits.notes}
         source = load_source(SourceSection(**request), commits)
         rows = [source[i].columns for i in range(len(source))]
-        where = [source.location(i) for i in range(len(source))]
+        locations = [source.location(i) for i in range(len(source))]
         return {
-            "rows": rows, "where": where, "columns": source.columns, "fingerprint": source.fingerprint,
+            "rows": rows, "where": locations, "columns": source.columns, "fingerprint": source.fingerprint,
             "name": source.name, "pins": commits.record(), "notes": commits.notes,
         }  # fmt: skip
     except RlhfError as error:

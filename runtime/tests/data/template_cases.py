@@ -77,14 +77,14 @@ def trained(tokenizer, sequence) -> str:
 
 def runs(tokenizer, sequence) -> list[str]:
     """Texts of the stretches under the mask."""
-    found, current = [], []
+    texts, current = [], []
     for token, on in [*zip(sequence.ids, sequence.loss_mask, strict=True), (0, False)]:
         if on:
             current.append(token)
         elif current:
-            found.append(tokenizer.decode(current, skip_special_tokens=False))
+            texts.append(tokenizer.decode(current, skip_special_tokens=False))
             current = []
-    return found
+    return texts
 
 
 def refused(call, error=DataError) -> str:

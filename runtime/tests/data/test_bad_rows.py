@@ -166,9 +166,9 @@ def test_each_reason_has_its_own_policy(load, chars):
 
 
 def test_evaluation_rows_are_counted_apart(load, chars, tmp_path):
-    held = tmp_path / "held.jsonl"
-    held.write_text("".join(json.dumps(r) + "\n" for r in (PAIR, {**PAIR, "rejected": "good"}, PAIR)))
-    data = load(chars, "pairs", [PAIR], eval=(SourceSection(path=str(held)),), bad_rows="drop")
+    eval_file = tmp_path / "held.jsonl"
+    eval_file.write_text("".join(json.dumps(r) + "\n" for r in (PAIR, {**PAIR, "rejected": "good"}, PAIR)))
+    data = load(chars, "pairs", [PAIR], eval=(SourceSection(path=str(eval_file)),), bad_rows="drop")
     assert [r.index for r in data.eval_rows()] == [0, 2]
     assert (data.eval_bad_rows, data.eval_dropped, data.bad_rows) == (1, 0, 0)
     assert [len(part) for part in data.every_example(2)] == [1, 2]
@@ -180,9 +180,9 @@ def test_evaluation_rows_are_counted_apart(load, chars, tmp_path):
 )
 def test_an_evaluation_without_a_row_is_refused(load, chars, tmp_path, change, counts):
     """Else a run would train on without ever evaluating."""
-    held = tmp_path / "held.jsonl"
-    held.write_text((json.dumps({**PAIR, **change}) + "\n") * 2)
-    eval_ = (SourceSection(path=str(held)),)
+    eval_file = tmp_path / "held.jsonl"
+    eval_file.write_text((json.dumps({**PAIR, **change}) + "\n") * 2)
+    eval_ = (SourceSection(path=str(eval_file)),)
     data = load(chars, "pairs", [PAIR], eval=eval_, bad_rows="drop", too_long="drop", max_tokens=50)
     with pytest.raises(DataError, match=f"no row of data.eval is left to evaluate on: {counts}.*The last one: the "):
         data.eval_rows()

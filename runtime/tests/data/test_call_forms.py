@@ -40,9 +40,9 @@ def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, 
 @pytest.mark.parametrize("models", FORMS)
 def test_a_call_that_cannot_be_read_is_noticed(template_of, models: str) -> None:
     template = template_of(*FORMS[models])
-    whole = written(template, models)
-    assert not template.messages.answers.has_unread_call(parsed(template, whole))
-    answer = parsed(template, whole[: whole.rindex("7")])
+    text = written(template, models)
+    assert not template.messages.answers.has_unread_call(parsed(template, text))
+    answer = parsed(template, text[: text.rindex("7")])
     assert template.messages.answers.has_unread_call(answer), answer
     assert not template.messages.answers.has_unread_call(parsed(template, "I would call add.<eos>"))
 
@@ -218,8 +218,8 @@ def test_a_closing_tag_alone_shows_a_call_that_was_tried(template_of, models: st
     "tag",
     ["<parameter=a>", "<parameter=", "<arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "<tool_call>", "[TOOL_CALLS]"],
 )
-@pytest.mark.parametrize("before", ["<tool_call>", "<tool_call><function=f>"])
-def test_repeated_tags_are_read_in_linear_time(tag, before):
+@pytest.mark.parametrize("prefix", ["<tool_call>", "<tool_call><function=f>"])
+def test_repeated_tags_are_read_in_linear_time(tag, prefix):
     """50,000 tags: a pattern that searches to the end from each of them takes most of an hour."""
-    text = before + tag * 50_000
+    text = prefix + tag * 50_000
     assert read_calls(text, FORMS_READ, {})[0] in ("", text)

@@ -79,9 +79,9 @@ def test_a_call_keeps_the_text_that_was_sampled(template_with, text):
     thinks = "<think>\nhm\n</think>\n\n" if text is QWEN3 else ""
     talk = Talk(template_with(text), ASK, tools=[ADD])
     assert '"name": "add"' in talk.text
-    said = talk.answer(f"{thinks}{CALL}")
-    assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert said.get("reasoning_content", "") == ("hm" if thinks else "")
+    message = talk.answer(f"{thinks}{CALL}")
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert message.get("reasoning_content", "") == ("hm" if thinks else "")
     went_on = talk.go_on(result("2"), result("3"))
     assert CALL in went_on
     assert went_on.replace(",  ", ", ") == talk.rendered()
@@ -110,10 +110,12 @@ def test_a_template_that_opens_answers_otherwise_than_it_keeps_them_does_not_go_
     assert talk.go_on(result("2")) is None
 
 
-@pytest.mark.parametrize("where", ["before", "answer"])
-def test_a_template_that_rewrites_earlier_messages_does_not_go_on(template_with, where):
-    shown = "(m.content if loop.revindex < 3 else 'cut')" if where == "before" else "(m.content if loop.last else 'x')"
-    talk = Talk(template_with(CHATML.replace("m.content", shown)), ASK)
+@pytest.mark.parametrize("place", ["before", "answer"])
+def test_a_template_that_rewrites_earlier_messages_does_not_go_on(template_with, place):
+    content = (
+        "(m.content if loop.revindex < 3 else 'cut')" if place == "before" else "(m.content if loop.last else 'x')"
+    )
+    talk = Talk(template_with(CHATML.replace("m.content", content)), ASK)
     talk.answer("2")
     assert talk.go_on({"role": "user", "content": "sure?"}) is None
 
@@ -127,9 +129,9 @@ def test_a_message_that_the_template_leaves_out_is_refused(template_with):
     system = {"role": "system", "content": "Be short."}
     talk = Talk(template_with(text), system, ASK)
     talk.answer("2")
-    for later in ([system], [ASK, system], [system, ASK]):
+    for messages in ([system], [ASK, system], [system, ASK]):
         with pytest.raises(DataError, match=r"leaves out part of message \d \(system\): the text 'Be short\.'"):
-            talk.go_on(*later)
+            talk.go_on(*messages)
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(system\)"):
         talk.template.messages.encode([ASK, system])
 
@@ -149,22 +151,22 @@ def test_an_end_token_that_only_later_messages_bring(template_with):
 
 
 @pytest.mark.parametrize("end", ["<eos>", ""])
-@pytest.mark.parametrize("said", ["2", "2\n"])
-def test_white_space_after_an_answer_that_the_template_does_not_end(template_with, said, end):
+@pytest.mark.parametrize("text", ["2", "2\n"])
+def test_white_space_after_an_answer_that_the_template_does_not_end(template_with, text, end):
     talk = Talk(template_with(CHATML.replace("'<eos>\\n'", "'\\n\\n'")), ASK)
-    talk.answer(said, end)
+    talk.answer(text, end)
     assert talk.go_on({"role": "user", "content": "sure?"}).replace("<eos>", "") == talk.rendered()
 
 
 def test_turns_keep_the_messages_of_their_tokens(template_with):
     template = template_with(HERMES)
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    asked = [ASK, {"role": "assistant", "content": "Let me add.", "tool_calls": [call]}]
+    messages = [ASK, {"role": "assistant", "content": "Let me add.", "tool_calls": [call]}]
     results = [{"role": "tool", "content": "2", "tool_call_id": "c"}, {"role": "user", "content": "So?"}]
-    following = template.messages.encode_following([ASK], asked[1], results, [ADD])
+    following = template.messages.encode_following([ASK], messages[1], results, [ADD])
     assert following.messages == (("tool", "2"), ("user", "So?"))
-    written = (("user", "1+1?"), ("assistant", 'Let me add.\nadd({"a": 1})'), *following.messages)
-    assert template.messages.encode([*asked, *results], [ADD]).messages == written
+    expected = (("user", "1+1?"), ("assistant", 'Let me add.\nadd({"a": 1})'), *following.messages)
+    assert template.messages.encode([*messages, *results], [ADD]).messages == expected
 
 
 def test_messages_are_read_as_the_api_writes_them(template_with):
@@ -183,7 +185,7 @@ def test_messages_are_read_as_the_api_writes_them(template_with):
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("message", "problem"),
     [
         ({"role": "robot", "content": "x"}, "message 0: the role is str 'robot'; allowed: system, user"),
         ("hi", "message 0: must be {role, content}, got str 'hi'"),
@@ -197,8 +199,8 @@ def test_messages_are_read_as_the_api_writes_them(template_with):
         ({"role": "assistant", "tool_calls": "f"}, "tool_calls must be a list"),
     ],
 )
-def test_messages_in_another_form_are_refused(template_with, message, why):
-    with pytest.raises(DataError, match=why):
+def test_messages_in_another_form_are_refused(template_with, message, problem):
+    with pytest.raises(DataError, match=problem):
         template_with(CHATML).messages.encode([message])
 
 
@@ -214,15 +216,15 @@ def test_plain_prompts_have_no_messages(tokenizer_with):
 
 
 def parsed(template, text, key=(0, 0, 0), prompt="", tools=()):
-    ids, before = template.tokens.ids(text), template.tokens.ids(prompt) if prompt else []
-    return template.messages.answers.parse(Turn(ids, True), before, key, tools)
+    ids, prompt_ids = template.tokens.ids(text), template.tokens.ids(prompt) if prompt else []
+    return template.messages.answers.parse(Turn(ids, True), prompt_ids, key, tools)
 
 
 def test_parallel_calls_have_ids_of_their_own(template_with):
     template = template_with(HERMES)
-    said = parsed(template, f"Both.\n{CALL}\n{CALL}<eos>")
-    first, second = (call["id"] for call in said["tool_calls"])
-    assert said["content"] == "Both."
+    message = parsed(template, f"Both.\n{CALL}\n{CALL}<eos>")
+    first, second = (call["id"] for call in message["tool_calls"])
+    assert message["content"] == "Both."
     assert first != second
     assert all(len(i) == 9 and i.isalnum() for i in (first, second))
     assert parsed(template, f"{CALL}<eos>")["tool_calls"][0]["id"] == first
@@ -242,15 +244,15 @@ def test_parallel_calls_have_ids_of_their_own(template_with):
     ids=["no JSON", "name", "arguments", "empty", "deep"],
 )
 def test_a_call_that_is_not_one_stays_content(template_with, text):
-    said = parsed(template_with(HERMES), f"{text}<eos>")
-    assert said == {"role": "assistant", "content": text}
-    both = parsed(template_with(HERMES), f"{text}</tool_call>{CALL}")
-    assert (len(both["tool_calls"]), both["content"]) == (1, f"{text}</tool_call>")
+    message = parsed(template_with(HERMES), f"{text}<eos>")
+    assert message == {"role": "assistant", "content": text}
+    second_message = parsed(template_with(HERMES), f"{text}</tool_call>{CALL}")
+    assert (len(second_message["tool_calls"]), second_message["content"]) == (1, f"{text}</tool_call>")
 
 
 def test_a_call_whose_end_was_cut_off_is_read_if_it_is_whole(template_with):
-    said = parsed(template_with(HERMES), CALL.removesuffix("\n</tool_call>"))
-    assert said["tool_calls"][0]["function"]["name"] == "add"
+    message = parsed(template_with(HERMES), CALL.removesuffix("\n</tool_call>"))
+    assert message["tool_calls"][0]["function"]["name"] == "add"
 
 
 def test_reasoning(template_with):
@@ -310,8 +312,8 @@ def test_the_tokenizers_own_format_comes_first(tokenizer_with):
     tokenizer.response_template = RESPONSE
     template = Template(tokenizer, DataSection())
     head = "<|im_start|>assistant\n"
-    said = parsed(template, '[call]{"name": "f", "arguments": {"a": "1"}}[/call]<eos>', prompt=head)
-    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "1"}'}
+    message = parsed(template, '[call]{"name": "f", "arguments": {"a": "1"}}[/call]<eos>', prompt=head)
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "1"}'}
     assert parsed(template, "hi<eos>", prompt=head) == {"role": "assistant", "content": "hi"}
     broken = parsed(template, "[call]{nothing[/call]<eos>", prompt=head)
     assert broken == {"role": "assistant", "content": "[call]{nothing[/call]"}

@@ -39,10 +39,10 @@ def make(tmp_path, chars):
             path = tmp_path / f"{name}.jsonl"
             path.write_text("".join(json.dumps({"prompt": "x" * n, "n": n}) + "\n" for n in prompts))
             sources.append(SourceSection(path=str(path)))
-        made = TrainData(DataSection(train=tuple(sources), **section), chars, "prompts", 7)
-        made.choose_by(curriculum(), 5)
-        assert isinstance(made.chosen, ChosenOrder)
-        return made, made.chosen.curriculum
+        train_data = TrainData(DataSection(train=tuple(sources), **section), chars, "prompts", 7)
+        train_data.choose_by(curriculum(), 5)
+        assert isinstance(train_data.chosen, ChosenOrder)
+        return train_data, train_data.chosen.curriculum
 
     return data
 
@@ -75,7 +75,7 @@ def test_rows_that_are_left_out_have_no_position(make):
     assert list(says.rows.values("n")) == [1, 2, 1]
     assert says.rows.location(1).endswith("a.jsonl, line 3")
     assert ids(data.take(3)) == [("a", 0), ("a", 2), ("b", 1)]
-    assert [data.chosen.rows.position(Row({}, *at)) for at in (("a", 2), ("b", 1))] == [1, 2]
+    assert [data.chosen.rows.position(Row({}, *key)) for key in (("a", 2), ("b", 1))] == [1, 2]
 
 
 def test_a_source_without_usable_rows_is_none(make):
@@ -153,8 +153,8 @@ def test_what_it_is_told_of_a_group(make):
     for sample, score in zip(samples, (1.0, 0.5, None, 0.0), strict=True):
         sample.score = score
     samples[3].status = "failed"
-    told = data.chosen.finished_group(Group(row, 4, samples), 2, "filtered")
-    assert (told.row, told.number, told.step, told.scores, told.outcome) == (3, 4, 2, (1.0, 0.5), "filtered")
+    result = data.chosen.finished_group(Group(row, 4, samples), 2, "filtered")
+    assert (result.row, result.number, result.step, result.scores, result.outcome) == (3, 4, 2, (1.0, 0.5), "filtered")
 
 
 def test_the_count_of_rows_is_resumed_and_other_data_refused(make):
@@ -164,9 +164,9 @@ def test_the_count_of_rows_is_resumed_and_other_data_refused(make):
     resumed, _ = make()
     resumed.load_state_dict(state)
     assert resumed.epoch == data.epoch
-    changed, _ = make(lengths=((1, 9, 2, 1), (3, 1)))
+    other, _ = make(lengths=((1, 9, 2, 1), (3, 1)))
     with pytest.raises(CheckpointError, match=r"training data 'a' .* changed since the checkpoint was made"):
-        changed.load_state_dict(state)
+        other.load_state_dict(state)
 
 
 def test_damaged_results_of_a_checkpoint_are_refused(make):

@@ -128,7 +128,7 @@ def test_two_preferences_ask_which_decides(read, chat):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (HELPSTEER3 | {"overall_preference": 0}, r"\(a tie\)"),
         (HELPSTEER3 | {"overall_preference": None}, "a preference, score or rank is a finite number, got NoneType"),
@@ -152,10 +152,10 @@ def test_two_preferences_ask_which_decides(read, chat):
         (NECTAR | {"answers": [{"answer": "a", "rank": 1}, {"rank": 2}]}, "must be text"),
     ],
 )  # fmt: skip
-def test_ties_and_values_that_say_nothing_make_a_bad_row(refusal, chat, row, said):
+def test_ties_and_values_that_say_nothing_make_a_bad_row(refusal, chat, row, message):
     first = next(r for r in (HELPSTEER3, PKU, SHP, ARENA, KAGGLE, WEBGPT, SUMMARIES, ULTRAFEEDBACK, NECTAR)
                  if r.keys() == row.keys())  # fmt: skip
-    assert re.search(said, refusal(chat, "pairs", [first], row))
+    assert re.search(message, refusal(chat, "pairs", [first], row))
 
 
 def test_the_turns_of_helpsteer2_become_messages(read, chat):

@@ -67,7 +67,7 @@ def test_prompts_with_answers_are_read_as_both(write, chars, chat):
         prompt, answer = data.template.encode_answer(row)
         sequence = data.template.encode_demonstration(row).sequences[0]
         assert prompt == data.template.encode_prompt(row)
-        assert list(answer.ids) == [i for i, own in zip(sequence.ids, sequence.loss_mask, strict=True) if own]
+        assert list(answer.ids) == [i for i, mask in zip(sequence.ids, sequence.loss_mask, strict=True) if mask]
         assert answer.ids[-1] in data.template.end_token_ids
         assert (answer.text, answer.is_demonstration, answer.finish) == ("cde", True, "stop")
         assert sequence.ids[: len(prompt.ids + answer.ids)] == prompt.ids + answer.ids
@@ -94,7 +94,7 @@ def test_prompts_that_need_answers_are_refused_without(write, chars):
     assert (data.bad_rows, data.dropped) == (1, 1)
 
 
-@pytest.mark.parametrize("read", [TrainData.take, TrainData.check])  # the check ends before models are loaded
+@pytest.mark.parametrize("method", [TrainData.take, TrainData.check])  # the check ends before models are loaded
 @pytest.mark.parametrize(
     ("form", "row", "section", "last"),
     [
@@ -107,9 +107,9 @@ def test_prompts_that_need_answers_are_refused_without(write, chars):
         ),
     ],
 )
-def test_data_without_a_usable_row_is_an_error(load, chars, read, form, row, section, last):
+def test_data_without_a_usable_row_is_an_error(load, chars, method, form, row, section, last):
     with pytest.raises(DataError, match=rf"nothing is left to train on\. The last one: {last}"):
-        read(load(chars, form, [row] * 3, **section), 1)
+        method(load(chars, form, [row] * 3, **section), 1)
 
 
 def test_demonstrations_are_limited_by_the_whole_row(load, chars):
@@ -135,15 +135,15 @@ def test_missing_columns_are_named_with_those_present_for_all_sources(write, cha
 
 
 def test_missing_required_columns_are_refused(load, chars, chat):
-    only = [{"text": "x"}]
-    load(chars, "demonstrations", only, response="text", loss_on="all").take(1)
-    load(chars, "prompts", only, input_template="{text}").take(1)
+    rows = [{"text": "x"}]
+    load(chars, "demonstrations", rows, response="text", loss_on="all").take(1)
+    load(chars, "prompts", rows, input_template="{text}").take(1)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = load(chat, "demonstrations", [{"m": talk}], messages="m")
     assert len(data.examples(data.take(1))) == 1
     assert data.template.encode_prompt(data.row("rows", 0)).text == "a"  # for evaluation by rollouts
     with pytest.raises(DataError, match="has no column 'prompt' or 'chosen' or 'rejected'"):
-        load(chat, "pairs", only)
+        load(chat, "pairs", rows)
 
 
 def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
@@ -155,20 +155,20 @@ def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
         train=(train,), eval=(SourceSection(path=path, name="a"),), max_prompt_tokens=3, too_long="drop", shuffle=False
     )
     data = TrainData(section, chars, "demonstrations", 0)
-    taken = data.take(1)
+    batch = data.take(1)
     rows = data.eval_rows()
     assert [r["prompt"] for r in rows] == ["e", "ee", "eee"]
     assert (data.eval_dropped, data.dropped) == (1, 0)
     data.take(1)
     assert data.template.decode(data.examples(rows)[0].sequences[0].ids) == "eeval"
-    assert data.template.encode_prompt(taken[0]).text == "t"
+    assert data.template.encode_prompt(batch[0]).text == "t"
     assert data.template.encode_prompt(rows[0]).text == "e"
 
 
 def test_each_source_gives_its_first_usable_rows_to_an_evaluation(write, chars):
     rows = {name: [{"prompt": f"{name}{i}", "response": "x" * (9 if i == 0 else 1)} for i in range(4)] for name in "ab"}
-    held = tuple(write(f"{name}.jsonl", column) for name, column in rows.items())
-    section = DataSection(train=held[:1], eval=held, max_tokens=8, too_long="drop")
+    files = tuple(write(f"{name}.jsonl", column) for name, column in rows.items())
+    section = DataSection(train=files[:1], eval=files, max_tokens=8, too_long="drop")
     data = TrainData(section, chars, "demonstrations", 0)
     assert [row["prompt"] for row in data.eval_rows(2)] == ["a1", "a2", "b1", "b2"]
     assert [row["prompt"] for row in data.eval_rows()] == ["a1", "a2", "a3", "b1", "b2", "b3"]

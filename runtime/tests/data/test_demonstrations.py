@@ -35,11 +35,11 @@ def test_plain_completion_with_and_without_end_token(chars):
 def test_prompt_tokens_are_those_that_sampling_sees(bpe):
     """Byte pairs merge over the boundary when prompt and answer are tokenised together."""
     template, prompt, answer = Template(bpe, section()), "Q: 2+2\nA:", " 4\nassistant"
-    together = bpe(prompt + answer, add_special_tokens=False)["input_ids"]
-    seen = template.encode_prompt(row(prompt=prompt)).ids
-    assert together[: len(seen)] != list(seen)  # the case is a real one
+    joint = bpe(prompt + answer, add_special_tokens=False)["input_ids"]
+    prompt_ids = template.encode_prompt(row(prompt=prompt)).ids
+    assert joint[: len(prompt_ids)] != list(prompt_ids)  # the case is a real one
     sequence = template.encode_demonstration(row(prompt=prompt, response=answer)).sequences[0]
-    assert sequence.ids[: len(seen)] == seen
+    assert sequence.ids[: len(prompt_ids)] == prompt_ids
     assert trained(bpe, sequence) == answer + "<|im_end|>"
     assert bpe.decode(sequence.ids) == prompt + answer + "<|im_end|>"
 
@@ -69,11 +69,11 @@ def test_chat_completion_and_all_answers(with_template, template, end):
 def test_chat_prompt_tokens_are_those_that_sampling_sees(with_template):
     tokenizer = with_template(CHATML)
     template = Template(tokenizer, section())
-    seen = template.encode_prompt(row(prompt="x")).ids
+    prompt_ids = template.encode_prompt(row(prompt="x")).ids
     for answer in ("\nThe answer", "The answer is 42.", " 4"):
         sequence = template.encode_demonstration(row(prompt="x", response=answer)).sequences[0]
-        assert sequence.ids[: len(seen)] == seen
-        assert not any(sequence.loss_mask[: len(seen)])
+        assert sequence.ids[: len(prompt_ids)] == prompt_ids
+        assert not any(sequence.loss_mask[: len(prompt_ids)])
 
 
 def test_prompt_and_response_columns_may_hold_messages(chat):
@@ -99,8 +99,10 @@ def test_reasoning_of_the_last_answer_is_trained_on(with_template):
     sequence = template.encode_demonstration(row(prompt="2+2", response="4")).sequences[0]
     assert runs(tokenizer, sequence) == ["<think>\n\n</think>\n\n4<|im_end|>"]
     # Where the generation prompt already holds the empty block, it is given and not trained on.
-    off = Template(tokenizer, section(template_kwargs={"enable_thinking": False}))
-    assert runs(tokenizer, off.encode_demonstration(row(prompt="2+2", response="4")).sequences[0]) == ["4<|im_end|>"]
+    no_thinking = Template(tokenizer, section(template_kwargs={"enable_thinking": False}))
+    assert runs(tokenizer, no_thinking.encode_demonstration(row(prompt="2+2", response="4")).sequences[0]) == [
+        "4<|im_end|>"
+    ]
 
 
 def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_trained_on(with_template):
@@ -117,16 +119,16 @@ def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_train
 def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_template):
     """Without thinking, Qwen3's empty block is part of what the policy is given, and only before the last answer."""
     tokenizer = with_template(THINKING)
-    off = {"template_kwargs": {"enable_thinking": False}}
-    last = encoded(tokenizer, TURNS, **off)
+    no_thinking = {"template_kwargs": {"enable_thinking": False}}
+    last = encoded(tokenizer, TURNS, **no_thinking)
     assert runs(tokenizer, last) == ["assistant\n<|im_end|>"]
-    seen = Template(tokenizer, section(**off)).encode_prompt(row(prompt=TURNS[:3])).ids
-    assert last.ids[: len(seen)] == seen
-    message = refused(lambda: encoded(tokenizer, TURNS, **off, loss_on="assistant"))
+    prompt_ids = Template(tokenizer, section(**no_thinking)).encode_prompt(row(prompt=TURNS[:3])).ids
+    assert last.ids[: len(prompt_ids)] == prompt_ids
+    message = refused(lambda: encoded(tokenizer, TURNS, **no_thinking, loss_on="assistant"))
     assert "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
     assert "writes message 1 (assistant) after " in message
-    both = encoded(tokenizer, TURNS, loss_on="assistant")
-    assert runs(tokenizer, both) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
+    conversation = encoded(tokenizer, TURNS, loss_on="assistant")
+    assert runs(tokenizer, conversation) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
     # A head that opens the reasoning, and answers that are written without any.
     opens = CHATML.replace(
         "{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
@@ -136,9 +138,9 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
     assert "<|im_start|>assistant\\n<think>\\n' before it answers" in message
     assert Template(tokenizer, section()).end_token_ids == (tokenizer.eos_token_id,)  # sampling asks nothing of answers
-    given = "<think>\nhm\n</think>\n\n4"
-    whole = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=given)).sequences[0]
-    assert runs(tokenizer, whole) == ["hm\n</think>\n\n4<|im_end|>"]
+    response = "<think>\nhm\n</think>\n\n4"
+    sequence = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=response)).sequences[0]
+    assert runs(tokenizer, sequence) == ["hm\n</think>\n\n4<|im_end|>"]
     # No generation prompt after a result: the policy goes on in its turn, but a whole conversation begins another one.
     same_turn = CHATML.replace("if add_gen", "if messages[-1].role == 'user' and add_gen")
     assert same_turn != CHATML
@@ -153,9 +155,9 @@ def test_templates_that_change_the_text_are_refused(with_template):
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
     assert "the chat template changes the text of messages" in message
     assert "{% generation %}" in message
-    given = {"role": "assistant", "content": "4", "thinking": "hm"}  # a field that the template does not read
+    answer = {"role": "assistant", "content": "4", "thinking": "hm"}  # a field that the template does not read
     message = refused(
-        lambda: Template(with_template(CHATML), section()).encode_demonstration(row(prompt="2+2", response=[given]))
+        lambda: Template(with_template(CHATML), section()).encode_demonstration(row(prompt="2+2", response=[answer]))
     )
     assert "'hm'. Use a template that writes all of content, thinking (data.chat_template), or rename" in message
 
@@ -186,24 +188,26 @@ def test_pairs(chat, chars):
         example = Template(tokenizer, section()).encode_pair(row(prompt="p", chosen="g", rejected="b"))
         assert [s.role for s in example.sequences] == [0, 1]
         assert [trained(tokenizer, s) for s in example.sequences] == expected
-    whole = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "g"}]
+    dialogue = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "g"}]
     example = Template(chat, section()).encode_pair(
-        row(chosen=whole, rejected=[*whole[:1], {**whole[1], "content": "b"}])
+        row(chosen=dialogue, rejected=[*dialogue[:1], {**dialogue[1], "content": "b"}])
     )
     assert [trained(chat, s) for s in example.sequences] == ["g<eos>", "b<eos>"]
 
 
 def test_answers_of_several_messages_that_differ_early_are_refused(chat):
     """Behind a prompt as in whole conversations: only the last answers would be trained on, in contexts that differ."""
-    a, b, more = ({"role": r, "content": c} for r, c in (("assistant", "g"), ("assistant", "b"), ("user", "u")))
-    columns = {"prompt": "p", "chosen": [a, more, b], "rejected": [b, more, a]}
+    a, b, user = ({"role": r, "content": c} for r, c in (("assistant", "g"), ("assistant", "b"), ("user", "u")))
+    columns = {"prompt": "p", "chosen": [a, user, b], "rejected": [b, user, a]}
     message = refused(lambda: Template(chat, section()).encode_pair(row(**columns)))
     assert "the chosen and the rejected messages differ before their last answers" in message
     assert 'data.loss_on = "assistant"' in message
     every = Template(chat, section(loss_on="assistant")).encode_pair(row(**columns))
     assert [runs(chat, s) for s in every.sequences] == [["g<eos>", "b<eos>"], ["b<eos>", "g<eos>"]]
-    same = {**columns, "rejected": [a, more, a]}
-    last = Template(chat, section()).encode_pair(row(**same))
+    prefix_columns = {**columns, "rejected": [a, user, a]}
+    last = Template(chat, section()).encode_pair(row(**prefix_columns))
     assert [runs(chat, s) for s in last.sequences] == [["b<eos>"], ["g<eos>"]]
-    one = {**columns, "rejected": "b"}
-    assert "differ before their last answers" in refused(lambda: Template(chat, section()).encode_pair(row(**one)))
+    text_columns = {**columns, "rejected": "b"}
+    assert "differ before their last answers" in refused(
+        lambda: Template(chat, section()).encode_pair(row(**text_columns))
+    )

@@ -20,16 +20,16 @@ def group(*answers, prompt="q"):
     return [RecordedAnswer(n, prompt, text, reward) for n, (text, reward) in enumerate(answers)]
 
 
-def left_out(made):
-    return {why: n for why, n in made.left_out.items() if n}
+def left_out(result):
+    return {reason: n for reason, n in result.left_out.items() if n}
 
 
 def test_pairs_are_the_first_best_and_the_first_worst():
-    made = export.pairs([group(("a", 1.0), ("b", 3.0), ("c", 3.0), ("d", 0.0), ("e", 0.0))])
-    assert made.rows == [
+    result = export.pairs([group(("a", 1.0), ("b", 3.0), ("c", 3.0), ("d", 0.0), ("e", 0.0))])
+    assert result.rows == [
         {"prompt": "q", "chosen": "b", "rejected": "d", "score_chosen": 3.0, "score_rejected": 0.0},
     ]
-    assert left_out(made) == {}
+    assert left_out(result) == {}
 
 
 def test_prompts_that_give_no_pair_are_counted():
@@ -40,15 +40,15 @@ def test_prompts_that_give_no_pair_are_counted():
         group(("a", 1.0), ("b", 0.5)),
         [],
     ]
-    made = export.pairs(groups)
-    assert [row["rejected"] for row in made.rows] == ["b"]
+    result = export.pairs(groups)
+    assert [row["rejected"] for row in result.rows] == ["b"]
     expected = {
         "answers without a reward": 1,
         "prompts with fewer than two scored answers": 2,
         "prompts whose answers tie": 1,
         "prompts whose best and worst answers are equal texts": 1,
     }
-    assert left_out(made) == expected
+    assert left_out(result) == expected
     assert export.pairs(groups, min_gap=0.5).rows == []
     assert left_out(export.pairs(groups, min_gap=0.5))["prompts whose answers tie"] == 2
 
@@ -63,11 +63,11 @@ def test_prompts_that_give_no_pair_are_counted():
 )
 def test_best_of_n(options, texts):
     groups = [group(("a", 1.0), ("b", 2.0), ("b", 2.0), ("c", 0.0)), group(("x", 0.0), ("y", 0.0), ("z", None))]
-    made = export.best(groups, **options)
-    assert [row["completion"] for row in made.rows] == texts
-    assert all(set(row) == {"prompt", "completion", "reward"} for row in made.rows)
+    result = export.best(groups, **options)
+    assert [row["completion"] for row in result.rows] == texts
+    assert all(set(row) == {"prompt", "completion", "reward"} for row in result.rows)
     none = {"prompts without an answer that reaches min_reward": 1} if "min_reward" in options else {}
-    assert left_out(made) == {"answers without a reward": 1, **none}
+    assert left_out(result) == {"answers without a reward": 1, **none}
 
 
 def test_labels_scored_and_demonstrations():
@@ -84,23 +84,23 @@ def test_labels_scored_and_demonstrations():
 
 def test_rewards_in_the_prompt_are_z_scores_over_all_answers():
     """Rewards 1, 2, 3, 6: mean 3, unbiased variance (4 + 1 + 0 + 9) / 3."""
-    made = export.conditional([group(("a", 1.0), ("b", 2.0), ("n", None)), group(("c", 3.0), ("d", 6.0))])
+    result = export.conditional([group(("a", 1.0), ("b", 2.0), ("n", None)), group(("c", 3.0), ("d", 6.0))])
     deviation = math.sqrt(14 / 3)
-    assert [row["reward"] for row in made.rows] == pytest.approx([-2 / deviation, -1 / deviation, 0.0, 3 / deviation])
-    assert [row["prompt"] for row in made.rows] == [
+    assert [row["reward"] for row in result.rows] == pytest.approx([-2 / deviation, -1 / deviation, 0.0, 3 / deviation])
+    assert [row["prompt"] for row in result.rows] == [
         "q <rm_score>: -0.93 ", "q <rm_score>: -0.46 ", "q <rm_score>: 0.00 ", "q <rm_score>: 1.39 ",
     ]  # fmt: skip
-    assert [row["completion"] for row in made.rows] == ["a", "b", "c", "d"]
-    assert left_out(made) == {"answers without a reward": 1}
+    assert [row["completion"] for row in result.rows] == ["a", "b", "c", "d"]
+    assert left_out(result) == {"answers without a reward": 1}
 
 
 def test_among_messages_the_reward_is_the_system_message():
     system = {"role": "system", "content": "be kind"}
-    made = export.conditional([group(("a", 0.0), ("b", 2.0), prompt=CHAT), group(("c", 1.0), prompt=[system, *CHAT])])
-    told = [row["prompt"] for row in made.rows]
-    assert told[0] == [{"role": "system", "content": "<rm_score>: -1.00"}, *CHAT]
-    assert told[2] == [{"role": "system", "content": "be kind\n<rm_score>: 0.00"}, *CHAT]
-    assert made.rows[0]["completion"] == [{"role": "assistant", "content": "a"}]
+    result = export.conditional([group(("a", 0.0), ("b", 2.0), prompt=CHAT), group(("c", 1.0), prompt=[system, *CHAT])])
+    prompts = [row["prompt"] for row in result.rows]
+    assert prompts[0] == [{"role": "system", "content": "<rm_score>: -1.00"}, *CHAT]
+    assert prompts[2] == [{"role": "system", "content": "be kind\n<rm_score>: 0.00"}, *CHAT]
+    assert result.rows[0]["completion"] == [{"role": "assistant", "content": "a"}]
     assert export.pairs([group(("a", 0.0), ("b", 2.0), prompt=CHAT)]).rows[0]["chosen"] == [
         {"role": "assistant", "content": "b"}
     ]
@@ -114,15 +114,15 @@ def test_a_reward_is_written_into_a_prompt_as_in_training(chars, chat):
         (chat, {"system": "<rm_score>: 5.00"}, CHAT),
     ):
         template = Template(tokenizer, DataSection(**asking))
-        asked = template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0)))
-        assert asked == export.conditioned(prompt, 5.0)
+        render = template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0)))
+        assert render == export.conditioned(prompt, 5.0)
 
 
 @pytest.mark.parametrize(
-    ("rewards", "what"), [([], "0 rewards"), ([1.0], "1 reward"), ([2.0, 2.0, 2.0], "3 rewards, all equal,")]
+    ("rewards", "description"), [([], "0 rewards"), ([1.0], "1 reward"), ([2.0, 2.0, 2.0], "3 rewards, all equal,")]
 )
-def test_equal_rewards_are_refused(rewards, what):
-    with pytest.raises(DataError, match=f"^{what} cannot be normalised"):
+def test_equal_rewards_are_refused(rewards, description):
+    with pytest.raises(DataError, match=f"^{description} cannot be normalised"):
         export.conditional([group(*(("a", r) for r in rewards))])
 
 

@@ -94,7 +94,7 @@ def test_steps_of_a_chat_stand_where_the_policy_answers(read, chat):
     (sequence,) = example.sequences
     assert chat.decode(sequence.ids) == "<|system|>Count.<eos><|user|>1+1=?<eos><|assistant|>one\ntwo\n"
     assert trained(chat, sequence) == "one\ntwo\n"
-    assert [chat.decode(sequence.ids[at]) for at, _ in example.values["steps"]] == ["\n", "\n"]
+    assert [chat.decode(sequence.ids[position]) for position, _ in example.values["steps"]] == ["\n", "\n"]
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "<|im_start|>", "er", ". "])
@@ -108,15 +108,15 @@ def test_positions_in_training_rows_are_those_found_in_the_tokens_alone(read, bp
     (sequence,) = example.sequences
     first = sequence.loss_mask.index(True)
     decode = decoder_of(bpe)
-    own = StepEnds(decode, separator)(sequence.ids[first:])
-    assert [first + i for i in own] == [at for at, _ in example.values["steps"]]
+    ends = StepEnds(decode, separator)(sequence.ids[first:])
+    assert [first + i for i in ends] == [position for position, _ in example.values["steps"]]
     own_ids = sequence.ids[first:]
     assert decode(own_ids) == "".join(t + separator for t in texts)
     plain = [
         i for i in range(len(own_ids))
         if decode(own_ids[: i + 1]).count(separator) > decode(own_ids[:i]).count(separator)
     ]  # fmt: skip
-    assert own == plain
+    assert ends == plain
 
 
 def test_two_separators_end_one_step():
@@ -137,6 +137,6 @@ def test_a_separator_over_several_tokens_and_bytes():
     def decode(ids):
         return bytes(list(ids)).decode(errors="replace")
 
-    found = StepEnds(decode, "ки")(list(data))
-    cut = [data[: i + 1].decode(errors="ignore") for i in found]
+    ends = StepEnds(decode, "ки")(list(data))
+    cut = [data[: i + 1].decode(errors="ignore") for i in ends]
     assert cut == ["Да\n ки", "Да\n ки\n нет ки"]

@@ -19,7 +19,7 @@ def answers(tmp_path, tokenizer, rows, columns=(), **options):
     return GivenAnswers(data.sources["eval"], columns, data.template, section)
 
 
-def said(content, role="assistant"):
+def message_of(content, role="assistant"):
     return {"role": role, "content": content}
 
 
@@ -28,24 +28,24 @@ def said(content, role="assistant"):
     [
         ({"response": "a"}, (), ["a"]),
         ({"completions": ["a", "b", "a"]}, (), ["a", "b", "a"]),
-        ({"response": [said("a")]}, (), ["a"]),
-        ({"responses": [[said("a")], "b"]}, (), ["a", "b"]),
+        ({"response": [message_of("a")]}, (), ["a"]),
+        ({"responses": [[message_of("a")], "b"]}, (), ["a", "b"]),
         ({"chosen": "c", "rejected": "r", "response": "x"}, ("chosen", "rejected"), ["c", "r"]),
         ({"answer": "4", "mine": ["3", "4"]}, ("mine",), ["3", "4"]),
     ],
 )
 def test_where_answers_are_found(tmp_path, chars, chat, row, columns, texts):
     for tokenizer in (chars, chat):
-        found = answers(tmp_path, tokenizer, [{"prompt": "1+1=", **row}], columns)
+        source = answers(tmp_path, tokenizer, [{"prompt": "1+1=", **row}], columns)
         left_out = Counter()
-        group = found.group(0, left_out)
+        group = source.group(0, left_out)
         assert [t.answer for t in group.trajectories] == texts
         assert [t.index for t in group.trajectories] == [(0, n) for n in range(len(texts))]
         assert not left_out
         for t in group.trajectories:
-            assert (t.turns[0], t.turns[1].is_demonstration) == (found.template.encode_prompt(group.row), True)
-            assert t.turns[1].ids[-1] in found.template.end_token_ids
-            assert found.template.decode(t.turns[1].ids) == t.answer
+            assert (t.turns[0], t.turns[1].is_demonstration) == (source.template.encode_prompt(group.row), True)
+            assert t.turns[1].ids[-1] in source.template.end_token_ids
+            assert source.template.decode(t.turns[1].ids) == t.answer
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_columns_that_are_not_there_or_could_be_several_are_refused(tmp_path, ch
 
 
 @pytest.mark.parametrize(
-    ("value", "message", "counted"),
+    ("value", "message", "expected"),
     [
         (["a", " "], r"line 1, answer 1: the answer is empty", {"answers that cannot be used": 1}),
         (["a", "b" * 60], r"line 1, answer 1: prompt and answer have 65 tokens, over data\.max_tokens = 32", None),
         ([], r"line 1: column 'response' holds no answer", {"rows whose answers cannot be read": 1}),
         (3, r"an answer is text or a list of one assistant message, .* got int '3'", None),
-        ([said("a", "user")], r"line 1: column 'response': an answer is text or a list of one assistant", None),
+        ([message_of("a", "user")], r"line 1: column 'response': an answer is text or a list of one assistant", None),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
             r"one assistant message, which holds text and calls no tool",
@@ -77,7 +77,7 @@ def test_columns_that_are_not_there_or_could_be_several_are_refused(tmp_path, ch
         (["a", None], r"got NoneType 'None'", None),
     ],
 )
-def test_invalid_answers_are_refused_or_counted(tmp_path, chars, value, message, counted):
+def test_invalid_answers_are_refused_or_counted(tmp_path, chars, value, message, expected):
     rows = [{"prompt": "1+1=", "response": value}]
     with pytest.raises(DataError, match=rf"{message}.*--data\.(bad_rows|too_long) drop leaves such answers out"):
         answers(tmp_path, chars, rows, max_tokens=32).group(0, Counter())
@@ -85,6 +85,6 @@ def test_invalid_answers_are_refused_or_counted(tmp_path, chars, value, message,
     drops = answers(tmp_path, chars, rows, max_tokens=32, too_long="drop", bad_rows="drop")
     group = drops.group(0, left_out)
     assert sum(left_out.values()) == 1
-    assert counted is None or left_out == counted
+    assert expected is None or left_out == expected
     texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
     assert [t.answer for t in group.trajectories] == (["a"] if texts and value else [])

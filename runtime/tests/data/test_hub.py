@@ -48,7 +48,7 @@ FORMS = {
     "header": {"header": 0, "sep": ";"},
 }
 """Options of a card that say how its csv is written."""
-WRITTEN = 'first{0}second\n"1{0}2"{0}007\n\n"two\nlines"{0}""\n{0}NA\n'
+CSV_TEXT = 'first{0}second\n"1{0}2"{0}007\n\n"two\nlines"{0}""\n{0}NA\n'
 FIRST = [{"question": f"q{i}", "when": "2020-01-01", "n": [1, "a"]} for i in range(3)]
 SECOND = [{"question": "q3\u2028é", "more": {"a": None}}]
 
@@ -68,8 +68,8 @@ def parquet(rows):
 
 @pytest.fixture
 def hub():
-    with LoopbackHub() as found:
-        found.publish(
+    with LoopbackHub() as instance:
+        instance.publish(
             "dataset",
             "owner/rows",
             {
@@ -81,14 +81,14 @@ def hub():
                 "notes.txt": "one\n",
             },
         )
-        found.publish("dataset", "owner/cells", {"test.csv": "question,answer\nq,007\n", "train.csv": "a\n1\n"})
+        instance.publish("dataset", "owner/cells", {"test.csv": "question,answer\nq,007\n", "train.csv": "a\n1\n"})
         names = [f"data/train-0000{i}-of-00002.parquet" for i in range(2)]
         parts = [parquet([{"prompt": "p0"}, {"prompt": "p1"}]), parquet([{"prompt": "p2"}])]
-        found.publish("dataset", "owner/columns", dict(zip(names, parts, strict=True)))
-        found.publish("dataset", "owner/odd", {"README.md": ODD, "odd.csv": "a;b\n1;2\n"})
-        found.publish("dataset", "owner/notes", {"notes.txt": "one\n"})
-        found.publish("dataset", "owner/script", {"script.py": "1 / 0\n"})
-        yield found
+        instance.publish("dataset", "owner/columns", dict(zip(names, parts, strict=True)))
+        instance.publish("dataset", "owner/odd", {"README.md": ODD, "odd.csv": "a;b\n1;2\n"})
+        instance.publish("dataset", "owner/notes", {"notes.txt": "one\n"})
+        instance.publish("dataset", "owner/script", {"script.py": "1 / 0\n"})
+        yield instance
 
 
 class Client:
@@ -158,14 +158,14 @@ def test_rows_are_those_of_the_files_whatever_their_kind(hub, client):
 
 
 def test_missing_names_on_the_hub_are_reported(hub, client):
-    asked = [
+    sources = [
         source(), source(subset="mian"), source(subset="main", split="tets"), source(path="owner/odd"),
         source(path="owner/notes"), source(path="owner/script"),
         source(path="owner/rows@v9", subset="main"), source(path="owner/none"),
     ]  # fmt: skip
-    which, subset, split, odd, notes, script, revision, none = (a["error"] for a in client.ask(hub.url, *asked))
-    assert "the dataset owner/rows@main of the hub, subset None: Config name is missing. Please pick one" in which
-    assert "['main', 'more']" in which
+    choice, subset, split, odd, notes, script, revision, none = (a["error"] for a in client.ask(hub.url, *sources))
+    assert "the dataset owner/rows@main of the hub, subset None: Config name is missing. Please pick one" in choice
+    assert "['main', 'more']" in choice
     assert "BuilderConfig 'mian' not found. Available: ['main', 'more']" in subset
     assert "has no split 'tets'; it has train, test. Did you mean 'test'?" in split
     assert "asks to be read with sep = ';', skiprows = 1, which is not done here" in odd
@@ -192,18 +192,23 @@ def test_a_card_may_define_the_form_of_csv(hub, client):
     import pandas as pd
 
     for name, options in FORMS.items():
-        text = WRITTEN.format(options.get("sep", options.get("delimiter", ",")))
+        text = CSV_TEXT.format(options.get("sep", options.get("delimiter", ",")))
         hub.publish("dataset", f"owner/{name.replace(' ', '-')}", {"README.md": csv_card(options), "a.csv": text})
-    read = client.ask(hub.url, *(source(path=f"owner/{name.replace(' ', '-')}") for name in FORMS))
-    for (name, options), found in zip(FORMS.items(), read, strict=True):
+    answers = client.ask(hub.url, *(source(path=f"owner/{name.replace(' ', '-')}") for name in FORMS))
+    for (name, options), answer in zip(FORMS.items(), answers, strict=True):
         names = {"names": options["column_names"]} if "column_names" in options else {}
-        others = {k: v for k, v in options.items() if k != "column_names"}
-        text = WRITTEN.format(options.get("sep", options.get("delimiter", ",")))
-        said = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False, **names, **others)
-        assert found.get("rows") == said.to_dict("records"), (name, found)
-    at = {name: found["where"][0].rpartition(", ")[2] for name, found in zip(FORMS, read, strict=True)}
-    assert (at["sep"], at["names"], at["no header"], at["other names"]) == ("line 2", "line 1", "line 1", "line 2")
-    prints = {name: found["fingerprint"] for name, found in zip(FORMS, read, strict=True)}
+        settings = {k: v for k, v in options.items() if k != "column_names"}
+        text = CSV_TEXT.format(options.get("sep", options.get("delimiter", ",")))
+        frame = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False, **names, **settings)
+        assert answer.get("rows") == frame.to_dict("records"), (name, answer)
+    places = {name: answer["where"][0].rpartition(", ")[2] for name, answer in zip(FORMS, answers, strict=True)}
+    assert (places["sep"], places["names"], places["no header"], places["other names"]) == (
+        "line 2",
+        "line 1",
+        "line 1",
+        "line 2",
+    )
+    prints = {name: answer["fingerprint"] for name, answer in zip(FORMS, answers, strict=True)}
     assert prints["no header"] != prints["other names"], "equal files, other rows"
 
 
@@ -212,25 +217,27 @@ def test_other_forms_of_csv_are_refused(hub, client):
     odd = [{"sep": "\\s+"}, {"header": None}, {"header": 1}, {"sep": ";", "decimal": ","}, {"column_names": ["a", 2]}]
     for number, options in enumerate(odd):
         hub.publish("dataset", f"owner/odd-{number}", {"README.md": csv_card(options), "a.csv": "1;2\n3;4\n"})
-    for found in client.ask(hub.url, *(source(path=f"owner/odd-{number}") for number in range(len(odd)))):
-        assert "asks to be read with" in found["error"], found
+    for answer in client.ask(hub.url, *(source(path=f"owner/odd-{number}") for number in range(len(odd)))):
+        assert "asks to be read with" in answer["error"], answer
     hub.publish("dataset", "owner/few", {"README.md": csv_card({"column_names": ["a"]}), "a.csv": "1,2\n"})
     hub.publish("dataset", "owner/twice", {"README.md": csv_card({"column_names": ["a", "a"]}), "a.csv": "1,2\n"})
-    few, twice = (found["error"] for found in client.ask(hub.url, source(path="owner/few"), source(path="owner/twice")))
+    few, duplicate = (
+        answer["error"] for answer in client.ask(hub.url, source(path="owner/few"), source(path="owner/twice"))
+    )
     assert "a.csv, line 1: 2 cells, but the dataset's card names 1: a" in few
-    assert "the dataset's card names 'a' twice" in twice
+    assert "the dataset's card names 'a' twice" in duplicate
 
 
 def test_revisions_and_the_commits_that_a_run_recorded(hub, client):
     old = hub.repositories["dataset", "owner/rows"].refs["main"]
     new = hub.publish("dataset", "owner/rows", {"data.jsonl": lines(SECOND)}, ref="main")
     hub.publish("dataset", "owner/rows", {"data.jsonl": lines(FIRST)}, ref="v1.0")
-    now, tag, by_commit, resumed = client.ask(
+    head, tag, by_commit, resumed = client.ask(
         hub.url, source(), source(path="owner/rows@v1.0"), source(path=f"owner/rows@{old}", subset="main"),
         source(subset="main", pins={"dataset owner/rows@main": old}),
     )  # fmt: skip
-    assert now["rows"] == SECOND
-    assert now["pins"] == {"dataset owner/rows@main": new}
+    assert head["rows"] == SECOND
+    assert head["pins"] == {"dataset owner/rows@main": new}
     assert tag["rows"] == FIRST
     assert by_commit["rows"] == resumed["rows"] == [*FIRST, *SECOND]
     assert resumed["pins"] == {"dataset owner/rows@main": old}
@@ -254,19 +261,19 @@ def test_private_and_gated_need_a_token_that_is_never_shown(hub, client):
 
 
 def test_without_a_network_the_cache_is_used_and_reported(hub, client):
-    (before,) = client.ask(hub.url, source(subset="main"))
-    asked = len(hub.requests)
-    there, more, none = client.ask(
+    (reference,) = client.ask(hub.url, source(subset="main"))
+    count = len(hub.requests)
+    hit, miss, none = client.ask(
         hub.url, source(subset="main"), source(subset="more"), source(path="owner/none"), HF_HUB_OFFLINE="1"
     )
-    assert len(hub.requests) == asked
-    assert (there["rows"], there["fingerprint"], there["notes"]) == (before["rows"], before["fingerprint"], [])
+    assert len(hub.requests) == count
+    assert (hit["rows"], hit["fingerprint"], hit["notes"]) == (reference["rows"], reference["fingerprint"], [])
     assert "HF_HUB_OFFLINE forbids to ask for it" in none["error"]
-    assert "the dataset 'owner/rows', revision 'main'" in more["error"]
+    assert "the dataset 'owner/rows', revision 'main'" in miss["error"]
     dead = "http://127.0.0.1:9"  # the discard port: refused
-    again, none = client.ask(dead, source(subset="main"), source(path="owner/none"))
-    assert again["rows"] == before["rows"]
-    assert "the hub cannot be reached: dataset owner/rows@main is assumed to be" in again["notes"][0]
+    fallback, none = client.ask(dead, source(subset="main"), source(path="owner/none"))
+    assert fallback["rows"] == reference["rows"]
+    assert "the hub cannot be reached: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
     assert f"the dataset 'owner/none', revision 'main', of the hub {dead} could not be read: " in none["error"]
     assert "Look at the network, HF_ENDPOINT and proxies, or give a folder or file." in none["error"]
 
@@ -289,18 +296,18 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     hub.publish("model", "owner/parts", {"config.json": "{}", **parts, "consolidated.safetensors": b"w"})
     hub.publish("model", "owner/pickled", {"config.json": "{}", "pytorch_model.bin": b"p"})
     hub.publish("model", "owner/gguf", {"README.md": "", "tiny.gguf": b"GGUF"})
-    light, whole, coded, divided, pickled, gguf, none = client.ask(
+    light, full, coded, divided, pickled, gguf, none = client.ask(
         hub.url, {"model": "owner/tiny"}, {"model": "owner/tiny", "weights": True},
         {"model": "owner/tiny", "code": True}, {"model": "owner/parts", "weights": True},
         {"model": "owner/pickled", "weights": True}, {"model": "owner/gguf", "weights": True}, {"model": "owner/tinny"},
     )  # fmt: skip
     assert light["path"] == f"owner/tiny@{old}"
     assert light["pins"] == {"model owner/tiny@main": old}
-    assert Path(whole["folder"]).name == old
-    loaded = [p.rsplit("/", 1)[1] for p in hub.asked("/owner/tiny/*") if p.startswith("GET")]
-    assert sorted(loaded[:-1]) == ["config.json", "model.safetensors", "tokenizer.json"]  # each once
-    assert loaded[-1] == "x.py"  # only for who runs code that comes with a model
-    assert coded["folder"] == whole["folder"]
+    assert Path(full["folder"]).name == old
+    file_names = [p.rsplit("/", 1)[1] for p in hub.asked("/owner/tiny/*") if p.startswith("GET")]
+    assert sorted(file_names[:-1]) == ["config.json", "model.safetensors", "tokenizer.json"]  # each once
+    assert file_names[-1] == "x.py"  # only for who runs code that comes with a model
+    assert coded["folder"] == full["folder"]
     assert not hub.asked("*consolidated*")
     assert sorted(p.name for p in Path(divided["folder"]).iterdir()) == ["config.json", *sorted(parts)]
     assert "owner/pickled@" in pickled["error"]

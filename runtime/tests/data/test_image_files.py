@@ -24,14 +24,14 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_image_becomes_rgb_in_a_format_that_programs_know(form):
-    image, written, colour = FORMS[form]
+    image, file_format, colour = FORMS[form]
     file = io.BytesIO()
-    image.save(file, written)
-    made = image_file(file.getvalue(), None)
-    read = opened(made)
-    assert (read.mode, read.size, read.getpixel((0, 0))) == ("RGB", image.size, colour)
-    assert data_url(made).startswith("data:image/png;base64,")
-    assert image_file(made, None) == made == image_file(image, None)
+    image.save(file, file_format)
+    data = image_file(file.getvalue(), None)
+    result = opened(data)
+    assert (result.mode, result.size, result.getpixel((0, 0))) == ("RGB", image.size, colour)
+    assert data_url(data).startswith("data:image/png;base64,")
+    assert image_file(data, None) == data == image_file(image, None)
 
 
 def test_a_palette_with_a_transparent_colour_becomes_a_file_without_transparency():
@@ -46,8 +46,8 @@ def test_a_turned_image_of_pil_is_turned_as_its_file_is():
     exif = picture.getexif()
     exif[274] = 6
     picture.save(file, "JPEG", exif=exif)
-    for given in (file.getvalue(), opened(file.getvalue())):
-        assert opened(image_file(given, None)).size == (24, 40)
+    for source in (file.getvalue(), opened(file.getvalue())):
+        assert opened(image_file(source, None)).size == (24, 40)
 
 
 @pytest.mark.parametrize(

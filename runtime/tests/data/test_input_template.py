@@ -26,7 +26,7 @@ def test_columns_are_found_at_any_place_of_the_template():
 
 
 @pytest.mark.parametrize(
-    ("template", "why"),
+    ("template", "problem"),
     [
         ("{}", "has the place {} without the name of a column. Write one, e.g. {question}. Literal braces are written"),
         ("Q: {0}", "has the place {0} without the name of a column"),
@@ -37,16 +37,16 @@ def test_columns_are_found_at_any_place_of_the_template():
         ("{{question}}", "names no column, so every row would have the same prompt"),
     ],
 )
-def test_an_invalid_template_is_refused_before_rows_are_read(read, template, why):
-    with pytest.raises(ConfigError, match=re.escape(why)):
+def test_an_invalid_template_is_refused_before_rows_are_read(read, template, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
         read(template)
 
 
 @pytest.mark.parametrize("drop", ["error", "drop"])
 @pytest.mark.parametrize("form", ["demonstrations", "prompts"])
 def test_an_unknown_column_is_refused_for_all_rows_at_once(read, form, drop):
-    why = r"has no column 'questoin', which data.input_template = .* names; its columns: question, response.*"
-    with pytest.raises(DataError, match=why + "Did you mean 'question'") as error:
+    problem = r"has no column 'questoin', which data.input_template = .* names; its columns: question, response.*"
+    with pytest.raises(DataError, match=problem + "Did you mean 'question'") as error:
         read("Q: {questoin}", form=form, bad_rows=drop)
     assert "bad_rows" not in str(error.value), "leaving out every row is no advice"
 

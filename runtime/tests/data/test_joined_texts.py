@@ -57,12 +57,12 @@ def spaced(scheme: str):
 def test_no_space_is_inserted_between_a_prompt_and_a_separately_tokenised_answer(scheme):
     tokenizer = spaced(scheme)
     template = Template(tokenizer, section())
-    asked = template.encode_prompt(row(prompt="A: ")).ids
+    prompt_ids = template.encode_prompt(row(prompt="A: ")).ids
     sequence = template.encode_demonstration(row(prompt="A: ", response="42")).sequences[0]
     first = "A" if scheme == "never" else "▁A"
     assert tokenizer.convert_ids_to_tokens(sequence.ids) == [first, ":", "▁", "42", "</s>"]
     assert sequence.loss_mask == [False, False, False, True, True]
-    assert sequence.ids[: len(asked)] == asked
+    assert sequence.ids[: len(prompt_ids)] == prompt_ids
     assert tokenizer.decode(sequence.ids) == "A: 42</s>"
     # where the space is the answer's, one text has the tokens that sampling finds anyway
     sequence = template.encode_demonstration(row(prompt="A:", response=" 42")).sequences[0]

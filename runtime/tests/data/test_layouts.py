@@ -116,8 +116,8 @@ def found(form, row, **options):
 )  # fmt: skip
 def test_recognised(form, row, columns, conversion):
     assert found(form, row, chat=True) == (columns, conversion)
-    whole = form == "pairs" and [USER, BOT] in row.values()
-    conversations = "messages" in columns or whole
+    has_messages = form == "pairs" and [USER, BOT] in row.values()
+    conversations = "messages" in columns or has_messages
     if conversations:
         with pytest.raises(
             DataError,
@@ -237,7 +237,7 @@ def test_the_error_for_unknown_columns_says_what_is_missing(form, row, message):
 # ------------------------------------------------------------------------------------- what rows become
 
 
-def shown(tokenizer, sequence):
+def render(tokenizer, sequence):
     """Text with what is trained on in brackets."""
     parts, on = [], False
     for token, trained in zip(sequence.ids, sequence.loss_mask, strict=True):
@@ -249,7 +249,7 @@ def shown(tokenizer, sequence):
 
 def test_dialogues_as_plain_text(read, chars):
     data, (example,) = read(chars, "pairs", [{"chosen": HH + " yo", "rejected": HH + " yes"}])
-    assert [shown(chars, s) for s in example.sequences] == [f"{HH}[ yo<eos>]", f"{HH}[ yes<eos>]"]
+    assert [render(chars, s) for s in example.sequences] == [f"{HH}[ yo<eos>]", f"{HH}[ yes<eos>]"]
     assert data.template.encode_prompt(data.row("rows", 0)).text == HH  # for evaluation by answering
     assert data.notes == [
         f"data.train 'rows' ({data.section.train[0].path}) is read as chosen, rejected (Human/Assistant dialogues: "
@@ -261,7 +261,7 @@ def test_dialogues_as_messages(read, chat):
     front = HH + " Yes?\n\nHuman: well\n\nAssistant:"
     _, (example,) = read(chat, "pairs", [{"chosen": front + " yo ", "rejected": front + " no"}])
     start = "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>"
-    assert [shown(chat, s) for s in example.sequences] == [f"{start}[yo<eos>]", f"{start}[no<eos>]"]
+    assert [render(chat, s) for s in example.sequences] == [f"{start}[yo<eos>]", f"{start}[no<eos>]"]
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,11 @@ def test_conversations_with_an_implicit_prompt(read, chat):
     """TRL's: the prompt is what both share; a prompt column that repeats it changes nothing."""
     rows = [{"chosen": [USER, BOT], "rejected": [USER, NO]}]
     _, (plain,) = read(chat, "pairs", rows)
-    data, (beside,) = read(chat, "pairs", [{"prompt": "hi", **rows[0]}])
-    assert [shown(chat, s) for s in plain.sequences] == [
+    data, (peer,) = read(chat, "pairs", [{"prompt": "hi", **rows[0]}])
+    assert [render(chat, s) for s in plain.sequences] == [
         "<|user|>hi<eos><|assistant|>[yo<eos>]", "<|user|>hi<eos><|assistant|>[no<eos>]"
     ]  # fmt: skip
-    assert plain.sequences == beside.sequences
+    assert plain.sequences == peer.sequences
     assert data.template.encode_prompt(data.row("rows", 0)).text == "hi"
 
 
@@ -301,7 +301,7 @@ def test_rows_of_pairs_may_be_of_different_forms(read, chat, first):
         "text": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
     }
     _, examples = read(chat, "pairs", [rows.pop(first), *rows.values()])
-    assert {tuple(shown(chat, s) for s in e.sequences) for e in examples} == {
+    assert {tuple(render(chat, s) for s in e.sequences) for e in examples} == {
         ("<|user|>hi<eos><|assistant|>[yo<eos>]", "<|user|>hi<eos><|assistant|>[no<eos>]")
     }
 
@@ -330,7 +330,7 @@ def test_a_pair_of_another_form_that_has_no_reading_is_refused(refusal, chat, fi
 def test_conversations_of_turns_and_of_messages_may_be_mixed(read, chat, turns_first):
     rows = [{"messages": [HUMAN, GPT]}, {"messages": [USER, BOT]}]
     _, examples = read(chat, "demonstrations", rows if turns_first else rows[::-1])
-    assert {shown(chat, e.sequences[0]) for e in examples} == {"<|user|>hi<eos><|assistant|>[yo<eos>]"}
+    assert {render(chat, e.sequences[0]) for e in examples} == {"<|user|>hi<eos><|assistant|>[yo<eos>]"}
 
 
 @pytest.mark.parametrize("prompt", ["hi", [USER]])
@@ -354,18 +354,18 @@ def test_an_answer_that_begins_with_the_prompt_is_refused(read, chat, prompt):
 @pytest.mark.parametrize("null", [{"system": None}, {}])
 def test_a_column_of_system_messages_that_is_null_in_the_first_row(read, chat, form, row, null):
     _, (first, second) = read(chat, form, [{**null, **row}, {**row, "system": "S"}])
-    for plain, beside in zip(first.sequences, second.sequences, strict=True):
-        assert shown(chat, beside) == "<|system|>S<eos>" + shown(chat, plain)
+    for plain, peer in zip(first.sequences, second.sequences, strict=True):
+        assert render(chat, peer) == "<|system|>S<eos>" + render(chat, plain)
     with pytest.raises(DataError, match="line 2: column 'system': must be text, got int"):
         read(chat, form, [{**null, **row}, {**row, "system": 3}])
 
 
 def test_turns_alpaca_and_system_messages(read, chat, chars):
     _, (turns,) = read(chat, "demonstrations", [{"conversations": [HUMAN, GPT], "system": "S"}])
-    assert shown(chat, turns.sequences[0]) == "<|system|>S<eos><|user|>hi<eos><|assistant|>[yo<eos>]"
+    assert render(chat, turns.sequences[0]) == "<|system|>S<eos><|user|>hi<eos><|assistant|>[yo<eos>]"
     rows = [{"instruction": "do", "input": "x", "output": "y"}, {"instruction": "do", "input": "", "output": "y"}]
     _, alpaca = read(chat, "demonstrations", rows)
-    assert [shown(chat, e.sequences[0]) for e in alpaca] == [
+    assert [render(chat, e.sequences[0]) for e in alpaca] == [
         "<|user|>do\n\nx<eos><|assistant|>[y<eos>]", "<|user|>do<eos><|assistant|>[y<eos>]"
     ]  # fmt: skip
     rows = [
@@ -373,7 +373,7 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
         {"system_prompt": "", "question": "q", "response": "r"},
     ]
     _, plain = read(chars, "demonstrations", rows)
-    assert [shown(chars, e.sequences[0]) for e in plain] == ["S\n\nq[r<eos>]", "q[r<eos>]"]
+    assert [render(chars, e.sequences[0]) for e in plain] == ["S\n\nq[r<eos>]", "q[r<eos>]"]
     with pytest.raises(DataError, match="column 'question': the row has a system message of its own and data"):
         read(chat, "demonstrations", rows[:1], system="T")
     with pytest.raises(
@@ -385,18 +385,18 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
 @pytest.mark.parametrize("first", [None, [], [["a", "b"]]])
 @pytest.mark.parametrize("row", [{"instruction": "do", "input": "x"}, {"instruction": "do\n\nx"}, {"query": "do\n\nx"}])
 def test_a_history_comes_before_the_prompt(read, chat, row, first):
-    rows = [{**row, "response": "y", "history": past} for past in (first, [["hi", "yo"], ["and", "no"]])]
+    rows = [{**row, "response": "y", "history": history} for history in (first, [["hi", "yo"], ["and", "no"]])]
     _, examples = read(chat, "demonstrations", rows)
-    assert shown(chat, examples[1].sequences[0]) == (
+    assert render(chat, examples[1].sequences[0]) == (
         "<|user|>hi<eos><|assistant|>yo<eos><|user|>and<eos><|assistant|>no<eos>"
         "<|user|>do\n\nx<eos><|assistant|>[y<eos>]"
     )
     if not first:
-        assert shown(chat, examples[0].sequences[0]) == "<|user|>do\n\nx<eos><|assistant|>[y<eos>]"
+        assert render(chat, examples[0].sequences[0]) == "<|user|>do\n\nx<eos><|assistant|>[y<eos>]"
 
 
 def test_a_history_that_cannot_be_read_is_refused(read, chat, chars):
-    rows = [{"instruction": "do", "output": "y", "history": past} for past in ([], [["hi", "yo"]], ["hi"])]
+    rows = [{"instruction": "do", "output": "y", "history": history} for history in ([], [["hi", "yo"]], ["hi"])]
     read(chars, "demonstrations", rows[:1])
     with pytest.raises(
         DataError, match=r"line 2: columns .*'history'.*: the row has a history, whose turns need a chat"
@@ -409,7 +409,7 @@ def test_a_history_that_cannot_be_read_is_refused(read, chat, chars):
 def test_turns_keep_their_weights(read, chat):
     rows = [{"conversations": [HUMAN, {**GPT, "weight": 0}, HUMAN, {"from": "gpt", "value": "no", "weight": 1}]}]
     _, (example,) = read(chat, "demonstrations", rows, loss_on="assistant")
-    assert shown(chat, example.sequences[0]) == (
+    assert render(chat, example.sequences[0]) == (
         "<|user|>hi<eos><|assistant|>yo<eos><|user|>hi<eos><|assistant|>[no<eos>]"
     )
 
@@ -418,7 +418,7 @@ def test_texts_are_continued_as_they_are(read, chat, chars):
     """Also where the model has a chat template: continued pre-training sees no prompt."""
     for tokenizer in (chars, chat):
         _, (example,) = read(tokenizer, "demonstrations", [{"text": "<user>ab"}])
-        assert shown(tokenizer, example.sequences[0]) == "[<user>ab<eos>]"
+        assert render(tokenizer, example.sequences[0]) == "[<user>ab<eos>]"
     for field in ({"template": "chat"}, {"system": "S"}):
         with pytest.raises(DataError, match="has texts to continue, which are tokenised as they are; data"):
             read(chat, "demonstrations", [{"text": "ab"}], **field)
@@ -428,9 +428,9 @@ def test_steps_of_math_shepherd(read, chars):
     for labels in ({"label": SHEPHERD["label"]}, {"value": ["+", "-"]}, {"labels": [1.0, 0.0]}):
         _, (example,) = read(chars, "steps", [{"input": SHEPHERD["input"], **labels}])
         (sequence,) = example.sequences
-        assert shown(chars, sequence) == "1+1? [Step 1: Add.\nStep 2: It is 3.\n]"
+        assert render(chars, sequence) == "1+1? [Step 1: Add.\nStep 2: It is 3.\n]"
         assert example.values["steps"] == [(17, 1.0), (34, 0.0)]
-        assert [chars.decode([sequence.ids[at]]) for at, _ in example.values["steps"]] == ["\n", "\n"]
+        assert [chars.decode([sequence.ids[position]]) for position, _ in example.values["steps"]] == ["\n", "\n"]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_marked_steps_that_are_refused(refusal, chars, row, message):
 def test_steps_of_prm800k(read, chars):
     _, (example,) = read(chars, "steps", [PRM800K])
     (sequence,) = example.sequences
-    assert shown(chars, sequence) == "1+1?[Add.\nBy hand.\nSo.\n3.\n]"
+    assert render(chars, sequence) == "1+1?[Add.\nBy hand.\nSo.\n3.\n]"
     assert [label for _, label in example.values["steps"]] == [1.0, 1.0, 1.0, 0.0]  # neutral counts as right
     lost = json.loads(json.dumps(PRM800K))
     lost["label"]["steps"][0]["chosen_completion"] = None
@@ -477,7 +477,7 @@ def test_recognised_prompts_reach_the_policy_and_templates(load, read, chars, ch
         assert row.columns == {"question": "2+2", "answer": "4"}  # rewards see the row as it is
         assert data.template.encode_prompt(row).text == text
     _, (example,) = read(chars, "steps", [SHEPHERD], input_template="<{prompt}>\n")  # of the conversion
-    assert shown(chars, example.sequences[0]).startswith("<1+1? >\n[Step 1")
+    assert render(chars, example.sequences[0]).startswith("<1+1? >\n[Step 1")
 
 
 def test_each_source_has_its_own_layout(tmp_path, chat):
@@ -487,7 +487,7 @@ def test_each_source_has_its_own_layout(tmp_path, chat):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     sources = tuple(SourceSection(path=str(tmp_path / f"{name}.jsonl")) for name in rows)
     data = TrainData(DataSection(train=sources, shuffle=False), chat, "demonstrations", 0)
-    texts = {shown(chat, e.sequences[0]) for e in data.examples(data.take(4))}
+    texts = {render(chat, e.sequences[0]) for e in data.examples(data.take(4))}
     assert texts == {"<|user|>hi<eos><|assistant|>[yo<eos>]"}
     assert [note.split("is read as ")[1] for note in data.notes] == [
         "messages = 'conversations' (from/value turns as messages)", "prompt = 'instruction', response = 'output'",
@@ -517,7 +517,7 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
 
 
 @pytest.mark.parametrize(
-    ("form", "row", "said"),
+    ("form", "row", "message"),
     [
         ("demonstrations", {"conversations": [{"from": ["x"], "value": "x"}, GPT]}, "a turn is from"),
         *(
@@ -542,11 +542,11 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
         ),
     ],
 )
-def test_values_of_a_wrong_form_make_a_bad_row(refusal, chat, form, row, said):
+def test_values_of_a_wrong_form_make_a_bad_row(refusal, chat, form, row, message):
     """Behind a first row that is as it should be; not a TypeError that ends the run without file and line."""
     good = {"conversations": {"conversations": [HUMAN, GPT]}, "label": PRM800K}
     first = good.get([*row][-1], {"prompt": "p", "steps": [{"text": "t", "rating": 1}]})
-    assert said in refusal(chat, form, [first], row)
+    assert message in refusal(chat, form, [first], row)
 
 
 def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():
@@ -559,8 +559,8 @@ def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():
 
 def test_the_text_of_a_rated_step_may_be_called_otherwise():
     steps = [{"content": "a", "rating": 1}, {"step": "b", "label": 0.5}, {"text": "c", "rating": -1}, {"other": "d"}]
-    made = rated_steps({"prompt": "p", "steps": steps}, False)
-    assert made == {"prompt": "p", "steps": ["a", "b", "c", None], "step_labels": [1, 0.5, 0, None]}
+    columns = rated_steps({"prompt": "p", "steps": steps}, False)
+    assert columns == {"prompt": "p", "steps": ["a", "b", "c", None], "step_labels": [1, 0.5, 0, None]}
 
 
 def test_prm800k_has_steps_in_its_label():

@@ -93,8 +93,8 @@ def test_strings_are_read_as_they_are(template_of, models: str) -> None:
     for text in STRINGS:
         calls = [("add", {"note": text})]
         answer = template.messages.answers._render("", calls)
-        got = read_calls(answer, forms, argument_types([ADD]))[1]
-        assert [(call.name, json.loads(call.arguments)) for call in got] == calls
+        result = read_calls(answer, forms, argument_types([ADD]))[1]
+        assert [(call.name, json.loads(call.arguments)) for call in result] == calls
 
 
 @pytest.mark.parametrize(("kind", "value"), [("array", []), ("object", {}), ("string", "")])

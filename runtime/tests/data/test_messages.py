@@ -43,10 +43,10 @@ def prompt_text(template, messages):
 @pytest.mark.parametrize("text", [CHATML, QWEN3])
 def test_other_names_of_roles_reach_the_template_as_its_own(template_with, name, role, text):
     template = template_with(text)
-    given = [{"role": name, "content": "first"}, {"role": "human", "content": "and"}]
-    own = [{"role": role, "content": "first"}, {"role": "user", "content": "and"}]
-    assert prompt_text(template, given) == prompt_text(template, own)
-    assert "first" in prompt_text(template, given)
+    messages = [{"role": name, "content": "first"}, {"role": "human", "content": "and"}]
+    expected = [{"role": role, "content": "first"}, {"role": "user", "content": "and"}]
+    assert prompt_text(template, messages) == prompt_text(template, expected)
+    assert "first" in prompt_text(template, messages)
 
 
 @pytest.mark.parametrize("name", ["User", "ASSISTANT", "critic", "", None, ["user"]])
@@ -72,9 +72,9 @@ def test_a_system_message_of_another_name_is_one(template_with):
 @pytest.mark.parametrize("arguments", ['{"a": 1, "b": "\u00e9"}', {"a": 1, "b": "é"}])
 def test_arguments_are_written_once(template_with, text, arguments):
     talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}, {**USER, "content": "and"}]
-    shown = prompt_text(template_with(text), talk)
-    assert '{"a": 1, "b": "' in shown
-    assert "None" not in shown
+    prompt = prompt_text(template_with(text), talk)
+    assert '{"a": 1, "b": "' in prompt
+    assert "None" not in prompt
 
 
 @pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
@@ -148,13 +148,13 @@ def test_rows_of_tables_are_those_of_jsonl(template_with, load, kind):
         for c in calls
     ]
     tokenizer = template_with(UNGUARDED).tokenizer
-    read = []
-    for each in ("jsonl", kind):
-        data = load(tokenizer, "demonstrations", rows, each)
-        taken = data.take(len(rows))
-        read.append([[s.ids for s in e.sequences] for e in data.examples(taken)])
-        assert [row["request"] for row in taken] == [row["request"] for row in rows]
-    assert read[0] == read[1]
+    results = []
+    for file_form in ("jsonl", kind):
+        data = load(tokenizer, "demonstrations", rows, file_form)
+        source_rows = data.take(len(rows))
+        results.append([[s.ids for s in e.sequences] for e in data.examples(source_rows)])
+        assert [row["request"] for row in source_rows] == [row["request"] for row in rows]
+    assert results[0] == results[1]
 
 
 def test_content_that_is_null_beside_calls_is_empty_in_training_rows_too(template_with):
@@ -164,18 +164,18 @@ def test_content_that_is_null_beside_calls_is_empty_in_training_rows_too(templat
         tool = {"role": "tool", "content": "2"}
         row = Row({"messages": [*history, tool, BOT]}, "rows", 0)
         [sequence] = template_with(UNGUARDED, loss_on=loss_on).encode_demonstration(row).sequences
-        shown = template.tokenizer.decode(sequence.ids, skip_special_tokens=False)
-        assert shown == 'user:1+1?<eos>assistant:[add {"a": 1}]<eos>tool:2<eos>assistant:2<eos>'
+        content = template.tokenizer.decode(sequence.ids, skip_special_tokens=False)
+        assert content == 'user:1+1?<eos>assistant:[add {"a": 1}]<eos>tool:2<eos>assistant:2<eos>'
 
 
 def test_pairs_whose_fronts_are_written_otherwise_are_equal(template_with):
     front = [USER, {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1}')]}]
-    same = [
+    rewrite = [
         {"role": "human", "content": "1+1?", "name": None},
         {"role": "gpt", "content": None, "tool_calls": [call({"a": 1})]},
     ]
     tool = {"role": "tool", "content": "2"}
-    row = Row({"chosen": [*front, tool, BOT], "rejected": [*same, tool, {**BOT, "content": "3"}]}, "rows", 0)
+    row = Row({"chosen": [*front, tool, BOT], "rejected": [*rewrite, tool, {**BOT, "content": "3"}]}, "rows", 0)
     chosen, rejected = template_with(UNGUARDED).encode_pair(row).sequences
     assert chosen.ids[:-2] == rejected.ids[:-2]
 
@@ -189,9 +189,9 @@ def test_other_texts_of_a_message_reach_the_template(template_with):
 
 def test_programs_get_arguments_as_the_api_writes_them(template_with):
     prompt = [USER, {"role": "gpt", "content": None, "tool_calls": [call({"a": 1})]}, USER]
-    given = template_with(UNGUARDED).prompt_messages(Row({"prompt": prompt}, "rows", 0))
-    assert (given[1]["role"], given[1]["content"]) == ("assistant", "")
-    assert given[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    history = template_with(UNGUARDED).prompt_messages(Row({"prompt": prompt}, "rows", 0))
+    assert (history[1]["role"], history[1]["content"]) == ("assistant", "")
+    assert history[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     messages, images = as_template_reads(
         [USER, {"role": "assistant", "content": None, "tool_calls": [call('{"a":1}')]}]
     )
@@ -201,9 +201,9 @@ def test_programs_get_arguments_as_the_api_writes_them(template_with):
         "content": "",
         "tool_calls": [{"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
     }
-    [_, written] = as_api_writes(messages)
-    assert json.loads(written["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-    assert as_template_reads([USER, written])[0] == messages
+    [_, answer] = as_api_writes(messages)
+    assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    assert as_template_reads([USER, answer])[0] == messages
 
 
 # ------------------------------------------------------------------------------------------- weights
@@ -249,10 +249,10 @@ def test_templates_do_not_see_weights(template_with):
     assert "assistant\n22<eos>" in prompt_text(template_with(text), [USER, {**BOT, "weight": 0, "train": False}, USER])
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_tool_calls_in_sharegpt_turns_are_those_of_the_chat_api(several):
-    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "look_up", "arguments": "{}"}][: 1 + several]
-    value = json.dumps(calls if several else calls[0])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_tool_calls_in_sharegpt_turns_are_those_of_the_chat_api(parallel):
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "look_up", "arguments": "{}"}][: 1 + parallel]
+    value = json.dumps(calls if parallel else calls[0])
     talk = [("human", "1+1?"), ("function_call", value), ("observation", "2"), ("gpt", "2")]
     row = turns({"messages": [{"from": speaker, "value": text} for speaker, text in talk]}, True)
     messages = [USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "2"}, BOT]

@@ -35,13 +35,13 @@ def test_each_pass_has_every_row_once_in_another_order(make):
 
 
 def test_no_tail_is_dropped_and_batch_sizes_do_not_matter(make):
-    one, other = (RowOrder([make("a", 7)], seed=0) for _ in range(2))
-    assert ids(one.take(20)) == [i for n in (3, 3, 3, 11) for i in ids(other.take(n))]
+    first, other = (RowOrder([make("a", 7)], seed=0) for _ in range(2))
+    assert ids(first.take(20)) == [i for n in (3, 3, 3, 11) for i in ids(other.take(n))]
 
 
 def test_the_seed_decides_and_shuffle_false_keeps_the_files_order(make):
-    first, again, other = (ids(RowOrder([make("a", 50)], seed=s).take(50)) for s in (1, 1, 2))
-    assert first == again != other
+    first, second, other = (ids(RowOrder([make("a", 50)], seed=s).take(50)) for s in (1, 1, 2))
+    assert first == second != other
     assert [i for _, i in ids(RowOrder([make("a", 5)], seed=1, shuffle=False).take(7))] == [0, 1, 2, 3, 4, 0, 1]
 
 
@@ -50,19 +50,19 @@ def test_draws_follow_the_probabilities_and_use_every_row_of_a_source(make):
     rows = ids(order.take(2000))
     assert abs(sum(s == "a" for s, _ in rows) - 400) < 60
     for name in ("a", "b"):
-        mine = [i for s, i in rows if s == name]
-        for start in range(0, len(mine) - 10, 10):
-            assert sorted(mine[start : start + 10]) == list(range(10))
+        indices = [i for s, i in rows if s == name]
+        for start in range(0, len(indices) - 10, 10):
+            assert sorted(indices[start : start + 10]) == list(range(10))
 
 
 @pytest.mark.parametrize("shares", [(None, None), (0.3, 0.7)])
-@pytest.mark.parametrize("taken", [0, 3, 11, 26])
-def test_resume_is_exact(make, shares, taken):
+@pytest.mark.parametrize("count", [0, 3, 11, 26])
+def test_resume_is_exact(make, shares, count):
     def fresh():
         return RowOrder([make("a", 7, shares[0]), make("b", 4, shares[1])], seed=9)
 
     straight = fresh()
-    straight.take(taken)
+    straight.take(count)
     state = json.loads(json.dumps(straight.state_dict()))
     resumed = fresh()
     resumed.load_state_dict(state)

@@ -11,7 +11,7 @@ Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
 TALK = json.dumps([SYSTEM, Q, A])
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-ASKED, ANSWERED = "<|user|>q<eos><|assistant|>", "<|user|>q<eos><|assistant|>a<eos>"
+PROMPT, ANSWERED = "<|user|>q<eos><|assistant|>", "<|user|>q<eos><|assistant|>a<eos>"
 INSTRUCTED = "<|system|>s<eos>"
 ANSWERED_TWICE = f"{ANSWERED}<|user|>q2<eos><|assistant|>a2<eos>"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -39,12 +39,12 @@ def text(data, form):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("form", "row", "seen"),
+    ("form", "row", "expected"),
     [
         # conversations in JSON text: orca-agentinstruct, SWE-smith-trajectories
         ("demonstrations", {"messages": TALK}, INSTRUCTED + ANSWERED),
         ("demonstrations", {"conversations": json.dumps(TURNS)}, ANSWERED),
-        ("prompts", {"prompt": json.dumps([SYSTEM, Q]), "answer": "1"}, INSTRUCTED + ASKED),
+        ("prompts", {"prompt": json.dumps([SYSTEM, Q]), "answer": "1"}, INSTRUCTED + PROMPT),
         # SWE-rebench-openhands-trajectories
         ("demonstrations", {"trajectory": [SYSTEM, Q, A], "resolved": 1}, INSTRUCTED + ANSWERED),
         # Capybara, the Cauldron and FineVision, COIG
@@ -55,26 +55,30 @@ def text(data, form):
         # the conversation of a problem, beside its reference: OpenR1-Math-220k, NuminaMath-CoT, Magpie-Pro, KodCode
         ("demonstrations", {"problem": "q", "solution": "no", "answer": "no", "messages": [Q, A]}, ANSWERED),
         ("demonstrations", {"instruction": "q", "response": "a", "conversations": TURNS}, ANSWERED),
-        ("prompts", {"problem": "q", "solution": "no", "messages": [Q, A]}, ASKED),
-        ("prompts", {"question": "q", "solution": "no", "conversations": TURNS}, ASKED),
+        ("prompts", {"problem": "q", "solution": "no", "messages": [Q, A]}, PROMPT),
+        ("prompts", {"question": "q", "solution": "no", "conversations": TURNS}, PROMPT),
         # an output before a reference (OpenCodeReasoning); other names (aya, firefly, medical-o1-reasoning-SFT)
         ("demonstrations", {"input": "q", "output": "a", "solution": "no"}, ANSWERED),
         ("demonstrations", {"inputs": "q", "targets": "a"}, ANSWERED),
         ("demonstrations", {"kind": "no", "input": "q", "target": "a"}, ANSWERED),
         ("demonstrations", {"Question": "q", "Response": "a"}, ANSWERED),
-        ("prompts", {"ID": "no", "Problem": "q", "Answer": 1}, ASKED),
+        ("prompts", {"ID": "no", "Problem": "q", "Answer": 1}, PROMPT),
         # the context of a question: sql-create-context, SQuAD; OlympiadBench has null in some rows, HotpotQA a table
         ("demonstrations", {"question": "q", "context": "c", "answer": "a"}, ANSWERED.replace("q", "q\n\nc")),
-        ("prompts", {"question": "q", "context": None, "answer": "1"}, ASKED),
-        ("prompts", {"question": "q", "context": {"title": ["no"]}, "answer": "1"}, ASKED),
+        ("prompts", {"question": "q", "context": None, "answer": "1"}, PROMPT),
+        ("prompts", {"question": "q", "context": {"title": ["no"]}, "answer": "1"}, PROMPT),
         # NeMo Gym and Nemotron-RL: the request, not the question that it was made of
-        ("prompts", {"question": "no", "responses_create_params": REQUEST, "expected_answer": "1"}, INSTRUCTED + ASKED),
+        (
+            "prompts",
+            {"question": "no", "responses_create_params": REQUEST, "expected_answer": "1"},
+            INSTRUCTED + PROMPT,
+        ),
         ("prompts", {"system": "no", "responses_create_params": {"input": "q", "instructions": "s"}},
-         INSTRUCTED + ASKED),
+         INSTRUCTED + PROMPT),
     ],
 )  # fmt: skip
-def test_what_the_model_sees(read, chat, form, row, seen, kind):
-    assert text(read(chat, form, row, kind), form) == seen
+def test_what_the_model_sees(read, chat, form, row, expected, kind):
+    assert text(read(chat, form, row, kind), form) == expected
 
 
 def test_tools_and_calls_in_text(read, tokenizer_with):
@@ -99,7 +103,7 @@ def test_tools_and_calls_in_text(read, tokenizer_with):
 def test_rows_that_are_lists_have_numbers_as_columns(read, chat, row):
     """Open-Reasoner-Zero, as its file is and as ``datasets`` reads it."""
     data = read(chat, "prompts", row, "json", prompt="0")
-    assert text(data, "prompts") == ASKED
+    assert text(data, "prompts") == PROMPT
     assert data.take(1)[0]["1.ground_truth.value"] == "1"
 
 
@@ -113,19 +117,19 @@ def test_values_in_the_json_text_of_a_column(read, chat):
 
 
 @pytest.mark.parametrize(
-    ("row", "first", "named"),
+    ("row", "first", "column"),
     [
         ({"question": "q", "solution": "no", "thinking_trajectories": ["t"], "attempt": "a"}, "attempt", "solution"),
         ({"question": "q", "solution": "no", "r1_generation": "a", "qwq_critique": "c"}, "r1_generation", "solution"),
         ({"question": "q", "answer": "no", "deepseek_reasoning": "a"}, "deepseek_reasoning", "answer"),
     ],
 )
-def test_a_reference_beside_what_was_generated_is_asked_for(read, chat, row, first, named):
+def test_a_reference_beside_what_was_generated_is_asked_for(read, chat, row, first, column):
     """s1K, OpenCodeReasoning-2: the solution is not what the policy should learn to say."""
-    with pytest.raises(DataError, match=rf"in several ways: \(1\) .* response = '{first}'; \(2\) .*'{named}'"):
+    with pytest.raises(DataError, match=rf"in several ways: \(1\) .* response = '{first}'; \(2\) .*'{column}'"):
         read(chat, "demonstrations", row)
     assert text(read(chat, "demonstrations", row, response=first), "demonstrations") == ANSWERED
-    assert text(read(chat, "prompts", row), "prompts") == ASKED
+    assert text(read(chat, "prompts", row), "prompts") == PROMPT
 
 
 def test_reasoning_that_the_response_does_not_hold_is_noted(read, chat):
@@ -147,22 +151,22 @@ S1K = {"question": "q", "solution": "no", "deepseek_thinking_trajectory": "t", "
 def test_reasoning_in_a_column_of_its_own(read, tokenizer_with, field):
     """s1K-1.1, OpenThoughts-114k; null or empty where a row has none."""
     tokenizer = tokenizer_with(THINKS.replace("FIELD", field))
-    named = {"response": "deepseek_attempt", "reasoning": "deepseek_thinking_trajectory"}
-    asked, thought = "<user>q<eos><assistant>", "<think>t</think>"
-    for value, seen in (("t", thought), ("", ""), (None, "")):
+    columns = {"response": "deepseek_attempt", "reasoning": "deepseek_thinking_trajectory"}
+    prompt, thought = "<user>q<eos><assistant>", "<think>t</think>"
+    for value, thinking in (("t", thought), ("", ""), (None, "")):
         row = {**S1K, "deepseek_thinking_trajectory": value}
-        data = read(tokenizer, "demonstrations", row, **named)
-        assert text(data, "demonstrations") == f"{asked}{seen}a<eos>"
+        data = read(tokenizer, "demonstrations", row, **columns)
+        assert text(data, "demonstrations") == f"{prompt}{thinking}a<eos>"
         (sequence,) = data.template.encode("demonstrations", data.take(1)[0]).sequences
         trained = [i for i, on in zip(sequence.ids, sequence.loss_mask, strict=True) if on]
-        assert data.template.tokenizer.decode(trained) == f"{seen}a<eos>"
+        assert data.template.tokenizer.decode(trained) == f"{thinking}a<eos>"
         assert not [n for n in data.notes if "which is not part" in n]
     row = {"instruction": "q", "input": "c", "output": [A], "deepseek_reasoning": "t", "answer": "no"}
     data = read(tokenizer, "demonstrations", row, reasoning="deepseek_reasoning", response="output")
-    assert text(data, "demonstrations") == f"{asked}{thought}a<eos>".replace("q", "q\n\nc")
+    assert text(data, "demonstrations") == f"{prompt}{thought}a<eos>".replace("q", "q\n\nc")
     row = {"problem": "q", "deepseek_reasoning": "t", "deepseek_solution": "a", "solution": "no"}
-    named = {"response": "deepseek_solution", "reasoning": "deepseek_reasoning"}
-    assert text(read(tokenizer, "demonstrations", row, **named), "demonstrations") == f"{asked}{thought}a<eos>"
+    columns = {"response": "deepseek_solution", "reasoning": "deepseek_reasoning"}
+    assert text(read(tokenizer, "demonstrations", row, **columns), "demonstrations") == f"{prompt}{thought}a<eos>"
 
 
 def test_reasoning_that_would_be_lost_is_refused(read, chars, chat, tokenizer_with):
@@ -173,7 +177,7 @@ def test_reasoning_that_would_be_lost_is_refused(read, chars, chat, tokenizer_wi
     for tokenizer, problem in ((chars, "no chat template is used"), (chat, "the chat template writes none of reas")):
         with pytest.raises(ConfigError, match=f"data.reasoning: {problem}"):
             read(tokenizer, "demonstrations", row, reasoning="r")
-    for other, named, problem in (
+    for other, reasoning, problem in (
         (row, "s", r"has no column 's' of reasoning beside prompt, response"),
         (row, "response", r"has no column 'response' of reasoning beside prompt, response"),
         (
@@ -183,7 +187,7 @@ def test_reasoning_that_would_be_lost_is_refused(read, chars, chat, tokenizer_wi
         ),
     ):
         with pytest.raises(DataError, match=problem):
-            read(thinks, "demonstrations", other, reasoning=named)
+            read(thinks, "demonstrations", other, reasoning=reasoning)
     for other, problem in (
         ({**row, "r": ["t"]}, "column 'r': must be text, got list"),
         ({**row, "response": [{**A, "reasoning_content": "u"}]}, "'reasoning_content' of its own, and data.reasoning"),
@@ -231,7 +235,7 @@ def test_choices_that_the_prompt_does_not_show_are_noted(read, chat, choices):
     assert note in read(chat, "prompts", {"question": "q", **choices}).notes[-1]
     assert not any(note in n for n in read(chat, "prompts", {"question": "q\nA) x", **choices}).notes)
     data = read(chat, "prompts", {"question": "q", "options": ["x"]}, input_template="{question} {options[0]}")
-    assert text(data, "prompts") == ASKED.replace("q", "q x")
+    assert text(data, "prompts") == PROMPT.replace("q", "q x")
     assert not any(note in n for n in data.notes)
 
 
@@ -252,6 +256,6 @@ def test_a_template_of_input_makes_the_users_message(read, chat, form, row):
 
 
 def test_a_template_of_input_is_not_for_whole_conversations(read, chat):
-    whole = {"q": "q", "chosen": [Q, A], "rejected": [Q, {**A, "content": "b"}]}
+    row = {"q": "q", "chosen": [Q, A], "rejected": [Q, {**A, "content": "b"}]}
     with pytest.raises(DataError, match="no layout of the form 'pairs'"):
-        read(chat, "pairs", whole, input_template="{q}")
+        read(chat, "pairs", row, input_template="{q}")

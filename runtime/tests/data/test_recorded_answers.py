@@ -18,10 +18,10 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 def sample(number, text="yes", **changes):
     row = Row({"prompt": f"p{number[0]}"}, "rows", number[0])
     turns = [Turn([1], False, text=f"p{number[0]}"), Turn([2], True, [-1.0], finish="stop", text=text)]
-    made = Trajectory(row, turns, number, reward=0.5, score=0.5)
+    trajectory = Trajectory(row, turns, number, reward=0.5, score=0.5)
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(trajectory, name, value)
+    return trajectory
 
 
 def write(path, *trajectories, prompt=lambda t: t.row["prompt"]):
@@ -47,8 +47,8 @@ def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
         [RecordedAnswer(0, "p2", "\u2028d", None)],
     ]
     for source in (run, run / "rollouts"):
-        found = read_answers([source])
-        assert (found.groups, found.answers, dict(found.left_out)) == (expected, 5, {})
+        result = read_answers([source])
+        assert (result.groups, result.answers, dict(result.left_out)) == (expected, 5, {})
     assert read_answers([second, run]).groups == [expected[3], *expected], "groups of two files are never joined"
 
 
@@ -59,14 +59,14 @@ def test_prompts_may_be_messages(tmp_path):
 
 def test_answers_to_images_are_rows_with_these_images(tmp_path):
     image = Image(drawing(8, 6), 0, 1, [9])
-    made = sample((0, 0))
-    made.turns[0].images = (image,)
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
-    found = read_answers([write(tmp_path / "step-000001.arrow", made, prompt=lambda t: asked)])
-    part = found.groups[0][0].prompt[0]["content"][0]
+    trajectory = sample((0, 0))
+    trajectory.turns[0].images = (image,)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
+    result = read_answers([write(tmp_path / "step-000001.arrow", trajectory, prompt=lambda t: messages)])
+    part = result.groups[0][0].prompt[0]["content"][0]
     assert image_file(part["image_url"]["url"], None) == image.data
-    found = read_answers([write(tmp_path / "f.jsonl", made)])
-    assert found.left_out == {"with images in plain text": 1}
+    result = read_answers([write(tmp_path / "f.jsonl", trajectory)])
+    assert result.left_out == {"with images in plain text": 1}
 
 
 def test_samples_that_are_not_answers_are_counted(tmp_path):
@@ -84,10 +84,10 @@ def test_samples_that_are_not_answers_are_counted(tmp_path):
         sample((0, 7), "opened"),
         prompt=lambda t: None if t.index == (0, 7) else "p",
     )
-    found = read_answers([path])
-    assert [[a.sample for a in g] for g in found.groups] == [[0]]
-    assert found.answers == 8
-    assert dict(found.left_out) == {
+    result = read_answers([path])
+    assert [[a.sample for a in g] for g in result.groups] == [[0]]
+    assert result.answers == 8
+    assert dict(result.left_out) == {
         "that failed": 1,
         "of several turns": 2,
         "without text": 1,
@@ -98,11 +98,11 @@ def test_samples_that_are_not_answers_are_counted(tmp_path):
 
 
 def test_a_last_line_without_its_line_end_counts(tmp_path):
-    whole = write(tmp_path / "f.jsonl", sample((0, 0), "a"), sample((1, 0), "b"))
+    recording = write(tmp_path / "f.jsonl", sample((0, 0), "a"), sample((1, 0), "b"))
     cut = tmp_path / "g.jsonl"
-    cut.write_text(whole.read_text().removesuffix("\n"))
-    assert read_answers([cut]) == read_answers([whole])
-    cut.write_text(whole.read_text()[:-20])
+    cut.write_text(recording.read_text().removesuffix("\n"))
+    assert read_answers([cut]) == read_answers([recording])
+    cut.write_text(recording.read_text()[:-20])
     with pytest.raises(DataError, match=r"g.jsonl:2 is not valid JSON.*Recorded samples are in a run's rollouts/"):
         read_answers([cut])
     cut.write_text("")
@@ -145,8 +145,8 @@ def test_a_prompt_is_recorded_as_text_or_messages(chars, chat):
     """Text or messages, the system message included; not where an environment put something into the context."""
     row = Row({"prompt": "1+1="}, "rows", 0)
     plain = Template(chars, DataSection(template="plain", system="add: ", input_template="{prompt} "))
-    asked = Trajectory(row, [plain.encode_prompt(row)], (0, 0))
-    assert plain.prompt_of(asked) == "add: 1+1= "
+    trajectory = Trajectory(row, [plain.encode_prompt(row)], (0, 0))
+    assert plain.prompt_of(trajectory) == "add: 1+1= "
     template = Template(chat, DataSection(system="add"))
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
     assert template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0))) == messages

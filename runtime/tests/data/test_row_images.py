@@ -24,12 +24,12 @@ ANSWER = {"role": "assistant", "content": "yes"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
+    paths = {}
 
     def model(family="qwen2_5_vl"):
-        if family not in made:
-            made[family] = str(tiny_image_model(tmp_path_factory.mktemp(family), family))
-        return made[family]
+        if family not in paths:
+            paths[family] = str(tiny_image_model(tmp_path_factory.mktemp(family), family))
+        return paths[family]
 
     return model
 
@@ -40,14 +40,14 @@ def data(models, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "blue.jpg").write_bytes(BLUE)
 
-    def made(rows, form="prompts", family="qwen2_5_vl", images=None, column=None, answers=False, **section):
+    def load(rows, form="prompts", family="qwen2_5_vl", images=None, column=None, answers=False, **section):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = models(family)
         section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, images=column, **section)
         return TrainData(section, load_tokenizer(model), form, 0, answers, images=images or ImageTokens(model))
 
-    return made
+    return load
 
 
 def url(data):
@@ -56,10 +56,10 @@ def url(data):
 
 def short_ids(ids, images):
     """``ids`` with ``Image.short`` in place of the tokens of each image."""
-    made = ids.tolist()
+    result = ids.tolist()
     for image in reversed(images):
-        made[image.start : image.start + image.tokens] = image.short
-    return made
+        result[image.start : image.start + image.tokens] = image.short
+    return result
 
 
 def opened(*files):
@@ -73,8 +73,8 @@ def test_the_tokens_of_a_prompt_are_those_of_the_processor(data, models, family)
     processor = load_processor(models(family))
     parts = prompts.template.chat
     text = parts.text(USER, answer=True)
-    whole = processor(images=opened(RED, BLUE), text=[text], add_special_tokens=False)["input_ids"][0]
-    assert list(turn.ids) == list(whole)
+    expected = processor(images=opened(RED, BLUE), text=[text], add_special_tokens=False)["input_ids"][0]
+    assert list(turn.ids) == list(expected)
     assert list(short_ids(turn.ids, turn.images)) == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert [i.data for i in turn.images] == [RED, BLUE]
     for image in turn.images:
@@ -92,8 +92,8 @@ def test_tokens_of_images_are_not_trained_on_and_the_answer_is(data, family):
         trained = {p for p, m in enumerate(sequence.loss_mask) if m}
         assert not spans & trained
         if loss_on == "completion":
-            kept = [sequence.ids[p] for p in sorted(trained)]
-            assert demos.template.tokenizer.decode(kept) == "yes<eos>"
+            answer_ids = [sequence.ids[p] for p in sorted(trained)]
+            assert demos.template.tokenizer.decode(answer_ids) == "yes<eos>"
         else:
             assert spans | trained == set(range(len(sequence.ids)))
 
@@ -106,7 +106,7 @@ def test_both_answers_of_a_pair_follow_the_images(data):
     assert first.ids[:front] == second.ids[:front]
 
 
-OWN = {"role": "assistant", "content": [{**PLACE, "image": "blue.jpg"}, {"type": "text", "text": "a"}]}
+IMAGE_ANSWER = {"role": "assistant", "content": [{**PLACE, "image": "blue.jpg"}, {"type": "text", "text": "a"}]}
 FROM_COLUMN = {"role": "assistant", "content": [PLACE, {"type": "text", "text": "a"}]}
 
 
@@ -118,19 +118,19 @@ def test_a_pair_has_one_prompt_also_where_an_answer_names_a_place(data, chosen):
         DataError, match="chosen answer has places for 1 images of column 'images' and the rejected one for 0"
     ):
         data([row], "pairs").check(1)
-    pairs = data([{**row, "chosen": [OWN], "rejected": "b"}], "pairs")
+    pairs = data([{**row, "chosen": [IMAGE_ANSWER], "rejected": "b"}], "pairs")
     first, second = pairs.examples(pairs.take(1))[0].sequences
     assert [[i.data for i in s.images] for s in (first, second)] == [[RED, BLUE], [RED]]
 
 
 def test_an_answer_that_stands_for_a_sample_holds_no_image(data):
-    for answer, images in (("<|image_pad|> a", "red.png"), ([OWN], [])):
+    for answer, images in (("<|image_pad|> a", "red.png"), ([IMAGE_ANSWER], [])):
         with pytest.raises(DataError, match="line 1: there is an image in the answer, but the answer is used as a sam"):
             data([{"prompt": "look", "response": answer, "images": images}], answers=True).check(1)
 
 
 @pytest.mark.parametrize(
-    ("given", "files"),
+    ("value", "files"),
     [
         ("red.png", [RED]),
         (["blue.jpg", "file://red.png"], [BLUE, RED]),
@@ -140,8 +140,8 @@ def test_an_answer_that_stands_for_a_sample_holds_no_image(data):
         ([], []),
     ],
 )
-def test_images_without_a_place_come_before_the_first_users_text(data, given, files):
-    rows = data([{"prompt": "hi", "images": given}])
+def test_images_without_a_place_come_before_the_first_users_text(data, value, files):
+    rows = data([{"prompt": "hi", "images": value}])
     turn = rows.template.encode_prompt(*rows.take(1))
     parts = [*(PLACE for _ in files), {"type": "text", "text": "hi"}]
     assert [i.data for i in turn.images] == files
@@ -207,13 +207,13 @@ def test_a_run_knows_whether_its_data_have_images(data):
 
 def test_the_first_row_with_an_image_may_come_late(data):
     """Before the first step the run must know whether its models read images."""
-    shown = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]
+    prompt = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]
     text = [{"role": "user", "content": "hi"}]
-    for late in ({"prompt": shown}, {"prompt": "look", "images": "red.png"}):
+    for late in ({"prompt": prompt}, {"prompt": "look", "images": "red.png"}):
         rows = data([{"prompt": text}, {"prompt": "more text"}, late])
         assert rows.has_images
-        found = [rows.template.encode_prompt(row).images for row in rows.take(3)]
-        assert [[i.data for i in images] for images in found] == [[], [], [RED]]
+        images_of_rows = [rows.template.encode_prompt(row).images for row in rows.take(3)]
+        assert [[i.data for i in images] for images in images_of_rows] == [[], [], [RED]]
     turn = {"role": "assistant", "content": "yes"}
     pair = {"prompt": text, "chosen": turn, "rejected": {**turn, "content": [PLACE | {"image": "red.png"}]}}
     assert data([{**pair, "rejected": turn}, pair], form="pairs").has_images
@@ -222,8 +222,8 @@ def test_the_first_row_with_an_image_may_come_late(data):
 def test_plain_text_has_the_placeholders_of_the_model(data):
     rows = data([{"prompt": "a<|image_pad|>b", "images": "red.png"}], template="plain")
     turn = rows.template.encode_prompt(*rows.take(1))
-    before, after = rows.template.tokenizer("a")["input_ids"], rows.template.tokenizer("b")["input_ids"]
-    assert turn.images[0].start == len(before)
+    prefix_ids, after = rows.template.tokenizer("a")["input_ids"], rows.template.tokenizer("b")["input_ids"]
+    assert turn.images[0].start == len(prefix_ids)
     assert list(turn.ids[turn.images[0].start + turn.images[0].tokens :]) == after
 
 
@@ -271,11 +271,11 @@ def test_as_many_placeholders_as_images_are_needed(data):
 
 def test_a_run_without_images_refuses_them(data):
     row = {"prompt": "hi", "images": "red.png"}
-    for rows, why in (
+    for rows, reason in (
         (data([row], images="the policy is a model of text"), "the policy is a model of text"),
         (data([row], max_images=0), "data.max_images = 0"),
     ):
-        with pytest.raises(DataError, match=f"line 1: there are images, but {why}"):
+        with pytest.raises(DataError, match=f"line 1: there are images, but {reason}"):
             rows.check(1)
 
 
@@ -303,15 +303,15 @@ def test_a_column_named_image_is_read_where_the_policy_reads_images(data):
         assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [RED]
     assert not data([row], images="the policy is a model of text").has_images
     assert not data([row], max_images=0).has_images
-    for why in ({"images": "the policy is a model of text"}, {"max_images": 0}):
+    for options in ({"images": "the policy is a model of text"}, {"max_images": 0}):
         for value in ("red.png", [{"path": "red.png"}], "data:image/png;base64,AA"):
-            rows = data([{**row, "image": None}, {**row, "image": value}], **why)
+            rows = data([{**row, "image": None}, {**row, "image": value}], **options)
             assert len(rows.take(1)) == 1
             with pytest.raises(DataError, match="line 2: there are images, but"):
                 rows.take(1)
-        assert len(data([{**row, "image": "python:3.12"}], **why).take(1)) == 1
-    both = data([{**row, "images": "blue.jpg"}])
-    assert [i.data for i in both.template.encode_prompt(*both.take(1)).images] == [BLUE]
+        assert len(data([{**row, "image": "python:3.12"}], **options).take(1)) == 1
+    second = data([{**row, "images": "blue.jpg"}])
+    assert [i.data for i in second.template.encode_prompt(*second.take(1)).images] == [BLUE]
 
 
 def test_grey_and_turned_images_become_upright_rgb(data, tmp_path):
@@ -321,17 +321,17 @@ def test_grey_and_turned_images_become_upright_rgb(data, tmp_path):
     grey.save(tmp_path / "turned.jpg", exif=exif)
     rows = data([{"prompt": "hi", "images": "turned.jpg"}])
     [image] = rows.template.encode_prompt(*rows.take(1)).images
-    [read] = opened(image.data)
-    assert (read.mode, read.size) == ("RGB", (24, 40))
+    [picture] = opened(image.data)
+    assert (picture.mode, picture.size) == ("RGB", (24, 40))
 
 
 def test_the_fingerprint_knows_the_files_of_images(data, tmp_path):
     forms = [{"type": "image", "path": "red.png"}, {"type": "image_url", "image_url": {"url": "red.png"}}]
     rows = [{"prompt": [{"role": "user", "content": [form]}]} for form in forms]
     for row in ({"prompt": "hi", "images": "red.png"}, *rows):
-        before, again = (data([row]).fingerprints() for _ in range(2))
+        first, second = (data([row]).fingerprints() for _ in range(2))
         (tmp_path / "red.png").write_bytes(RED[:-1] + b"x")
-        assert before == again != data([row]).fingerprints()
+        assert first == second != data([row]).fingerprints()
         (tmp_path / "red.png").write_bytes(RED)
 
 
@@ -351,13 +351,13 @@ def test_parquet_and_saved_datasets_hold_images(models, tmp_path):
 
     rows = {"prompt": ["hi", "ho"], "images": [[{"bytes": RED, "path": None}], []]}
     features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
-    made = datasets.Dataset.from_dict(rows, features=features)
-    made.to_parquet(tmp_path / "rows.parquet")
-    made.save_to_disk(str(tmp_path / "saved"))
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.save_to_disk(str(tmp_path / "saved"))
     for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
         section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)
-        read = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
-        turns = [read.template.encode_prompt(row) for row in read.take(2)]
+        train_data = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
+        turns = [train_data.template.encode_prompt(row) for row in train_data.take(2)]
         assert [[i.data for i in turn.images] for turn in turns] == [[RED], []]
 
 
@@ -369,11 +369,11 @@ def test_an_observation_with_images_is_a_users_message(data, family):
     template = data([{"prompt": "hi"}], family=family).template
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
     parts = [PLACE, PLACE, {"type": "text", "text": "look"}]
-    whole = template.chat.text([*turns, {"role": "user", "content": parts}], answer=True)
-    shown = template.observations.encode("look", closed=False, images=[RED, BLUE])
-    before = template.chat.text(turns[:1], answer=True) + "a"
-    assert [i.data for i in shown.images] == [RED, BLUE]
-    assert list(short_ids(shown.ids, shown.images)) == template.tokenizer(whole.removeprefix(before))["input_ids"]
+    text = template.chat.text([*turns, {"role": "user", "content": parts}], answer=True)
+    turn = template.observations.encode("look", closed=False, images=[RED, BLUE])
+    prefix = template.chat.text(turns[:1], answer=True) + "a"
+    assert [i.data for i in turn.images] == [RED, BLUE]
+    assert list(short_ids(turn.ids, turn.images)) == template.tokenizer(text.removeprefix(prefix))["input_ids"]
     marked = template.observations.encode("look " + template.images.marks(1), images=[RED])
     assert [i.data for i in marked.images] == [RED]
     with pytest.raises(DataError, match="image 0: the image cannot be read"):
@@ -388,12 +388,12 @@ def test_a_chat_with_images_goes_on_token_by_token(data):
     assert json.loads(json.dumps(messages))[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
     first = template.messages.encode(messages)
     assert replace(first, messages=()) == template.encode_prompt(row)
-    more = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
+    question = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
     answer = {"role": "assistant", "content": "a"}
-    following = template.messages.encode_following(messages, answer, more, closed=False)
+    following = template.messages.encode_following(messages, answer, question, closed=False)
     sampled = template.tokenizer("a")["input_ids"]
-    whole = template.messages.encode([*messages, answer, *more])
-    assert [*first.ids, *sampled, *following.ids] == list(whole.ids)
+    full = template.messages.encode([*messages, answer, *question])
+    assert [*first.ids, *sampled, *following.ids] == list(full.ids)
     assert [i.data for i in following.images] == [RED]
     with pytest.raises(DataError, match="only rows of files here may name one"):
         template.messages.encode([{"role": "user", "content": [{"type": "image", "path": "red.png"}]}])
@@ -401,21 +401,21 @@ def test_a_chat_with_images_goes_on_token_by_token(data):
 
 def test_an_image_of_a_tool_stands_between_its_texts(data):
     template = data([{"prompt": "hi"}]).template
-    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     answer = {"role": "assistant", "content": "a", "tool_calls": [call]}
     parts = [{"type": "text", "text": "here"}, {"type": "image_url", "image_url": {"url": url(BLUE)}}]
-    shown = [{"role": "tool", "tool_call_id": "1", "content": [*parts, {"type": "text", "text": "there"}]}]
-    first, whole = template.messages.encode(asked), template.messages.encode([*asked, answer, *shown])
-    following = template.messages.encode_following(asked, answer, shown, closed=False)
-    assert [*first.ids, *template.tokenizer("a")["input_ids"], *following.ids] == list(whole.ids)
-    assert [i.data for i in whole.images] == [RED, BLUE]
+    results = [{"role": "tool", "tool_call_id": "1", "content": [*parts, {"type": "text", "text": "there"}]}]
+    first, full = template.messages.encode(messages), template.messages.encode([*messages, answer, *results])
+    following = template.messages.encode_following(messages, answer, results, closed=False)
+    assert [*first.ids, *template.tokenizer("a")["input_ids"], *following.ids] == list(full.ids)
+    assert [i.data for i in full.images] == [RED, BLUE]
     [image] = following.images
-    here, there = (
+    front, rest = (
         template.tokenizer.decode(part) for part in (following.ids[: image.start], following.ids[image.start :])
     )
-    assert here.endswith("here<|vision_start|>")
-    assert "<|vision_end|>there<eos>" in there
+    assert front.endswith("here<|vision_start|>")
+    assert "<|vision_end|>there<eos>" in rest
 
 
 def test_a_placeholder_that_a_program_writes_is_refused(data):
@@ -429,8 +429,8 @@ def test_a_placeholder_that_a_program_writes_is_refused(data):
 def test_the_preview_shows_images_as_their_size(data):
     from rlhf_runtime.data.preview import preview
 
-    found = preview(data([{"prompt": "hi", "images": "red.png", "response": "x"}], "demonstrations"), 1)
-    [sequence] = found["shown"][0]["sequences"]
+    result = preview(data([{"prompt": "hi", "images": "red.png", "response": "x"}], "demonstrations"), 1)
+    [sequence] = result["shown"][0]["sequences"]
     assert "<|vision_start|>[image 40x24]<|vision_end|>hi" in "".join(sequence["texts"])
     assert len(sequence["texts"]) == sequence["tokens"]
 
@@ -446,9 +446,9 @@ def test_objects_of_a_python_program_become_files(models, tmp_path):
     section = DataSection(train=(SourceSection(path=path),), shuffle=False)
     rows = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
     images = [rows.template.encode_prompt(row).images[0] for row in rows.take(4)]
-    read = [image for [image] in (opened(i.data) for i in images)]
-    assert [i.size for i in read] == [(40, 24), (40, 24), (24, 40), (40, 24)]
-    assert read[0].tobytes() == read[3].tobytes() == opened(RED)[0].tobytes()
+    pictures = [image for [image] in (opened(i.data) for i in images)]
+    assert [i.size for i in pictures] == [(40, 24), (40, 24), (24, 40), (40, 24)]
+    assert pictures[0].tobytes() == pictures[3].tobytes() == opened(RED)[0].tobytes()
     assert images[2].data == BLUE
     with pytest.raises(DataError, match=r"row 1, 'vectors'.*pixels of mode 'F'; give 8 bits per colour"):
         GivenFiles(tmp_path / "other").rows("train", [{"prompt": "hi"}, {"vectors": numpy.ones((3, 4), "float32")}])

@@ -45,16 +45,16 @@ def tokens(template, form, columns):
 @pytest.mark.parametrize("template", [HERMES, TEMPLATE_WITH_BLOCKS], ids=["plain", "generation blocks"])
 @pytest.mark.parametrize("form", ROWS)
 def test_rows_with_tools_are_those_of_a_run_with_these_tools_for_all_rows(tokenizer_with, template, form):
-    own = Template(tokenizer_with(template), DataSection())
+    plain = Template(tokenizer_with(template), DataSection())
     for tools in ([ADD], [LOOK_UP, ADD], [{"name": "add", "description": "Adds.", "parameters": {}}]):
         option = Template(tokenizer_with(template), DataSection(template_kwargs={"tools": tools}))
         expected = tokens(option, form, ROWS[form])
         for value in (tools, json.dumps(tools)):
-            assert tokens(own, form, {**ROWS[form], "tools": value}) == expected
-    bare = tokens(own, form, ROWS[form])
+            assert tokens(plain, form, {**ROWS[form], "tools": value}) == expected
+    bare = tokens(plain, form, ROWS[form])
     assert bare != expected
     for none in (None, "", [], "[]"):
-        assert tokens(own, form, {**ROWS[form], "tools": none}) == bare
+        assert tokens(plain, form, {**ROWS[form], "tools": none}) == bare
 
 
 def test_a_demonstration_with_tools_is_one_render_of_the_tokenizer(tokenizer_with):
@@ -90,14 +90,14 @@ def test_a_tokenizer_may_have_another_template_for_tools(tokenizer_with):
 )  # fmt: skip
 def test_tools_that_cannot_be_shown_are_refused_with_the_row(refusal, tokenizer_with, template, kwargs, value, words):
     good, bad = (ROWS["demonstrations"] | {"tools": tools} for tools in ([], value))
-    why = refusal(tokenizer_with(template), "demonstrations", [good], bad, template_kwargs=kwargs)
-    assert re.search(words, why)
+    message = refusal(tokenizer_with(template), "demonstrations", [good], bad, template_kwargs=kwargs)
+    assert re.search(words, message)
 
 
 def test_rows_of_a_parquet_file_have_no_arguments_of_other_tools(read, tokenizer_with):
     text = tool("text")
     text["function"]["parameters"]["properties"] = {"b": {"type": "string"}}
-    rows = [ROWS["demonstrations"] | {"tools": [one]} for one in (ADD, text)]
+    rows = [ROWS["demonstrations"] | {"tools": [tools]} for tools in (ADD, text)]
     option = Template(tokenizer_with(HERMES), DataSection(template_kwargs={"tools": [text]}))
     _, (_, example) = read(tokenizer_with(HERMES), "demonstrations", rows, "parquet")
     expected = tokens(option, "demonstrations", ROWS["demonstrations"])

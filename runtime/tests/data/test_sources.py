@@ -48,10 +48,10 @@ def write_every_kind(folder):
 
 def test_every_kind_gives_the_same_rows(tmp_path):
     for path in write_every_kind(tmp_path):
-        found = source(path)
-        assert [found[i].columns for i in range(len(found))] == ROWS, path
-        assert found.columns == ["prompt", "n", "tags"]
-        assert (found[3].source, found[3].index) == (path.name.split(".")[0], 3)
+        data = source(path)
+        assert [data[i].columns for i in range(len(data))] == ROWS, path
+        assert data.columns == ["prompt", "n", "tags"]
+        assert (data[3].source, data[3].index) == (path.name.split(".")[0], 3)
         assert len(source(path, max_rows=2)) == 2
 
 
@@ -64,23 +64,23 @@ def test_string_views_are_read_as_text(tmp_path):
     table = pa.Table.from_pylist(rows, schema=pa.schema(kinds))
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    found = source(tmp_path / "a.arrow")
-    assert [found[i].columns for i in range(2)] == rows
+    data = source(tmp_path / "a.arrow")
+    assert [data[i].columns for i in range(2)] == rows
 
 
 def test_csv_cells_are_text(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,label\n"1, 2\n3",007\n\nx,\n')
-    found = source(tmp_path / "a.csv")
-    assert [found[i].columns for i in range(2)] == [{"prompt": "1, 2\n3", "label": "007"}, {"prompt": "x", "label": ""}]
-    assert found.location(1).endswith("a.csv, line 5")
+    data = source(tmp_path / "a.csv")
+    assert [data[i].columns for i in range(2)] == [{"prompt": "1, 2\n3", "label": "007"}, {"prompt": "x", "label": ""}]
+    assert data.location(1).endswith("a.csv, line 5")
 
 
 def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n{"b": "\xc3\xa9"}')
-    found = source(tmp_path / "a.jsonl")
-    assert found.columns == ["a", "b"]
-    assert [found[i].columns for i in range(2)] == [{"a": 1}, {"b": "é"}]
-    assert found.location(1).endswith("a.jsonl, line 4")
+    data = source(tmp_path / "a.jsonl")
+    assert data.columns == ["a", "b"]
+    assert [data[i].columns for i in range(2)] == [{"a": 1}, {"b": "é"}]
+    assert data.location(1).endswith("a.jsonl, line 4")
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_splits_and_subsets(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     assert "split = 'test', but a file has neither" in refused(tmp_path / "a.jsonl", split="test")
     assert "subset = 'x', but a file has neither" in refused(tmp_path / "a.jsonl", subset="x")
-    one, two = datasets.Dataset.from_list(ROWS[:2]), datasets.Dataset.from_list(ROWS[2:])
-    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(tmp_path / "both")
+    first, two = datasets.Dataset.from_list(ROWS[:2]), datasets.Dataset.from_list(ROWS[2:])
+    datasets.DatasetDict({"train": first, "test": two}).save_to_disk(tmp_path / "both")
     assert source(tmp_path / "both", split="test")[0]["prompt"] == "p2"
     assert "has no split 'tets'; it has train, test. Did you mean 'test'?" in refused(tmp_path / "both", split="tets")
-    one.save_to_disk(tmp_path / "one")
+    first.save_to_disk(tmp_path / "one")
     assert "a single dataset without splits" in refused(tmp_path / "one", split="test")
     assert "a saved folder has no subsets" in refused(tmp_path / "one", subset="x")
 
@@ -160,8 +160,8 @@ def test_fingerprints_depend_on_the_content_only(tmp_path):
     for name, chunk in (("a", 1), ("b", 5)):
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=chunk)
     assert source(tmp_path / "a.parquet").fingerprint == source(tmp_path / "b.parquet").fingerprint
-    changed = pa.Table.from_pylist([*ROWS[:4], {**ROWS[4], "n": 9}])
-    pq.write_table(changed, tmp_path / "c.parquet")
+    new_table = pa.Table.from_pylist([*ROWS[:4], {**ROWS[4], "n": 9}])
+    pq.write_table(new_table, tmp_path / "c.parquet")
     assert source(tmp_path / "a.parquet").fingerprint != source(tmp_path / "c.parquet").fingerprint
     assert source(tmp_path / "a.parquet").fingerprint != source(tmp_path / "a.parquet", max_rows=2).fingerprint
     for name in ("d", "e"):

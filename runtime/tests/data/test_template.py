@@ -63,8 +63,8 @@ def test_samples_share_the_array_of_their_prompt_and_none_can_lengthen_it(chat):
 
 def test_template_kwargs_reach_the_template(with_template):
     tokenizer = with_template(THINKING)
-    off = Template(tokenizer, section(template_kwargs={"enable_thinking": False})).encode_prompt(row(prompt="x"))
-    assert tokenizer.decode(off.ids).endswith("assistant\n<think>\n\n</think>\n\n")
+    prompt = Template(tokenizer, section(template_kwargs={"enable_thinking": False})).encode_prompt(row(prompt="x"))
+    assert tokenizer.decode(prompt.ids).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 def test_template_kwargs_that_are_not_the_templates_are_refused(chat):
@@ -77,14 +77,14 @@ def test_tools_choose_among_templates_as_they_do_for_the_tokenizer(with_template
     """A tokenizer may have several; answers are found in the one that is rendered."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     loud = GENERATION.replace("m.content + '<|im_end|>' }}{% endgen", "m.content | upper + '<|im_end|>' }}{% endgen")
-    both = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}" + loud}
-    tokenizer = with_template(both)
-    for kwargs, front, said in (({}, "", "y"), ({"tools": tools}, "f", "Y")):
+    templates = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}" + loud}
+    tokenizer = with_template(templates)
+    for kwargs, front, answer in (({}, "", "y"), ({"tools": tools}, "f", "Y")):
         sequence = encoded(tokenizer, talk("x", "y"), template_kwargs=kwargs)
         assert tokenizer.decode(sequence.ids) == (
-            f"{front}<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>"
+            f"{front}<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
         )
-        assert trained(tokenizer, sequence) == f"{said}<|im_end|>"
+        assert trained(tokenizer, sequence) == f"{answer}<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_an_opening_joins_a_users_message_and_follows_any_other(chat):
         [turn] = template.encode_opening(row(prompt=list(messages)), "Guess.")
         return turn.ids
 
-    def asked(*messages):
+    def prompt_ids(*messages):
         return template.encode_prompt(row(prompt=list(messages))).ids
 
     rules = {"role": "system", "content": "Rules."}
-    assert opened(user) == asked({**user, "content": "a\n\nGuess."})
-    assert opened({**user, "content": ""}) == asked({**user, "content": "Guess."}), "no blank line after nothing"
-    assert opened(rules) == asked(rules, {**user, "content": "Guess."})
+    assert opened(user) == prompt_ids({**user, "content": "a\n\nGuess."})
+    assert opened({**user, "content": ""}) == prompt_ids({**user, "content": "Guess."}), "no blank line after nothing"
+    assert opened(rules) == prompt_ids(rules, {**user, "content": "Guess."})
 
 
 def test_turns_of_an_environment_keep_the_messages_that_a_template_wrote(chat, chars):
@@ -198,15 +198,15 @@ def test_turns_of_an_environment_keep_the_messages_that_a_template_wrote(chat, c
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "what"), [({}, "drops its reasoning"), ({"enable_thinking": False}, "writes it otherwise")]
+    ("kwargs", "reason"), [({}, "drops its reasoning"), ({"enable_thinking": False}, "writes it otherwise")]
 )
-def test_templates_that_rewrite_history_are_refused_for_several_turns(with_template, kwargs, what):
+def test_templates_that_rewrite_history_are_refused_for_several_turns(with_template, kwargs, reason):
     template = Template(with_template(THINKING), section(template_kwargs=kwargs))
     template.encode_prompt(row(prompt="one turn is fine"))
     for call in (template.observations.check, lambda: template.observations.encode("x")):
         message = refused(call)
         assert "the chat template rewrites history" in message
-        assert what in message
+        assert reason in message
         assert 'data.earlier_answers = "sampled"' in message
     sampled = Template(with_template(THINKING), section(template_kwargs=kwargs, earlier_answers="sampled"))
     sampled.observations.check()

@@ -14,10 +14,13 @@ from rlhf_runtime.data.tokenizer import load_tokenizer
 from rlhf_testing.tiny import tiny_tokenizer
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-WITHIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 HOSTILE = {
     "loops": (LOOP, "computes for more than 1 s"),
-    "loops for several messages": (f"{WITHIN}{{% if messages | length > 2 %}}{LOOP}{{% endif %}}", "computes for more"),
+    "loops for several messages": (
+        f"{CONTENTS}{{% if messages | length > 2 %}}{LOOP}{{% endif %}}",
+        "computes for more",
+    ),
     "a number": ("{{ 10 ** (10 ** 9) }}", "more than"),
     "a long text": ("{{ 'a' * (messages | length * 2 ** 34) }}", "more than 1024 MiB of memory"),
     "a long text in the source": ("{{ 'a' * 2 ** 34 }}", "more than 1024 MiB of memory"),
@@ -38,13 +41,13 @@ def test_a_template_without_limits_is_refused(tmp_path, monkeypatch, case):
 
 
 def test_other_errors_of_a_template_are_those_of_its_rows(tmp_path):
-    source = WITHIN + "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}"
+    source = CONTENTS + "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}"
     tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chat_template=source)))
     assert ChatTemplate(tokenizer, {}).text([{"role": "user", "content": "x"}], answer=True) == "x"
 
 
 def test_a_template_is_tried_once_in_a_process(tmp_path, monkeypatch):
-    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chat_template=f"once {WITHIN}")))
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chat_template=f"once {CONTENTS}")))
     ChatTemplate(tokenizer, {})
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("tried again"))
     ChatTemplate(tokenizer, {})

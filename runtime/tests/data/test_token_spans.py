@@ -68,9 +68,9 @@ def test_white_space_of_an_answer_is_trained_on(byte_level, prompt, response, ex
     for tokenizer in (plain, trimmed):
         template = Template(tokenizer, section())
         sequence = template.encode_demonstration(row(prompt=prompt, response=response)).sequences[0]
-        seen = template.encode_prompt(row(prompt=prompt)).ids
-        assert sequence.ids[: len(seen)] == seen
-        assert sequence.loss_mask == [False] * len(seen) + [True] * (len(sequence.ids) - len(seen))
+        prompt_ids = template.encode_prompt(row(prompt=prompt)).ids
+        assert sequence.ids[: len(prompt_ids)] == prompt_ids
+        assert sequence.loss_mask == [False] * len(prompt_ids) + [True] * (len(sequence.ids) - len(prompt_ids))
         assert tokenizer.decode(sequence.ids) == prompt + response + "<eos>"
         if expected is not None:
             assert [tokenizer.decode([i]) for i in sequence.ids] == expected
@@ -122,8 +122,8 @@ UNOPENED = (
 def test_a_tag_at_the_end_is_part_of_the_answer(chat, monkeypatch, template, answer):
     """And so is the end token behind it."""
     monkeypatch.setattr(chat, "chat_template", template)
-    told = answer.strip() if "trim" in template else answer
-    assert runs(chat, encoded(chat, talk("<q>", answer) * 2, loss_on="assistant")) == [f"{told}<eos>"] * 2
+    expected = answer.strip() if "trim" in template else answer
+    assert runs(chat, encoded(chat, talk("<q>", answer) * 2, loss_on="assistant")) == [f"{expected}<eos>"] * 2
 
 
 def test_a_tag_at_the_end_that_the_template_leaves_out_is_refused(chat, monkeypatch):
@@ -138,9 +138,9 @@ def test_without_a_generation_prompt_an_answer_begins_after_the_policys_context(
     messages = talk("q", answer) * 2
     sequence = encoded(chat, messages, loss_on="assistant")
     assert runs(chat, sequence) == [f" {answer}<eos>"] * 2
-    given = Template(chat, section()).encode_prompt(row(prompt=messages[:3])).ids
-    assert sequence.ids[: len(given)] == given
-    assert sequence.loss_mask[len(given) :] == [True] * (len(sequence.ids) - len(given))
+    prompt_ids = Template(chat, section()).encode_prompt(row(prompt=messages[:3])).ids
+    assert sequence.ids[: len(prompt_ids)] == prompt_ids
+    assert sequence.loss_mask[len(prompt_ids) :] == [True] * (len(sequence.ids) - len(prompt_ids))
 
 
 def test_without_a_generation_prompt_the_context_of_an_answer_must_be_the_policys(chat, monkeypatch):

@@ -104,9 +104,9 @@ def test_stop_strings_with_special_tokens_are_refused(tmp_path):
 def test_a_decoder_uses_the_tokenizer_that_is_loaded_and_another_process_loads_its_own(tmp_path):
     tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab")))
     assert TokenDecoder("no folder", tokenizer=tokenizer)([3, 4, 1]) == "ab"
-    sent = pickle.loads(pickle.dumps(TokenDecoder(str(tmp_path), tokenizer=tokenizer)))
-    assert sent.tokenizer is None
-    assert sent([3, 4, 1]) == "ab"
+    copy = pickle.loads(pickle.dumps(TokenDecoder(str(tmp_path), tokenizer=tokenizer)))
+    assert copy.tokenizer is None
+    assert copy([3, 4, 1]) == "ab"
 
 
 def test_plugins_can_encode_and_decode(tmp_path):
@@ -117,10 +117,10 @@ def test_plugins_can_encode_and_decode(tmp_path):
     assert tokens.single("+", "label") == 5
 
 
-@pytest.mark.parametrize(("text", "shown"), [("ba", r"2 \(4 'b', 3 'a'\)"), ("", r"0 \(none\)")])
-def test_a_text_that_is_not_one_token(tmp_path, text, shown):
+@pytest.mark.parametrize(("text", "description"), [("ba", r"2 \(4 'b', 3 'a'\)"), ("", r"0 \(none\)")])
+def test_a_text_that_is_not_one_token(tmp_path, text, description):
     tokens = tokens_of(load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab+"))))
-    with pytest.raises(ConfigError, match=rf"^the label: {text!r} must be one token .* but is {shown}\. Choose"):
+    with pytest.raises(ConfigError, match=rf"^the label: {text!r} must be one token .* but is {description}\. Choose"):
         tokens.single(text, "the label")
 
 
@@ -130,8 +130,8 @@ def test_a_named_chat_template_takes_the_place_of_the_tokenizers_own(tmp_path):
         "{% for m in messages %}{{ m.role[0] + '|' + m.content + eos_token }}{% endfor %}", encoding="utf-8"
     )
     row = Row({"prompt": "a+b"}, "data", 0)
-    for name, theirs in (("none", None), ("default", "default")):
-        tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path / name, chars="abu|+", chat_template=theirs)))
+    for name, chat_template in (("none", None), ("default", "default")):
+        tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path / name, chars="abu|+", chat_template=chat_template)))
         template = Template(tokenizer, DataSection(chat_template=str(file)))
         assert tokenizer.decode(template.encode_prompt(row).ids) == "u|a+b<eos>"
         assert tokenizer.chat_template == file.read_text()

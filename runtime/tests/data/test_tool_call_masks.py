@@ -21,7 +21,7 @@ def call(name="add", **arguments):
     return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def said(content, *calls, **fields):
+def reply(content, *calls, **fields):
     return {"role": "assistant", "content": content, **fields, **({"tool_calls": list(calls)} if calls else {})}
 
 
@@ -51,10 +51,10 @@ ADD, MULTIPLY = call(a=1, b=2), call("multiply", a='"3"\n', b=[1, {"x": None}])
 @pytest.mark.parametrize("calls", [[ADD], [MULTIPLY, ADD]])
 def test_text_calls_and_end_token_are_trained_on(template_with, text, content, calls):
     template = template_with(text)
-    written = (content + "\n" if content else "") + hermes(*calls) + "<eos>"
+    expected = (content + "\n" if content else "") + hermes(*calls) + "<eos>"
     thought = EMPTY_THOUGHT if text is QWEN3 else ""
-    [trained] = answers(template, ASK, said(content, *calls))
-    assert trained == thought + written
+    [trained] = answers(template, ASK, reply(content, *calls))
+    assert trained == thought + expected
     prompt = template.messages.encode([ASK])
     sampled = template.messages.answers.parse(Turn(template.tokens.ids(trained), True), prompt.ids, (0, 0, 0))
     assert sampled["content"].strip() == content.strip()
@@ -64,15 +64,15 @@ def test_text_calls_and_end_token_are_trained_on(template_with, text, content, c
 
 def test_a_call_in_place_of_text(template_with):
     template = template_with(LLAMA3)
-    assert answers(template, ASK, said("", ADD)) == ['{"name": "add", "parameters": {"a": 1, "b": 2}}<eos>']
+    assert answers(template, ASK, reply("", ADD)) == ['{"name": "add", "parameters": {"a": 1, "b": 2}}<eos>']
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'Let me add.'"):
-        answers(template, ASK, said("Let me add.", ADD))
+        answers(template, ASK, reply("Let me add.", ADD))
 
 
 @pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION, LLAMA3])
 def test_every_answer_of_a_conversation_with_calls(template_with, text):
     template = template_with(text, loss_on="assistant")
-    talk = [ASK, said("", ADD), result('{"sum": "3"}\n'), said("It is 3."), ASK, said("", ADD)]
+    talk = [ASK, reply("", ADD), result('{"sum": "3"}\n'), reply("It is 3."), ASK, reply("", ADD)]
     expected = [hermes(ADD) + "<eos>", "It is 3.<eos>", hermes(ADD) + "<eos>"]
     if text is LLAMA3:
         expected[0] = expected[2] = '{"name": "add", "parameters": {"a": 1, "b": 2}}<eos>'
@@ -83,8 +83,8 @@ def test_every_answer_of_a_conversation_with_calls(template_with, text):
 
 def test_reasoning_before_a_call_is_trained_on(template_with):
     template = template_with(QWEN3, loss_on="assistant")
-    thinking = said("Adding.", ADD, reasoning_content="two numbers\n")
-    answered = said("3", reasoning_content="done")
+    thinking = reply("Adding.", ADD, reasoning_content="two numbers\n")
+    answered = reply("3", reasoning_content="done")
     assert answers(template, ASK, thinking, result("3"), answered) == [
         f"<think>\ntwo numbers\n\n</think>\n\nAdding.\n{hermes(ADD)}<eos>",
         "<think>\ndone\n</think>\n\n3<eos>",
@@ -98,22 +98,24 @@ def test_reasoning_before_a_call_is_trained_on(template_with):
 def test_text_of_the_template_between_text_and_call(template_with):
     spaced = HERMES.replace("{% for call in m.tool_calls or [] %}", "{{ '[calls]' if m.tool_calls else '' }}\\g<0>", 1)
     spaced = spaced.replace("\\g<0>", "{% for call in m.tool_calls or [] %}")
-    assert answers(template_with(spaced), ASK, said("Sure.", ADD)) == [f"Sure.[calls]\n{hermes(ADD)}<eos>"]
+    assert answers(template_with(spaced), ASK, reply("Sure.", ADD)) == [f"Sure.[calls]\n{hermes(ADD)}<eos>"]
 
 
 @pytest.mark.parametrize("end", ["<unk>", "<|tool|>"])  # of these, tokenizer_config.json names only the first
 def test_a_call_with_an_end_token_of_its_own(chat, monkeypatch, end):
-    own = LLAMA3.replace("{{ '<eos>' }}{% endfor %}", f"{{{{ '{end}' if m.tool_calls else '<eos>' }}}}{{% endfor %}}")
-    monkeypatch.setattr(chat, "chat_template", own)
+    template_text = LLAMA3.replace(
+        "{{ '<eos>' }}{% endfor %}", f"{{{{ '{end}' if m.tool_calls else '<eos>' }}}}{{% endfor %}}"
+    )
+    monkeypatch.setattr(chat, "chat_template", template_text)
     template = Template(chat, DataSection(messages="messages", loss_on="assistant"))
-    written = '{"name": "add", "parameters": {"a": 1, "b": 2}}' + end
-    assert answers(template, ASK, said("", ADD), result("3"), said("3")) == [written, "3<eos>"]
-    assert answers(template, ASK, said("", ADD)) == [written]
+    expected = '{"name": "add", "parameters": {"a": 1, "b": 2}}' + end
+    assert answers(template, ASK, reply("", ADD), result("3"), reply("3")) == [expected, "3<eos>"]
+    assert answers(template, ASK, reply("", ADD)) == [expected]
 
 
 @pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION, LLAMA3])
 def test_pairs_that_differ_in_the_call_only(template_with, text):
-    columns = {"prompt": "1+2?", "chosen": [said("", ADD)], "rejected": [said("", call(a=1, b=3))]}
+    columns = {"prompt": "1+2?", "chosen": [reply("", ADD)], "rejected": [reply("", call(a=1, b=3))]}
     pair = template_with(text).encode_pair(row(**columns))
     chosen, rejected = (template_with(text).tokenizer.decode(s.ids) for s in pair.sequences)
     assert '"b": 2}' in chosen
@@ -126,16 +128,16 @@ def test_pairs_that_differ_in_the_call_only(template_with, text):
 def test_calls_as_the_api_writes_them(template_with):
     """Content null, arguments as text."""
     function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
-    written = {"role": "assistant", "content": None, "tool_calls": [{**ADD, "function": function}]}
+    message = {"role": "assistant", "content": None, "tool_calls": [{**ADD, "function": function}]}
     for text in (HERMES, QWEN3, GENERATION, LLAMA3):
         template = template_with(text)
-        assert answers(template, ASK, written) == answers(template, ASK, said("", ADD))
+        assert answers(template, ASK, message) == answers(template, ASK, reply("", ADD))
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_in_a_field_that_the_template_does_not_read(template_with, field):
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'hm'"):
-        answers(template_with(HERMES), ASK, said("3", **{field: "hm"}))
+        answers(template_with(HERMES), ASK, reply("3", **{field: "hm"}))
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): the text 'hm'"):
-        answers(template_with(HERMES, loss_on="all"), ASK, said("3", **{field: "hm"}))
-    template_with(HERMES).encode_prompt(row(prompt=[ASK, said("3", **{field: "hm"}), ASK]))
+        answers(template_with(HERMES, loss_on="all"), ASK, reply("3", **{field: "hm"}))
+    template_with(HERMES).encode_prompt(row(prompt=[ASK, reply("3", **{field: "hm"}), ASK]))

@@ -65,10 +65,10 @@ def test_an_embedding_too_small_is_refused_without_a_tokenizer_too(policy, other
 
 def test_tokens_that_the_policys_embedding_lacks_need_no_row_of_a_role(policy, other, tmp_path):
     rows = json.loads((other / "config.json").read_text())["vocab_size"]
-    own = tmp_path / "policy"
-    shutil.copytree(other, own)
-    edit(own / "tokenizer.json", lambda t: t["model"]["vocab"].update({"unused": rows}))
-    check(replace(policy, path=str(own)), other)
+    folder = tmp_path / "policy"
+    shutil.copytree(other, folder)
+    edit(folder / "tokenizer.json", lambda t: t["model"]["vocab"].update({"unused": rows}))
+    check(replace(policy, path=str(folder)), other)
 
 
 def test_additional_tokens_of_a_role_are_accepted(policy, other):

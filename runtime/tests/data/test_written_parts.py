@@ -70,9 +70,9 @@ def test_a_role_that_the_template_drops_is_refused(template_with, role, left_out
     ],
 )
 def test_a_part_of_a_call_that_the_template_drops_is_refused(template_with, dropped, part):
-    kept = {"m.tool_calls or [][:1]": "(m.tool_calls or [])[:1]", "m.tool_calls or []": "[]"}.get(dropped, "'?'")
+    replacement = {"m.tool_calls or [][:1]": "(m.tool_calls or [])[:1]", "m.tool_calls or []": "[]"}.get(dropped, "'?'")
     for text in (HERMES, GENERATION):
-        template = template_with(text.replace(dropped.removesuffix("[:1]"), kept))
+        template = template_with(text.replace(dropped.removesuffix("[:1]"), replacement))
         for call in (
             lambda template=template: encoded(template, [ASK, CALLS]),
             lambda template=template: encoded(template, TALK),
@@ -83,8 +83,8 @@ def test_a_part_of_a_call_that_the_template_drops_is_refused(template_with, drop
 
 
 def test_calls_outside_of_generation_blocks_are_refused(template_with):
-    inside = "{% for call in m.tool_calls or [] %}"
-    moved = GENERATION.replace(inside, "{{ '<eos>' }}{% endgeneration %}" + inside).replace(
+    loop = "{% for call in m.tool_calls or [] %}"
+    moved = GENERATION.replace(loop, "{{ '<eos>' }}{% endgeneration %}" + loop).replace(
         "{{ '<eos>' }}{% endgeneration %}{{ '\\n' }}", "{{ '<eos>\\n' }}"
     )
     with pytest.raises(DataError, match="the name of its call of 'add', or writes it where it is not trained on"):
@@ -109,8 +109,8 @@ def test_reasoning_of_earlier_answers_may_be_left_out(template_with):
 def test_each_source_and_form_is_checked(template_with):
     """A template may drop a message only in some conversations."""
     template = template_with(HERMES.replace("{% elif m.role == 'tool' %}", "{% elif m.role == 'tool' and m.name %}"))
-    named = [ASK, CALLS, {**RESULT, "name": "add"}, ASK]
-    prompted(template, named)
+    messages = [ASK, CALLS, {**RESULT, "name": "add"}, ASK]
+    prompted(template, messages)
     with pytest.raises(DataError, match=r"message 2 \(tool\): the text '3'"):
         prompted(template, [ASK, CALLS, RESULT, ASK])
 
@@ -132,8 +132,8 @@ def test_a_long_conversation_takes_few_renders_more(template_with, monkeypatch, 
 
 def test_results_that_a_template_writes_as_json(template_with):
     result = {**RESULT, "content": '{"sum": "3"}\n'}
-    one = {**CALLS, "tool_calls": [CALL]}
-    assert trained(template_with(LLAMA3), [ASK, one, result, ANSWER]) == ["3<eos>"]
+    call_message = {**CALLS, "tool_calls": [CALL]}
+    assert trained(template_with(LLAMA3), [ASK, call_message, result, ANSWER]) == ["3<eos>"]
 
 
 def test_a_template_that_reads_arguments_as_text(template_with):
@@ -203,8 +203,8 @@ def test_a_template_that_reads_the_clock_reads_one_time(template_with):
     template = template_with(text, day=datetime(2001, 2, 3))
     assert prompted(template, "hi").text.startswith("03 Feb 2001")
     assert template.tokenizer.decode(encoded(template, [ASK, ANSWER]).ids).startswith("03 Feb 2001")
-    elsewhere = template.tokenizer.apply_chat_template([ASK], tokenize=False)
-    assert not elsewhere.startswith("03 Feb 2001"), "only the run's own renders are of its day"
+    plain = template.tokenizer.apply_chat_template([ASK], tokenize=False)
+    assert not plain.startswith("03 Feb 2001"), "only the run's own renders are of its day"
     assert template.chat.day == datetime(2001, 2, 3)
     assert template_with(text).chat.day is not None
     assert template_with(GENERATION).chat.day is None
@@ -242,9 +242,9 @@ def test_every_answer_that_ends_a_row_has_an_end_token(template_with, text, answ
     if call is not None:
         assert trained(template, [ASK, CALLS])[0].endswith(call)
         assert "<eos>" not in trained(template, [ASK, CALLS])[0].removesuffix("<eos>")
-    everything = encoded(template_with(text, loss_on="all"), [ASK, ANSWER])
-    assert template.tokenizer.decode(everything.ids).rstrip().endswith("<eos>")
-    assert all(everything.loss_mask)
+    encoding = encoded(template_with(text, loss_on="all"), [ASK, ANSWER])
+    assert template.tokenizer.decode(encoding.ids).rstrip().endswith("<eos>")
+    assert all(encoding.loss_mask)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_the_end_of_a_trained_answer_that_others_follow(template_with, text, exp
 
 
 def test_a_call_without_an_end_token_gets_that_of_answers(template_with):
-    written = trained(template_with(OPEN_CALL), [ASK, {**CALLS, "tool_calls": [CALL]}])
-    assert written == ['{"name": "add", "parameters": {"a": 1, "b": "x", "c": null}}<eos>']
+    texts = trained(template_with(OPEN_CALL), [ASK, {**CALLS, "tool_calls": [CALL]}])
+    assert texts == ['{"name": "add", "parameters": {"a": 1, "b": "x", "c": null}}<eos>']
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from rlhf_runtime.loop.best_value import BestTracker
 def test_best_and_patience():
     tracker = BestTracker("pass@1", "auto", patience=2)
     values = [0.1, 0.3, 0.3, 0.2, 0.4]
-    got = [tracker.update(step, {"eval/pass@1": v}) for step, v in enumerate(values)]
-    assert got == [(True, False), (True, False), (False, False), (False, True), (True, False)]
+    results = [tracker.update(step, {"eval/pass@1": v}) for step, v in enumerate(values)]
+    assert results == [(True, False), (True, False), (False, False), (False, True), (True, False)]
     assert (tracker.value, tracker.step) == (0.4, 4)
 
 
@@ -72,9 +72,9 @@ def test_an_evaluation_whose_answers_got_no_reward_is_one_without_improvement():
     assert tracker.update(1, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
     assert tracker.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.0}) == (True, False)
     assert tracker.update(3, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
-    several = BestTracker("pass@4")
-    several.update(1, {"eval/pass@1": 0.5, "eval/pass@4": 0.7, "eval/unscored": 0.1})
-    assert several.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.6}) == (False, False), "no prompt has four"
+    second = BestTracker("pass@4")
+    second.update(1, {"eval/pass@1": 0.5, "eval/pass@4": 0.7, "eval/unscored": 0.1})
+    assert second.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.6}) == (False, False), "no prompt has four"
     with pytest.raises(ConfigError, match="does not have"):
         BestTracker("pass@3").update(1, {"eval/pass@1": 0.5, "eval/unscored": 0.6})
 

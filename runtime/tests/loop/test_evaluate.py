@@ -28,21 +28,21 @@ class Answered:
         groups = []
         for number, row in enumerate(rows, first_number):
             turns = [Turn([1], False), Turn([2, 3], True, [-1.0, -1.0])]
-            both = [Trajectory(row, turns, (number, s), reward=float(r)) for s, r in enumerate((row.index, 1))]
-            groups.append(Group(row, number, both))
+            samples = [Trajectory(row, turns, (number, s), reward=float(r)) for s, r in enumerate((row.index, 1))]
+            groups.append(Group(row, number, samples))
             count(2 * len(groups), 2 * len(rows))
         return groups
 
 
 def test_rows_are_answered_in_batches_under_their_own_numbers():
-    rollouts, seen = Answered(), []
+    rollouts, progress = Answered(), []
     settings = RolloutSettings(Sampling(), 2, "eval", 0, 10, 1.0)
     assert settings.abort_on_failure, "what training does"
     section = EvalSection(samples=2, pass_threshold=2.0)
-    metrics, groups = evaluate_rollouts(rollouts, ROWS, settings, section, 2, lambda *ended: seen.append(ended))
-    asked = replace(settings, abort_on_failure=False)
-    assert rollouts.calls == [([0, 1], 0, asked), ([2, 3], 2, asked), ([4], 4, asked)]
-    assert seen == [(2, 10), (4, 10), (6, 10), (8, 10), (10, 10)], "after each row, whose two samples end at once"
+    metrics, groups = evaluate_rollouts(rollouts, ROWS, settings, section, 2, lambda *counts: progress.append(counts))
+    expected = replace(settings, abort_on_failure=False)
+    assert rollouts.calls == [([0, 1], 0, expected), ([2, 3], 2, expected), ([4], 4, expected)]
+    assert progress == [(2, 10), (4, 10), (6, 10), (8, 10), (10, 10)], "after each row, whose two samples end at once"
     assert [g.number for g in groups] == [0, 1, 2, 3, 4]
     assert metrics["eval/reward"] == (0 + 1 + 2 + 3 + 4 + 5 * 1) / 10
     assert metrics["eval/avg@2"] == 3 / 10, "rewards of at least 2"

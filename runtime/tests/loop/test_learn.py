@@ -50,8 +50,8 @@ def step(loss, ratio, count, norm, lr, skipped=""):
 
 
 def test_losses_are_averaged_over_optimizer_steps_and_counted_values_over_what_was_counted():
-    role, kept = Told(step(1.0, 6.0, 2.0, 3.0, 0.3), step(4.0, 2.0, 6.0, 5.0, 0.2)), []
-    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain", minibatches=2), 0, 0, kept.append)
+    role, skips = Told(step(1.0, 6.0, 2.0, 3.0, 0.3), step(4.0, 2.0, 6.0, 5.0, 0.2)), []
+    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain", minibatches=2), 0, 0, skips.append)
     assert metrics == {
         "policy/loss": 2.5,  # (1 + 4) / 2 optimizer steps
         "policy/ratio": 1.0,  # (6 + 2) / (2 + 6) tokens
@@ -59,15 +59,15 @@ def test_losses_are_averaged_over_optimizer_steps_and_counted_values_over_what_w
         "policy/grad_norm": 4.0,
         "policy/skipped": 0.0,
     }
-    assert kept == []
+    assert skips == []
 
 
 def test_a_skipped_optimizer_step_is_counted_and_kept_and_its_numbers_are_left_out():
     nan = float("nan")
     role = Told(step(1.0, 6.0, 2.0, 3.0, 0.3), step(nan, nan, 2.0, nan, 0.3, "a gradient is nan"))
-    kept = []
+    skips = []
     update = Update("policy", "plain", minibatches=2)
-    metrics = train(batch(), Plain(), {"policy": role}, update, 0, 0, lambda *what: kept.append(what))
+    metrics = train(batch(), Plain(), {"policy": role}, update, 0, 0, lambda *event: skips.append(event))
     assert metrics == {
         "policy/loss": 1.0,
         "policy/ratio": 3.0,
@@ -75,7 +75,7 @@ def test_a_skipped_optimizer_step_is_counted_and_kept_and_its_numbers_are_left_o
         "policy/grad_norm": 3.0,
         "policy/skipped": 1.0,
     }
-    [(reason, minibatch)] = kept
+    [(reason, minibatch)] = skips
     assert reason == "policy: a gradient is nan"
     assert torch.equal(minibatch.ids_N, role.trained[1].ids_N)
 
@@ -83,7 +83,7 @@ def test_a_skipped_optimizer_step_is_counted_and_kept_and_its_numbers_are_left_o
 def test_a_step_of_skipped_optimizer_steps_only_has_no_gradient_norm():
     """By its absence a run tells that no weight moved (``updates`` of a run)."""
     role = Told(step(1.0, 6.0, 2.0, 3.0, 0.3, "a gradient is nan"))
-    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain"), 0, 0, lambda *what: None)
+    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain"), 0, 0, lambda *event: None)
     assert metrics == {"policy/lr": 0.3, "policy/skipped": 1.0}
 
 
@@ -92,10 +92,10 @@ def test_each_minibatch_is_weighed_alone_after_a_prepass_with_the_current_weight
     loss = Plain((Annotation("policy", "logprobs", "now"),))
     train(batch(), loss, {"policy": role}, Update("policy", "plain", epochs=2, minibatches=2), 0, 0, print)
     assert role.asked == [(2, ["now"])] * 4
-    for taken, minibatch in enumerate(
+    for number, minibatch in enumerate(
         role.trained
     ):  # two units of two trained tokens, behind one that nothing predicts
-        assert minibatch.tok["now"].tolist() == [0, taken, taken] * 2
+        assert minibatch.tok["now"].tolist() == [0, number, number] * 2
         assert minibatch.tok["weight/nll"].tolist() == [0, 0.25, 0.25] * 2
     for epoch in (role.trained[:2], role.trained[2:]):
         assert sorted(int(m.ids_N[i]) for m in epoch for i in (0, 3)) == [0, 1, 2, 3], "every unit once"
@@ -103,15 +103,15 @@ def test_each_minibatch_is_weighed_alone_after_a_prepass_with_the_current_weight
 
 def test_every_epoch_step_and_seed_has_an_order_of_its_own():
     def orders(seed: int, step: int) -> list[list[int]]:
-        found = list(minibatches(batch(12), Update("policy", "plain", epochs=2, minibatches=2), seed, step))
-        assert [minibatch.units for minibatch in found] == [6] * 4
-        units = [int(minibatch.ids_N[3 * n]) for minibatch in found for n in range(6)]
+        batches = list(minibatches(batch(12), Update("policy", "plain", epochs=2, minibatches=2), seed, step))
+        assert [minibatch.units for minibatch in batches] == [6] * 4
+        units = [int(minibatch.ids_N[3 * n]) for minibatch in batches for n in range(6)]
         return [units[:12], units[12:]]
 
-    made = [*orders(0, 0), *orders(0, 1), *orders(1, 0)]
-    assert all(sorted(order) == list(range(12)) for order in made)
-    assert len({tuple(order) for order in made}) == 6
-    assert orders(0, 0) == made[:2]
+    permutations = [*orders(0, 0), *orders(0, 1), *orders(1, 0)]
+    assert all(sorted(order) == list(range(12)) for order in permutations)
+    assert len({tuple(order) for order in permutations}) == 6
+    assert orders(0, 0) == permutations[:2]
 
 
 def test_errors_before_an_optimizer_step_name_the_loss_or_the_algorithm():
@@ -137,20 +137,20 @@ def test_a_column_is_left_out_by_a_single_optimizer_step_only():
     for changes in ({"epochs": 2}, {"minibatches": 2}):
         with pytest.raises(TrainingError, match=r"optimizer steps and leaves out \['old_logprobs'\]"):
             train(batch(), Plain(), {"policy": Told()}, Update("policy", "plain", live=live, **changes), 0, 0, print)
-    one = Told(step(0.0, 0.0, 1.0, 1.0, 0.1))
-    train(batch(), Plain(), {"policy": one}, Update("policy", "plain", live=live), 0, 0, print)
-    assert len(one.trained) == 1
+    role = Told(step(0.0, 0.0, 1.0, 1.0, 0.1))
+    train(batch(), Plain(), {"policy": role}, Update("policy", "plain", live=live), 0, 0, print)
+    assert len(role.trained) == 1
 
 
 def test_every_role_annotates_once_what_is_asked_of_it_and_every_update_reports():
     policy, critic = Told(step(1.0, 0.0, 1.0, 1.0, 0.1)), Told(step(2.0, 0.0, 1.0, 1.0, 0.2))
-    asked = [Annotation(r, "logprobs", c) for r, c in (("policy", "a"), ("critic", "b"), ("policy", "c"))]
-    told = []
+    annotations = [Annotation(r, "logprobs", c) for r, c in (("policy", "a"), ("critic", "b"), ("policy", "c"))]
+    calls = []
     algorithm = SimpleNamespace(
         name="plain",
-        annotations=lambda step: asked,
+        annotations=lambda step: annotations,
         credit=lambda batch: (batch.with_column("unit", "credit", torch.ones(batch.units)), {"reward/mean": 0.5}),
-        updates=lambda step, batch: told.append((step, batch)) or [Update("policy", "one"), Update("critic", "two")],
+        updates=lambda step, batch: calls.append((step, batch)) or [Update("policy", "one"), Update("critic", "two")],
         parts={"one": Plain(), "two": Plain()},
     )
     metrics = learn(batch(), algorithm, {"policy": policy, "critic": critic}, 0, 3)
@@ -158,7 +158,7 @@ def test_every_role_annotates_once_what_is_asked_of_it_and_every_update_reports(
     assert critic.asked == [(4, ["b"])]
     assert all({"a", "b", "c"} <= set(role.trained[0].tok) for role in (policy, critic))
     assert all("credit" in role.trained[0].unit for role in (policy, critic))
-    [(number, credited)] = told
+    [(number, credited)] = calls
     assert (number, set(credited.unit)) == (3, {"credit"}), "asked once, for the batch that credit returned"
     assert (metrics["reward/mean"], metrics["policy/loss"], metrics["critic/loss"]) == (0.5, 1.0, 2.0)
     assert (metrics["policy/lr"], metrics["critic/lr"]) == (0.1, 0.2)

@@ -8,10 +8,10 @@ from rlhf_runtime.loop.schedule import UpdateSchedule
 
 def updates(step):
     """Two critic steps first; then the policy joins, and after every second step the reference is copied."""
-    found = [Update("critic", "value_loss", epochs=2, minibatches=3)]
+    result = [Update("critic", "value_loss", epochs=2, minibatches=3)]
     if step >= 2:
-        found.append(Update("policy", "loss", minibatches=4))
-    return [*found, *([Snapshot("reference", "policy")] if step % 2 else [])]
+        result.append(Update("policy", "loss", minibatches=4))
+    return [*result, *([Snapshot("reference", "policy")] if step % 2 else [])]
 
 
 def test_every_step_of_the_run_is_planned_with_all_its_passes():
@@ -22,8 +22,8 @@ def test_every_step_of_the_run_is_planned_with_all_its_passes():
 
 
 def test_two_updates_of_one_role_are_added():
-    twice = SimpleNamespace(updates=lambda step: [Update("policy", "a"), Update("policy", "b", epochs=3)])
-    assert UpdateSchedule.of(twice, 1).planned == ({"policy": 4},)
+    algorithm = SimpleNamespace(updates=lambda step: [Update("policy", "a"), Update("policy", "b", epochs=3)])
+    assert UpdateSchedule.of(algorithm, 1).planned == ({"policy": 4},)
 
 
 def test_a_run_without_steps_plans_nothing():

@@ -12,14 +12,14 @@ from rlhf_runtime.loop.signals import StopRequest
 def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd, request):
     inherited = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     request.addfinalizer(lambda: signal.signal(number, inherited))
-    before = signal.getsignal(number)
+    old_handler = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
         assert stop.reason == signal.Signals(number).name
         os.kill(os.getpid(), signal.SIGTERM)  # a second SIGTERM changes nothing
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is old_handler
     assert f"{number.name}: stopping after this step, with a checkpoint" in capfd.readouterr().err
 
 
@@ -49,35 +49,35 @@ def test_a_signal_asks_for_a_stop_where_its_line_cannot_be_written():
 
 
 def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
-    called = []
-    with StopRequest("ending soon", callback=lambda: called.append(1)) as stop:
+    calls = []
+    with StopRequest("ending soon", callback=lambda: calls.append(1)) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         stop.request("again")
-    assert called == [1]
+    assert calls == [1]
     assert "SIGTERM: ending soon (Ctrl-C: at once)" in capfd.readouterr().err
 
 
 def test_the_second_ctrl_c_stops_at_once():
-    before = signal.getsignal(signal.SIGINT)
+    old_handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="second Ctrl-C"), StopRequest():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is old_handler
 
 
 def test_in_a_thread_only_code_can_ask():
-    seen = []
+    states = []
 
     def run():
         with StopRequest() as stop:
             stop.request("test")
-            seen.append((stop.requested, stop.reason, signal.getsignal(signal.SIGTERM)))
+            states.append((stop.requested, stop.reason, signal.getsignal(signal.SIGTERM)))
 
-    before = signal.getsignal(signal.SIGTERM)
+    old_handler = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert seen == [(True, "test", before)]
+    assert states == [(True, "test", old_handler)]
 
 
 def test_a_real_process_finishes_its_step():

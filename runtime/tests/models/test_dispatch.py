@@ -30,8 +30,8 @@ def batch_of(groups):
 
 def computed(units, tokens, order, shared):
     """Tokens that a micro-batch of these units computes: two of them share what all between them in the order share."""
-    at = sorted(order.index(u) for u in units)
-    return sum(tokens[u] for u in units) - sum(min(shared[a + 1 : b + 1]) for a, b in pairwise(at))
+    positions = sorted(order.index(u) for u in units)
+    return sum(tokens[u] for u in units) - sum(min(shared[a + 1 : b + 1]) for a, b in pairwise(positions))
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,9 +41,9 @@ def test_every_unit_is_placed_once_and_no_rank_is_idle(tokens, ranks, budget):
     assert len(shares) == ranks
     assert len({len(rank) for rank in shares}) == 1, "ranks with different micro-batch counts hang sharded trainers"
     assert all(units for rank in shares for units in rank)
-    placed = [u for rank in shares for units in rank for u in units]
+    placement = [u for rank in shares for units in rank for u in units]
     repeated = [u for rank in fillers(shares) for units in rank for u in units]
-    assert sorted(placed) == sorted([*range(len(tokens)), *repeated])
+    assert sorted(placement) == sorted([*range(len(tokens)), *repeated])
 
 
 @settings(max_examples=200, deadline=None)
@@ -89,9 +89,9 @@ def test_shared_prefixes_keep_every_guarantee(groups, ranks, budget):
     assert shares == plan(tokens, ranks, budget, order, shared)
     assert len({len(rank) for rank in shares}) == 1
     assert all(units for rank in shares for units in rank)
-    placed = [u for rank in shares for units in rank for u in units]
+    placement = [u for rank in shares for units in rank for u in units]
     repeated = [u for rank in fillers(shares) for units in rank for u in units]
-    assert sorted(placed) == sorted([*range(len(tokens)), *repeated])
+    assert sorted(placement) == sorted([*range(len(tokens)), *repeated])
     for rank in shares:
         for units in rank:
             assert len(units) == 1 or computed(units, tokens, order, shared) <= budget
@@ -105,9 +105,9 @@ def test_shared_prefixes_never_make_a_plan_longer(groups, ranks, budget):
         return sum(max(computed(units, tokens, order, shared) for units in m) + budget / 32 for m in parts)
 
     tokens, order, shared = batch_of(groups)
-    alone = plan(tokens, ranks, budget)
+    plain_plan = plan(tokens, ranks, budget)
     without_luck = sum(
-        max(sum(tokens[u] for u in units) for units in m) + budget / 32 for m in zip(*alone, strict=True)
+        max(sum(tokens[u] for u in units) for units in m) + budget / 32 for m in zip(*plain_plan, strict=True)
     )
     assert longest(plan(tokens, ranks, budget, order, shared)) <= without_luck
 
@@ -121,9 +121,9 @@ def test_the_samples_of_a_prompt_are_in_one_micro_batch():
 
 
 def test_a_group_is_cut_where_a_rank_would_be_idle_or_the_budget_is_exceeded():
-    one = batch_of([(8, 200, 64)])
-    assert [[len(m) for m in rank] for rank in plan(one[0], 2, 2048, *one[1:])] == [[4], [4]]
-    assert [len(m) for m in plan(one[0], 1, 500, *one[1:])[0]] == [4, 4]
+    single = batch_of([(8, 200, 64)])
+    assert [[len(m) for m in rank] for rank in plan(single[0], 2, 2048, *single[1:])] == [[4], [4]]
+    assert [len(m) for m in plan(single[0], 1, 500, *single[1:])[0]] == [4, 4]
     three = batch_of([(8, 100, 100)] * 3)  # 900 tokens each: two ranks would need 1800 with whole ones
     loads = [sum(computed(m, *three) for m in rank) for rank in plan(three[0], 2, 4096, *three[1:])]
     assert max(loads) <= 1600
@@ -137,9 +137,9 @@ def test_micro_batches_are_the_selected_units_in_one_memory(ranks):
     )
     shares = plan(batch.tokens_per_unit(), ranks, 12)
     assert ranks < 4 or any(units for rank in fillers(shares) for units in rank), "a unit is in two micro-batches"
-    made = micro_batches(batch, shares)
-    assert [len(rank) for rank in made] == [len(rank) for rank in shares]
-    flat = [pair for rank, units in zip(made, shares, strict=True) for pair in zip(rank, units, strict=True)]
+    micros = micro_batches(batch, shares)
+    assert [len(rank) for rank in micros] == [len(rank) for rank in shares]
+    flat = [pair for rank, units in zip(micros, shares, strict=True) for pair in zip(rank, units, strict=True)]
     for micro, units in flat:
         want = batch.select(units)
         for name in ("ids_N", "lens_B", "unit_B", "role_B"):

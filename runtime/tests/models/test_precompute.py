@@ -15,7 +15,7 @@ from rlhf_runtime.models.precompute import keys, precompute, problems_of
 from rlhf_runtime.models.roles import Role
 
 SPEC = ModelSpec(RoleSpec("reference"), "nowhere")
-READ = Annotation("reference", "logprobs", "ref_logprobs")
+REFERENCE_LOGPROBS = Annotation("reference", "logprobs", "ref_logprobs")
 
 
 class Counting(WorkerGroup):
@@ -47,7 +47,7 @@ class Counting(WorkerGroup):
 class Reads(Algorithm):
     name = "reads"
     data = "demonstrations"
-    wanted = (READ,)
+    wanted = (REFERENCE_LOGPROBS,)
 
     def needs(self):
         return Needs((RoleSpec("policy", trained=True), RoleSpec("reference")))
@@ -92,7 +92,7 @@ def run(tmp_path):
 
 
 def along(batch):
-    return Role(SPEC, Counting(), budget=64).annotate(batch, [READ]).tok["ref_logprobs"]
+    return Role(SPEC, Counting(), budget=64).annotate(batch, [REFERENCE_LOGPROBS]).tok["ref_logprobs"]
 
 
 def test_the_columns_are_those_computed_along_in_any_order_and_split(run):
@@ -100,20 +100,20 @@ def test_the_columns_are_those_computed_along_in_any_order_and_split(run):
     assert run.groups[0].closed
     for order in ([0, 1, 2, 3], [3, 1], [2], [1, 0, 3, 2]):
         batch = Reads().assemble([ROWS[i] for i in order])[0]
-        assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+        assert torch.equal(role.annotate(batch, [REFERENCE_LOGPROBS]).tok["ref_logprobs"], along(batch))
     batch = Reads().assemble(ROWS)[0].select([2, 0])
-    assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+    assert torch.equal(role.annotate(batch, [REFERENCE_LOGPROBS]).tok["ref_logprobs"], along(batch))
     assert run.notes[0] == "reference: precomputing ref_logprobs of 6 sequences"
 
 
 def test_a_resume_computes_only_what_is_new(run):
     run(ROWS[:3])
-    again = run(ROWS[:3])
+    second = run(ROWS[:3])
     assert len(run.groups) == 1, "nothing is missing, so no model is loaded"
     run(ROWS)
     assert run.groups[1].sequences == 1  # of the fourth row only [15, 16]; its [9] is the first row's
     batch = Reads().assemble(ROWS[:3])[0]
-    assert torch.equal(again.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+    assert torch.equal(second.annotate(batch, [REFERENCE_LOGPROBS]).tok["ref_logprobs"], along(batch))
 
 
 def test_values_computed_before_a_failure_are_kept(run, monkeypatch):
@@ -146,11 +146,11 @@ def test_the_mask_is_part_of_the_key_of_values(run):
     ids = ROWS[0].sequences[0].ids
     other = pack([UnitData([SequenceData(ids, {"loss_mask": [False, True, True, True]})])])
     with pytest.raises(TrainingError, match=r"reads it at other tokens.*Remove precompute of 'reference'"):
-        role.annotate(other, [READ])
+        role.annotate(other, [REFERENCE_LOGPROBS])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": "prompts"}, "learns from samples that do not exist before the run"),
         ({"wanted": ()}, "reads none of its outputs"),
@@ -160,11 +160,11 @@ def test_the_mask_is_part_of_the_key_of_values(run):
         ),
     ],
 )
-def test_roles_that_cannot_be_precomputed_are_refused(change, said):
+def test_roles_that_cannot_be_precomputed_are_refused(change, message):
     algorithm = type("Other", (Reads,), change)()
     [problem] = problems_of(["reference"], algorithm, {"policy"}, set())
     assert problem.startswith("reference.precompute = true, but reads ")
-    assert said in problem
+    assert message in problem
 
 
 def test_trained_and_replaced_roles_are_refused():
@@ -174,18 +174,18 @@ def test_trained_and_replaced_roles_are_refused():
 
 
 def test_the_key_of_a_value_contains_all_of_its_inputs():
-    def one(mask=(False, True, True), ids=(5, 6, 7), **columns):
+    def build(mask=(False, True, True), ids=(5, 6, 7), **columns):
         tok = {"loss_mask": list(mask), "unread": [1.0, 2.0, 3.0], **columns}
         return pack([UnitData([SequenceData(ids, tok)])])
 
-    plain = keys(one(), LOGPROBS, "live")
-    assert plain == keys(one(unread=[4.0, 4.0, 4.0]), LOGPROBS, "live"), "what the head does not read"
-    others = [
-        keys(one(ids=(5, 6, 8)), LOGPROBS, "live"),
-        keys(one(mask=(False, False, True)), LOGPROBS, "live"),
-        keys(one(temperature=[1.0, 0.5, 0.5]), LOGPROBS, "live"),
-        keys(one(temperature=[1.0, 0.7, 0.7]), LOGPROBS, "live"),
-        keys(one(), LOGPROBS, "ema"),
-        keys(one(), ENTROPY, "live"),
+    plain = keys(build(), LOGPROBS, "live")
+    assert plain == keys(build(unread=[4.0, 4.0, 4.0]), LOGPROBS, "live"), "what the head does not read"
+    other_keys = [
+        keys(build(ids=(5, 6, 8)), LOGPROBS, "live"),
+        keys(build(mask=(False, False, True)), LOGPROBS, "live"),
+        keys(build(temperature=[1.0, 0.5, 0.5]), LOGPROBS, "live"),
+        keys(build(temperature=[1.0, 0.7, 0.7]), LOGPROBS, "live"),
+        keys(build(), LOGPROBS, "ema"),
+        keys(build(), ENTROPY, "live"),
     ]
-    assert len({tuple(key) for key in (plain, *others)}) == 7
+    assert len({tuple(key) for key in (plain, *other_keys)}) == 7

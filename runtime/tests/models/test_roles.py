@@ -87,8 +87,8 @@ def pairs(prompts=3, per_prompt=4):
     return pack(units)
 
 
-def role(ranks, budget, shares=False, together=1):
-    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks, shares, together), budget)
+def role(ranks, budget, shares=False, ranks_per_share=1):
+    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks, shares, ranks_per_share), budget)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
@@ -96,34 +96,34 @@ def role(ranks, budget, shares=False, together=1):
 def test_split_and_ranks_change_nothing(ranks, budget):
     data, loss = batch(), NLL()
     weighted = weigh(data, loss.reduce())
-    whole, split = role(1, 10_000), role(ranks, budget)
-    expected, _ = whole.update(weighted, loss, Update("policy", "loss"))
-    got, _ = split.update(weighted, loss, Update("policy", "loss"))
+    reference, split = role(1, 10_000), role(ranks, budget)
+    expected, _ = reference.update(weighted, loss, Update("policy", "loss"))
+    result, _ = split.update(weighted, loss, Update("policy", "loss"))
     assert len({w.micros for w in split.group.workers}) == 1
     gradient = sum(w.table.grad for w in split.group.workers)
-    torch.testing.assert_close(gradient, whole.group.workers[0].table.grad, rtol=1e-5, atol=1e-7)
-    assert finish_sums(got) == pytest.approx(finish_sums(expected), rel=1e-5), "fillers count for nothing"
+    torch.testing.assert_close(gradient, reference.group.workers[0].table.grad, rtol=1e-5, atol=1e-7)
+    assert finish_sums(result) == pytest.approx(finish_sums(expected), rel=1e-5), "fillers count for nothing"
     annotation = Annotation("policy", "logprobs", "old")
     torch.testing.assert_close(
-        split.annotate(data, [annotation]).tok["old"], whole.annotate(data, [annotation]).tok["old"]
+        split.annotate(data, [annotation]).tok["old"], reference.annotate(data, [annotation]).tok["old"]
     )
 
 
-@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("ranks", "ranks_per_share"), [(2, 2), (4, 2), (6, 3)])
 @pytest.mark.parametrize("budget", [1, 8, 1000])
-def test_ranks_that_divide_layers_get_one_share_that_counts_once(ranks, together, budget):
+def test_ranks_that_divide_layers_get_one_share_that_counts_once(ranks, ranks_per_share, budget):
     data, loss = batch(), NLL()
     weighted, update = weigh(data, loss.reduce()), Update("policy", "loss")
-    apart, joint = role(ranks // together, budget), role(ranks, budget, together=together)
-    expected, _ = apart.update(weighted, loss, update)
-    got, _ = joint.update(weighted, loss, update)
-    assert got == expected
+    reference, joint = role(ranks // ranks_per_share, budget), role(ranks, budget, ranks_per_share=ranks_per_share)
+    expected, _ = reference.update(weighted, loss, update)
+    result, _ = joint.update(weighted, loss, update)
+    assert result == expected
     for n, worker in enumerate(joint.group.workers):
-        assert worker.computed == apart.group.workers[n // together].computed
-        assert torch.equal(worker.table.grad, apart.group.workers[n // together].table.grad)
+        assert worker.computed == reference.group.workers[n // ranks_per_share].computed
+        assert torch.equal(worker.table.grad, reference.group.workers[n // ranks_per_share].table.grad)
     annotation = Annotation("policy", "logprobs", "old")
     torch.testing.assert_close(
-        joint.annotate(data, [annotation]).tok["old"], apart.annotate(data, [annotation]).tok["old"]
+        joint.annotate(data, [annotation]).tok["old"], reference.annotate(data, [annotation]).tok["old"]
     )
 
 
@@ -132,14 +132,14 @@ def test_ranks_that_divide_layers_get_one_share_that_counts_once(ranks, together
 def test_units_that_share_a_prompt_are_computed_together_with_equal_results(ranks, budget):
     data, loss = pairs(), NLL()
     weighted = weigh(data, loss.reduce())
-    whole, split = role(1, 10_000), role(ranks, budget, shares=True)
-    expected, _ = whole.update(weighted, loss, Update("policy", "loss"))
-    got, _ = split.update(weighted, loss, Update("policy", "loss"))
+    reference, split = role(1, 10_000), role(ranks, budget, shares=True)
+    expected, _ = reference.update(weighted, loss, Update("policy", "loss"))
+    result, _ = split.update(weighted, loss, Update("policy", "loss"))
     gradient = sum(w.table.grad for w in split.group.workers)
-    torch.testing.assert_close(gradient, whole.group.workers[0].table.grad, rtol=1e-5, atol=1e-7)
-    assert finish_sums(got) == pytest.approx(finish_sums(expected), rel=1e-5)
+    torch.testing.assert_close(gradient, reference.group.workers[0].table.grad, rtol=1e-5, atol=1e-7)
+    assert finish_sums(result) == pytest.approx(finish_sums(expected), rel=1e-5)
     annotation = Annotation("policy", "logprobs", "old")
-    assert torch.equal(split.annotate(data, [annotation]).tok["old"], whole.annotate(data, [annotation]).tok["old"])
+    assert torch.equal(split.annotate(data, [annotation]).tok["old"], reference.annotate(data, [annotation]).tok["old"])
 
 
 def test_each_prompt_is_computed_once_where_the_budget_allows():
@@ -155,8 +155,8 @@ def test_each_prompt_is_computed_once_where_the_budget_allows():
 def test_the_schedule_skips_planned_steps_that_were_not_taken():
     policy, critic = role(2, 40), role(1, 40)
     weighed = weigh(batch(), NLL().reduce())
-    for taken, missed, changes in ((4, [2], 5), (6, [2], 11), (0, [2, 6], 12)):
-        for _ in range(taken):
+    for steps, missed, changes in ((4, [2], 5), (6, [2], 11), (0, [2, 6], 12)):
+        for _ in range(steps):
             policy.update(weighed, NLL(), Update("policy", "loss"))
         critic.update(weighed, NLL(), Update("critic", "loss"))
         policy.catch_up(6)
@@ -173,8 +173,8 @@ def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():
     parts = list(minibatches(data, update, seed=1, step=3))
     lengths = [sorted(int(n) for p in parts[i : i + 2] for n in p.lens_B) for i in (0, 2)]
     assert lengths == [[3, 4, 5, 6, 9]] * 2
-    again = list(minibatches(data, update, seed=1, step=3))
-    assert all(torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, again, strict=True))
+    repeat = list(minibatches(data, update, seed=1, step=3))
+    assert all(torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, repeat, strict=True))
     other = list(minibatches(data, update, seed=2, step=3))
     assert any(not torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, other, strict=True))
     with pytest.raises(TrainingError, match="9 minibatches of 5 units"):
@@ -194,9 +194,9 @@ def test_sequences_that_no_head_reads_are_not_computed(size):
     batch = pack([UnitData(sequences[:2]), UnitData(sequences[2:])])
     group = Ranks(size)
     role = Role(ModelSpec(RoleSpec("policy"), "m"), group, budget=64)
-    got = role.annotate(batch, [Annotation("policy", "logprobs", "lp")]).tok["lp"]
-    whole = Bigram()._logprobs(batch).detach() * batch.tok["loss_mask"]
-    assert torch.equal(got, whole)
+    result = role.annotate(batch, [Annotation("policy", "logprobs", "lp")]).tok["lp"]
+    expected = Bigram()._logprobs(batch).detach() * batch.tok["loss_mask"]
+    assert torch.equal(result, expected)
     assert sum(w.computed for w in group.workers) == (6 if size == 1 else 3 + 3 + 3)  # the shortest unit repeated
 
 
@@ -218,10 +218,10 @@ def test_live_weights_of_a_role_that_is_another_ones_base_are_the_base():
 
     group = Noting(1)
     reference = Role(ModelSpec(RoleSpec("reference"), "m"), group, 64, view="base")
-    asked = [Annotation("reference", "logprobs", "a"), Annotation("reference", "logprobs", "b", view="ema")]
-    made = reference.annotate(batch(), asked)
+    annotations = [Annotation("reference", "logprobs", "a"), Annotation("reference", "logprobs", "b", view="ema")]
+    result = reference.annotate(batch(), annotations)
     assert group.views == ("base", "ema")
-    assert {"a", "b"} <= set(made.tok)
+    assert {"a", "b"} <= set(result.tok)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -234,8 +234,8 @@ def test_outputs_of_sequences_come_back_in_the_batchs_order(ranks, budget):
     data, group = pairs(), Ranks(ranks)
     group.workers = [Last() for _ in range(ranks)]
     scored = Role(ModelSpec(RoleSpec("policy", head="scalar"), "m"), group, budget)
-    made = scored.annotate(data, [Annotation("policy", "scores", "score")]).seq["score"]
-    assert made.tolist() == data.ids_N[torch.cumsum(data.lens_B, 0) - 1].tolist()
+    scores = scored.annotate(data, [Annotation("policy", "scores", "score")]).seq["score"]
+    assert scores.tolist() == data.ids_N[torch.cumsum(data.lens_B, 0) - 1].tolist()
 
 
 class Credited(Loss):
@@ -280,31 +280,31 @@ def credited(data, advantages):
 def test_units_without_a_signal_are_not_computed_and_the_gradient_is_the_same(advantages, budget, ranks, shares):
     data = batch()
     weighted, update = credited(data, advantages), Update("policy", "loss")
-    whole, part = role(1, 10_000), role(ranks, budget, shares)
-    expected, _ = whole.update(weighted, Credited(signal=()), update)
-    got, _ = part.update(weighted, Credited(), update)
+    reference, part = role(1, 10_000), role(ranks, budget, shares)
+    expected, _ = reference.update(weighted, Credited(signal=()), update)
+    result, _ = part.update(weighted, Credited(), update)
     assert len({w.micros for w in part.group.workers}) == 1, "every rank computes as many micro-batches as the others"
     gradient = sum(w.table.grad for w in part.group.workers)
-    torch.testing.assert_close(gradient, whole.group.workers[0].table.grad, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(gradient, reference.group.workers[0].table.grad, rtol=1e-5, atol=1e-8)
     assert bool(gradient.any()) == any(advantages)
-    assert got["loss"][0] == pytest.approx(expected["loss"][0], rel=1e-5, abs=1e-8)
+    assert result["loss"][0] == pytest.approx(expected["loss"][0], rel=1e-5, abs=1e-8)
     tokens = data.tokens_per_unit()
     computed = [n for n, advantage in zip(tokens, advantages, strict=True) if advantage] or [min(tokens)]
-    assert got["tokens_left_out"] == (sum(tokens) - sum(computed), sum(tokens))
+    assert result["tokens_left_out"] == (sum(tokens) - sum(computed), sum(tokens))
     assert "tokens_left_out" not in expected
-    own = [sum(i % 3 != 0 for i in range(n)) for n in computed]
-    assert got["logprob"][1] == sum(own), "metrics are of the computed units, each once"
-    most = part.group.workers[0].micros * ranks
-    assert sum(w.computed for w in part.group.workers) <= sum(computed) + max(0, most - len(computed)) * min(computed)
+    counts = [sum(i % 3 != 0 for i in range(n)) for n in computed]
+    assert result["logprob"][1] == sum(counts), "metrics are of the computed units, each once"
+    limit = part.group.workers[0].micros * ranks
+    assert sum(w.computed for w in part.group.workers) <= sum(computed) + max(0, limit - len(computed)) * min(computed)
 
 
 def test_the_unit_that_is_computed_where_none_has_a_signal_has_a_token_to_learn_from():
     """A metric of no token would be 0."""
     units = [UnitData([SequenceData(list(range(1, n + 1)), {"loss_mask": [n > 4 and i > 0 for i in range(n)]})])
              for n in (3, 8, 6)]  # fmt: skip
-    got, _ = role(2, 100).update(credited(pack(units), (0.0, 0.0, 0.0)), Credited(), Update("policy", "loss"))
-    assert got["logprob"][1] == 5  # of the unit of 6 tokens
-    assert got["tokens_left_out"] == (11, 17)
+    result, _ = role(2, 100).update(credited(pack(units), (0.0, 0.0, 0.0)), Credited(), Update("policy", "loss"))
+    assert result["logprob"][1] == 5  # of the unit of 6 tokens
+    assert result["tokens_left_out"] == (11, 17)
 
 
 def test_all_units_are_computed_for_an_auxiliary_loss_of_the_model(monkeypatch):
@@ -312,12 +312,12 @@ def test_all_units_are_computed_for_an_auxiliary_loss_of_the_model(monkeypatch):
     monkeypatch.setattr(Bigram, "facts", lambda self: facts)
     weighted = credited(batch(), (1.0, 0.0, 0.0, 0.0, 0.0))
     policy = role(1, 1000)
-    got, _ = policy.update(weighted, Credited(), Update("policy", "loss"))
+    result, _ = policy.update(weighted, Credited(), Update("policy", "loss"))
     assert policy.group.workers[0].computed == weighted.tokens
-    assert got["tokens_left_out"] == (0, weighted.tokens)
+    assert result["tokens_left_out"] == (0, weighted.tokens)
 
 
 def test_a_unit_whose_signal_is_not_a_number_is_computed():
     weighted = credited(batch(), (0.0, float("nan"), 0.0, 0.0, 0.0))
-    got, _ = role(1, 1000).update(weighted, Credited(), Update("policy", "loss"))
-    assert got["loss"][0] != got["loss"][0]
+    result, _ = role(1, 1000).update(weighted, Credited(), Update("policy", "loss"))
+    assert result["loss"][0] != result["loss"][0]

@@ -48,8 +48,8 @@ class Ranks(WorkerGroup):
         return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
 
     def stream(self, method, *arguments, timeout=None):
-        first, *others = [list(getattr(w, method)(*arguments)) for w in self.workers]
-        assert not any(others)
+        first, *rest = [list(getattr(w, method)(*arguments)) for w in self.workers]
+        assert not any(rest)
         return iter(first)
 
 
@@ -58,11 +58,11 @@ def role(name, size):
 
 
 def batch(units=7):
-    made = []
+    parts = []
     for u in range(units):
         ids = [10 * u + i for i in range(2 + u % 4)]
-        made.append(UnitData([SequenceData(ids, {"loss_mask": [i > u % 2 for i in range(len(ids))]})]))
-    return pack(made)
+        parts.append(UnitData([SequenceData(ids, {"loss_mask": [i > u % 2 for i in range(len(ids))]})]))
+    return pack(parts)
 
 
 @pytest.mark.parametrize("lenders", [1, 3])
@@ -82,7 +82,7 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lent", "given", "said"),
+    ("loan", "settings", "message"),
     [
         (Lent("nobody"), {}, "there is no such role; there are policy, teacher, judge"),
         (Lent("judge"), {}, "it has a 'scalar' head"),
@@ -91,10 +91,10 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
         (Lent("teacher"), {"precomputed": ["teacher"]}, "teacher.precompute = true unloads its model"),
     ],
 )
-def test_heads_that_cannot_be_lent(lent, given, said):
-    [problem] = lending_problems([lent], ROLES, given.get("snapshots", ()), given.get("precomputed", ()))
-    assert said in problem
-    assert f"{lent.borrower!r} is to compute with the output head of {lent.role!r}" in problem
+def test_heads_that_cannot_be_lent(loan, settings, message):
+    [problem] = lending_problems([loan], ROLES, settings.get("snapshots", ()), settings.get("precomputed", ()))
+    assert message in problem
+    assert f"{loan.borrower!r} is to compute with the output head of {loan.role!r}" in problem
 
 
 def test_a_frozen_language_model_lends():
@@ -103,38 +103,38 @@ def test_a_frozen_language_model_lends():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_column_of_vectors_comes_back_in_order_and_travels_on(ranks):
-    whole = batch()
-    made = role("teacher", ranks).annotate(whole, [Annotation("teacher", "hidden", "teacher_hidden")])
-    column = made.tok["teacher_hidden"]
-    assert column.shape == (whole.tokens, WIDTH)
-    mask_N = whole.tok["loss_mask"]
-    assert torch.equal(column[mask_N][:, 0].long(), whole.ids_N[mask_N])
-    assert torch.equal(column[mask_N][:, 1].long(), whole.position_N[mask_N])
+    data = batch()
+    result = role("teacher", ranks).annotate(data, [Annotation("teacher", "hidden", "teacher_hidden")])
+    column = result.tok["teacher_hidden"]
+    assert column.shape == (data.tokens, WIDTH)
+    mask_N = data.tok["loss_mask"]
+    assert torch.equal(column[mask_N][:, 0].long(), data.ids_N[mask_N])
+    assert torch.equal(column[mask_N][:, 1].long(), data.position_N[mask_N])
     assert not bool(column[~mask_N].any())
 
-    again = role("policy", ranks)
+    borrower = role("policy", ranks)
     reads = Head("reads", HIDDEN.fn, columns=("teacher_hidden",))
-    again.forward(made, [reads])
-    for micro in (m for worker in again.group.workers for m in worker.received):
-        own = micro.tok["loss_mask"]
+    borrower.forward(result, [reads])
+    for micro in (m for worker in borrower.group.workers for m in worker.received):
+        mask = micro.tok["loss_mask"]
         assert micro.tok["teacher_hidden"].shape == (micro.tokens, WIDTH)
-        assert torch.equal(micro.tok["teacher_hidden"][own][:, 0].long(), micro.ids_N[own])
+        assert torch.equal(micro.tok["teacher_hidden"][mask][:, 0].long(), micro.ids_N[mask])
 
 
 def test_a_batch_keeps_vectors_with_their_tokens():
-    made = batch()
-    made = made.with_column("tok", "vectors", torch.stack([made.ids_N, -made.ids_N], 1).float())
-    mask_N = made.tok["loss_mask"]
+    data = batch()
+    data = data.with_column("tok", "vectors", torch.stack([data.ids_N, -data.ids_N], 1).float())
+    mask_N = data.tok["loss_mask"]
     for other in (
-        made.select([4, 0, 2]),
-        made.keep(torch.arange(made.sequences) % 2 == 0),
-        made.select_columns(["vectors", "loss_mask"]),
-        concat([made.select([1]), made.select([5, 3])]),
-        made.to("cpu"),
+        data.select([4, 0, 2]),
+        data.keep(torch.arange(data.sequences) % 2 == 0),
+        data.select_columns(["vectors", "loss_mask"]),
+        concat([data.select([1]), data.select([5, 3])]),
+        data.to("cpu"),
     ):
-        own = other.tok["loss_mask"]
+        mask = other.tok["loss_mask"]
         assert torch.equal(other.tok["vectors"][:, 0], -other.tok["vectors"][:, 1])
-        assert torch.equal(other.tok["vectors"][own][:, 0].long(), other.ids_N[own])
-    assert not bool(made.tok["vectors"][~mask_N].any())
-    poisoned = made.with_column("tok", "vectors", torch.full((made.tokens, 2), float("nan")))
+        assert torch.equal(other.tok["vectors"][mask][:, 0].long(), other.ids_N[mask])
+    assert not bool(data.tok["vectors"][~mask_N].any())
+    poisoned = data.with_column("tok", "vectors", torch.full((data.tokens, 2), float("nan")))
     assert not bool(poisoned.tok["vectors"][~mask_N].isnan().any())

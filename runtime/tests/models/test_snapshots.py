@@ -54,31 +54,31 @@ def roles(dtype=torch.float32):
 
 
 def test_a_whole_snapshot_is_a_copy():
-    made = roles()
-    snapshot(made, Snapshot("reference", "policy"))
-    assert all(torch.equal(made["reference"].tensors[n], made["policy"].tensors[n]) for n in "ab")
+    models = roles()
+    snapshot(models, Snapshot("reference", "policy"))
+    assert all(torch.equal(models["reference"].tensors[n], models["policy"].tensors[n]) for n in "ab")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_share_mixes_the_old_weights_with_the_sources(dtype):
     """By hand: 0.75 x source + 0.25 x old, tensor by tensor, however each side's buckets are cut."""
-    made = roles(dtype)
-    before = {name: tensor.clone() for name, tensor in made["policy"].tensors.items()}
-    snapshot(made, Snapshot("reference", "policy", 0.75))
-    reference = made["reference"].tensors
+    models = roles(dtype)
+    old_weights = {name: tensor.clone() for name, tensor in models["policy"].tensors.items()}
+    snapshot(models, Snapshot("reference", "policy", 0.75))
+    reference = models["reference"].tensors
     assert reference["a"].tolist() == [[1.5, -1.0], [5.0, 0.4375]]
     assert reference["b"].tolist() == [4.0]
     assert reference["a"].dtype == dtype
-    assert all(torch.equal(made["policy"].tensors[n], before[n]) for n in "ab"), "the source stays what it is"
-    snapshot(made, Snapshot("reference", "policy", 0.5))
+    assert all(torch.equal(models["policy"].tensors[n], old_weights[n]) for n in "ab"), "the source stays what it is"
+    snapshot(models, Snapshot("reference", "policy", 0.5))
     assert reference["b"].tolist() == [4.5], "0.5 x 5 + 0.5 x 4"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [({"a": torch.zeros(2, 2)}, "'b', of shape \\(1,\\), it lacks it"), ({"b": torch.zeros(3)}, "the shape \\(3,\\)")],
 )
-def test_roles_of_two_architectures_are_not_mixed(tensors, said):
-    made = {**roles(), "reference": Weights(tensors)}
-    with pytest.raises(TrainingError, match=f"role 'reference' cannot be mixed with 'policy'.*{said}"):
-        snapshot(made, Snapshot("reference", "policy", 0.5))
+def test_roles_of_two_architectures_are_not_mixed(tensors, message):
+    models = {**roles(), "reference": Weights(tensors)}
+    with pytest.raises(TrainingError, match=f"role 'reference' cannot be mixed with 'policy'.*{message}"):
+        snapshot(models, Snapshot("reference", "policy", 0.5))

@@ -27,7 +27,7 @@ def prefixes(rows):
     return {tuple(r[: i + 1]) for r in rows for i in range(len(r))}
 
 
-def seen(*images):
+def make_unit(*images):
     return UnitData([SequenceData([1, 9, 9, 2, 3], images=images), SequenceData([4, 5])])
 
 
@@ -35,16 +35,16 @@ def seen(*images):
 @given(st.lists(rows_of_ids, min_size=1, max_size=6), st.data())
 def test_the_cost_of_units_is_at_least_what_the_trainer_computes(units, data):
     batch = pack([UnitData([SequenceData(r, role=i) for i, r in enumerate(rows)]) for rows in units])
-    found = unit_prefixes(batch)
-    assert found.tokens == [len(prefixes(rows)) for rows in units]
-    assert sorted(found.order) == list(range(len(units)))
+    result = unit_prefixes(batch)
+    assert result.tokens == [len(prefixes(rows)) for rows in units]
+    assert sorted(result.order) == list(range(len(units)))
     start = data.draw(st.integers(0, len(units) - 1))
     end = data.draw(st.integers(start + 1, len(units)))
-    together = prefixes([r for u in found.order[start:end] for r in units[u]])
-    planned = sum(found.tokens[u] for u in found.order[start:end]) - sum(found.shared[start + 1 : end])
-    assert len(together) <= planned
+    joint = prefixes([r for u in result.order[start:end] for r in units[u]])
+    planned = sum(result.tokens[u] for u in result.order[start:end]) - sum(result.shared[start + 1 : end])
+    assert len(joint) <= planned
     if all(len(rows) == 1 for rows in units):
-        assert len(together) == planned
+        assert len(joint) == planned
 
 
 def test_short_prefixes_are_not_counted(as_it_is):
@@ -54,7 +54,7 @@ def test_short_prefixes_are_not_counted(as_it_is):
 
 def test_prefixes_are_shared_where_the_images_are_equal(as_it_is):
     red, blue = Image(b"red", 1, 2, [9]), Image(b"blue", 1, 2, [9])
-    assert sum(unit_prefixes(pack([seen(), seen()])).shared) == 5
-    assert sum(unit_prefixes(pack([seen(red), seen(red)])).shared) == 5
-    assert sum(unit_prefixes(pack([seen(red), seen(blue)])).shared) == 0
-    assert sum(unit_prefixes(pack([seen(red), seen()])).shared) == 0
+    assert sum(unit_prefixes(pack([make_unit(), make_unit()])).shared) == 5
+    assert sum(unit_prefixes(pack([make_unit(red), make_unit(red)])).shared) == 5
+    assert sum(unit_prefixes(pack([make_unit(red), make_unit(blue)])).shared) == 0
+    assert sum(unit_prefixes(pack([make_unit(red), make_unit()])).shared) == 0

@@ -59,8 +59,8 @@ class Bigram:
     def forward(self, micros, heads, view):
         out = []
         for micro in micros:
-            each = zip(micro.ids_N.split(micro.lens_B.tolist()), micro.images_B or repeat(()), strict=False)
-            parts = [torch.cat([torch.zeros(1), logprobs(self.live, ids.tolist(), own)]) for ids, own in each]
+            pairs = zip(micro.ids_N.split(micro.lens_B.tolist()), micro.images_B or repeat(()), strict=False)
+            parts = [torch.cat([torch.zeros(1), logprobs(self.live, ids.tolist(), images)]) for ids, images in pairs]
             out.append({"logprobs": torch.cat(parts)})
         return out
 
@@ -134,7 +134,7 @@ class Copying(Sleeps, EnginePool):
     def logprobs(self, sequences, images=()):
         self.calls.append("canaries")
         self.seen = list(zip(sequences, images or repeat(()), strict=False))
-        return [[logprobs(self.held, ids, own).tolist() for ids, own in self.seen]]
+        return [[logprobs(self.held, ids, row_images).tolist() for ids, row_images in self.seen]]
 
     def stale(self, bucket):
         return [name for name, t in bucket.tensors if not torch.equal(self.held[name], t)]
@@ -167,7 +167,7 @@ def test_with_adapters_the_base_is_sent_only_where_an_engine_lacks_it(made, monk
     trainer, _, generator, sync, _ = made
     views, end = [], generator.end_load
 
-    def sent(view, limit):
+    def send(view, limit):
         views.append(view)
         trainer.marks = {}
         names = ["head"] if view == ADAPTERS else list(trainer.live)
@@ -178,7 +178,7 @@ def test_with_adapters_the_base_is_sent_only_where_an_engine_lacks_it(made, monk
         generator.has_base = True
         return proofs
 
-    monkeypatch.setattr(trainer, "buckets", sent)
+    monkeypatch.setattr(trainer, "buckets", send)
     monkeypatch.setattr(generator, "end_load", end_load)
     weights = WeightSync(sync().policy, generator, SyncSection(), 0, print, adapters=True)
     assert weights.push(1)["sync/MiB"] > weights.push(2)["sync/MiB"]
@@ -214,8 +214,10 @@ def swap(bucket):
 
 def withhold(name):
     def lose(bucket):
-        kept = [(pair, mark) for pair, mark in zip(bucket.tensors, bucket.fingerprints, strict=True) if pair[0] != name]
-        return Bucket(tuple(p for p, _ in kept), tuple(m for _, m in kept))
+        pairs = [
+            (pair, mark) for pair, mark in zip(bucket.tensors, bucket.fingerprints, strict=True) if pair[0] != name
+        ]
+        return Bucket(tuple(p for p, _ in pairs), tuple(m for _, m in pairs))
 
     return lose
 
@@ -257,17 +259,17 @@ def test_the_generator_stays_paused_after_a_failed_proof(made):
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("fault", "message"),
     [
         (withhold("head"), "did not receive head"),
         (withhold("unused"), "did not receive unused"),  # the canary cannot see this one
         (swap, "received other values of body, head"),
     ],
 )
-def test_lost_or_swapped_tensors_are_named(made, fault, named):
+def test_lost_or_swapped_tensors_are_named(made, fault, message):
     _, group, _, sync, _ = made
     group.lost = fault
-    with pytest.raises(SyncError, match=named) as raised:
+    with pytest.raises(SyncError, match=message) as raised:
         sync().push(1)
     assert "the run stops" in str(raised.value).lower()
 
@@ -283,28 +285,28 @@ def test_a_tensor_that_arrived_and_is_not_used_fails_the_canary_and_is_named(mad
 def test_a_run_with_images_has_the_canaries_of_text_and_one_with_an_image(made):
     _, _, generator, sync, notes = made
     sync().push(1)
-    text, shown = generator.seen, {}
+    text, canaries = generator.seen, {}
     for version in (2, 1):
         assert sync(images=ThreeTokens()).push(version)["sync/canary"] < 1e-6
-        shown[version] = generator.seen[-1]
+        canaries[version] = generator.seen[-1]
     assert generator.seen[:-1] == text
-    ids, [image] = shown[1]
+    ids, [image] = canaries[1]
     assert (len(ids), ids[1:4], image.start, image.tokens) == (1 + 3 + 48, [4, 10, 10], 1, 3)
     with PIL.Image.open(BytesIO(image.data)) as picture:
         assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (64, 64))
-    assert shown[2][1][0].data != image.data
+    assert canaries[2][1][0].data != image.data
     sync(images=ThreeTokens()).push(1)
-    assert generator.seen[-1] == shown[1]
+    assert generator.seen[-1] == canaries[1]
     sync(images=ThreeTokens(), canaries=0).push(3)
     assert generator.calls[-2:] == ["load", "resume"], "no canary of any kind"
     assert not notes
 
 
-@pytest.mark.parametrize(("stale", "named"), [("tower", "the canary with an image"), ("head", "the canaries")])
-def test_the_message_names_the_canary_with_an_image_where_those_of_text_agree(made, stale, named):
+@pytest.mark.parametrize(("stale", "canary"), [("tower", "the canary with an image"), ("head", "the canaries")])
+def test_the_message_names_the_canary_with_an_image_where_those_of_text_agree(made, stale, canary):
     _, _, generator, sync, _ = made
     generator.forgets = (stale,)
-    with pytest.raises(SyncError, match=rf"log-probs of {named} differ .* Stale in the generator: {stale}\."):
+    with pytest.raises(SyncError, match=rf"log-probs of {canary} differ .* Stale in the generator: {stale}\."):
         sync(images=ThreeTokens()).push(1)
 
 
@@ -320,9 +322,9 @@ def test_tokens_after_the_image_are_compared(made, monkeypatch, wrong, compared)
     _, _, generator, sync, _ = made
     answer = generator.logprobs
 
-    def engine(*given):
-        [[*texts, shown]] = answer(*given)
-        return [[*texts, [x + (i + 1 == wrong) for i, x in enumerate(shown)]]]
+    def engine(*arguments):
+        [[*texts, values]] = answer(*arguments)
+        return [[*texts, [x + (i + 1 == wrong) for i, x in enumerate(values)]]]
 
     monkeypatch.setattr(generator, "logprobs", engine)
     metrics = sync(images=ThreeTokens(), tolerance=0.1).push(1)
@@ -337,7 +339,7 @@ def test_an_image_canary_has_room_for_a_token_after_the_image_or_is_left_out_wit
     weights = sync(4, ThreeTokens())
     for version in (2, 3):
         weights.push(version)
-        assert [(len(ids), own) for ids, own in generator.seen] == [(4, ())] * 2
+        assert [(len(ids), images) for ids, images in generator.seen] == [(4, ())] * 2
     [note] = notes
     assert "without a canary with an image, which needs more than 4 tokens" in note
 
@@ -453,11 +455,11 @@ def test_a_replaced_engine_gets_the_current_weights(made):
 def test_buckets_keep_order_and_limit_and_can_be_sent():
     weights = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16)), ("c", torch.zeros(100)),
                ("d", torch.tensor(3)), ("e", torch.zeros(0, 4))]  # fmt: skip
-    sent = {}
-    made = list(buckets(iter(weights), 32, sent))
-    assert [[n for n, _ in b.tensors] for b in made] == [["a", "b"], ["c"], ["d", "e"]]
-    assert list(sent) == ["a", "b", "c", "d", "e"]
-    for bucket in made:
+    fingerprints = {}
+    result = list(buckets(iter(weights), 32, fingerprints))
+    assert [[n for n, _ in b.tensors] for b in result] == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(fingerprints) == ["a", "b", "c", "d", "e"]
+    for bucket in result:
         copy = pickle.loads(pickle.dumps(bucket, protocol=5))
         assert (
             copy.received()
@@ -467,7 +469,7 @@ def test_buckets_keep_order_and_limit_and_can_be_sent():
         for (_, x), (_, y) in zip(bucket.tensors, copy.tensors, strict=True):
             assert x.dtype == y.dtype
             assert torch.equal(x, y)
-    assert list(made[0].tensors[0][1]) == list(weights[0][1])
+    assert list(result[0].tensors[0][1]) == list(weights[0][1])
     with pytest.raises(TrainingError, match="holds nothing"):
         list(buckets(iter(weights), 0, {}))
 
@@ -490,13 +492,13 @@ def test_phases_give_memory_to_roles_and_generator_in_turn(made):
     gone = PrecomputedRole(ModelSpec(RoleSpec("gone"), "m"), ValueTable())
     roles = {"policy": trained, "reference": frozen, "base": base, "gone": gone}
     everywhere = {"policy": Place(), "reference": Place(), "generator": Place()}
-    apart = Phases(generator, roles, everywhere, lambda: order.append("refresh"))
-    with apart.generating():
+    split_phases = Phases(generator, roles, everywhere, lambda: order.append("refresh"))
+    with split_phases.generating():
         pass
     assert order == []
-    together = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
-    together["base"] = together["gone"] = Place(share="policy")
-    phases = Phases(generator, roles, together, lambda: order.append("refresh"))
+    places = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
+    places["base"] = places["gone"] = Place(share="policy")
+    phases = Phases(generator, roles, places, lambda: order.append("refresh"))
     with suppress(KeyError), phases.generating():
         order.append("generate")
         raise KeyError

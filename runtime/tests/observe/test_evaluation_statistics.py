@@ -86,13 +86,13 @@ def test_a_failed_answer_does_not_count_as_wrong():
 
 
 def test_a_sample_that_failed_before_it_was_written_has_no_length():
-    some = group([1.0, None, 0.0], lengths=[4, 2, 8])  # the second failed when it was scored: it has a length
-    some.trajectories.append(Trajectory(some.row, [], (0, 3), status="failed"))
-    metrics = evaluation_metrics([some], samples=4)
+    answers = group([1.0, None, 0.0], lengths=[4, 2, 8])  # the second failed when it was scored: it has a length
+    answers.trajectories.append(Trajectory(answers.row, [], (0, 3), status="failed"))
+    metrics = evaluation_metrics([answers], samples=4)
     assert metrics["length"] == pytest.approx((4 + 2 + 8) / 3)
     assert metrics["unscored"] == 0.5
-    some.trajectories = some.trajectories[3:]
-    assert not {"length", "truncated"} & set(evaluation_metrics([some], samples=4))
+    answers.trajectories = answers.trajectories[3:]
+    assert not {"length", "truncated"} & set(evaluation_metrics([answers], samples=4))
 
 
 def test_without_a_threshold_no_answer_passes_or_fails():

@@ -59,7 +59,7 @@ def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return Terminal()
 
 
-def below(lines: list[str]) -> list[str]:
+def table_lines(lines: list[str]) -> list[str]:
     """The table."""
     return lines[max(n for n, line in enumerate(lines) if line.startswith("───")) :]
 
@@ -72,7 +72,7 @@ def test_a_table_shows_progress_metrics_times_memory_sample_and_notes(terminal: 
         progress.step(step, {**SAMPLES, "reward/mean": reward})
     progress.note("a [bold]note[/bold]")
     progress._table.refresh()
-    table = below(terminal.screen)
+    table = table_lines(terminal.screen)
     text = "\n".join(table)
     assert table[1].startswith("step 2/4 ")
     assert " 50 %  left 0:00:0" in table[1]
@@ -102,8 +102,8 @@ def test_prints_logs_and_urgent_lines_scroll_above(terminal: Terminal, monkeypat
     progress.close()
     logger.removeHandler(handler)
     assert handler.stream is sys.stdout is terminal
-    above = terminal.screen[: len(terminal.screen) - len(below(terminal.screen))]
-    assert sorted(line for line in above if line) == [
+    log_lines = terminal.screen[: len(terminal.screen) - len(table_lines(terminal.screen))]
+    assert sorted(line for line in log_lines if line) == [
         "SIGINT: stopping", "a log line", "a print", "an error", "note: a note"
     ]  # fmt: skip
     assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l"), "the cursor is back"
@@ -141,7 +141,7 @@ def test_a_long_sample_has_rows_of_whole_words_which_stay(terminal: Terminal) ->
     progress.begin(0)
     progress.last_sample(1, [Group(row, 0, [Trajectory(row, turns, (0, 0), reward=1.0)])])
     progress._table.refresh()
-    rows = [line for line in below(terminal.screen) if line][2:]
+    rows = [line for line in table_lines(terminal.screen) if line][2:]
     assert len(rows) == 4
     assert rows[0].startswith("sample  step 1, reward 1: ... unseen unseen"), "from the start of a word"
     words = " ".join(line.strip() for line in rows).split()
@@ -161,7 +161,7 @@ def test_a_low_terminal_shows_the_first_lines(terminal: Terminal, monkeypatch: p
     progress.begin(0)
     progress.step(1, SAMPLES)
     progress._table.refresh()
-    assert len([line for line in below(terminal.screen) if line]) == 4
+    assert len([line for line in table_lines(terminal.screen) if line]) == 4
     progress.close()
 
 

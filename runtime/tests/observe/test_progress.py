@@ -104,12 +104,12 @@ def test_what_is_shown_of_a_step(metrics, line):
 def test_a_divergence_or_loss_that_is_always_0_is_not_shown():
     out = io.StringIO()
     progress = Progress(3, stream=out, interval=0)
-    same = {"policy/kl_old": 0.0, "reward/mean": 0.0}
-    progress.step(1, {**same, "policy/loss": -1.9e-9, "kl/reference": 0.0, "length/truncated": 0.0})
-    progress.step(2, {**same, "policy/loss": float("nan"), "kl/reference": 0.25, "length/truncated": 0.5})
-    progress.step(3, {**same, "policy/loss": 0.0, "kl/reference": 0.0, "length/truncated": 0.0})
-    shown = [" ".join(line.split()[1:-1]) for line in out.getvalue().splitlines()]
-    assert shown == ["reward=0", "reward=0 kl=0.25 truncated=0.5 loss=nan", "reward=0 kl=0 truncated=0 loss=0"]
+    metrics = {"policy/kl_old": 0.0, "reward/mean": 0.0}
+    progress.step(1, {**metrics, "policy/loss": -1.9e-9, "kl/reference": 0.0, "length/truncated": 0.0})
+    progress.step(2, {**metrics, "policy/loss": float("nan"), "kl/reference": 0.25, "length/truncated": 0.5})
+    progress.step(3, {**metrics, "policy/loss": 0.0, "kl/reference": 0.0, "length/truncated": 0.0})
+    lines = [" ".join(line.split()[1:-1]) for line in out.getvalue().splitlines()]
+    assert lines == ["reward=0", "reward=0 kl=0.25 truncated=0.5 loss=nan", "reward=0 kl=0 truncated=0 loss=0"]
 
 
 def test_one_evaluation_is_no_change():

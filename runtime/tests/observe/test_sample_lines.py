@@ -10,12 +10,12 @@ from rlhf_runtime.observe.sample_lines import LONG, best_and_worst, printable, s
 
 def group(number, *rewards):
     row = Row({"prompt": "1+1="}, "sums", number)
-    made = []
+    trajectories = []
     for sample, reward in enumerate(rewards):
         turns = [Turn([1], False, text="1+1="), Turn([2, 3], True, text=f"answer {sample}\nof \x1b[2J {number}")]
         rewarded = {} if reward is None else {"math": RewardResult(reward)}
-        made.append(Trajectory(row, turns, (number, sample), rewards=rewarded, reward=reward))
-    return Group(row, number, made)
+        trajectories.append(Trajectory(row, turns, (number, sample), rewards=rewarded, reward=reward))
+    return Group(row, number, trajectories)
 
 
 @pytest.mark.parametrize(

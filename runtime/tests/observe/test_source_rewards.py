@@ -43,10 +43,10 @@ def test_numbers_of_info_and_rewards_of_an_environment():
 
 
 def test_numbers_about_samples_are_averaged_over_the_samples_that_have_them():
-    made = [sample(), sample(), sample()]
-    made[0].info = {"env/solved": 1.0, "rollout/calls/add": 2.0}
-    made[1].info = {"env/solved": 0.0}
-    groups = [Group(ROW, 0, made[:2]), Group(ROW, 1, made[2:])]
+    samples = [sample(), sample(), sample()]
+    samples[0].info = {"env/solved": 1.0, "rollout/calls/add": 2.0}
+    samples[1].info = {"env/solved": 0.0}
+    groups = [Group(ROW, 0, samples[:2]), Group(ROW, 1, samples[2:])]
     assert info_metrics(groups) == {"env/solved": 0.5, "rollout/calls/add": 2.0}
 
 

@@ -19,14 +19,14 @@ Make = Callable[..., TimelineFile]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[TimelineFile] = []
+    files: list[TimelineFile] = []
 
     def build(start: int = 1, steps: int = 10) -> TimelineFile:
-        made.append(TimelineFile(tmp_path / "timeline.json", start, steps, pytest.fail))
-        return made[-1]
+        files.append(TimelineFile(tmp_path / "timeline.json", start, steps, pytest.fail))
+        return files[-1]
 
     yield build
-    for timeline in made:
+    for timeline in files:
         timeline.close()
 
 
@@ -42,9 +42,9 @@ def test_a_complete_file_is_json_with_nested_slices(make: Make, tmp_path: Path) 
         sample.add(status="ok")
     timeline.step(None)
     timeline.close()
-    found = json.loads((tmp_path / "timeline.json").read_text())
-    assert found == events(tmp_path / "timeline.json")
-    assert [(s.path, s.arguments) for s in slices(found)] == [
+    content = json.loads((tmp_path / "timeline.json").read_text())
+    assert content == events(tmp_path / "timeline.json")
+    assert [(s.path, s.arguments) for s in slices(content)] == [
         (("driver", "step 1", "learn", "annotate"), {"step": 1}),
         (("driver", "step 1", "learn"), {"step": 1}),
         (("driver", "step 1"), {}),
@@ -52,7 +52,7 @@ def test_a_complete_file_is_json_with_nested_slices(make: Make, tmp_path: Path) 
         (("samples", "sample"), {"step": 2, "group": 3, "status": "ok"}),
         (("driver", "step 2"), {}),
     ]
-    assert [(e["name"], e.get("args")) for e in found if e["ph"] == "i"] == [
+    assert [(e["name"], e.get("args")) for e in content if e["ph"] == "i"] == [
         ("weights", {"step": 1, "version": 1}),
         ("end of the timeline", None),
     ]
@@ -60,10 +60,10 @@ def test_a_complete_file_is_json_with_nested_slices(make: Make, tmp_path: Path) 
 
 def test_what_is_under_way_at_the_same_time_is_on_different_tracks(make: Make, tmp_path: Path) -> None:
     timeline = make()
-    one, two, again = (timeline.slice("samples", name) for name in ("one", "two", "again"))
-    with one as first, two, first.child("a"), first.child("b"):
+    parent, two, successor = (timeline.slice("samples", name) for name in ("one", "two", "again"))
+    with parent as first, two, first.child("a"), first.child("b"):
         pass
-    with again:
+    with successor:
         pass
     timeline.close()
     tracks = {s.path[-1]: s.track for s in slices(events(tmp_path / "timeline.json"))}
@@ -77,8 +77,8 @@ def test_slices_under_way_at_the_end_are_ended_once(make: Make, tmp_path: Path) 
         for step in range(4):
             timeline.step(step)
     timeline.close()
-    found = slices(json.loads((tmp_path / "timeline.json").read_text()))
-    assert [s.path for s in found] == [
+    spans = slices(json.loads((tmp_path / "timeline.json").read_text()))
+    assert [s.path for s in spans] == [
         ("driver", "step 1"),
         ("driver", "step 2"),
         ("samples", "sample", "turn"),
@@ -88,22 +88,22 @@ def test_slices_under_way_at_the_end_are_ended_once(make: Make, tmp_path: Path) 
 
 def test_a_file_without_its_end_can_be_read_and_gone_on_with(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    whole = make()
-    with whole.slice("samples", "first"):
+    timeline = make()
+    with timeline.slice("samples", "first"):
         pass
-    whole.close()
+    timeline.close()
     complete = path.read_text()
     middle = complete.index('"first"') + 3
     for cut in (len(complete), len(complete) - 1, len(complete) - 2, middle, complete.index("\n") + 1, 1, 0):
         path.write_text(complete[:cut])
-        before = events(path)
+        old_events = events(path)
         resumed = make(start=2)
         with resumed.slice("samples", "second"):
             pass
         resumed.close()
-        found = json.loads(path.read_text())
-        assert found[: len(before)] == before
-        assert ("samples, start 2", "second") in [s.path for s in slices(found)]
+        new_events = json.loads(path.read_text())
+        assert new_events[: len(old_events)] == old_events
+        assert ("samples, start 2", "second") in [s.path for s in slices(new_events)]
 
 
 def test_events_are_in_the_file_while_the_run_goes_on(

@@ -13,10 +13,15 @@ OLD, REFERENCE = Annotation("policy", "logprobs", "old_logprobs"), Annotation("r
 def samples():
     """Two samples: one of two turns with 3 sampled tokens, one of 2 tokens."""
     prompt = Turn([1, 2], False, text="1+1=")
-    several = [prompt, Turn([5, 6], True, [-0.5, -0.25], text="2"), Turn([9], False), Turn([7], True, [-1.0], text="3")]
+    dialogue = [
+        prompt,
+        Turn([5, 6], True, [-0.5, -0.25], text="2"),
+        Turn([9], False),
+        Turn([7], True, [-1.0], text="3"),
+    ]
     short = [prompt, Turn([5, 8], True, [-0.5, -0.125], text="\ud83d")]  # half of a character: written as JSON
     return [
-        Group(ROW, 4, [Trajectory(ROW, turns, (4, n), reward=float(n)) for n, turns in enumerate((several, short))])
+        Group(ROW, 4, [Trajectory(ROW, turns, (4, n), reward=float(n)) for n, turns in enumerate((dialogue, short))])
     ]
 
 

@@ -35,7 +35,7 @@ def test_the_accuracy_of_pairs_and_of_a_reward_model_have_different_names():
 def test_names_that_share_one_of_trls_are_of_different_algorithms():
     shared = [name for name in TRL_NAMES if list(TRL_NAMES.values()).count(TRL_NAMES[name]) > 1]
     assert {n.replace("chosen", "desirable").replace("rejected", "undesirable") for n in shared if "kl" not in n} == {
-        f"policy/{which}desirable_{what}" for which in ("", "un") for what in ("reward", "logprobs")
+        f"policy/{prefix}desirable_{measure}" for prefix in ("", "un") for measure in ("reward", "logprobs")
     }
     assert {n for n in shared if "kl" in n} == {"policy/kl_reference", "policy/kl", "kl/reference"}
     assert set(TRL_NAMES_OF_SCORES) - set(TRL_NAMES) == {"policy/margin", "policy/score_mean"}

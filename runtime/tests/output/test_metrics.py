@@ -33,17 +33,17 @@ def test_cut_drops_later_lines_and_a_half_written_one(tmp_path):
     log = MetricsLog(tmp_path / "m")
     for step in (1, 2, 3):
         log.append(step, {"a": step / 7, "b": math.inf})
-    kept = (tmp_path / "m").read_text().splitlines(keepends=True)[:2]
+    lines = (tmp_path / "m").read_text().splitlines(keepends=True)[:2]
     with (tmp_path / "m").open("a") as file:
         file.write('{"step": 4, "a": 0.')
-    again = MetricsLog(tmp_path / "m")
-    assert [line["step"] for line in read_metrics(again.path)] == [1, 2, 3]
+    second = MetricsLog(tmp_path / "m")
+    assert [line["step"] for line in read_metrics(second.path)] == [1, 2, 3]
     with pytest.raises(CheckpointError, match="ends in the middle of a line"):
-        again.append(4, {})
-    assert again.cut(2) == 1
-    assert (tmp_path / "m").read_text() == "".join(kept)  # byte for byte
-    again.append(3, {"a": 3 / 7})
-    assert [line["step"] for line in read_metrics(again.path)] == [1, 2, 3]
+        second.append(4, {})
+    assert second.cut(2) == 1
+    assert (tmp_path / "m").read_text() == "".join(lines)  # byte for byte
+    second.append(3, {"a": 3 / 7})
+    assert [line["step"] for line in read_metrics(second.path)] == [1, 2, 3]
     assert MetricsLog(tmp_path / "missing").cut(0) == 0
 
 

@@ -107,11 +107,11 @@ def test_output_that_cannot_be_a_folder(tmp_path):
 def answered(call, *arguments) -> str:
     """The error of a call, or nothing."""
     try:
-        made = call(*arguments)
+        result = call(*arguments)
     except ConfigError as error:
         return str(error)
-    if made is not None:
-        made.close()
+    if result is not None:
+        result.close()
     return ""
 
 
@@ -120,22 +120,22 @@ def test_a_check_says_what_a_start_says_and_changes_nothing(tmp_path, resume):
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     start(tmp_path / "holds a run").close()
-    held = start(tmp_path / "taken")
+    holder = start(tmp_path / "taken")
     other = subprocess.Popen(
         [sys.executable, "-c", LOCKED, str(tmp_path / "locked")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert other.stdout is not None
     other.stdout.readline()
     places = [tmp_path / name for name in ("file", "file/below", "empty", "new/deep", "holds a run", "taken", "locked")]
-    before = sorted(tmp_path.rglob("*"))
+    old_paths = sorted(tmp_path.rglob("*"))
     try:
         checked = [answered(check_folder, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
-        assert sorted(tmp_path.rglob("*")) == before
+        assert sorted(tmp_path.rglob("*")) == old_paths
         started = [answered(RunDirectory.create, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
     finally:
         other.kill()
         other.communicate()
-        held.close()
+        holder.close()
     assert checked == started
     assert [not text for text in checked].count(True) == (1 if resume else 2)
     assert check_folder(tmp_path / "holds a run", resume=True) is None
@@ -200,8 +200,8 @@ def test_cut_goes_back_to_the_checkpoint(tmp_path):
         assert [line["step"] for line in read_metrics(directory.metrics.path)] == [1, 2]
         assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step-000001.arrow", "step-000002.arrow"]
         assert sorted(p.name for p in (tmp_path / "exports").iterdir()) == ["step-000001", "step-000002"]
-        kept = ["step-000001-0001.safetensors", "step-000002-0001.safetensors"]
-        assert sorted(p.name for p in (tmp_path / "skipped").iterdir()) == kept
+        names = ["step-000001-0001.safetensors", "step-000002-0001.safetensors"]
+        assert sorted(p.name for p in (tmp_path / "skipped").iterdir()) == names
         directory.metrics.append(3, {"loss": 1.0})
         directory.cut(None)  # no checkpoint: everything that steps recorded goes
         assert read_metrics(directory.metrics.path) == []
@@ -300,11 +300,11 @@ def test_a_process_that_dies_while_exports_are_rotated_leaves_no_half_and_no_old
             assert not directory.exports(5).exists(), "a folder that is deleted in part has the name of an export"
         else:
             directory.export(10, write, keep=None)
-        before = (directory.exports(10) / "config.json").stat().st_mtime_ns
+        old_time = (directory.exports(10) / "config.json").stat().st_mtime_ns
     with RunDirectory.create(tmp_path, resume=True) as directory:
         directory.export(10, write, keep=1)
         assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step-000010"]
-        assert (directory.exports(10) / "config.json").stat().st_mtime_ns == before
+        assert (directory.exports(10) / "config.json").stat().st_mtime_ns == old_time
 
 
 def test_skipped_batches_are_kept_and_bounded(tmp_path, monkeypatch):
@@ -346,19 +346,19 @@ def test_a_run_that_failed_before_its_first_checkpoint_says_what_a_resume_does(t
         RunDirectory.create(tmp_path)
 
 
-WRITTEN = ("rollouts", "exports", "skipped", "precomputed")
+FOLDERS = ("rollouts", "exports", "skipped", "precomputed")
 
 
 def test_a_run_without_a_finished_step_is_replaced(tmp_path):
     with begin(tmp_path) as directory:
         directory.metrics.append(0, {"eval/reward": 1.0})  # an evaluation before the first step
-    for name in WRITTEN:
+    for name in FOLDERS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").touch()
     (tmp_path / "notes.txt").write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
+    old_paths = sorted(tmp_path.rglob("*"))
     check_folder(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before, "a check deletes nothing"
+    assert sorted(tmp_path.rglob("*")) == old_paths, "a check deletes nothing"
     RunDirectory.create(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", "precomputed"]
 
@@ -417,9 +417,9 @@ def test_the_lock_of_another_process_is_seen_without_taking_it(tmp_path):
     assert not FolderLock.is_held(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", LOCKED, str(tmp_path)], stdin=-1, stdout=-1)
     process.stdout.readline()
-    before = (tmp_path / ".lock").read_text()
+    content = (tmp_path / ".lock").read_text()
     assert FolderLock.is_held(tmp_path)
-    assert (tmp_path / ".lock").read_text() == before
+    assert (tmp_path / ".lock").read_text() == content
     process.communicate()
     assert not FolderLock.is_held(tmp_path)
 
@@ -434,21 +434,21 @@ def test_a_check_leaves_the_lock_of_an_earlier_run_as_it_is(tmp_path):
 
 
 def test_a_new_run_deletes_what_an_earlier_one_was_given_and_it_does_not_read(tmp_path):
-    given = tmp_path / "given"
-    given.mkdir()
-    (given / "model-0123456789ab").mkdir()
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "model-0123456789ab").mkdir()
     names = ("train-0123456789ab.jsonl", "train-ba9876543210.jsonl", "notes.txt")
     for name in names:
-        (given / name).touch()
-    named = f"[data]\ntrain = ['{given}/train-ba9876543210.jsonl']\n"
+        (folder / name).touch()
+    config = f"[data]\ntrain = ['{folder}/train-ba9876543210.jsonl']\n"
     with RunDirectory.create(tmp_path) as directory:
-        directory.write_config(named)
+        directory.write_config(config)
         directory.write_manifest(7, PLUGINS, 0)
         directory.metrics.append(1, {})
-    assert sorted(path.name for path in given.iterdir()) == ["notes.txt", "train-ba9876543210.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "train-ba9876543210.jsonl"]
     with RunDirectory.create(tmp_path, resume=True) as directory:
         directory.write_config("")
-    assert len(list(given.iterdir())) == 2, "a resume deletes nothing"
+    assert len(list(folder.iterdir())) == 2, "a resume deletes nothing"
 
 
 def test_the_manifest_says_how_the_last_start_ended(tmp_path):

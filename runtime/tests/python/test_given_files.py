@@ -50,15 +50,15 @@ def test_the_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
 
 
 def test_an_iterable_is_read_once(tmp_path):
-    taken = []
+    reads = []
 
     def rows():
         for row in ROWS:
-            taken.append(row)
+            reads.append(row)
             yield row
 
     assert read(GivenFiles(tmp_path).rows("train", rows())) == ROWS
-    assert taken == ROWS
+    assert reads == ROWS
 
 
 def test_a_file_is_named_by_its_content(tmp_path):
@@ -71,8 +71,8 @@ def test_a_file_is_named_by_its_content(tmp_path):
 
 def test_a_dataset_keeps_its_selected_rows_and_its_types(tmp_path):
     datasets = pytest.importorskip("datasets")
-    whole = datasets.Dataset.from_list([{"prompt": str(n), "n": n} for n in range(5)])
-    path = GivenFiles(tmp_path).rows("train", whole.select([3, 1]))
+    dataset = datasets.Dataset.from_list([{"prompt": str(n), "n": n} for n in range(5)])
+    path = GivenFiles(tmp_path).rows("train", dataset.select([3, 1]))
     assert read(path) == [{"prompt": "3", "n": 3}, {"prompt": "1", "n": 1}]
     assert GivenFiles(tmp_path).rows("train", datasets.Dataset.from_list(read(path))) == path
     assert [p.name for p in (tmp_path / "given").iterdir()] == [Path(path).name]
@@ -117,12 +117,12 @@ def test_what_was_written_is_removed_with_the_folders_that_were_made_for_it(tmp_
 
 
 def test_removing_leaves_the_files_of_an_earlier_run(tmp_path):
-    before = GivenFiles(tmp_path).rows("train", ROWS)
+    old_path = GivenFiles(tmp_path).rows("train", ROWS)
     files = GivenFiles(tmp_path)
-    assert files.rows("train", ROWS) == before
+    assert files.rows("train", ROWS) == old_path
     files.rows("eval", ROWS)
     files.remove()
-    assert [str(p) for p in (tmp_path / "given").iterdir()] == [before]
+    assert [str(p) for p in (tmp_path / "given").iterdir()] == [old_path]
 
 
 @pytest.fixture(scope="module")

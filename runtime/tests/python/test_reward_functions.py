@@ -22,10 +22,10 @@ def group(*answers: str, prompt="1+1=", **columns) -> Group:
     layout = SourceLayout({"prompt": "prompt"})
     row = Row({"prompt": prompt, "answer": "2", **columns}, "unit", 7, layout)
     turns = [[Turn([1, 2], sampled=False, text="1+1="), Turn([3] * len(a), sampled=True, text=a)] for a in answers]
-    return Group(row, 0, [Trajectory(row, each, (0, n)) for n, each in enumerate(turns)])
+    return Group(row, 0, [Trajectory(row, sample, (0, n)) for n, sample in enumerate(turns)])
 
 
-def built(reward):
+def build(reward):
     """The selected plugin, an instance of it and its config, as a run makes them."""
     plugins = Plugins()
     [entry] = reward_entries(plugins, reward)
@@ -37,14 +37,14 @@ def built(reward):
 
 def values(reward, group: Group) -> list[float | None]:
     """What the reward gives, called here."""
-    found = built(reward)[1].score(group)
-    results = asyncio.run(found) if asyncio.iscoroutine(found) else found
+    answer = build(reward)[1].score(group)
+    results = asyncio.run(answer) if asyncio.iscoroutine(answer) else answer
     return [result.value for result in results]
 
 
 def scored(reward, group: Group) -> list[float | None]:
     """What a run would compute: by worker processes where the reward is plain ``def``."""
-    resolved, instance, config = built(reward)
+    resolved, instance, config = build(reward)
     active = ActiveReward("unit", resolved, instance, config, deadline=20.0)
 
     async def score() -> None:
@@ -87,8 +87,8 @@ def test_a_function_of_completions_gets_lists_of_the_columns():
 
 
 def test_a_function_without_keywords_gets_only_what_it_has_parameters_for():
-    def f(completions, level=None, nothing=5):
-        return [level[0] + nothing] * len(completions)
+    def f(completions, level=None, extra=5):
+        return [level[0] + extra] * len(completions)
 
     assert values(f, group("2", "3", level=1)) == [6.0, 6.0]
 
@@ -144,19 +144,19 @@ def test_functions_that_no_module_holds_run_in_worker_processes(reward):
 
 
 def test_a_plain_function_runs_in_a_worker_and_an_async_one_in_this_process():
-    seen = []
+    calls = []
 
     def plain(completions):
-        seen.append(1)
+        calls.append(1)
         return [float(os.getpid())]
 
     async def asynchronous(completions):
-        seen.append(2)
+        calls.append(2)
         return [float(os.getpid())]
 
     assert scored(plain, group("2")) != [float(os.getpid())]
     assert scored(asynchronous, group("2")) == [float(os.getpid())]
-    assert seen == [2]
+    assert calls == [2]
 
 
 def test_a_function_that_uses_what_cannot_be_copied_is_refused_with_what_to_do():
@@ -202,7 +202,7 @@ def test_a_column_named_like_an_argument_is_refused():
         values(lambda completions: [1.0], group("2", completions="x"))
 
 
-BOTH = r".*`def f\(prompt, completion, row\)`.*`def f\(completions, \*\*columns\)`"
+SIGNATURES = r".*`def f\(prompt, completion, row\)`.*`def f\(completions, \*\*columns\)`"
 
 
 @pytest.mark.parametrize(
@@ -219,14 +219,14 @@ BOTH = r".*`def f\(prompt, completion, row\)`.*`def f\(completions, \*\*columns\
     ],
 )
 def test_other_parameters_are_refused_with_both_forms(function):
-    with pytest.raises(ConfigError, match=r"reward function '<lambda>' has the parameters \(" + BOTH):
+    with pytest.raises(ConfigError, match=r"reward function '<lambda>' has the parameters \(" + SIGNATURES):
         reward_class(function)
 
 
-@pytest.mark.parametrize("given", [3, object, {"a": 1.0}])
-def test_an_object_that_is_not_a_reward_is_refused_with_both_forms(given):
-    with pytest.raises(ConfigError, match=r"reward: got .*; give a function, a Reward class" + BOTH):
-        reward_entries(Plugins(), given)
+@pytest.mark.parametrize("value", [3, object, {"a": 1.0}])
+def test_an_object_that_is_not_a_reward_is_refused_with_both_forms(value):
+    with pytest.raises(ConfigError, match=r"reward: got .*; give a function, a Reward class" + SIGNATURES):
+        reward_entries(Plugins(), value)
 
 
 class Brevity(Reward):
@@ -259,9 +259,9 @@ def test_a_class_is_a_reward_named_after_itself():
 
 
 def test_an_instance_is_recorded_with_its_options():
-    given = Brevity(Brevity.Config(factor=2.0))
-    assert reward_entries(Plugins(), given) == [{"use": "in process/brevity", "factor": 2.0}]
-    assert scored(given, group("333")) == [-6.0]
+    instance = Brevity(Brevity.Config(factor=2.0))
+    assert reward_entries(Plugins(), instance) == [{"use": "in process/brevity", "factor": 2.0}]
+    assert scored(instance, group("333")) == [-6.0]
 
 
 def test_an_async_instance_is_called_itself():
@@ -273,8 +273,8 @@ def test_an_async_instance_is_called_itself():
 
 def test_several_rewards_are_named():
     plugins = Plugins()
-    found = reward_entries(plugins, {"short": lambda completions: [0.0], "Right!": by_sample, "math": "math"})
-    assert found == [
+    entries = reward_entries(plugins, {"short": lambda completions: [0.0], "Right!": by_sample, "math": "math"})
+    assert entries == [
         {"use": "in process/short", "name": "short"},
         {"use": "in process/right", "name": "Right!"},
         {"use": "math", "name": "math"},

@@ -91,25 +91,25 @@ def test_only_what_failed_is_asked_again(from_file, make_group) -> None:
     assert group.trajectories[1].error.endswith("(attempt 3 of 3)")
 
 
-@pytest.mark.parametrize(("concurrency", "most"), [(3, 3.0), (None, 64.0), (200, 100.0)])
+@pytest.mark.parametrize(("concurrency", "limit"), [(3, 3.0), (None, 64.0), (200, 100.0)])
 def test_calls_at_once_are_limited_and_waiting_counts_for_no_deadline(
-    from_file, make_group, concurrency: int | None, most: float
+    from_file, make_group, concurrency: int | None, limit: float
 ) -> None:
     groups = [make_group(*map(str, range(10)), act="") for _ in range(10)]
     score(from_file("reward", ASYNC), *groups, concurrency=concurrency, deadline=1.0)  # 100 calls, by threes 1.7 s
     assert [t.error for g in groups for t in g.trajectories] == [""] * 100
-    assert max(t.reward for g in groups for t in g.trajectories) == most
+    assert max(t.reward for g in groups for t in g.trajectories) == limit
 
 
-@pytest.mark.parametrize(("concurrency", "most"), [(None, 2.0), (3, 3.0)])
+@pytest.mark.parametrize(("concurrency", "limit"), [(None, 2.0), (3, 3.0)])
 def test_a_reward_may_name_its_own_default(
-    from_file, make_group, monkeypatch, concurrency: int | None, most: float
+    from_file, make_group, monkeypatch, concurrency: int | None, limit: float
 ) -> None:
     resolved = from_file("reward", ASYNC)
     monkeypatch.setattr(resolved.cls, "concurrency", 2)
     group = make_group(*"abcdefgh", act="")
     score(resolved, group, concurrency=concurrency, deadline=20.0)
-    assert max(t.reward for t in group.trajectories) == most
+    assert max(t.reward for t in group.trajectories) == limit
 
 
 def test_concurrency_of_a_plain_reward_is_its_processes(from_file, make_group) -> None:

@@ -21,12 +21,12 @@ from rlhf_testing.plain import EmbeddingTrainer
 IDS = [[3, 4, 5, 6], [7], [3, 4, 8, 9, 10]]
 
 
-def _both(logits_CV, ids_C, columns, constants):
+def _two_logits(logits_CV, ids_C, columns, constants):
     return logits_CV[:, list(constants["ids"])]
 
 
-BOTH = Head("both", _both, over="anything", position="at", constants={"ids": (4, 2)})
-ONE = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", position="at")
+TWO_TOKENS = Head("both", _two_logits, over="anything", position="at", constants={"ids": (4, 2)})
+SINGLE_TOKEN = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", position="at")
 
 
 class Ranks(WorkerGroup):
@@ -63,14 +63,14 @@ def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadl
     """A wave of generation holds the main thread for longer than a reward may take; the reward itself takes no time.
     One that takes its time by itself is stopped all the same, however long it waited before."""
     model = Model("scalar")
-    asked = (
+    arguments = (
         (IDS,) if ask is score_with_role else (Head("after", VALUES.fn, over="x", position="at"), IDS, [[0], [0], [0]])
     )
 
     async def reward(idles: float) -> int:
-        found = await asyncio.gather(*(ask({"judge": model.role}, main)("judge", *asked) for _ in range(2)))
+        outputs = await asyncio.gather(*(ask({"judge": model.role}, main)("judge", *arguments) for _ in range(2)))
         await asyncio.sleep(idles)
-        return len(found)
+        return len(outputs)
 
     async def scenario(idles: float) -> int:
         wave = asyncio.ensure_future(main.call(lambda: time.sleep(1.3)))
@@ -88,19 +88,21 @@ def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadl
 def test_a_head_at_given_tokens(main) -> None:
     model = Model("lm")
     places = [[1, 3], [], [0, 4]]
-    expected = [[model.logits(ids)[p, [4, 2]].tolist() for p in read] for ids, read in zip(IDS, places, strict=True)]
-    found = model.ask(main, read_role, BOTH, IDS, places)
-    assert [len(v) for v in found] == [2, 0, 2]
-    assert torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
-    assert torch.allclose(torch.tensor(found[2]), torch.tensor(expected[2]))
-    assert model.ask(main, read_role, ONE, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
+    expected = [
+        [model.logits(ids)[p, [4, 2]].tolist() for p in positions] for ids, positions in zip(IDS, places, strict=True)
+    ]
+    outputs = model.ask(main, read_role, TWO_TOKENS, IDS, places)
+    assert [len(v) for v in outputs] == [2, 0, 2]
+    assert torch.allclose(torch.tensor(outputs[0]), torch.tensor(expected[0]))
+    assert torch.allclose(torch.tensor(outputs[2]), torch.tensor(expected[2]))
+    assert model.ask(main, read_role, SINGLE_TOKEN, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
 
 
 def test_outputs_that_predict_a_token_are_read_at_the_position_before_it(main) -> None:
     model = Model("lm")
     logits_TV = torch.log_softmax(model.logits(IDS[2]), 1)
-    found = model.ask(main, read_role, LOGPROBS, IDS, [[], [], [1, 4]])
-    assert found == [[], [], pytest.approx([float(logits_TV[0, 4]), float(logits_TV[3, 10])])]
+    outputs = model.ask(main, read_role, LOGPROBS, IDS, [[], [], [1, 4]])
+    assert outputs == [[], [], pytest.approx([float(logits_TV[0, 4]), float(logits_TV[3, 10])])]
 
 
 def test_values_and_scores_of_a_scalar_head(main) -> None:
@@ -116,14 +118,14 @@ def test_sequences_without_positions_are_not_computed(main) -> None:
     model = Model("lm")
     calls = []
     model.role.group.call = lambda method, per_rank: calls.append(method)  # type: ignore[method-assign]
-    assert model.ask(main, read_role, ONE, IDS, [[], [], []]) == [[], [], []]
+    assert model.ask(main, read_role, SINGLE_TOKEN, IDS, [[], [], []]) == [[], [], []]
     assert calls == []
 
 
-@pytest.mark.parametrize("at", [[4], [-1], [2, 1], [1, 1]])
-def test_positions_beyond_a_sequence_are_refused(main, at: list[int]) -> None:
+@pytest.mark.parametrize("positions", [[4], [-1], [2, 1], [1, 1]])
+def test_positions_beyond_a_sequence_are_refused(main, positions: list[int]) -> None:
     with pytest.raises(RewardError, match=r"asked at \[.*of a sequence of 4 tokens; positions increase .* 0 \.\. 3"):
-        Model("lm").ask(main, read_role, ONE, IDS[:1], [at])
+        Model("lm").ask(main, read_role, SINGLE_TOKEN, IDS[:1], [positions])
 
 
 def test_reading_before_a_first_token_is_refused(main) -> None:
@@ -136,7 +138,7 @@ def test_heads_that_need_columns_are_refused(main) -> None:
     with pytest.raises(RewardError, match="'needy' needs columns"):
         asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]
     with pytest.raises(RewardError, match="3 sequences at 1 lists"):
-        Model("lm").ask(main, read_role, ONE, IDS, [[1]])
+        Model("lm").ask(main, read_role, SINGLE_TOKEN, IDS, [[1]])
 
 
 class Counted:
@@ -146,11 +148,11 @@ class Counted:
         self.passes: list[int] = []
         begin = model.role.begin_forward
 
-        def counted(batch, heads, view="live"):
+        def count(batch, heads, view="live"):
             self.passes.append(batch.sequences)
             return begin(batch, heads, view)
 
-        model.role.begin_forward = counted  # type: ignore[method-assign]
+        model.role.begin_forward = count  # type: ignore[method-assign]
         self.score, self.read = batch_calls(
             score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main), **options
         )
@@ -163,31 +165,34 @@ def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls(main) -
     groups = [IDS[:1], IDS[1:], [IDS[2], IDS[0], IDS[1]]]
     places = [[[1, 3]], [[0], []], [[4], [0, 1, 2], []]]
 
-    async def scenario(counted: Counted):
-        scores = asyncio.gather(*(counted.score("judge", ids) for ids in groups))
-        reads = asyncio.gather(*(counted.read("judge", after, i, p) for i, p in zip(groups, places, strict=True)))
-        return await scores, await reads, await counted.score("judge", IDS[:1])
+    async def scenario(counter: Counted):
+        scores = asyncio.gather(*(counter.score("judge", ids) for ids in groups))
+        reads = asyncio.gather(*(counter.read("judge", after, i, p) for i, p in zip(groups, places, strict=True)))
+        return await scores, await reads, await counter.score("judge", IDS[:1])
 
-    counted = Counted(model, main)
-    scores, reads, late = main.run(scenario(counted))
-    assert counted.passes[0] == 6
-    assert counted.passes[-1] == 1
-    assert len(counted.passes) == 4  # of the sequences that the head reads: 6, of which 4 are computed
-    for ids, found in zip(groups, scores, strict=True):
-        assert found == pytest.approx([float(model.logits(one)[-1, 0]) for one in ids])
-    for ids, read, found in zip(groups, places, reads, strict=True):
-        expected = [[float(model.logits(one)[p, 0]) for p in at] for one, at in zip(ids, read, strict=True)]
-        assert [list(map(float, values)) for values in found] == [pytest.approx(values) for values in expected]
+    counter = Counted(model, main)
+    scores, reads, late = main.run(scenario(counter))
+    assert counter.passes[0] == 6
+    assert counter.passes[-1] == 1
+    assert len(counter.passes) == 4  # of the sequences that the head reads: 6, of which 4 are computed
+    for ids, outputs in zip(groups, scores, strict=True):
+        assert outputs == pytest.approx([float(model.logits(sequence)[-1, 0]) for sequence in ids])
+    for ids, sequence_places, outputs in zip(groups, places, reads, strict=True):
+        expected = [
+            [float(model.logits(sequence)[p, 0]) for p in positions]
+            for sequence, positions in zip(ids, sequence_places, strict=True)
+        ]
+        assert [list(map(float, values)) for values in outputs] == [pytest.approx(values) for values in expected]
     assert late == pytest.approx(scores[0])
 
 
 def test_calls_made_at_once_keep_their_images(main) -> None:
     """Of three calls in one pass, the second has an image, in its second sequence."""
-    model, seen = Model("scalar"), []
+    model, batches = Model("scalar"), []
     begin = model.role.begin_forward
 
     def noted(batch, heads, view="live"):
-        seen.append(batch.images_B)
+        batches.append(batch.images_B)
         return begin(batch, heads, view)
 
     model.role.begin_forward = noted  # type: ignore[method-assign]
@@ -196,24 +201,26 @@ def test_calls_made_at_once_keep_their_images(main) -> None:
 
     async def scenario():
         roles = {"judge": model.role}
-        score, read = batch_calls(score_with_role(roles, main), read_role(roles, main))
+        score, read_values = batch_calls(score_with_role(roles, main), read_role(roles, main))
         await asyncio.gather(
             score("judge", IDS[:1]), score("judge", [IDS[1], IDS[2]], [(), (image,)]), score("judge", IDS[:2])
         )
-        await asyncio.gather(read("judge", after, IDS[:1], [[0]]), read("judge", after, IDS[2:], [[0]], [(image,)]))
+        await asyncio.gather(
+            read_values("judge", after, IDS[:1], [[0]]), read_values("judge", after, IDS[2:], [[0]], [(image,)])
+        )
         await score("judge", IDS, [(image,)])
 
     with pytest.raises(RewardError, match="3 sequences and images of 1"):
         main.run(scenario())
-    assert seen == [((), (), (image,), (), ()), ((), (image,))]
+    assert batches == [((), (), (image,), (), ()), ((), (image,))]
 
 
 def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it(main) -> None:
     model = Model("scalar")
     after = Head("after", VALUES.fn, over="steps", position="at")
 
-    async def scenario(counted: Counted, role: str):
-        calls = (counted.read(role, after, IDS[:1], at) for at in ([[0]], [[7]], [[3]]))
+    async def scenario(counter: Counted, role: str):
+        calls = (counter.read(role, after, IDS[:1], positions) for positions in ([[0]], [[7]], [[3]]))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, wrong, last = main.run(scenario(Counted(model, main), "judge"))
@@ -227,51 +234,51 @@ def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_ask
 def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_together(main) -> None:
     model = Model("scalar")
     begin = model.role.begin_forward
-    model.role.begin_forward = lambda *asked: time.sleep(1.2) or begin(*asked)  # type: ignore[method-assign]
+    model.role.begin_forward = lambda *arguments: time.sleep(1.2) or begin(*arguments)  # type: ignore[method-assign]
 
     async def scenario() -> list[list[float]]:
         score, _ = batch_calls(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
         return await asyncio.gather(*(with_deadline(score("judge", [ids]), 1.0) for ids in IDS))
 
-    found = main.run(scenario())
-    assert found == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]
+    outputs = main.run(scenario())
+    assert outputs == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]
 
 
 def test_calls_gather_while_a_pass_computes_up_to_the_largest_and_cancelled_ones_are_left_out(main) -> None:
     model = Model("scalar")
-    told: list[int] = []
+    sizes: list[int] = []
     begun, go = threading.Event(), threading.Event()
     begin = model.role.begin_forward
-    model.role.begin_forward = lambda *asked: (begun.set(), go.wait(60), begin(*asked))[-1]  # type: ignore[method-assign]
+    model.role.begin_forward = lambda *arguments: (begun.set(), go.wait(60), begin(*arguments))[-1]  # type: ignore[method-assign]
 
-    async def scenario(counted: Counted):
-        first = asyncio.create_task(counted.score("judge", IDS[:1]))
+    async def scenario(counter: Counted):
+        first = asyncio.create_task(counter.score("judge", IDS[:1]))
         while not begun.is_set():
             await asyncio.sleep(0.01)
-        later = [asyncio.create_task(counted.score("judge", [ids])) for ids in (*IDS, IDS[0], IDS[1])]
+        tasks = [asyncio.create_task(counter.score("judge", [ids])) for ids in (*IDS, IDS[0], IDS[1])]
         await asyncio.sleep(0.01)
-        later[1].cancel()
+        tasks[1].cancel()
         go.set()
-        return await asyncio.gather(first, *later, return_exceptions=True)
+        return await asyncio.gather(first, *tasks, return_exceptions=True)
 
-    counted = Counted(model, main, largest=3, passed=told.append)
-    first, *later = main.run(scenario(counted))
-    assert counted.passes == told == [1, 2, 2], "one at once, then three less the cancelled one, then the others"
-    assert isinstance(later.pop(1), asyncio.CancelledError)
+    counter = Counted(model, main, largest=3, passed=sizes.append)
+    first, *rest = main.run(scenario(counter))
+    assert counter.passes == sizes == [1, 2, 2], "one at once, then three less the cancelled one, then the others"
+    assert isinstance(rest.pop(1), asyncio.CancelledError)
     single = [pytest.approx([float(model.logits(IDS[n])[-1, 0])]) for n in (0, 0, 2, 0, 1)]
-    assert [first, *later] == single
+    assert [first, *rest] == single
 
 
 def test_a_pass_waits_for_more_until_it_is_full(main) -> None:
     model = Model("scalar")
 
-    async def scenario(counted: Counted):
+    async def scenario(counter: Counted):
         calls = []
         for ids in IDS:
-            calls.append(asyncio.create_task(counted.score("judge", [ids])))
+            calls.append(asyncio.create_task(counter.score("judge", [ids])))
             await asyncio.sleep(0.01)
         return await asyncio.gather(*calls)
 
-    counted = Counted(model, main, wait=60.0, largest=len(IDS))
-    main.run(scenario(counted))
-    assert counted.passes == [len(IDS)]
+    counter = Counted(model, main, wait=60.0, largest=len(IDS))
+    main.run(scenario(counter))
+    assert counter.passes == [len(IDS)]

@@ -127,8 +127,8 @@ def test_step_rewards_count_at_the_end_or_at_their_tokens_never_both(make_group,
     trajectory = group.trajectories[0]
     assert trajectory.reward == reward
     assert trajectory.score == 3.5
-    placed = 2.0 * sum(v for _, _, v in trajectory.rewards["giving"].steps) if credit == "step" else 0.0
-    assert trajectory.reward + placed == 3.5  # the total does not depend on where it is placed
+    total = 2.0 * sum(v for _, _, v in trajectory.rewards["giving"].steps) if credit == "step" else 0.0
+    assert trajectory.reward + total == 3.5  # the total does not depend on where it is placed
 
 
 def test_steps_alone_are_a_reward(make_group) -> None:
@@ -268,8 +268,8 @@ def test_a_reward_that_exits_has_failed(main, make_group, error: BaseException, 
     group = make_group("a", "b")
     main.run(Scorer([active(Leaves)]).score(group))
     line = leave.__code__.co_firstlineno + 1
-    told = rf"reward 'leaves' .*score\(\) raised {type(error).__name__}: .*{re.escape(__file__)}:{line}"
-    assert all(t.status == "failed" and re.search(told, t.error) for t in group.trajectories)
+    message = rf"reward 'leaves' .*score\(\) raised {type(error).__name__}: .*{re.escape(__file__)}:{line}"
+    assert all(t.status == "failed" and re.search(message, t.error) for t in group.trajectories)
 
 
 def test_a_failed_call_is_repeated_and_the_last_error_says_how_often(make_group) -> None:
@@ -292,16 +292,16 @@ def test_a_failed_call_is_repeated_and_the_last_error_says_how_often(make_group)
 
 
 def test_failed_rollouts_are_not_shown_to_rewards(make_group) -> None:
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def make(group):
-        seen.append(len(group.trajectories))
+        sizes.append(len(group.trajectories))
         return [RewardResult(1.0) for _ in group.trajectories]
 
     group = make_group("a", "b")
     group.trajectories[0].status, group.trajectories[0].error = "failed", "env"
     score([active(giving(make))], group)
-    assert seen == [1]
+    assert sizes == [1]
     assert [t.reward for t in group.trajectories] == [None, 1.0]
     assert group.trajectories[0].error == "env"
 

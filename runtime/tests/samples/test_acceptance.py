@@ -18,19 +18,19 @@ def sample(number: int, tokens: int, reward: float | None, failed: bool = False)
 def lost(rules: Acceptance, *samples: Trajectory) -> tuple[dict[str, float], int]:
     """({cause: tokens}, tokens of what is trained on)."""
     counts = rules.new_counts(has_demonstrations=False)
-    kept = rules.accept(Group(ROW, 0, list(samples)), counts)
+    result = rules.accept(Group(ROW, 0, list(samples)), counts)
     causes = {n.removeprefix("tokens_"): v for n, v in counts.items() if n.startswith("tokens_") and v}
-    return causes, sum(t.sampled_tokens for t in kept.trajectories) if kept is not None else 0
+    return causes, sum(t.sampled_tokens for t in result.trajectories) if result is not None else 0
 
 
-@pytest.mark.parametrize(("spread", "kept"), [((1.0, 0.0), 4), ((0.5, 0.5), 0)])
-def test_the_filter_compares_the_samples_of_one_agent(spread, kept) -> None:
+@pytest.mark.parametrize(("spread", "tokens"), [((1.0, 0.0), 4), ((0.5, 0.5), 0)])
+def test_the_filter_compares_the_samples_of_one_agent(spread, tokens) -> None:
     """The samples of y are equal and those of x are not, or both are. The two agents' scores differ in any case. Games
     of two agents count once in the smallest size of a group."""
     group = [sample(game, 1, reward) for scores in (spread, (-2.0, -2.0)) for game, reward in enumerate(scores)]
     for trajectory, agent in zip(group, "xxyy", strict=True):
         trajectory.turns[0].agent = agent
-    assert lost(Acceptance(FilterSection(min_std=0.0), group_min=2), *group)[1] == kept
+    assert lost(Acceptance(FilterSection(min_std=0.0), group_min=2), *group)[1] == tokens
     assert lost(Acceptance(group_min=3), *group)[1] == 0
 
 
@@ -46,6 +46,6 @@ def test_the_filter_compares_the_samples_of_one_agent(spread, kept) -> None:
 )
 def test_every_sampled_token_is_trained_on_or_has_one_cause(rules, causes, trained) -> None:
     group = [sample(0, 3, 0.0), sample(1, 5, 1.0), sample(2, 4, None), sample(3, 20, None, failed=True)]
-    found = lost(Acceptance(**rules), *group)
-    assert found == (causes, trained)
-    assert sum(found[0].values()) + found[1] == 32, "prompts and observations are not sampled"
+    result = lost(Acceptance(**rules), *group)
+    assert result == (causes, trained)
+    assert sum(result[0].values()) + result[1] == 32, "prompts and observations are not sampled"

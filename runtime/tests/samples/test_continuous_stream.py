@@ -145,8 +145,8 @@ def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
         return streams[-1]
 
     yield make
-    for one in streams:
-        one.close()
+    for instance in streams:
+        instance.close()
 
 
 def sampled(group: Group) -> list[list[Turn]]:
@@ -180,12 +180,12 @@ def resumed(stream, main, tmp_path) -> Callable[..., tuple[ContinuousStream, Eng
 def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(resumed) -> None:
     second, engine, saved = resumed()
     assert [group.number for group in saved] == [2, 3]
-    before = [sampled(group) for group in saved]
-    assert [[len(turns) for turns in group] for group in before] == [[2, 2], [1, 1]]
+    old_turns = [sampled(group) for group in saved]
+    assert [[len(turns) for turns in group] for group in old_turns] == [[2, 2], [1, 1]]
     ready = second.take(1)
     assert [(group.number, group.row.index) for group in ready.groups] == [(2, 2), (3, 3)]
-    for kept, group in zip(before, ready.groups, strict=True):
-        for old, new in zip(kept, sampled(group), strict=True):
+    for old_group, group in zip(old_turns, ready.groups, strict=True):
+        for old, new in zip(old_group, sampled(group), strict=True):
             assert len(new) == TURNS
             assert new[: len(old)] == old, "tokens, log-probs and versions"
             assert {turn.versions for turn in old} == {((0, 0),)}
@@ -193,7 +193,7 @@ def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(resumed) -> N
             assert all(turn.ids[0] > 500 for turn in new[len(old) :])
     assert (engine.answers[2], engine.answers[3]) == (SAMPLES * 1, SAMPLES * 2), "only the missing turns are sampled"
     assert (ready.version, ready.counts["oldest"], ready.counts["stale"]) == (0, 1.0, 0.0)
-    restarted = {why: ready.counts[f"tokens_restarted_{why}"] for why in ("weights", "engine", "resume")}
+    restarted = {cause: ready.counts[f"tokens_restarted_{cause}"] for cause in ("weights", "engine", "resume")}
     assert restarted == {"weights": 0.0, "engine": 5.0, "resume": 7.0}
 
 
@@ -207,21 +207,21 @@ def test_a_resume_continues_greedy_answers_too(resumed) -> None:
 
 def test_turns_after_a_changed_observation_are_sampled_again(resumed) -> None:
     second, _, saved = resumed(ThreeTurns("!"))
-    before = [sampled(group) for group in saved]
-    for kept, group in zip(before, second.take(1).groups, strict=True):
-        for old, new in zip(kept, sampled(group), strict=True):
+    old_turns = [sampled(group) for group in saved]
+    for old_group, group in zip(old_turns, second.take(1).groups, strict=True):
+        for old, new in zip(old_group, sampled(group), strict=True):
             assert new[0] == old[0], "the prompt is the same"
             assert all(turn.ids[0] > 500 for turn in new[1:]), "the observation before them is another"
 
 
 def test_groups_are_numbered_on_after_a_resume(resumed) -> None:
     second, _, _ = resumed()
-    taken = []
+    batches = []
     for step in (1, 2, 3):
         second.start(step)
-        taken.append([(group.number, group.row.index) for group in second.take(step).groups])
+        batches.append([(group.number, group.row.index) for group in second.take(step).groups])
         second.rollouts.generator.version = step + 1
-    assert taken == [[(2, 2), (3, 3)], [(4, 4), (5, 5)], [(6, 6), (7, 7)]]
+    assert batches == [[(2, 2), (3, 3)], [(4, 4), (5, 5)], [(6, 6), (7, 7)]]
 
 
 def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
@@ -243,9 +243,9 @@ def test_engines_are_repaired_on_the_main_thread_while_nothing_ends(stream, monk
     """Row 1 is answered only after a repair, as if its engine had died."""
     monkeypatch.setattr(continuous_stream, "LOOK", 0.01)
     engine = Engine(100, held={1: 0})
-    made = stream(engine, total_steps=1, staleness=0)
-    made.start(0)
-    assert [group.row.index for group in made.take(0).groups] == [0, 1]
+    source = stream(engine, total_steps=1, staleness=0)
+    source.start(0)
+    assert [group.row.index for group in source.take(0).groups] == [0, 1]
     assert set(engine.repaired_on) == {threading.main_thread()}
 
 
@@ -253,12 +253,12 @@ def test_samples_go_on_while_many_groups_are_started(stream: Callable[..., Conti
     """The first answers come before the last group is started."""
     many = 10 * AT_ONCE
     engine = Engine(100)
-    made = stream(engine, batch_size=many, total_steps=1, staleness=0)
+    source = stream(engine, batch_size=many, total_steps=1, staleness=0)
     answered = []
-    take = made.rows.take
-    made.rows.take = lambda n: answered.append(engine.answers.total()) or take(n)  # type: ignore[method-assign]
-    made.start(0)
+    take = source.rows.take
+    source.rows.take = lambda n: answered.append(engine.answers.total()) or take(n)  # type: ignore[method-assign]
+    source.start(0)
     assert len(answered) == many
     assert answered[AT_ONCE - 1] == 0
     assert answered[-1] > 0
-    assert [group.row.index for group in made.take(0).groups] == list(range(many))
+    assert [group.row.index for group in source.take(0).groups] == list(range(many))

@@ -59,10 +59,10 @@ class Talk(Rollout):
         first = await ctx.generate([prompt], ctx.sampling, 0)
         second = await ctx.generate([prompt], ctx.sampling, 1)
         answers = [ctx.parse_answer(turn) for turn in (first, second)]
-        again = [{"role": "user", "content": "x"}]
+        reply = [{"role": "user", "content": "x"}]
         self.seen["ids"] = [answer["tool_calls"][0]["id"] for answer in answers]
-        self.seen["after first"] = ctx.encode_following([ASK], answers[0], again, turn=first)
-        self.seen["after last"] = ctx.encode_following([ASK], answers[1], again)
+        self.seen["after first"] = ctx.encode_following([ASK], answers[0], reply, turn=first)
+        self.seen["after last"] = ctx.encode_following([ASK], answers[1], reply)
         self.seen["told first"], self.seen["told last"] = (
             ctx.encode_observation("x", (), first),
             ctx.encode_observation("x"),
@@ -87,12 +87,14 @@ def test_ids_of_calls_follow_from_the_turns_number(main, template):
 
 
 def test_an_answer_that_was_cut_off_is_closed_by_what_follows(main, template):
-    trajectory, seen = run(main, template)
+    trajectory, contexts = run(main, template)
     assert trajectory.status == "ok"
-    shown = [
-        template.tokenizer.decode(seen[f"{how} {key}"].ids) for how in ("after", "told") for key in ("first", "last")
+    texts = [
+        template.tokenizer.decode(contexts[f"{kind} {key}"].ids)
+        for kind in ("after", "told")
+        for key in ("first", "last")
     ]
-    assert shown == [f"{end}\n<|im_start|>user\nx<eos>\n<|im_start|>assistant\n" for end in ("", "<eos>")] * 2
+    assert texts == [f"{end}\n<|im_start|>user\nx<eos>\n<|im_start|>assistant\n" for end in ("", "<eos>")] * 2
 
 
 def test_an_end_token_that_opens_the_next_message_comes_once(main, template):
@@ -101,9 +103,9 @@ def test_an_end_token_that_opens_the_next_message_comes_once(main, template):
     tokenizer.add_tokens("<|user|>", special_tokens=True)
     tokenizer.chat_template = HERMES.replace("<eos>\\n", "").replace("'<|im_start|>' + m.role + '\\n'", "'<|user|>'")
     role_ends = Template(tokenizer, DataSection())
-    _, seen = run(main, role_ends, end="<|user|>")
-    shown = [tokenizer.decode(seen[key].ids) for key in ("after first", "after last")]
-    assert shown == [f"{role}x<|im_start|>assistant\n" for role in ("", "<|user|>")]
+    _, contexts = run(main, role_ends, end="<|user|>")
+    texts = [tokenizer.decode(contexts[key].ids) for key in ("after first", "after last")]
+    assert texts == [f"{role}x<|im_start|>assistant\n" for role in ("", "<|user|>")]
 
 
 def test_only_turns_that_were_generated_for_the_sample_can_be_parsed(main, template):

@@ -190,7 +190,7 @@ def test_a_plain_env_runs_in_its_own_worker(plain) -> None:
     ],
 )
 def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None:
-    async def one(episodes: Episodes, *actions: str) -> list[EnvStep]:
+    async def play_episode(episodes: Episodes, *actions: str) -> list[EnvStep]:
         episode = episodes.open()
         try:
             await episode.reset(row(start=0), 0)
@@ -203,7 +203,10 @@ def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None
         try:
             assert episodes.limit == 2
             return await asyncio.gather(
-                one(episodes, "a", action), one(episodes, "a", "b"), one(episodes, "a", "b"), return_exceptions=True
+                play_episode(episodes, "a", action),
+                play_episode(episodes, "a", "b"),
+                play_episode(episodes, "a", "b"),
+                return_exceptions=True,
             )
         finally:
             episodes.close()
@@ -220,15 +223,15 @@ def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, t
 
     async def scenario():
         episodes = Episodes(plain, plain.cls.Config(log=str(log)), section(concurrency=2))
-        open_now, most, pids, pair = 0, 0, set(), asyncio.Barrier(2)
+        open_now, peak, pids, pair = 0, 0, set(), asyncio.Barrier(2)
 
-        async def one() -> None:
-            nonlocal open_now, most
+        async def play_episode() -> None:
+            nonlocal open_now, peak
             episode = episodes.open()
             try:
                 await episode.reset(row(start=0), 0)
                 open_now += 1
-                most = max(most, open_now)
+                peak = max(peak, open_now)
                 pids.add((await episode.step("a")).info["pid"])
                 await pair.wait()  # two must be open at once to get past this
                 open_now -= 1
@@ -236,13 +239,13 @@ def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, t
                 await episode.close()
 
         try:
-            await asyncio.gather(*(one() for _ in range(6)))
+            await asyncio.gather(*(play_episode() for _ in range(6)))
         finally:
             episodes.close()
-        return most, pids
+        return peak, pids
 
-    most, pids = asyncio.run(scenario())
-    assert most == 2
+    peak, pids = asyncio.run(scenario())
+    assert peak == 2
     assert len(pids) == 2
     assert log.read_text() == "closed\n" * 6
 
@@ -251,8 +254,8 @@ def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, t
 def test_an_env_sees_and_may_replace_the_sampling_parameters(plain, kind: str) -> None:
     sampling = Sampling(max_new_tokens=7, top_k=5)
     (step,) = play(in_process(Counter) if kind == "async" else plain, "hotter", sampling=sampling)
-    changed = {"temperature": 2.0} if kind == "async" else {"max_new_tokens": 3, "stop": (";",)}
-    assert step.sampling == replace(sampling, **changed)
+    changes = {"temperature": 2.0} if kind == "async" else {"max_new_tokens": 3, "stop": (";",)}
+    assert step.sampling == replace(sampling, **changes)
 
 
 def test_the_limit_is_the_option_or_the_default_for_plain_or_async(plain) -> None:
@@ -269,9 +272,9 @@ def test_a_row_that_cannot_be_sent_to_a_worker_is_the_environments_failure(plain
             with pytest.raises(EnvError, match=r"asking its worker process for reset\(\) raised"):
                 await episode.reset(row(start=lambda: 0), 0)
             await episode.close()
-            again = episodes.open()
-            assert await again.reset(row(start=1), 0) == "start 1"
-            await again.close()
+            second = episodes.open()
+            assert await second.reset(row(start=1), 0) == "start 1"
+            await second.close()
         finally:
             episodes.close()
 

@@ -25,8 +25,8 @@ def add(pending: PendingGroups, number: int, version: int = 0, finished: int = 0
 
 
 def score(pending: PendingGroups, number: int, finished: int) -> None:
-    one = next(one for one in pending if one.number == number)
-    pending.scored(one, Group(ROW, number, []), finished)
+    entry = next(entry for entry in pending if entry.number == number)
+    pending.scored(entry, Group(ROW, number, []), finished)
 
 
 def numbers(chosen: list[Pending] | None) -> list[int] | None:
@@ -106,13 +106,13 @@ def plainly_chosen(pending: PendingGroups, step: int) -> list[int] | None:
     if pending.order == "submission":
         chosen = every[:size]
     else:
-        due = [one for one in every if one.version + pending.staleness <= step]
-        rest = [one for one in every if one.version + pending.staleness > step and one.group is not None]
-        rest.sort(key=lambda one: one.finished)
-        chosen = sorted((due + rest)[:size], key=lambda one: one.number)
-    if len(chosen) < size or any(one.group is None for one in chosen):
+        due = [entry for entry in every if entry.version + pending.staleness <= step]
+        rest = [entry for entry in every if entry.version + pending.staleness > step and entry.group is not None]
+        rest.sort(key=lambda entry: entry.finished)
+        chosen = sorted((due + rest)[:size], key=lambda entry: entry.number)
+    if len(chosen) < size or any(entry.group is None for entry in chosen):
         return None
-    return [one.number for one in chosen]
+    return [entry.number for entry in chosen]
 
 
 @pytest.mark.parametrize("order", ["submission", "completion"])
@@ -124,8 +124,8 @@ def test_whatever_happens_the_choice_is_that_of_all_groups_looked_at(order, seed
     for _ in range(400):
         every = list(pending)
         happens = draw.choice(["start", "start", "score", "score", "reject", "too old", "restored", "next step"])
-        running = [one for one in every if one.group is None]
-        scored = [one for one in every if one.group is not None]
+        running = [entry for entry in every if entry.group is None]
+        scored = [entry for entry in every if entry.group is not None]
         if happens in ("start", "restored") and len(every) < 12:
             finished += happens == "restored"
             add(pending, started, version=step, finished=finished if happens == "restored" else 0)
@@ -139,13 +139,13 @@ def test_whatever_happens_the_choice_is_that_of_all_groups_looked_at(order, seed
             pending.remove(draw.choice(scored))
         elif happens == "next step" and step < 9:
             step += 1
-        assert pending.running == sum(one.group is None for one in pending)
+        assert pending.running == sum(entry.group is None for entry in pending)
         chosen = pending.choose(step)
         assert numbers(chosen) == plainly_chosen(pending, step)
         if chosen is not None and draw.random() < 0.5:
             batches += 1
-            for one in chosen:
-                pending.remove(one)
+            for entry in chosen:
+                pending.remove(entry)
     assert batches > 5
 
 
@@ -160,8 +160,8 @@ def test_the_turns_of_an_unfinished_group_are_saved_with_their_contexts():
     request = GenerationRequest(array("i", [5, 6]), 1, Sampling())
     logs = [TurnLog(), TurnLog()]
     logs[0].add(0, request, sampled(8, 9))
-    before = Pending(4, ROW, 3, logs)
-    state, group = before.saved()
+    original = Pending(4, ROW, 3, logs)
+    state, group = original.saved()
     assert [len(trajectory.turns) for trajectory in group.trajectories] == [1, 0]
     assert [trajectory.index for trajectory in group.trajectories] == [(4, 0), (4, 1)]
     after = Pending.restored(json.loads(json.dumps(state)), group)

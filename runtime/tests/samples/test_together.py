@@ -131,12 +131,12 @@ def test_more_samples_than_the_environment_allows_at_once_all_complete(play) -> 
     assert [s.index for g in groups for s in g.trajectories] == [(g, s) for g in range(4) for s in range(3)]
 
 
-@pytest.mark.parametrize(("concurrency", "most"), [(2, 2), (5, 5), (100, 12)])
-def test_episodes_of_an_async_environment_are_limited_too(play, concurrency: int, most: int) -> None:
+@pytest.mark.parametrize(("concurrency", "limit"), [(2, 2), (5, 5), (100, 12)])
+def test_episodes_of_an_async_environment_are_limited_too(play, concurrency: int, limit: int) -> None:
     groups = play(*["ok"] * 4, samples=3, concurrency=concurrency, text=ASYNC)
-    seen = [t.turns[-1].reward for g in groups for t in g.trajectories]
-    assert max(seen) == most
-    assert len(seen) == 12
+    peaks = [t.turns[-1].reward for g in groups for t in g.trajectories]
+    assert max(peaks) == limit
+    assert len(peaks) == 12
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ class Names(Reward):
 def test_each_agent_of_a_game_has_a_trajectory_and_the_reward_sees_one_agent(play) -> None:
     """In worker processes. A game that ends before the turn of b has none of b; one that fails is one failed sample."""
     failures = Failures(0.5, lambda note: None)
-    whole, short, failed = play("ok", "short", "raise", samples=2, text=GAME, reward=NAMES, failures=failures)
-    assert [(t.agent, t.index, t.reward, "".join(u.text for u in t.turns)) for t in whole.trajectories] == [
+    full, short, failed = play("ok", "short", "raise", samples=2, text=GAME, reward=NAMES, failures=failures)
+    assert [(t.agent, t.index, t.reward, "".join(u.text for u in t.turns)) for t in full.trajectories] == [
         ("b", (0, 0), 10.0 - 0.5, "p1."),
         ("a", (0, 0), 10.0 + 1.5, "p0.2."),
         ("b", (0, 1), 10.0 - 0.5, "p1."),

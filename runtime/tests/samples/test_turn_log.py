@@ -21,10 +21,10 @@ def turn(token: int) -> Turn:
 @pytest.fixture
 def log() -> TurnLog:
     """Three turns, added in another order than they were sampled."""
-    made = TurnLog()
+    result = TurnLog()
     for number, request in ((2, THIRD), (0, FIRST), (1, SECOND)):
-        made.add(number, request, turn(number))
-    return made
+        result.add(number, request, turn(number))
+    return result
 
 
 def test_a_turn_is_found_by_its_number_and_context(log: TurnLog) -> None:
@@ -34,9 +34,9 @@ def test_a_turn_is_found_by_its_number_and_context(log: TurnLog) -> None:
     assert log.find(0, replace(FIRST, seed=99)) == turn(0), "the seed of a turn is given by its number"
 
 
-@pytest.mark.parametrize("changed", [OTHER_IDS, OTHER_SAMPLING], ids=["tokens", "sampling parameters"])
-def test_a_changed_context_drops_its_turn_and_all_later_ones(log: TurnLog, changed: GenerationRequest) -> None:
-    assert log.find(1, changed) is None
+@pytest.mark.parametrize("other_request", [OTHER_IDS, OTHER_SAMPLING], ids=["tokens", "sampling parameters"])
+def test_a_changed_context_drops_its_turn_and_all_later_ones(log: TurnLog, other_request: GenerationRequest) -> None:
+    assert log.find(1, other_request) is None
     assert log.find(1, SECOND) is None, "it was sampled in an episode that is over"
     assert log.find(2, THIRD) is None
     assert log.find(0, FIRST) == turn(0)
@@ -46,11 +46,11 @@ def test_turns_that_are_sampled_after_a_change_are_kept(log: TurnLog) -> None:
     log.find(1, OTHER_IDS)
     log.add(1, OTHER_IDS, turn(9))
     assert log.find(1, OTHER_IDS) == turn(9)
-    assert [(number, found) for number, _, found in log.entries()] == [(0, turn(0)), (1, turn(9))]
+    assert [(number, value) for number, _, value in log.entries()] == [(0, turn(0)), (1, turn(9))]
 
 
 def test_entries_make_an_equal_log(log: TurnLog) -> None:
-    again = TurnLog(log.entries())
-    assert [number for number, _, _ in again.entries()] == [0, 1, 2]
-    assert again.find(1, SECOND) == turn(1)
-    assert again.find(1, OTHER_IDS) is None
+    copy = TurnLog(log.entries())
+    assert [number for number, _, _ in copy.entries()] == [0, 1, 2]
+    assert copy.find(1, SECOND) == turn(1)
+    assert copy.find(1, OTHER_IDS) is None

@@ -109,16 +109,16 @@ def test_a_batch_can_be_taken_for_its_own_step_only():
 def test_a_round_is_generated_at_its_first_step_with_the_weights_of_that_step(round, versions, calls):
     rollouts = Recorded()
     s = stream(rollouts, round=round)
-    taken, generated = [], []
+    batches, generated = [], []
     for step in range(6):
         s.start(step)
-        taken.append(s.take(step))
+        batches.append(s.take(step))
         generated.append(len(rollouts.calls))
         if s.samples_with(step + 1):  # weights that no samples are drawn with are not sent
             rollouts.generator.version = step + 1
-    assert [ready.version for ready in taken] == versions == [round * (k // round) for k in range(6)]
+    assert [ready.version for ready in batches] == versions == [round * (k // round) for k in range(6)]
     assert generated == calls, "nothing is generated inside a round or beyond the last step"
-    assert [g.number for ready in taken for g in ready.groups] == list(range(24))
+    assert [g.number for ready in batches for g in ready.groups] == list(range(24))
 
 
 def test_a_resume_inside_a_round_uses_the_samples_generated_before():
@@ -127,15 +127,15 @@ def test_a_resume_inside_a_round_uses_the_samples_generated_before():
     first_batch(s)
     saved, groups = s.snapshot()
     again_rollouts = Recorded()
-    again = stream(again_rollouts, round=3)
-    again.restore(saved, groups)
+    second = stream(again_rollouts, round=3)
+    second.restore(saved, groups)
     again_rollouts.generator.version = 1  # a start sends the current weights to the generator, even inside a round
-    taken = []
+    batches = []
     for step in range(1, 6):
-        again.start(step)
-        taken.append(again.take(step))
+        second.start(step)
+        batches.append(second.take(step))
         again_rollouts.generator.version = step + 1
-    assert [(b.version, b.groups[0].number) for b in taken] == [(0, 4), (0, 8), (3, 12), (3, 16), (3, 20)]
+    assert [(b.version, b.groups[0].number) for b in batches] == [(0, 4), (0, 8), (3, 12), (3, 16), (3, 20)]
     assert [version for version, _, _ in again_rollouts.calls] == [3, 3, 3], "the round's batches are not drawn again"
 
 
@@ -159,13 +159,15 @@ def test_a_resume_with_more_steps_generates_the_batches_that_are_already_due(opt
     saved, groups = s.snapshot()
     longer = stream(rollouts, **options, total_steps=12)
     longer.restore(saved, groups)
-    taken = []
+    batches = []
     for step in range(done, 12):
         longer.start(step)
-        taken.append(longer.take(step))
+        batches.append(longer.take(step))
         rollouts.generator.version = step + 1
-    assert [b.version for b in taken] == versions
-    assert [g.number for b in taken for g in b.groups] == list(range(4 * done, 48)), "no prompt is skipped or repeated"
+    assert [b.version for b in batches] == versions
+    assert [g.number for b in batches for g in b.groups] == list(range(4 * done, 48)), (
+        "no prompt is skipped or repeated"
+    )
 
 
 def test_a_generator_with_the_wrong_weights_is_an_error():
@@ -241,15 +243,15 @@ def test_ready_batches_come_back_after_a_resume():
     first_batch(s)
     saved, groups = s.snapshot()
     again_rollouts = Recorded()
-    again = stream(again_rollouts, staleness=2)
-    again.restore(saved, groups)
-    for one, source in ((s, rollouts), (again, again_rollouts)):
+    second = stream(again_rollouts, staleness=2)
+    second.restore(saved, groups)
+    for instance, source in ((s, rollouts), (second, again_rollouts)):
         source.generator.version = 1
-        one.start(1)
-    assert [(b.version, [g.number for g in b.groups], b.counts) for b in again.ready] == [
+        instance.start(1)
+    assert [(b.version, [g.number for g in b.groups], b.counts) for b in second.ready] == [
         (b.version, [g.number for g in b.groups], b.counts) for b in s.ready
     ]
-    assert again.ready[0].counts["prompts"] == 4
+    assert second.ready[0].counts["prompts"] == 4
     assert again_rollouts.calls == rollouts.calls[3:], "nothing is generated twice"
 
 
@@ -334,9 +336,9 @@ class Asking(Counting):
 
 def with_curriculum(rollouts, **changes):
     knowing = Knowing()
-    made = stream(rollouts, row_order=knowing, **changes)
-    made.rows = Asking(knowing)
-    return made, knowing
+    source = stream(rollouts, row_order=knowing, **changes)
+    source.rows = Asking(knowing)
+    return source, knowing
 
 
 def go(s, first, last):
@@ -351,11 +353,11 @@ def test_a_curriculum_knows_exactly_the_batches_that_the_weights_have_learnt_fro
     rollouts = Recorded(score=lambda i: i % 3)
     s, knowing = with_curriculum(rollouts, staleness=staleness, round=round, filter=FilterSection(low=0.5))
     batches = list(go(s, 0, 6))
-    assert any(len(asked) > 1 for asked in knowing.knew.values()), "batches are refilled"
+    assert any(len(calls) > 1 for calls in knowing.knew.values()), "batches are refilled"
     for k, batch in enumerate(batches):
         version = max(0, k - staleness) if round == 1 else round * (k // round)
-        for told in knowing.knew[k]:  # the refills of a batch know no more than its first rows
-            assert sorted({step for step, _ in told}) == list(range(version)), f"batch {k}"
+        for outcomes in knowing.knew[k]:  # the refills of a batch know no more than its first rows
+            assert sorted({step for step, _ in outcomes}) == list(range(version)), f"batch {k}"
         assert [g.outcome for g in batch.finished] == [
             "filtered" if g.row % 3 == 0 else "kept" for g in batch.finished
         ], "every group that was drawn, in order"
@@ -368,15 +370,15 @@ def test_what_became_of_ready_batches_is_in_the_state():
     def fresh():
         return with_curriculum(Recorded(score=lambda i: i % 3), staleness=2, filter=FilterSection(low=0.5))
 
-    whole, _ = fresh()
-    expected = list(go(whole, 0, 6))
-    first, before = fresh()
+    reference, _ = fresh()
+    expected = list(go(reference, 0, 6))
+    first, old_curriculum = fresh()
     done = list(go(first, 0, 2))
     state, groups = first.snapshot()
     state = json.loads(json.dumps(state))
     assert [len(batch["finished"]) for batch in state["ready"]] == [len(b.finished) for b in first.ready]
     second, after = fresh()
-    after.told = list(before.told)  # the curriculum's own state
+    after.told = list(old_curriculum.told)  # the curriculum's own state
     second.restore(state, groups)
     done += list(go(second, 2, 6))
     assert [b.finished for b in done] == [b.finished for b in expected]

@@ -101,9 +101,9 @@ def test_waves_hold_every_sample_under_way_in_index_order_for_any_timing(main):
     groups, generator = run(main, rows(1, 3, 2))
     assert [len(w) for w in generator.waves] == [6, 4, 2]
     assert [w[0] for w in generator.waves[0][::2]] == [10, 11, 12]
-    again, generator_again = run(main, rows(1, 3, 2))
+    repeat, generator_again = run(main, rows(1, 3, 2))
     assert generator_again.waves == generator.waves
-    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in again]
+    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in repeat]
 
 
 def test_groups_come_back_in_row_order_scored_with_their_indices(main):
@@ -115,24 +115,24 @@ def test_groups_come_back_in_row_order_scored_with_their_indices(main):
 
 def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_scored(main):
     groups, generator = run(main, rows(*[1] * 40), demonstration_share=0.25)
-    given = [g.number for g in groups if any(t.is_demonstration for t in g.trajectories)]
-    assert [n for n in range(40) if settings(demonstration_share=0.25).gives(n)] == given
-    assert 4 <= len(given) <= 16
-    assert [len(w) for w in generator.waves] == [2 * (40 - len(given))]
+    numbers = [g.number for g in groups if any(t.is_demonstration for t in g.trajectories)]
+    assert [n for n in range(40) if settings(demonstration_share=0.25).gives(n)] == numbers
+    assert 4 <= len(numbers) <= 16
+    assert [len(w) for w in generator.waves] == [2 * (40 - len(numbers))]
     for g in groups:
-        if g.number in given:
+        if g.number in numbers:
             [t] = g.trajectories
             assert (t.index, t.answer, t.reward, t.rewards, t.truncated) == ((g.number, 0), "given", None, {}, False)
         else:
             assert [t.reward for t in g.trajectories] == [1.0, 1.0]
-    without, _ = run(main, rows(*[1] * 40))
-    for one, other in zip(groups, without, strict=True):
-        assert one.number in given or [t.turns for t in one.trajectories] == [t.turns for t in other.trajectories]
+    plain, _ = run(main, rows(*[1] * 40))
+    for group, other in zip(groups, plain, strict=True):
+        assert group.number in numbers or [t.turns for t in group.trajectories] == [t.turns for t in other.trajectories]
 
 
 def test_rows_of_some_sources_are_demonstrations(main):
-    both = [replace(row, source="experts") if i % 2 else row for i, row in enumerate(rows(1, 1, 1))]
-    groups, generator = run(main, both, demonstration_sources=("experts",))
+    mixture = [replace(row, source="experts") if i % 2 else row for i, row in enumerate(rows(1, 1, 1))]
+    groups, generator = run(main, mixture, demonstration_sources=("experts",))
     assert [[(t.is_demonstration, t.reward) for t in g.trajectories] for g in groups] == [
         [(False, 1.0)] * 2, [(True, None)], [(False, 1.0)] * 2
     ]  # fmt: skip
@@ -145,8 +145,8 @@ def test_which_groups_have_given_answers_depends_on_seed_and_group_number_alone(
     }
     assert chosen[0] != chosen[1]
     assert all(abs(len(c) / 4000 - 0.3) < 0.03 for c in chosen.values())
-    more = {n for n in range(4000) if settings(demonstration_share=0.6).gives(n)}
-    assert more > set(chosen[0])
+    superset = {n for n in range(4000) if settings(demonstration_share=0.6).gives(n)}
+    assert superset > set(chosen[0])
     assert not any(settings().gives(n) for n in range(100))
 
 
@@ -187,8 +187,8 @@ def test_each_prompt_gets_a_greedy_answer_that_is_scored_and_not_in_the_group(ma
     assert generator.temperatures == [0.7, 0.7, 0.0] * 2
     assert [[t.reward for t in g.trajectories] for g in groups] == [[0.0, 1.0]] * 2
     assert all(t.info["rollout/greedy_reward"] == 2.0 for g in groups for t in g.trajectories)
-    without, _ = run(main, rows(1, 1), Warm())
-    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in without]
+    plain, _ = run(main, rows(1, 1), Warm())
+    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in plain]
 
 
 def test_without_the_reward_of_the_greedy_answer_its_samples_fail(main):
@@ -459,7 +459,7 @@ def test_a_limit_admits_the_next_sample_when_one_ends(main):
     rollouts = Rollouts(Turns(), generator, PlainTemplate(), OneForAll(), main, limit=3)
     counts = []
     groups = rollouts.run(rows(1, 2, 1), 0, settings(), lambda *count: counts.append(count))
-    assert counts == [(ended, 6) for ended in range(1, 7)]
+    assert counts == [(number, 6) for number in range(1, 7)]
     assert all(t.status == "ok" for g in groups for t in g.trajectories)
     assert max(len(w) for w in generator.waves) == 3
     first = generator.waves

@@ -9,7 +9,7 @@ import pytest
 from rlhf.interfaces import GENERATOR, Place
 from rlhf_runtime.setup.launch import _shares_devices
 
-PROCESSES, ONE = frozenset({"processes"}), frozenset({"in_process"})
+PROCESSES, IN_PROCESS = frozenset({"processes"}), frozenset({"in_process"})
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ PROCESSES, ONE = frozenset({"processes"}), frozenset({"in_process"})
     [
         (Place(share="policy"), PROCESSES, True),
         (Place(), PROCESSES, False),
-        (Place(), ONE, True),  # one process has one device
-        (None, ONE, False),
+        (Place(), IN_PROCESS, True),  # one process has one device
+        (None, IN_PROCESS, False),
     ],
 )
 def test_an_engine_is_told_that_roles_are_on_its_devices(place: Any, launcher: frozenset[str], shared: bool) -> None:
     places = {"policy": Place()} | ({} if place is None else {GENERATOR: place})
-    made: Any = SimpleNamespace(places=places)
-    assert _shares_devices(made, SimpleNamespace(capabilities=launcher)) is shared  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(places=places)
+    assert _shares_devices(run, SimpleNamespace(capabilities=launcher)) is shared  # type: ignore[arg-type]

@@ -167,10 +167,10 @@ def test_unsupported_results_of_a_step_are_errors(file, step: str, error: type[E
 def test_images_of_a_step_become_files(file) -> None:
     images = 'from PIL import Image; result["environment_images"] = [Image.new("RGB", (8, 6), "red"), b"file"]'
     _, [step] = play(file(agent(step=images)), "a")
-    drawn, given = step.images
-    with Image.open(io.BytesIO(drawn)) as image:
+    picture, content = step.images
+    with Image.open(io.BytesIO(picture)) as image:
         assert (image.size, image.getpixel((0, 0))) == ((8, 6), (255, 0, 0))
-    assert given == b"file"
+    assert content == b"file"
 
 
 def test_close_is_called_if_the_instance_has_it(file) -> None:
@@ -235,11 +235,11 @@ def test_an_executor_of_an_older_interface_is_refused_with_what_works(file, kind
         Plugins.discover().resolve(kind, reference)
     assert f'[env] use = "{reference}:AgentInstance"' in str(refusal.value)
     assert play(f"{reference}:AgentInstance", "7")[1][0].done
-    alone = "from openrlhf.utils.agent import AgentExecutorBase\n" + OLDER[OLDER.index("class AgentExecutor(") :]
+    source = "from openrlhf.utils.agent import AgentExecutorBase\n" + OLDER[OLDER.index("class AgentExecutor(") :]
     with pytest.raises(
         PluginInvalid, match=r"0\.8.*Write an execute\(self, prompt, label, sampling_params, max_length"
     ):
-        Plugins.discover().resolve(kind, file(alone))
+        Plugins.discover().resolve(kind, file(source))
 
 
 @pytest.mark.parametrize("kind", ["env", "rollout"])
@@ -266,8 +266,8 @@ class AgentExecutor(""",
     )
     assert play(file(text), "7", arguments={"loud": True})[1][0].observation == "RIGHT"
     assert play(file(text), "7", arguments={"loud": False})[1][0].observation == "right"
-    for arguments, why in (({}, "missing a required argument: 'loud'"), ({"quiet": 1}, "'quiet'")):
-        with pytest.raises(ValidationError, match=rf"AgentExecutor\(loud\) cannot be called with them: .*{why}"):
+    for arguments, message in (({}, "missing a required argument: 'loud'"), ({"quiet": 1}, "'quiet'")):
+        with pytest.raises(ValidationError, match=rf"AgentExecutor\(loud\) cannot be called with them: .*{message}"):
             play(file(text), "7", arguments=arguments)
     with pytest.raises(ValidationError, match="the file's executor is not used"):
         play(file(text) + ":Loud", "7", arguments={"loud": True})

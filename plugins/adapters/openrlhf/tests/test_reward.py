@@ -31,11 +31,11 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def test_a_documented_reward_func(file, capfd) -> None:
-    asked = group("4", "5", label="4")
-    score_groups(file(DOCUMENTED), asked, deadline=60.0)
-    assert [t.error for t in asked.trajectories] == ["", ""]
-    assert [(t.reward, t.score) for t in asked.trajectories] == [(0.5, 1.0), (-0.5, 0.0)]
-    results = [next(iter(t.rewards.values())) for t in asked.trajectories]
+    samples = group("4", "5", label="4")
+    score_groups(file(DOCUMENTED), samples, deadline=60.0)
+    assert [t.error for t in samples.trajectories] == ["", ""]
+    assert [(t.reward, t.score) for t in samples.trajectories] == [(0.5, 1.0), (-0.5, 0.0)]
+    results = [next(iter(t.rewards.values())) for t in samples.trajectories]
     assert [result.info for result in results] == [{"correct": 1.0, "mean": 0.5}, {"correct": 0.0, "mean": 0.5}]
     assert "scoring ['2+2=4', '2+2=5']" in capfd.readouterr().err
 
@@ -50,16 +50,16 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def test_a_function_may_compare_the_samples_of_a_prompt(file) -> None:
-    asked = group("1", "2", "3")
-    score_groups(file(NORMALISED), asked)
-    assert [(t.reward, t.score) for t in asked.trajectories] == [(-1.0, 1.0), (0.0, 2.0), (1.0, 3.0)]
+    samples = group("1", "2", "3")
+    score_groups(file(NORMALISED), samples)
+    assert [(t.reward, t.score) for t in samples.trajectories] == [(-1.0, 1.0), (0.0, 2.0), (1.0, 3.0)]
 
 
 @pytest.mark.parametrize(("answers", "options"), [(("1",), {}), (("1", "2"), {"batch": "sample"})])
 def test_a_comparison_of_one_sample_says_what_it_needs(file, answers: tuple[str, ...], options: dict) -> None:
-    asked = group(*answers)
-    score_groups(file(NORMALISED), asked, options=options)
-    for trajectory in asked.trajectories:
+    samples = group(*answers)
+    score_groups(file(NORMALISED), samples, options=options)
+    for trajectory in samples.trajectories:
         assert re.search(r"ValueError: rewards is nan.*samples_per_prompt.*eval\.samples.*batch", trajectory.error)
 
 
@@ -67,13 +67,13 @@ ONE_SAMPLE = "def reward_func(queries, prompts, labels):\n    return {'rewards':
 
 
 def test_a_function_for_one_sample_needs_an_option(file) -> None:
-    asked = group("1", "2")
-    score_groups(file(ONE_SAMPLE), asked)
-    for trajectory in asked.trajectories:
+    samples = group("1", "2")
+    score_groups(file(ONE_SAMPLE), samples)
+    for trajectory in samples.trajectories:
         assert re.search(r"rewards is .*expected 2 numbers.*batch = \"sample\"", trajectory.error)
-    asked = group("1", "2")
-    score_groups(file(ONE_SAMPLE), asked, options={"batch": "sample"})
-    assert [t.reward for t in asked.trajectories] == [1.0, 2.0]
+    samples = group("1", "2")
+    score_groups(file(ONE_SAMPLE), samples, options={"batch": "sample"})
+    assert [t.reward for t in samples.trajectories] == [1.0, 2.0]
 
 
 MATH = r"""
@@ -92,10 +92,10 @@ def reward_func(queries: List[str], prompts: List[str], labels: List[str], **kwa
 
 def test_names_of_openrlhf_exist_only_while_a_file_is_imported(file) -> None:
     reference = file(MATH)
-    asked = group(r"\boxed{\frac{8}{2}}", r"\boxed{5}", "no box", r"\boxed{4", answer="4")
-    score_groups(reference, asked)
-    assert [t.error for t in asked.trajectories] == [""] * 4
-    assert [t.reward for t in asked.trajectories] == [1.0, 0.0, 0.0, 0.0]
+    samples = group(r"\boxed{\frac{8}{2}}", r"\boxed{5}", "no box", r"\boxed{4", answer="4")
+    score_groups(reference, samples)
+    assert [t.error for t in samples.trajectories] == [""] * 4
+    assert [t.reward for t in samples.trajectories] == [1.0, 0.0, 0.0, 0.0]
     Plugins.discover().resolve("reward", reference)
     assert not [name for name in sys.modules if name.split(".")[0] == "openrlhf"]
 
@@ -108,12 +108,12 @@ def test_labels_come_from_label_answer_or_the_configured_column(file) -> None:
         ({}, {}, 0.0),
         ({"label": "xx", "gold": "zzz"}, {"label": "gold"}, 3.0),
     ]:
-        asked = group("a", **columns)
-        score_groups(file(text), asked, options=options)
-        assert asked.trajectories[0].reward == value
-    asked = group("a", answer="y")
-    score_groups(file(text), asked, options={"label": "gold"})
-    assert "no column 'gold'; the row has ['answer']" in asked.trajectories[0].error
+        samples = group("a", **columns)
+        score_groups(file(text), samples, options=options)
+        assert samples.trajectories[0].reward == value
+    samples = group("a", answer="y")
+    score_groups(file(text), samples, options={"label": "gold"})
+    assert "no column 'gold'; the row has ['answer']" in samples.trajectories[0].error
 
 
 def test_none_means_not_applicable(file) -> None:
@@ -123,17 +123,19 @@ def reward_func(queries, prompts, labels):
         return {"rewards": None}
     return {"rewards": [None if q.endswith("skip") else 1.0 for q in queries], "extra_logs": {"kind": "x"}}
 """
-    asked, other = group("a", "skip", "c"), group("a", "b", label="none")
-    score_groups(file(text), asked, other)
-    assert [t.reward for t in asked.trajectories] == [1.0, None, 1.0]
+    samples, other = group("a", "skip", "c"), group("a", "b", label="none")
+    score_groups(file(text), samples, other)
+    assert [t.reward for t in samples.trajectories] == [1.0, None, 1.0]
     assert [t.reward for t in other.trajectories] == [None, None]
-    assert next(iter(asked.trajectories[2].rewards.values())).info == {"kind": "x"}
+    assert next(iter(samples.trajectories[2].rewards.values())).info == {"kind": "x"}
 
 
 def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
-    asked = group("abc")
-    score_groups(file("async def reward_func(queries, prompts, labels):\n    return [float(len(queries[0]))]\n"), asked)
-    assert asked.trajectories[0].reward == 7.0
+    samples = group("abc")
+    score_groups(
+        file("async def reward_func(queries, prompts, labels):\n    return [float(len(queries[0]))]\n"), samples
+    )
+    assert samples.trajectories[0].reward == 7.0
 
 
 @pytest.mark.parametrize(
@@ -149,17 +151,17 @@ def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
     ],
 )
 def test_errors_of_a_reward_fail_the_sample_with_a_message(file, body: str, message: str) -> None:
-    asked = group("a")
-    score_groups(file(f"def reward_func(queries, prompts, labels):\n    {body}\n"), asked, deadline=1.0)
-    assert (asked.trajectories[0].status, asked.trajectories[0].reward) == ("failed", None)
-    assert re.search(message, asked.trajectories[0].error)
+    samples = group("a")
+    score_groups(file(f"def reward_func(queries, prompts, labels):\n    {body}\n"), samples, deadline=1.0)
+    assert (samples.trajectories[0].status, samples.trajectories[0].reward) == ("failed", None)
+    assert re.search(message, samples.trajectories[0].error)
 
 
 def test_another_function_by_name_and_a_signature_that_does_not_fit(file) -> None:
     text = "def reward_func(queries):\n    pass\ndef other(queries, prompts, labels):\n    return 2.0\n"
-    asked = group("a")
-    score_groups(file(text) + ":other", asked)
-    assert asked.trajectories[0].reward == 2.0
+    samples = group("a")
+    score_groups(file(text) + ":other", samples)
+    assert samples.trajectories[0].reward == 2.0
     with pytest.raises(
         PluginInvalid, match=r"reward_func\(queries\) cannot be called as reward_func\(queries, prompts"
     ):

@@ -112,8 +112,8 @@ def test_no_reward_leaves_it_to_the_rewards_and_a_cut_answer_is_truncated(file, 
 
 
 def test_scores_and_logs_of_the_result_are_kept(file, model: str) -> None:
-    more = "{'scores': [1.0], 'extra_logs': {'calls': 3, 'none': None}}"
-    turns, context = run(file(EXECUTOR.replace("        return result", f"        return result | {more}")), model)
+    fields = "{'scores': [1.0], 'extra_logs': {'calls': 3, 'none': None}}"
+    turns, context = run(file(EXECUTOR.replace("        return result", f"        return result | {fields}")), model)
     assert [t.score for t in turns] == [None, None, None, 1.0]
     assert context.reported == {"calls": 3.0}
 
@@ -208,8 +208,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 def test_a_run_learns_from_an_executor_and_filters_by_its_scores(file, model: str, tmp_path) -> None:
     text = EXECUTOR.replace(" and max_length == 400", "")
-    more = "{'reward': result['reward'] + 1, 'scores': 0.5, 'extra_logs': {'turns': self.turns}}"
-    text = text.replace("        return result", f"        return result | {more}")
+    fields = "{'reward': result['reward'] + 1, 'scores': 0.5, 'extra_logs': {'turns': self.turns}}"
+    text = text.replace("        return result", f"        return result | {fields}")
     result = rlhf.train(
         algorithm="rloo",
         model=model,

@@ -55,8 +55,8 @@ def smoothed(margin: float, e: float) -> float:
     ],
 )
 def test_the_forms_by_hand(config, loss):
-    got, _, metrics = loss_of(CHOSEN + REJECTED, [pair()], nll_coef=0.0, **config)
-    assert got == pytest.approx(loss, rel=1e-6)
+    value, _, metrics = loss_of(CHOSEN + REJECTED, [pair()], nll_coef=0.0, **config)
+    assert value == pytest.approx(loss, rel=1e-6)
     assert set(metrics) == {"loss", "loss/cpo", "accuracy", "reward_margin", "chosen_reward", "rejected_reward",
                             "chosen_logprobs", "rejected_logprobs"}  # fmt: skip
     beta, mean = config.get("beta", 0.1), config.get("loss_type") in ("ipo", "simpo")
@@ -65,23 +65,23 @@ def test_the_forms_by_hand(config, loss):
 
 
 @pytest.mark.parametrize(
-    ("how", "nll"),
+    ("reduction", "nll"),
     [("token_mean", 8 / 5), ("seq_mean_token_mean", (1.0 + 2.0) / 2), ("seq_mean_token_sum", (2.0 + 6.0) / 2)],
 )
-def test_the_likelihood_by_hand(how, nll):
+def test_the_likelihood_by_hand(reduction, nll):
     """Chosen answers of two and three tokens."""
     logprobs, examples = CHOSEN + REJECTED + REJECTED + CHOSEN, [pair(), pair(3, 2, 1)]
-    _, gradient, metrics = loss_of(logprobs, examples, nll_reduce=how, nll_coef=0.5)
+    _, gradient, metrics = loss_of(logprobs, examples, nll_reduce=reduction, nll_coef=0.5)
     assert metrics["loss/nll"] == pytest.approx(0.5 * nll)
-    _, without, _ = loss_of(logprobs, examples, nll_coef=0.0)
+    _, plain_gradient, _ = loss_of(logprobs, examples, nll_coef=0.0)
     share = {
         "token_mean": [1 / 5] * 5,
         "seq_mean_token_mean": [1 / 4] * 2 + [1 / 6] * 3,
         "seq_mean_token_sum": [0.5] * 5,
     }
-    of_nll = [-0.5 * s for s in share[how]]
+    of_nll = [-0.5 * s for s in share[reduction]]
     expected = [*of_nll[:2], 0, 0, 0, *of_nll[2:], 0, 0]
-    assert [a - b for a, b in zip(gradient, without, strict=True)] == pytest.approx(expected, abs=1e-6)
+    assert [a - b for a, b in zip(gradient, plain_gradient, strict=True)] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.5, -0.5, 2.0])
@@ -98,14 +98,14 @@ def test_the_shaped_reward_by_hand(alpha):
 @pytest.mark.parametrize("alpha", [0.25, 2.0])
 @pytest.mark.parametrize("logprob", [-200.0, -1e4])
 def test_the_shaped_reward_continues_along_its_tangent(alpha, logprob):
-    at = torch.tensor([logprob], requires_grad=True)
-    value = shaped(at, alpha)
+    leaf = torch.tensor([logprob], requires_grad=True)
+    value = shaped(leaf, alpha)
     value.backward()
     assert math.isfinite(value.item())
-    assert at.grad.item() == pytest.approx(math.exp(EXP_BOUND), rel=1e-5)
-    inside = torch.tensor([-EXP_BOUND / alpha], requires_grad=True)
-    shaped(inside, alpha).backward()
-    assert inside.grad.item() == pytest.approx(at.grad.item(), rel=1e-5)  # the two pieces meet
+    assert leaf.grad.item() == pytest.approx(math.exp(EXP_BOUND), rel=1e-5)
+    edge = torch.tensor([-EXP_BOUND / alpha], requires_grad=True)
+    shaped(edge, alpha).backward()
+    assert edge.grad.item() == pytest.approx(leaf.grad.item(), rel=1e-5)  # the two pieces meet
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
@@ -119,7 +119,7 @@ def test_log_probs_at_the_extremes(loss_type, alpha, chosen, rejected):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (
             {"loss_type": "hinge", "label_smoothing": 0.1},
@@ -130,8 +130,8 @@ def test_log_probs_at_the_extremes(loss_type, alpha, chosen, rejected):
         ({"nll_coef": 0.0, "nll_reduce": "seq_mean_token_sum"}, "nll_reduce = 'seq_mean_token_sum' has no effect"),
     ],
 )
-def test_an_option_without_effect_is_refused(config, said):
-    with pytest.raises(ValidationError, match=re.escape(said)):
+def test_an_option_without_effect_is_refused(config, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
         CPOLoss.Config(**config)
 
 

@@ -97,9 +97,12 @@ class TestLossOnTopTokens(LossContract):
 
     def statement(self, x_BT):
         """With probabilities in float64, of the four tokens and 1 minus their sum."""
-        c, at = x_BT.config, x_BT.mask_BT
-        q_AV, ids_AK = (x_BT.read_by("divergence")[at] / c.temperature).softmax(1), x_BT["teacher_top_ids"][at].long()
-        p, q = x_BT["teacher_top_logprobs"][at].exp(), q_AV.gather(1, ids_AK)
+        c, mask_BT = x_BT.config, x_BT.mask_BT
+        q_AV, ids_AK = (
+            (x_BT.read_by("divergence")[mask_BT] / c.temperature).softmax(1),
+            x_BT["teacher_top_ids"][mask_BT].long(),
+        )
+        p, q = x_BT["teacher_top_logprobs"][mask_BT].exp(), q_AV.gather(1, ids_AK)
         q = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
         m = (c.beta or 0.5) * p + (1 - (c.beta or 0.5)) * q
         d_A = {
@@ -109,7 +112,7 @@ class TestLossOnTopTokens(LossContract):
         }[c.divergence]
         if c.reduce == "token_mean":
             return d_A.mean()
-        row_A = at.nonzero()[:, 0]
+        row_A = mask_BT.nonzero()[:, 0]
         return torch.stack([d_A[row_A == b].mean() for b in row_A.unique()]).mean()
 
 

@@ -61,7 +61,7 @@ def test_the_teachers_top_tokens_and_the_rest_as_one(kind, k):
     tokens that a teacher sends."""
     g = torch.Generator().manual_seed(1)
     teacher, student = (3 * torch.randn(20, 50, generator=g, dtype=torch.float64) for _ in range(2))
-    exact, ours = student.clone().requires_grad_(), student.clone().requires_grad_()
+    exact, leaf = student.clone().requires_grad_(), student.clone().requires_grad_()
     order = teacher.argsort(1, descending=True)[:, :k]
     p, q = (values.softmax(1).gather(1, order) for values in (teacher, exact))
     if k < 50:
@@ -72,28 +72,28 @@ def test_the_teachers_top_tokens_and_the_rest_as_one(kind, k):
         "reverse_kl": (q * (q / p).log()).sum(1),
         "jsd": 0.3 * (p * (p / m).log()).sum(1) + 0.7 * (q * (q / m).log()).sum(1),
     }[kind]
-    got, whole = divergence(teacher, ours, kind, 0.3, 1.0, k), divergence(teacher, student, kind, 0.3, 1.0)
-    assert torch.allclose(got, want, rtol=1e-9, atol=1e-11)
-    assert bool((got <= whole + 1e-12).all())
-    assert torch.allclose(got, whole) == (k >= 49)
-    got.sum().backward()
+    result, full_divergence = divergence(teacher, leaf, kind, 0.3, 1.0, k), divergence(teacher, student, kind, 0.3, 1.0)
+    assert torch.allclose(result, want, rtol=1e-9, atol=1e-11)
+    assert bool((result <= full_divergence + 1e-12).all())
+    assert torch.allclose(result, full_divergence) == (k >= 49)
+    result.sum().backward()
     want.sum().backward()
-    assert torch.allclose(ours.grad, exact.grad, rtol=1e-6, atol=1e-9)
+    assert torch.allclose(leaf.grad, exact.grad, rtol=1e-6, atol=1e-9)
     teachers, students = top_head(k, 2.0), divergence_head(kind, 0.3, 2.0, by_ids=True)
-    top, sent = teachers.fn(2 * teacher, None, {}, teachers.constants), student.clone().requires_grad_()
+    top, twin = teachers.fn(2 * teacher, None, {}, teachers.constants), student.clone().requires_grad_()
     columns = {TOP_IDS: top[:, : min(k, 49)].int(), TOP_LOGPROBS: top[:, min(k, 49) :]}
-    d, agree = students.fn(2 * sent, None, columns, students.constants).unbind(1)
+    d, agree = students.fn(2 * twin, None, columns, students.constants).unbind(1)
     assert torch.allclose(d, want, rtol=1e-9, atol=1e-11)
     assert torch.equal(agree, (teacher.argmax(1) == student.argmax(1)).to(d.dtype))
     d.sum().backward()
-    assert torch.allclose(sent.grad, exact.grad, rtol=1e-6, atol=1e-9)
+    assert torch.allclose(twin.grad, exact.grad, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradient_are_those_of_the_probabilities_in_float64(kind):
     g = torch.Generator().manual_seed(0)
     teacher, student = (3 * torch.randn(40, 50, generator=g) for _ in range(2))
-    exact, ours = student.double().requires_grad_(), student.clone().requires_grad_()
+    exact, leaf = student.double().requires_grad_(), student.clone().requires_grad_()
     p, q, beta = (teacher.double() / 1.7).softmax(1), (exact / 1.7).softmax(1), 0.2
     m = beta * p + (1 - beta) * q
     want = {
@@ -101,9 +101,9 @@ def test_value_and_gradient_are_those_of_the_probabilities_in_float64(kind):
         "reverse_kl": (q * (q.log() - p.log())).sum(1),
         "jsd": beta * (p * (p.log() - m.log())).sum(1) + (1 - beta) * (q * (q.log() - m.log())).sum(1),
     }[kind]
-    got = divergence(teacher, ours, kind, beta, 1.7)
-    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
-    (a,), (b,) = torch.autograd.grad(got.sum(), ours), torch.autograd.grad(want.sum(), exact)
+    result = divergence(teacher, leaf, kind, beta, 1.7)
+    assert torch.allclose(result.double(), want, rtol=1e-5, atol=1e-6)
+    (a,), (b,) = torch.autograd.grad(result.sum(), leaf), torch.autograd.grad(want.sum(), exact)
     assert (a.double() - b).norm() <= 1e-6 * b.norm()
 
 
@@ -125,8 +125,8 @@ def test_a_vocabulary_that_is_padded_further_is_compared_where_both_have_tokens(
     head, hidden = fabricate.output_head("teacher", 0), torch.randn(5, fabricate.HIDDEN, generator=g)
     student = torch.randn(5, fabricate.VOCABULARY + 6, generator=g)
     student[:, -1] = 50.0
-    made = divergence_head("forward_kl", 0.5, 1.0)
-    out = made.fn(student, None, {"teacher_hidden": hidden}, {**made.constants, "teacher": head})
+    divergences = divergence_head("forward_kl", 0.5, 1.0)
+    out = divergences.fn(student, None, {"teacher_hidden": hidden}, {**divergences.constants, "teacher": head})
     p, logq = head.logits(hidden).softmax(1), student[:, : fabricate.VOCABULARY].log_softmax(1)
     assert torch.allclose(out[:, 0], (p * (p.log() - logq)).sum(1), atol=1e-6)
     assert out[:, 1].tolist() == (p.argmax(1) == logq.argmax(1)).float().tolist()

@@ -35,13 +35,13 @@ def make(path, name="policy", trained=False, **options):
 
 def rows(count=4, seed=0):
     g = torch.Generator().manual_seed(seed)
-    made = []
+    examples = []
     for index in range(count):
         prompt, answer = PROMPT - index % 2, ANSWER + index
         ids = torch.randint(3, 90, (prompt + answer,), generator=g).tolist()
         mask = [False] * prompt + [True] * answer
-        made.append(Example(Row({}, "data", index), [TokenSequence(ids, mask)]))
-    return made
+        examples.append(Example(Row({}, "data", index), [TokenSequence(ids, mask)]))
+    return examples
 
 
 def distilled(models, loss, examples, **options):
@@ -59,25 +59,25 @@ def distilled(models, loss, examples, **options):
     return sums["loss"][0], student.gradients(), sums
 
 
-def stated(models, c, examples, shift=1):
+def reference(models, c, examples, shift=1):
     """The same by transformers and whole logits in float64: each token is predicted ``shift`` positions before it."""
     student, teacher = (AutoModelForCausalLM.from_pretrained(str(p)).double().eval() for p in models)
     values = []
     for example in examples:
         [sequence] = example.sequences
-        ids, at = torch.tensor([sequence.ids]), [t for t, own in enumerate(sequence.loss_mask) if own]
-        before = [t - shift for t in at]
+        ids, positions = torch.tensor([sequence.ids]), [t for t, in_loss in enumerate(sequence.loss_mask) if in_loss]
+        predictors = [t - shift for t in positions]
         with torch.no_grad():
-            p = (teacher(ids).logits[0][before] / c.temperature).softmax(1)
+            p = (teacher(ids).logits[0][predictors] / c.temperature).softmax(1)
         logits = student(ids).logits[0]
-        q, beta = (logits[before] / c.temperature).softmax(1), c.beta or 0.5
+        q, beta = (logits[predictors] / c.temperature).softmax(1), c.beta or 0.5
         m = beta * p + (1 - beta) * q
         d = {
             "forward_kl": (p * (p / q).log()).sum(1),
             "reverse_kl": (q * (q / p).log()).sum(1),
             "jsd": beta * (p * (p / m).log()).sum(1) + (1 - beta) * (q * (q / m).log()).sum(1),
         }[c.divergence]
-        nll = -logits[[t - 1 for t in at]].log_softmax(1)[range(len(at)), ids[0, at]]
+        nll = -logits[[t - 1 for t in positions]].log_softmax(1)[range(len(positions)), ids[0, positions]]
         values.append((1 - c.alpha) * nll + c.alpha * d)
     if c.reduce == "token_mean":
         loss = torch.cat(values).mean()
@@ -88,9 +88,9 @@ def stated(models, c, examples, shift=1):
     return float(loss.detach()), gradients
 
 
-def apart(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    a, b = (torch.cat([d[n].double().flatten() for n in theirs]) for d in (ours, theirs))
+def distance(first, second):
+    assert first.keys() == second.keys()
+    a, b = (torch.cat([d[n].double().flatten() for n in second]) for d in (first, second))
     return float((a - b).norm() / b.norm())
 
 
@@ -104,22 +104,22 @@ CONFIGS = (
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.divergence)
 def test_loss_and_gradients_are_those_of_whole_logits(models, config):
     examples = rows()
-    want, want_gradients = stated(models, config, examples)
+    want, want_gradients = reference(models, config, examples)
     for chunk in (2**24, 200):  # all tokens at once, and two tokens a chunk
-        got, gradients, _ = distilled(models, Distill(config), examples, logits_chunk=chunk)
-        assert got == pytest.approx(want, rel=1e-6)
-        assert apart(gradients, want_gradients) <= 1e-6
+        loss, gradients, _ = distilled(models, Distill(config), examples, logits_chunk=chunk)
+        assert loss == pytest.approx(want, rel=1e-6)
+        assert distance(gradients, want_gradients) <= 1e-6
 
 
 def test_the_mask_covers_where_tokens_are_predicted(models):
     """A defect of OpenRLHF: with the mask at the tokens' own positions, the divergence omits the position that
     predicts the first token of the answer and includes the position after the last. Its loss and gradients differ."""
     config, examples = Distill.Config(alpha=1.0), rows()
-    got, gradients, _ = distilled(models, Distill(config), examples)
-    shifted, unshifted = stated(models, config, examples), stated(models, config, examples, shift=0)
-    assert got == pytest.approx(shifted[0], rel=1e-6)
-    assert abs(got - unshifted[0]) > 1e-3 * abs(got)
-    assert apart(gradients, unshifted[1]) > 0.1
+    loss, gradients, _ = distilled(models, Distill(config), examples)
+    shifted, unshifted = reference(models, config, examples), reference(models, config, examples, shift=0)
+    assert loss == pytest.approx(shifted[0], rel=1e-6)
+    assert abs(loss - unshifted[0]) > 1e-3 * abs(loss)
+    assert distance(gradients, unshifted[1]) > 0.1
 
 
 def test_the_last_token_of_an_answer_is_predicted_and_predicts_nothing(models):
@@ -131,8 +131,8 @@ def test_the_last_token_of_an_answer_is_predicted_and_predicts_nothing(models):
         ids = list(example.sequences[0].ids)
         if place is not None:
             ids[place] = (ids[place] + 7) % 80 + 5
-        changed = Example(example.row, [TokenSequence(ids, example.sequences[0].loss_mask)])
-        return distilled(models, Distill(config), [changed])[0]
+        variant = Example(example.row, [TokenSequence(ids, example.sequences[0].loss_mask)])
+        return distilled(models, Distill(config), [variant])[0]
 
     assert loss_with(-1) == loss_with(None)
     assert abs(loss_with(PROMPT - 1) - loss_with(None)) > 1e-4

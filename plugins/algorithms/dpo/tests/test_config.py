@@ -51,13 +51,13 @@ def test_types_with_their_weights():
 
 @pytest.mark.parametrize("algorithm", [DPO, OnlineDPO])
 def test_no_reference_where_the_loss_reads_none(algorithm):
-    def built(**options):
+    def build(**options):
         return algorithm(algorithm.Config(), {"loss": DPOLoss(DPOLoss.Config(**options))})
 
-    assert [r.name for r in built().needs().roles] == ["policy", "reference"]
-    assert [a.column for a in built().annotations(0)] == ["ref_logprobs"]
-    assert [r.name for r in built(reference_free=True).needs().roles] == ["policy"]
-    assert built(reference_free=True).annotations(0) == []
+    assert [r.name for r in build().needs().roles] == ["policy", "reference"]
+    assert [a.column for a in build().annotations(0)] == ["ref_logprobs"]
+    assert [r.name for r in build(reference_free=True).needs().roles] == ["policy"]
+    assert build(reference_free=True).annotations(0) == []
 
 
 @pytest.mark.parametrize("algorithm", [DPO, OnlineDPO])

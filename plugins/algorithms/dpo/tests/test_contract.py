@@ -38,7 +38,7 @@ class DPOContract(LossContract):
             if name == "sft":
                 value = -plain_B[chosen_B].sum() / tokens_B[chosen_B].sum()
             else:
-                value = stated(name, c, sides(logp_B), sides(ref_B), sides(score_B), sides(tokens_B.clamp(min=1)))
+                value = formula(name, c, sides(logp_B), sides(ref_B), sides(score_B), sides(tokens_B.clamp(min=1)))
                 value = (value * own_weight(x, sides)).mean() if c.wpo else value.mean()
             total = total + weight * value
         if c.nll_coef:
@@ -81,7 +81,7 @@ def smoothed(x, eps):
     return -(1 - eps) * log_sigmoid(x) - eps * log_sigmoid(-x)
 
 
-def stated(name, config, logp, ref, scores, lengths):
+def formula(name, config, logp, ref, scores, lengths):
     """[pairs]: every type's formula once more, from (chosen, rejected) sums of the policy and the reference."""
     beta, eps, tau = config.beta, config.label_smoothing, config.discopop_tau
     c, r = logp[0] - ref[0], logp[1] - ref[1]

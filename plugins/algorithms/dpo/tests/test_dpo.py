@@ -67,10 +67,10 @@ def test_openrlhfs_nll_is_by_answer_and_trls_sft_by_token():
 
 
 def test_weights_of_several_types():
-    alone = {name: measured(loss_type=name)[0] for name in ("hinge", "nca_pair")}
+    single_losses = {name: measured(loss_type=name)[0] for name in ("hinge", "nca_pair")}
     total, metrics = measured(loss_type=["hinge", "nca_pair"], loss_weights=[0.25, 2.0])
-    assert total == pytest.approx(0.25 * alone["hinge"] + 2 * alone["nca_pair"])
-    assert metrics["loss/hinge"] == pytest.approx(0.25 * alone["hinge"])
+    assert total == pytest.approx(0.25 * single_losses["hinge"] + 2 * single_losses["nca_pair"])
+    assert metrics["loss/hinge"] == pytest.approx(0.25 * single_losses["hinge"])
 
 
 def test_reference_free_is_a_reference_of_zeros():
@@ -95,53 +95,53 @@ def test_metrics_by_hand():
 
 
 def test_a_pair_with_an_answer_without_tokens_is_left_out_and_counted():
-    built = algorithm()
-    batch, metrics = built.assemble([pair(2, 0), pair(1, 1), pair(0, 0)])
+    dpo = algorithm()
+    batch, metrics = dpo.assemble([pair(2, 0), pair(1, 1), pair(0, 0)])
     assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
-    assert built.assemble([pair(0, 3)]) == (None, {})
-    assert built.assemble(PAIRS)[1] == {}
+    assert dpo.assemble([pair(0, 3)]) == (None, {})
+    assert dpo.assemble(PAIRS)[1] == {}
 
 
 def test_the_reference_is_replaced_after_the_update():
     """The reference's log-probs are annotated before a step's updates: a snapshot in front would come too late."""
-    built = algorithm(DPO.Config(snapshot_every=2))
-    kinds = [[type(u) for u in built.updates(step)] for step in range(4)]
+    dpo = algorithm(DPO.Config(snapshot_every=2))
+    kinds = [[type(u) for u in dpo.updates(step)] for step in range(4)]
     assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
-    assert built.updates(1)[1] == Snapshot("reference", "policy")
+    assert dpo.updates(1)[1] == Snapshot("reference", "policy")
     soft = algorithm(DPO.Config(snapshot_every=2, snapshot_share=0.6))
     assert soft.updates(1)[1] == Snapshot("reference", "policy", 0.6)
     assert [type(u) for u in algorithm().updates(1)] == [Update]
 
 
-def step(built, chosen, rejected, pairs=PAIRS):
-    batch, _ = built.assemble(pairs)
-    return built.finish(0, batch, {"policy/chosen_reward": chosen, "policy/rejected_reward": rejected})
+def step(dpo, chosen, rejected, pairs=PAIRS):
+    batch, _ = dpo.assemble(pairs)
+    return dpo.finish(0, batch, {"policy/chosen_reward": chosen, "policy/rejected_reward": rejected})
 
 
 def test_the_running_shift_is_the_mean_of_all_earlier_rewards():
-    built = algorithm(loss_type="bco_pair", bco_shift="running")
-    assert built.updates(0)[0].coef == {"bco_shift": 0.0}
-    assert step(built, 1.0, 0.0) == {"bco_shift": 0.0}, "what the step was trained with"
-    assert built.updates(1)[0].coef == {"bco_shift": 0.5}
-    step(built, 3.0, 1.0, PAIRS[:1])
-    assert built.updates(2)[0].coef == {"bco_shift": pytest.approx((4 * 0.5 + 2 * 2.0) / 6)}
+    dpo = algorithm(loss_type="bco_pair", bco_shift="running")
+    assert dpo.updates(0)[0].coef == {"bco_shift": 0.0}
+    assert step(dpo, 1.0, 0.0) == {"bco_shift": 0.0}, "what the step was trained with"
+    assert dpo.updates(1)[0].coef == {"bco_shift": 0.5}
+    step(dpo, 3.0, 1.0, PAIRS[:1])
+    assert dpo.updates(2)[0].coef == {"bco_shift": pytest.approx((4 * 0.5 + 2 * 2.0) / 6)}
 
     other = algorithm(loss_type="bco_pair", bco_shift="running")
-    other.load_state_dict(built.state_dict())
-    assert other.updates(2) == built.updates(2)
-    assert step(other, 1.0, 1.0) == step(built, 1.0, 1.0)
-    assert other.state_dict() == built.state_dict()
+    other.load_state_dict(dpo.state_dict())
+    assert other.updates(2) == dpo.updates(2)
+    assert step(other, 1.0, 1.0) == step(dpo, 1.0, 1.0)
+    assert other.state_dict() == dpo.state_dict()
 
 
 def test_evaluation_and_skipped_updates_leave_the_shift_alone():
-    built = algorithm(loss_type="bco_pair", bco_shift="running")
-    step(built, 1.0, 0.0)
-    before = built.state_dict()
-    batch, _ = built.assemble(PAIRS)  # with credit and updates all that an evaluation does with the algorithm
-    built.updates(0, built.credit(batch)[0])
-    built.evaluated({"eval/chosen_reward": 9.0, "eval/rejected_reward": 9.0})
-    built.finish(1, batch, {"policy/skipped": 1.0})
-    assert built.state_dict() == before
+    dpo = algorithm(loss_type="bco_pair", bco_shift="running")
+    step(dpo, 1.0, 0.0)
+    state = dpo.state_dict()
+    batch, _ = dpo.assemble(PAIRS)  # with credit and updates all that an evaluation does with the algorithm
+    dpo.updates(0, dpo.credit(batch)[0])
+    dpo.evaluated({"eval/chosen_reward": 9.0, "eval/rejected_reward": 9.0})
+    dpo.finish(1, batch, {"policy/skipped": 1.0})
+    assert dpo.state_dict() == state
 
 
 def test_the_shift_enters_the_loss():

@@ -11,12 +11,12 @@ from rlhf_plugin_dpo import DPOLoss, OnlineDPO
 
 def group(rewards, answers=None, number=0, **fields):
     """A group whose sample n answers ``[10 + n, 0]`` unless ``answers`` says otherwise; prompt ``[1, 2]``."""
-    made = []
+    trajectories = []
     for n, reward in enumerate(rewards):
         ids = list(answers[n]) if answers else [10 + n, 0]
         turns = [Turn([1, 2], sampled=False), Turn(ids, True, finish="stop", temperature=0.5)]
-        made.append(Trajectory(ROW, turns, (number, n), reward=reward, **fields))
-    return Group(ROW, number, made)
+        trajectories.append(Trajectory(ROW, turns, (number, n), reward=reward, **fields))
+    return Group(ROW, number, trajectories)
 
 
 ROW = Row({}, "data", 0)
@@ -28,19 +28,19 @@ def algorithm(run=None, **options):
 
 def answers(batch):
     """[(chosen ids, rejected ids), ...] of the trained tokens."""
-    mask, found = batch.tok["loss_mask"], []
+    mask, pairs = batch.tok["loss_mask"], []
     for unit in range(batch.units):
         sides = []
         for role in (0, 1):
             tokens = (batch.unit_N == unit) & (batch.role_B[batch.seq_N] == role) & mask
             sides.append(batch.ids_N[tokens].tolist())
-        found.append(tuple(sides))
-    return found
+        pairs.append(tuple(sides))
+    return pairs
 
 
 def test_the_best_and_the_worst():
-    built = algorithm()
-    batch, metrics = built.assemble([group([0.1, 0.9, -1.0, 0.5]), group([1.0, 0.0], number=1)])
+    online_dpo = algorithm()
+    batch, metrics = online_dpo.assemble([group([0.1, 0.9, -1.0, 0.5]), group([1.0, 0.0], number=1)])
     assert answers(batch) == [([11, 0], [12, 0]), ([10, 0], [11, 0])]
     assert batch.unit["chosen_score"].tolist() == [0.9, 1.0]
     assert batch.unit["rejected_score"].tolist() == [-1.0, 0.0]
@@ -65,14 +65,14 @@ def test_the_first_of_several_equals_in_any_order():
 
 
 def test_ties_and_equal_answers_give_no_pair_and_are_counted():
-    built = algorithm()
-    same = [[7, 0], [7, 0]]
-    groups = [group([1.0, 1.0]), group([1.0, 0.0], same, 1), group([3.0], number=2), group([2.0, 1.0], number=3)]
-    batch, metrics = built.assemble(groups)
+    online_dpo = algorithm()
+    duplicates = [[7, 0], [7, 0]]
+    groups = [group([1.0, 1.0]), group([1.0, 0.0], duplicates, 1), group([3.0], number=2), group([2.0, 1.0], number=3)]
+    batch, metrics = online_dpo.assemble(groups)
     assert answers(batch) == [([10, 0], [11, 0])]
     assert (metrics["pairs/groups"], metrics["pairs/tied_groups"], metrics["pairs/equal_answers"]) == (4.0, 2.0, 1.0)
     assert algorithm().assemble([group([1.0, 1.0]), group([0.0, 0.0], number=1)]) == (None, {})
-    assert algorithm().assemble([group([1.0, 0.0], same)]) == (None, {})
+    assert algorithm().assemble([group([1.0, 0.0], duplicates)]) == (None, {})
 
 
 def test_a_gap():
@@ -97,8 +97,8 @@ def test_samples_without_reward_or_tokens_are_in_no_pair():
 
 def test_a_group_without_any_answer_gives_no_pair():
     silent = group([1.0, 0.0], answers=[[], []])
-    built = algorithm()
-    batch, metrics = built.assemble([silent, group([0.0, 1.0], number=1)])
+    online_dpo = algorithm()
+    batch, metrics = online_dpo.assemble([silent, group([0.0, 1.0], number=1)])
     assert answers(batch) == [([11, 0], [10, 0])]
     assert (metrics["pairs/made"], metrics["pairs/groups"], metrics["pairs/tied_groups"]) == (1.0, 2.0, 1.0)
 
@@ -107,8 +107,8 @@ def test_step_rewards_count():
     """A source with credit by step is not in the trajectory's reward; a pair is of the whole."""
     steps = group([0.0, 0.0])
     steps.trajectories[1].rewards["prm"] = RewardResult(None, steps=((1, 0, 1.0), (1, 1, 2.0)))
-    built = algorithm(RunOptions(step_sources={"prm": 0.5}))
-    batch = built.assemble([steps])[0]
+    online_dpo = algorithm(RunOptions(step_sources={"prm": 0.5}))
+    batch = online_dpo.assemble([steps])[0]
     assert answers(batch) == [([11, 0], [10, 0])]
     assert batch.unit["chosen_score"].tolist() == [1.5]
 
@@ -124,7 +124,7 @@ def test_the_sequences_of_a_rewritten_context_are_one_answer():
 
 
 def test_no_more_minibatches_than_pairs():
-    built = algorithm(minibatches=4, epochs=2)
-    batch, _ = built.assemble([group([1.0, 0.0]), group([1.0, 0.0], number=1), group([0.0, 0.0], number=2)])
-    assert (built.updates(0, batch)[0].minibatches, built.updates(0, batch)[0].epochs) == (2, 2)
-    assert built.updates(0)[0].minibatches == 4, "what the schedule is planned with"
+    online_dpo = algorithm(minibatches=4, epochs=2)
+    batch, _ = online_dpo.assemble([group([1.0, 0.0]), group([1.0, 0.0], number=1), group([0.0, 0.0], number=2)])
+    assert (online_dpo.updates(0, batch)[0].minibatches, online_dpo.updates(0, batch)[0].epochs) == (2, 2)
+    assert online_dpo.updates(0)[0].minibatches == 4, "what the schedule is planned with"

@@ -10,7 +10,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf_plugin_dpo import DPOLoss, ranks
 
-NOW = [(-1.0, -5.0), (-2.0, -3.0), (-4.0, -1.0), (-0.5, -2.5)]
+POLICY = [(-1.0, -5.0), (-2.0, -3.0), (-4.0, -1.0), (-0.5, -2.5)]
 REFERENCE = [(-2.0, -2.0), (-1.0, -4.5), (-3.5, -3.0), (-1.5, -1.0)]
 """One token an answer: the log-probs of (chosen, rejected) of four pairs."""
 
@@ -21,19 +21,19 @@ def column(pairs) -> torch.Tensor:
 
 def batch(count: int = 4, extra: int = 0) -> Batch:
     """``count`` pairs and ``extra`` ones without a trained token."""
-    made = [
+    units = [
         UnitData([SequenceData([1, 2], {"loss_mask": [False, u < count]}, role) for role in (0, 1)])
         for u in range(count + extra)
     ]
-    pairs = pack(made).with_column("tok", ranks.LIVE_LOGPROBS, column((NOW * 2)[: count + extra]), over=None)
+    pairs = pack(units).with_column("tok", ranks.LIVE_LOGPROBS, column((POLICY * 2)[: count + extra]), over=None)
     return pairs.with_column("tok", "ref_logprobs", column((REFERENCE * 2)[: count + extra]), over=None)
 
 
 def test_partners_have_the_same_rank():
-    own = torch.tensor([3.0, 1.0, 2.0])
+    values = torch.tensor([3.0, 1.0, 2.0])
     other = torch.tensor([10.0, 30.0, 20.0])
-    assert ranks.partners(own, other, torch.tensor([True, True, True])).tolist() == [30.0, 10.0, 20.0]
-    assert ranks.partners(own, other, torch.tensor([True, False, True])).tolist() == [20.0, 0.0, 10.0]
+    assert ranks.partners(values, other, torch.tensor([True, True, True])).tolist() == [30.0, 10.0, 20.0]
+    assert ranks.partners(values, other, torch.tensor([True, False, True])).tolist() == [20.0, 0.0, 10.0]
 
 
 def test_columns_by_hand():
@@ -46,10 +46,10 @@ def test_columns_by_hand():
 
 
 def test_pairs_without_tokens_have_no_rank():
-    alone = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch(3))
-    beside = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch(3, extra=2))
+    plain = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch(3))
+    longer = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch(3, extra=2))
     for name in (ranks.REFERENCE_PARTNER, ranks.REJECTED_PARTNER, ranks.CHOSEN_PARTNER):
-        assert beside.unit[name].tolist() == [*alone.unit[name].tolist(), 0.0, 0.0]
+        assert longer.unit[name].tolist() == [*plain.unit[name].tolist(), 0.0, 0.0]
 
 
 def whole_batch_sort(name: str, logp: torch.Tensor, ref: torch.Tensor, beta: float) -> torch.Tensor:
@@ -65,7 +65,7 @@ def whole_batch_sort(name: str, logp: torch.Tensor, ref: torch.Tensor, beta: flo
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 1], [0, 2]]], ids=["one", "four", "two"])
 def test_micro_batches_give_the_loss_and_gradient_of_the_sorted_whole(name, parts):
     loss = DPOLoss(DPOLoss.Config(loss_type=name, beta=0.7))
-    logp = torch.tensor(NOW, requires_grad=True)
+    logp = torch.tensor(POLICY, requires_grad=True)
     prepared = weigh(loss.prepare(batch()), loss.reduce())
     sums = []
     for units in parts:
@@ -73,9 +73,9 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_sorted_whole(name, part
         value, metrics = evaluate(loss, micro, {"logprobs": logp[units].flatten()}, {}, {})
         value.backward()
         sums.append(metrics)
-    stated_logp = torch.tensor(NOW, requires_grad=True)
-    stated = whole_batch_sort(name, stated_logp, torch.tensor(REFERENCE), 0.7)
-    stated.backward()
-    assert add_sums(sums)["loss"][0] == pytest.approx(float(stated), rel=1e-6)
+    stated_logp = torch.tensor(POLICY, requires_grad=True)
+    expected = whole_batch_sort(name, stated_logp, torch.tensor(REFERENCE), 0.7)
+    expected.backward()
+    assert add_sums(sums)["loss"][0] == pytest.approx(float(expected), rel=1e-6)
     assert torch.allclose(logp.grad, stated_logp.grad, rtol=1e-5, atol=1e-7)
     assert bool((logp.grad != 0).all()), "both sides of every pair learn"

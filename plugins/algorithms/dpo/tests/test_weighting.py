@@ -22,8 +22,8 @@ def test_contexts_of_one_answer_may_lie_apart():
 
 def test_the_sum_of_squares():
     logits = torch.tensor([[0.0, 0.0], [math.log(3), 0.0], [1e4, -1e4]])
-    found = LOG_SUM_SQUARES.fn(logits, torch.zeros(3, dtype=torch.long), {}, {})
-    assert found.tolist() == pytest.approx([math.log(0.5), math.log(9 / 16 + 1 / 16), 0.0], abs=1e-6)
+    result = LOG_SUM_SQUARES.fn(logits, torch.zeros(3, dtype=torch.long), {}, {})
+    assert result.tolist() == pytest.approx([math.log(0.5), math.log(9 / 16 + 1 / 16), 0.0], abs=1e-6)
 
 
 def test_the_weight_of_a_pair_is_the_product_over_its_answers():

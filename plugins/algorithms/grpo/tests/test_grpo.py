@@ -107,9 +107,9 @@ def test_dr_grpo_refuses_answers_beyond_the_constant():
 def test_dr_grpo_says_before_the_run_that_answers_can_exceed_the_constant(kl):
     algorithm = TestDrGRPO().build(DrGRPO.Config(kl=kl))
     assert algorithm.conflicts(OnlineShape(8, 256, 2047)) == []
-    (told,) = algorithm.conflicts(OnlineShape(8, 512, 2047))
-    assert "max_length = 256, but an answer can have 512 own tokens" in told
-    assert "Set --algorithm.loss.max_length 512" in told
+    (message,) = algorithm.conflicts(OnlineShape(8, 512, 2047))
+    assert "max_length = 256, but an answer can have 512 own tokens" in message
+    assert "Set --algorithm.loss.max_length 512" in message
 
 
 def test_a_group_of_equal_rewards_has_zero_advantages():

@@ -35,13 +35,13 @@ def make(cls=KTO, max_tokens=None, **config):
 
 def sequences(batch):
     """{unit: [(role, ids, own mask, twin mask), ...]}."""
-    found = {}
+    units = {}
     for b, (start, n) in enumerate(zip(batch.starts_B.tolist(), batch.lens_B.tolist(), strict=True)):
         part = slice(start, start + n)
         masks = [batch.tok[m][part].int().tolist() for m in ("loss_mask", "twin_mask")]
-        one = (int(batch.role_B[b]), batch.ids_N[part].tolist(), *masks)
-        found.setdefault(int(batch.unit_B[b]), []).append(one)
-    return found
+        answer = (int(batch.role_B[b]), batch.ids_N[part].tolist(), *masks)
+        units.setdefault(int(batch.unit_B[b]), []).append(answer)
+    return units
 
 
 def twin_of(batch):
@@ -105,17 +105,17 @@ def test_a_mismatched_answer_is_cut_at_the_longest_sequence_allowed_and_counted(
 def test_images_after_the_first_answer_go_with_the_answer():
     """With data.loss_on = "assistant" a later message may show an image. 77 is a token of an image of two tokens."""
 
-    def shown(before, after, index):
+    def image_row(prompt_image, answer_image, index):
         ids = [77, 77, 1, 11, 77, 77, 12 + index]
         mask = [False, False, False, True, False, False, True]
-        images = (Image(before, 0, 2, [77]), Image(after, 4, 2, [77]))
+        images = (Image(prompt_image, 0, 2, [77]), Image(answer_image, 4, 2, [77]))
         return Example(Row({}, "data", index), [TokenSequence(ids, mask, images=images)], {"label": True})
 
-    rows = [shown(b"a", b"b", 0), shown(b"c", b"d", 1)]
+    rows = [image_row(b"a", b"b", 0), image_row(b"c", b"d", 1)]
     batch = make().assemble(rows)[0]
     assert twin_of(batch) == [[77, 77, 1, 11, 77, 77, 13], [77, 77, 1, 11, 77, 77, 12]]
-    seen = [[(image.data, image.start) for image in images] for images in batch.images_B]
-    assert seen == [[(b"a", 0), (b"b", 4)], [(b"a", 0), (b"d", 4)], [(b"c", 0), (b"d", 4)], [(b"c", 0), (b"b", 4)]]
+    pictures = [[(image.data, image.start) for image in images] for images in batch.images_B]
+    assert pictures == [[(b"a", 0), (b"b", 4)], [(b"a", 0), (b"d", 4)], [(b"c", 0), (b"d", 4)], [(b"c", 0), (b"b", 4)]]
     cut = make(max_tokens=5).assemble(rows)[0]
     assert twin_of(cut) == [[77, 77, 1, 11]] * 2, "no part of an image"
     assert [len(images) for images in cut.images_B] == [2, 1, 2, 1]
@@ -140,10 +140,10 @@ def test_rows_without_a_trained_token_are_left_out_and_counted():
 @pytest.mark.parametrize("cls", [KTO, KTOPair])
 def test_one_row_gives_no_batch_if_answers_are_mismatched(cls):
     """This happens at the end of an evaluation. The answers of one pair are not mismatched with each other."""
-    one = row([1], [11]) if cls is KTO else pair([1], [11], [12])
-    assert make(cls).assemble([one]) == (None, {})
+    example = row([1], [11]) if cls is KTO else pair([1], [11], [12])
+    assert make(cls).assemble([example]) == (None, {})
     assert make(cls).assemble([]) == (None, {})
-    assert make(cls, loss_type="apo_zero_unpaired").assemble([one])[0].units == (1 if cls is KTO else 2)
+    assert make(cls, loss_type="apo_zero_unpaired").assemble([example])[0].units == (1 if cls is KTO else 2)
 
 
 def test_two_rows_a_step_are_needed_where_answers_are_mismatched():
@@ -156,8 +156,8 @@ def test_two_rows_a_step_are_needed_where_answers_are_mismatched():
 def test_a_pair_is_a_desirable_and_an_undesirable_row():
     batch = make(KTOPair).assemble([pair([1], [11], [12], 0), pair([2], [13], [14], 1), pair([3], [15], [16], 2)])[0]
     assert batch.unit["label"].tolist() == [True, False] * 3
-    own = [s[0][1] for s in sequences(batch).values()]
-    assert own == [[1, 11], [1, 12], [2, 13], [2, 14], [3, 15], [3, 16]]
+    ids = [s[0][1] for s in sequences(batch).values()]
+    assert ids == [[1, 11], [1, 12], [2, 13], [2, 14], [3, 15], [3, 16]]
     # chosen answers, then rejected ones, in a circle: each answer is somebody's mismatched one
     assert twin_of(batch) == [[1, 16], [1, 15], [2, 11], [2, 12], [3, 13], [3, 14]]
 
@@ -179,9 +179,9 @@ def loss_of(h, labels, kl, parts=None, **config):
     leaf.requires_grad_()
     sums = []
     for part in parts or [list(range(len(h)))]:
-        total, found = evaluate(loss, batch.select(part), {"logprobs": leaf[part]}, {}, {})
+        total, metric_sums = evaluate(loss, batch.select(part), {"logprobs": leaf[part]}, {}, {})
         total.backward()
-        sums.append(found)
+        sums.append(metric_sums)
     from rlhf.ops.loss_value import add_sums
 
     metrics = finish_sums(add_sums(sums))
@@ -325,9 +325,9 @@ def test_the_reference_cannot_be_computed_ahead_where_answers_are_mismatched():
 
 @pytest.mark.parametrize("algorithm", [KTO, KTOPair])
 def test_the_reference_is_updated_after_the_policy(algorithm):
-    built = algorithm(algorithm.Config(snapshot_every=2, snapshot_share=0.6), {"loss": KTOLoss()})
-    kinds = [[type(u) for u in built.updates(step)] for step in range(4)]
+    kto = algorithm(algorithm.Config(snapshot_every=2, snapshot_share=0.6), {"loss": KTOLoss()})
+    kinds = [[type(u) for u in kto.updates(step)] for step in range(4)]
     assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
-    assert built.updates(1)[1] == Snapshot("reference", "policy", 0.6)
+    assert kto.updates(1)[1] == Snapshot("reference", "policy", 0.6)
     with pytest.raises(ValidationError, match="every snapshot_every steps, which is not set"):
         algorithm.Config(snapshot_share=0.5)

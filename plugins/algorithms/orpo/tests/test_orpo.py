@@ -22,13 +22,13 @@ def exact_log1mexp(x: float) -> float:
 
 @pytest.mark.parametrize("x", SCALES)
 def test_log1mexp_and_its_gradient_at_every_scale(x: float):
-    at = torch.tensor([x], requires_grad=True)
-    value = log1mexp(at)
+    leaf = torch.tensor([x], requires_grad=True)
+    value = log1mexp(leaf)
     value.backward()
-    held = at.item()  # as fp32 holds it
-    assert value.item() == pytest.approx(exact_log1mexp(held), rel=2e-6, abs=1e-37)
-    slope = math.exp(held) / math.expm1(held)
-    assert at.grad.item() == pytest.approx(slope, rel=2e-6, abs=1e-37)
+    x_fp32 = leaf.item()  # as fp32 holds it
+    assert value.item() == pytest.approx(exact_log1mexp(x_fp32), rel=2e-6, abs=1e-37)
+    slope = math.exp(x_fp32) / math.expm1(x_fp32)
+    assert leaf.grad.item() == pytest.approx(slope, rel=2e-6, abs=1e-37)
 
 
 def test_log_odds_by_hand():
@@ -38,11 +38,11 @@ def test_log_odds_by_hand():
 
 @pytest.mark.parametrize("logprob", [0.0, -1e-9, -1e-7])
 def test_odds_of_a_certain_answer_are_bounded_with_a_gradient(logprob: float):
-    at = torch.tensor([logprob], requires_grad=True)
-    value = log_odds(at)
+    leaf = torch.tensor([logprob], requires_grad=True)
+    value = log_odds(leaf)
     value.backward()
     assert value.item() == pytest.approx(math.log(1e6), rel=1e-5)
-    assert at.grad.item() == pytest.approx(1e6, rel=1e-2)
+    assert leaf.grad.item() == pytest.approx(1e6, rel=1e-2)
     assert log_odds(torch.tensor([CLOSEST])).item() == pytest.approx(value.item())
 
 

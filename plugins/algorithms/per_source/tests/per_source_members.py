@@ -42,9 +42,9 @@ LAYOUTS = {
 
 def config_of(layout: str, **of_chat: Any) -> PerSourceConfig:
     """Further options are those of the member ``chat``."""
-    more = {"math": {}, "chat": of_chat}
-    made = {name: LAYOUTS[layout][f"members.{name}"]() for name in SOURCES}
-    members = {n: Member(use=made[n].name, sources=(n,), weight=WEIGHTS[n], **more[n]) for n in SOURCES}
+    options = {"math": {}, "chat": of_chat}
+    algorithms = {name: LAYOUTS[layout][f"members.{name}"]() for name in SOURCES}
+    members = {n: Member(use=algorithms[n].name, sources=(n,), weight=WEIGHTS[n], **options[n]) for n in SOURCES}
     return PerSourceConfig(members=members)
 
 

@@ -54,11 +54,11 @@ class TestDemonstrations(OnTwoSources):
 
     def test_nothing_to_learn_from(self) -> None:
         """Where no sample has a reward, the demonstrations are left, which need none."""
-        made = algorithm("demonstrations")
-        groups = self.data(made)
+        per_source = algorithm("demonstrations")
+        groups = self.data(per_source)
         for trajectory in (t for group in groups for t in group.trajectories):
             trajectory.reward = trajectory.score = None
-        batch, _ = made.assemble(groups)
+        batch, _ = per_source.assemble(groups)
         assert batch is not None
         assert batch.units == sum(group.row.source == "chat" for group in groups)
         assert bool(batch.unit["chat/part"].all())

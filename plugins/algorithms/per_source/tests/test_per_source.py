@@ -35,22 +35,22 @@ def gradients(step: Step) -> dict[str, torch.Tensor]:
     return run.gradients
 
 
-def check_sum(step: Step, alone: dict[str, Step], weights: dict[str, float] = WEIGHTS) -> None:
+def check_sum(step: Step, steps: dict[str, Step], weights: dict[str, float] = WEIGHTS) -> None:
     """The gradient is the weighted sum of the gradients of the members alone."""
-    found = gradients(step)
-    for name, gradient in found.items():
-        expected = sum(weights[m] * gradients(s)[name] for m, s in alone.items())
+    total = gradients(step)
+    for name, gradient in total.items():
+        expected = sum(weights[m] * gradients(s)[name] for m, s in steps.items())
         assert float((gradient - expected).norm()) <= SHARE * float(gradient.norm())
-    assert all(float(g.norm()) > 0 for s in alone.values() for g in gradients(s).values())
+    assert all(float(g.norm()) > 0 for s in steps.values() for g in gradients(s).values())
 
 
 def steps_alone(layout: str, data: list[Any]) -> dict[str, Step]:
     """A step of each member on its own groups, as if it were the only algorithm."""
-    made = {m: LAYOUTS[layout][f"members.{m}"]() for m in SOURCES}
-    own = {m: [group for group in data if group.row.source == m] for m in SOURCES}
-    if made["chat"].data == "demonstrations":
-        own["chat"] = [demonstration(group) for group in own["chat"]]
-    return {m: model_step(made[m], own[m], 0) for m in SOURCES if own[m]}
+    members = {m: LAYOUTS[layout][f"members.{m}"]() for m in SOURCES}
+    groups_of = {m: [group for group in data if group.row.source == m] for m in SOURCES}
+    if members["chat"].data == "demonstrations":
+        groups_of["chat"] = [demonstration(group) for group in groups_of["chat"]]
+    return {m: model_step(members[m], groups_of[m], 0) for m in SOURCES if groups_of[m]}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,8 +69,8 @@ def test_a_step_without_samples_of_a_source_trains_the_others(layout: str, sourc
 
 
 def test_demonstrations_are_needed_from_their_sources_and_change_no_other_need() -> None:
-    made = algorithm("demonstrations")
-    needs = made.needs()
+    per_source = algorithm("demonstrations")
+    needs = per_source.needs()
     assert (needs.demonstration_sources, needs.answered, needs.reward, needs.demonstration_share) == (
         ("chat",),
         ("chat",),
@@ -85,7 +85,7 @@ def test_demonstrations_are_needed_from_their_sources_and_change_no_other_need()
         },
     )
     assert corrected.needs().features == ("correction",), "no sample of it comes from a generator"
-    assert made.updates(0)[0].minibatches == 2, "demonstrations take part in the passes of the others"
+    assert per_source.updates(0)[0].minibatches == 2, "demonstrations take part in the passes of the others"
 
 
 def test_a_demonstration_without_an_answer_ends_the_run() -> None:
@@ -97,8 +97,8 @@ def test_a_demonstration_without_an_answer_ends_the_run() -> None:
 @pytest.mark.parametrize("layout", ["demonstrations", "observations"])
 def test_a_weight_moves_over_the_steps(layout: str, number: int, weight: float) -> None:
     """A new algorithm, as after a resume, has the weight of its step."""
-    made, data = algorithm(layout, weight_end=0.0, weight_steps=5), groups(layout=layout)
-    step = model_step(made, data, number)
+    per_source, data = algorithm(layout, weight_end=0.0, weight_steps=5), groups(layout=layout)
+    step = model_step(per_source, data, number)
     check_sum(step, steps_alone(layout, data), {"math": 1.0, "chat": weight})
     assert {key: value for key, value in step.finished.items() if "weight" in key} == {
         "chat/weight": pytest.approx(weight)
@@ -111,25 +111,25 @@ def test_a_member_without_anything_to_train_adds_nothing() -> None:
     for group in data:
         for trajectory in group.trajectories:
             trajectory.status = "truncated" if group.row.source == "math" else trajectory.status
-    step, others = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
-    assert others.pop("math").updates == []
-    check_sum(step, others)
+    step, steps = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
+    assert steps.pop("math").updates == []
+    check_sum(step, steps)
     assert step.updates[0].coef["math/factor"] == 0.0
 
 
 def test_metrics_of_a_member_are_those_of_its_algorithm_alone() -> None:
     data = groups()
-    step, alone = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
-    for name, one in alone.items():
-        for key, value in one.metrics.items():
+    step, steps = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
+    for name, member_step in steps.items():
+        for key, value in member_step.metrics.items():
             if key in ("policy/loss",):
                 continue
             start = next((s for s in ("policy/loss/", "policy/") if key.startswith(s)), "")
             weight = WEIGHTS[name] if start == "policy/loss/" else 1.0
-            got = step.metrics[f"{start}{name}/{key.removeprefix(start)}"]
-            assert got == pytest.approx(weight * value, rel=1e-5, abs=1e-7), key
+            metric = step.metrics[f"{start}{name}/{key.removeprefix(start)}"]
+            assert metric == pytest.approx(weight * value, rel=1e-5, abs=1e-7), key
         assert {k.removeprefix(f"{name}/"): v for k, v in step.finished.items() if k.startswith(f"{name}/")} == (
-            pytest.approx(one.finished)
+            pytest.approx(member_step.finished)
         )
 
 
@@ -142,11 +142,11 @@ def test_a_summary_of_a_member_is_of_its_own_means() -> None:
 
 def test_a_micro_batch_without_a_member_reaches_all_outputs() -> None:
     """Stage 3 of ZeRO fails where one rank's backward pass does not reach an output that another one's reaches."""
-    made = algorithm("clipped")
-    batch, _ = made.assemble([group for group in groups() if group.row.source == "chat"])
+    per_source = algorithm("clipped")
+    batch, _ = per_source.assemble([group for group in groups() if group.row.source == "chat"])
     assert batch is not None
-    batch, _ = made.credit(batch)
-    loss, [update] = made.parts["loss"], made.updates(0, batch)
+    batch, _ = per_source.credit(batch)
+    loss, [update] = per_source.parts["loss"], per_source.updates(0, batch)
     tokens = int(batch.tok["loss_mask"].sum())
     outputs = {name: torch.full((tokens,), -1.0, requires_grad=True) for name in loss.outputs()}
     assert outputs.keys() == {"logprobs", "entropy"}, "only the member without samples reads entropy"
@@ -159,11 +159,11 @@ def test_a_micro_batch_without_a_member_reaches_all_outputs() -> None:
 
 
 def test_state_of_each_member_is_kept() -> None:
-    made, fresh = algorithm("several passes"), algorithm("several passes")
-    model_step(made, groups(), 0)
-    assert made.state_dict()["chat"]["kl"]["beta"] != 0.3
-    fresh.load_state_dict(made.state_dict())
-    assert fresh.updates(1) == made.updates(1)
+    per_source, fresh = algorithm("several passes"), algorithm("several passes")
+    model_step(per_source, groups(), 0)
+    assert per_source.state_dict()["chat"]["kl"]["beta"] != 0.3
+    fresh.load_state_dict(per_source.state_dict())
+    assert fresh.updates(1) == per_source.updates(1)
 
 
 # -------------------------------------------------------------------------------------------- refused
@@ -171,12 +171,12 @@ def test_state_of_each_member_is_kept() -> None:
 
 def refused(run: RunOptions | None = None, **members: Any) -> str:
     """The message for members ``NAME = (sources, function that builds the algorithm)``."""
-    built = {name: make() for name, (_, make) in members.items()}
+    algorithms = {name: make() for name, (_, make) in members.items()}
     config = PerSourceConfig(
-        members={n: Member(use=built[n].name, sources=sources) for n, (sources, _) in members.items()}
+        members={n: Member(use=algorithms[n].name, sources=sources) for n, (sources, _) in members.items()}
     )
     with pytest.raises(ConfigError) as error:
-        PerSource(config, {f"members.{name}": one for name, one in built.items()}, run)
+        PerSource(config, {f"members.{name}": instance for name, instance in algorithms.items()}, run)
     return str(error.value)
 
 
@@ -198,9 +198,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("members", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_members_that_cannot_share_a_step_are_refused(members: dict[str, Any], said: str) -> None:
-    assert said in refused(**members)
+@pytest.mark.parametrize(("members", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_members_that_cannot_share_a_step_are_refused(members: dict[str, Any], message: str) -> None:
+    assert message in refused(**members)
 
 
 def test_sources_must_be_those_of_the_run() -> None:
@@ -210,7 +210,7 @@ def test_sources_must_be_those_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [
         ({}, "at least 1 item"),
         ({"a": {"use": "grpo", "sources": []}}, "at least 1 item"),
@@ -224,8 +224,8 @@ def test_sources_must_be_those_of_the_run() -> None:
         ),
     ],
 )
-def test_options_that_are_refused(members: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_options_that_are_refused(members: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         PerSourceConfig.model_validate_json(json.dumps({"members": members}))
 
 
@@ -237,8 +237,8 @@ def test_a_row_of_a_source_without_a_member_ends_the_run() -> None:
 
 
 def test_advice_names_the_option_of_the_member() -> None:
-    [told] = algorithm("clipped").conflicts(OnlineShape(8, 512, 2047))
-    assert "--algorithm.members.chat.loss.max_length 512" in told
+    [message] = algorithm("clipped").conflicts(OnlineShape(8, 512, 2047))
+    assert "--algorithm.members.chat.loss.max_length 512" in message
 
 
 def test_records_of_experts_are_shared_and_absent_ones_are_not_known():

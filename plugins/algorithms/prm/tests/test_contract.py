@@ -71,8 +71,8 @@ class Process(RewardContract):
     def model(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **self.settings}))
         base = {"model": str(tmp_path), "separator": ";", **self.options}
-        others = ({}, {"role": "judge", "aggregate": "product"}, {"without_steps": "last_token", "baseline": 0.5})
-        self.configs = tuple(ProcessReward.Config(**base, **other) for other in others)
+        variants = ({}, {"role": "judge", "aggregate": "product"}, {"without_steps": "last_token", "baseline": 0.5})
+        self.configs = tuple(ProcessReward.Config(**base, **other) for other in variants)
 
     def probability(self, text: str, right: int, wrong: int, size: int) -> float:
         """Of the suite's stand-in for the model, after ``text``."""
@@ -86,9 +86,13 @@ class Process(RewardContract):
     @pytest.fixture(autouse=True)
     def expected(self, model):
         prompt = self.columns["prompt"]
-        one, two = (self.probability(prompt + text, *self.outputs()) for text in ("1+1=2;", "1+1=2;2+2=4;"))
+        first, second = (self.probability(prompt + text, *self.outputs()) for text in ("1+1=2;", "1+1=2;2+2=4;"))
         by_value = self.credit == "outcome"
-        self.cases = [({}, "1+1=2;2+2=4;", min(one, two) if by_value else None), ({}, "no step", None), ({}, "", None)]
+        self.cases = [
+            ({}, "1+1=2;2+2=4;", min(first, second) if by_value else None),
+            ({}, "no step", None),
+            ({}, "", None),
+        ]
 
 
 class TestReward(Process):

@@ -54,13 +54,13 @@ class Model:
     async def read(self, role, head, ids, positions):
         self.head = head
         self.asked += [(role, bytes(list(i)).decode(), list(p)) for i, p in zip(ids, positions, strict=True)]
-        return [[(p + 1) / 10 for p in read] for read in positions]
+        return [[(p + 1) / 10 for p in places] for places in positions]
 
 
-def score(asked: Group, credit: str = "outcome", **config) -> Model:
+def score(samples: Group, credit: str = "outcome", **config) -> Model:
     model = Model()
     options = {"separator": ";", **config}
-    score_groups("prm", asked, options=options, read_role=model.read, tokens=BYTES, credit=credit)  # type: ignore[arg-type]
+    score_groups("prm", samples, options=options, read_role=model.read, tokens=BYTES, credit=credit)  # type: ignore[arg-type]
     return model
 
 
@@ -69,13 +69,15 @@ def sigma(x: float) -> float:
 
 
 def test_steps_are_scored_at_their_ends_in_sampled_turns(model) -> None:
-    asked = group("a;bc;d", "no step")
-    seen = score(asked, "step", model=model()).asked
-    assert seen == [("process_reward_model", "q;?a;bc;d", [4, 7])], "the prompt's ';' ends no step of the answer"
-    one, two = asked.trajectories
-    assert one.rewards["prm"].steps == ((1, 1, pytest.approx(sigma(0.5))), (1, 4, pytest.approx(sigma(0.8))))
-    assert (one.reward, one.score) == (0.0, pytest.approx(sigma(0.5))), "the steps go to their tokens, filters see min"
-    assert (two.reward, two.rewards["prm"].value) == (None, None)
+    samples = group("a;bc;d", "no step")
+    calls = score(samples, "step", model=model()).asked
+    assert calls == [("process_reward_model", "q;?a;bc;d", [4, 7])], "the prompt's ';' ends no step of the answer"
+    first, second = samples.trajectories
+    assert first.rewards["prm"].steps == ((1, 1, pytest.approx(sigma(0.5))), (1, 4, pytest.approx(sigma(0.8))))
+    assert (first.reward, first.score) == (0.0, pytest.approx(sigma(0.5))), (
+        "the steps go to their tokens, filters see min"
+    )
+    assert (second.reward, second.rewards["prm"].value) == (None, None)
 
 
 @pytest.mark.parametrize("without_steps", ["skip", "last_token"])
@@ -83,61 +85,61 @@ def test_the_model_sees_the_images_of_each_context(model, without_steps) -> None
     text = "a;" if without_steps == "skip" else "a"
     turns = [turn("q?", sampled=False), turn(text), turn("xy", sampled=False), turn(text)]
     turns[0].images, turns[2].images = (Image(b"one", 1, 1, [9]),), (Image(b"two", 0, 2, [9]),)
-    asked, seen = group("b;", turns), []
+    samples, calls = group("b;", turns), []
 
     async def read(role, head, ids, positions, images=()):
-        seen.extend(zip([bytes(i).decode() for i in ids], images, strict=True))
+        calls.extend(zip([bytes(i).decode() for i in ids], images, strict=True))
         return [[0.0] * len(p) for p in positions]
 
     options = {"separator": ";", "model": model(), "without_steps": without_steps}
-    score_groups("prm", asked, options=options, read_role=read, tokens=BYTES)
-    at = len(f"q?{text}")
-    images = (Image(b"one", 1, 1, [9]), Image(b"two", at, 2, [9]))
-    assert seen == [("q;?b;", ()), (f"q?{text}xy{text}", images)]
+    score_groups("prm", samples, options=options, read_role=read, tokens=BYTES)
+    offset = len(f"q?{text}")
+    images = (Image(b"one", 1, 1, [9]), Image(b"two", offset, 2, [9]))
+    assert calls == [("q;?b;", ()), (f"q?{text}xy{text}", images)]
 
 
 def test_several_turns_and_rewritten_contexts(model) -> None:
     talk = [turn("q", False), turn("a;"), turn("obs;", False), turn("b"), turn("new", False, fresh=True), turn("c;d;")]
-    asked = group(talk)
-    seen = score(asked, "step", model=model()).asked
-    assert [(text, at) for _, text, at in seen] == [("qa;obs;b", [2]), ("newc;d;", [4, 6])]
-    assert [(t, i) for t, i, _ in asked.trajectories[0].rewards["prm"].steps] == [(1, 1), (5, 1), (5, 3)]
+    samples = group(talk)
+    calls = score(samples, "step", model=model()).asked
+    assert [(text, ends) for _, text, ends in calls] == [("qa;obs;b", [2]), ("newc;d;", [4, 6])]
+    assert [(t, i) for t, i, _ in samples.trajectories[0].rewards["prm"].steps] == [(1, 1), (5, 1), (5, 3)]
 
 
 def test_a_token_that_ends_two_steps_is_one_place(model) -> None:
     pieces = {1: "a;b;", 2: "q"}
     tokens = Tokens(BYTES.encode, lambda ids: "".join(pieces[i] for i in ids))
     row, stand_in = Row({}, "unit", 0), Model()
-    asked = Group(row, 0, [Trajectory(row, [Turn([2], False), Turn([1], True)], (0, 0))])
+    samples = Group(row, 0, [Trajectory(row, [Turn([2], False), Turn([1], True)], (0, 0))])
     options = {"separator": ";", "model": model()}
-    score_groups("prm", asked, options=options, read_role=stand_in.read, tokens=tokens, credit="step")
-    assert [at for _, _, at in stand_in.asked] == [[1]]
-    assert len(asked.trajectories[0].rewards["prm"].steps) == 1
+    score_groups("prm", samples, options=options, read_role=stand_in.read, tokens=tokens, credit="step")
+    assert [ends for _, _, ends in stand_in.asked] == [[1]]
+    assert len(samples.trajectories[0].rewards["prm"].steps) == 1
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("aggregate", "expected"),
     [("min", 0.4), ("mean", 0.55), ("last", 0.7), ("product", 0.28), ("sum", 1.1)],
 )
-def test_aggregates(model, how: str, expected: float) -> None:
+def test_aggregates(model, aggregate: str, expected: float) -> None:
     """Probabilities 0.4 and 0.7, the second one in another context."""
 
     async def read(role, head, ids, positions):
         values = iter([math.log(0.4 / 0.6), math.log(0.7 / 0.3)])
-        return [[next(values) for _ in read] for read in positions]
+        return [[next(values) for _ in places] for places in positions]
 
-    asked = group([turn("q", False), turn("a;"), turn("n", False, fresh=True), turn("b;")])
-    options = {"separator": ";", "model": model(), "aggregate": how}
-    score_groups("prm", asked, options=options, read_role=read, tokens=BYTES)
-    result = asked.trajectories[0].rewards["prm"]
+    samples = group([turn("q", False), turn("a;"), turn("n", False, fresh=True), turn("b;")])
+    options = {"separator": ";", "model": model(), "aggregate": aggregate}
+    score_groups("prm", samples, options=options, read_role=read, tokens=BYTES)
+    result = samples.trajectories[0].rewards["prm"]
     assert (result.value, result.steps) == (pytest.approx(expected), ())
     assert result.info == {"steps": 2, "probabilities": pytest.approx([0.4, 0.7])}
 
 
 def test_the_baseline_is_subtracted_from_every_step(model) -> None:
-    asked = group("a;bc;d")
-    score(asked, "step", model=model(), baseline=0.5, aggregate="sum")
-    result = asked.trajectories[0].rewards["prm"]
+    samples = group("a;bc;d")
+    score(samples, "step", model=model(), baseline=0.5, aggregate="sum")
+    result = samples.trajectories[0].rewards["prm"]
     assert [v for _, _, v in result.steps] == pytest.approx([sigma(0.5) - 0.5, sigma(0.8) - 0.5])
     assert result.score == pytest.approx(sigma(0.5) + sigma(0.8) - 1)
     assert result.info["probabilities"] == pytest.approx([sigma(0.5), sigma(0.8)])
@@ -146,10 +148,10 @@ def test_the_baseline_is_subtracted_from_every_step(model) -> None:
 @pytest.mark.parametrize("credit", ["outcome", "step"])
 def test_answers_without_a_step_may_be_read_after_their_last_token(model, credit: str) -> None:
     observed = [turn("q", False), turn("ab"), turn("observed", False)]
-    asked = group("word", "", observed, "a;tail")
-    seen = score(asked, credit, model=model(), without_steps="last_token").asked
-    assert [(text, at) for _, text, at in seen] == [("q;?word", [6]), ("qab", [2]), ("q;?a;tail", [4])]
-    word, empty, talk, stepped = (t.rewards["prm"] for t in asked.trajectories)
+    samples = group("word", "", observed, "a;tail")
+    calls = score(samples, credit, model=model(), without_steps="last_token").asked
+    assert [(text, ends) for _, text, ends in calls] == [("q;?word", [6]), ("qab", [2]), ("q;?a;tail", [4])]
+    word, empty, talk, stepped = (t.rewards["prm"] for t in samples.trajectories)
     assert (empty.value, empty.steps) == (None, ()), "nothing was sampled"
     if credit == "outcome":
         assert [r.value for r in (word, talk, stepped)] == pytest.approx([sigma(0.7), sigma(0.3), sigma(0.5)])
@@ -161,17 +163,17 @@ def test_answers_without_a_step_may_be_read_after_their_last_token(model, credit
 def test_the_text_after_the_last_separator_may_be_the_last_step(model, credit: str) -> None:
     """The model reads the separator in place of the end token. Where the answer ends with a separator, or not with the
     policy's text, nothing changes."""
-    ended = [turn("q", False), turn("a;b")]
-    ended[1].ids.append(0)
-    whole = [turn("q", False), turn("a; ")]
-    whole[1].ids.append(0)
+    open_turns = [turn("q", False), turn("a;b")]
+    open_turns[1].ids.append(0)
+    complete_turns = [turn("q", False), turn("a; ")]
+    complete_turns[1].ids.append(0)
     observed = [turn("q", False), turn("ab"), turn("observed", False)]
-    asked = group("a;bc", ended, whole, observed, "word", "", [])
-    seen = score(asked, credit, model=model(), open_step="close").asked
-    assert [(text, at) for _, text, at in seen] == [
+    samples = group("a;bc", open_turns, complete_turns, observed, "word", "", [])
+    calls = score(samples, credit, model=model(), open_step="close").asked
+    assert [(text, ends) for _, text, ends in calls] == [
         ("q;?a;bc;", [4, 7]), ("qa;b;", [2, 4]), ("qa; \0", [2]), ("q;?word;", [7])
     ]  # fmt: skip
-    results = [t.rewards["prm"] for t in asked.trajectories]
+    results = [t.rewards["prm"] for t in samples.trajectories]
     if credit == "outcome":
         values = [r.value for r in results]
         assert values == [*map(pytest.approx, map(sigma, (0.5, 0.3, 0.3))), None, pytest.approx(sigma(0.8)), None, None]
@@ -184,30 +186,30 @@ def test_a_token_that_ends_a_step_and_begins_another_is_one_place(model) -> None
     pieces = {1: "a;b", 2: "q", 3: ";"}
     tokens = Tokens(lambda text: [3], lambda ids: "".join(pieces[i] for i in ids))
     row, stand_in = Row({}, "unit", 0), Model()
-    asked = Group(row, 0, [Trajectory(row, [Turn([2], False), Turn([1], True, text="a;b")], (0, 0))])
+    samples = Group(row, 0, [Trajectory(row, [Turn([2], False), Turn([1], True, text="a;b")], (0, 0))])
     options = {"separator": ";", "model": model(), "open_step": "close"}
-    score_groups("prm", asked, options=options, read_role=stand_in.read, tokens=tokens, credit="step")
-    assert [at for _, _, at in stand_in.asked] == [[1]]
+    score_groups("prm", samples, options=options, read_role=stand_in.read, tokens=tokens, credit="step")
+    assert [ends for _, _, ends in stand_in.asked] == [[1]]
 
 
 def test_label_tokens_of_a_language_model(model) -> None:
-    named = {"architectures": ["Qwen3ForCausalLM"], "right_token_id": 7, "wrong_token_id": 9}
-    assert score(group("a;"), model=model(**named)).head.constants == {"outputs": (7, 9)}
-    given = score(group("a;"), model=model(**named), label_tokens=["+", "-"])
-    assert given.head.constants == {"outputs": (43, 45)}
+    settings = {"architectures": ["Qwen3ForCausalLM"], "right_token_id": 7, "wrong_token_id": 9}
+    assert score(group("a;"), model=model(**settings)).head.constants == {"outputs": (7, 9)}
+    result = score(group("a;"), model=model(**settings), label_tokens=["+", "-"])
+    assert result.head.constants == {"outputs": (43, 45)}
     assert score(group("a;"), model=model()).head.constants == {"outputs": (1, 0)}
 
 
 def test_the_separator_is_that_of_the_models_training(model) -> None:
-    def asked(separator: str | None, **settings) -> list[list[int]]:
-        found = score(group("a;\n b\n"), separator=separator, model=model(**CLASSES, **settings))
-        return [positions for _, _, positions in found.asked]
+    def step_ends(separator: str | None, **settings) -> list[list[int]]:
+        result = score(group("a;\n b\n"), separator=separator, model=model(**CLASSES, **settings))
+        return [positions for _, _, positions in result.asked]
 
     start = len("q;?")
-    assert asked(None) == [[start + 2, start + 5]]  # a line break, where nobody says anything
-    assert asked(None, step_separator=";") == [[start + 1]]
-    assert asked(";", step_separator=";") == [[start + 1]]
-    assert asked(";") == [[start + 1]]
+    assert step_ends(None) == [[start + 2, start + 5]]  # a line break, where nobody says anything
+    assert step_ends(None, step_separator=";") == [[start + 1]]
+    assert step_ends(";", step_separator=";") == [[start + 1]]
+    assert step_ends(";") == [[start + 1]]
     contradicted = ProcessReward(ProcessReward.Config(model=model(**CLASSES, step_separator="\n\n"), separator="\n"))
     with pytest.raises(
         ConfigError, match=r"separator = '\\n', but .* steps that end with '\\n\\n' .* Leave separator out"
@@ -225,9 +227,9 @@ def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
         score(group("a;"), model=model(**lm), label_tokens=("good", "-"))
     with pytest.raises(ConfigError, match="has two classes and no label_tokens"):
         score(group("a;"), model=model(), label_tokens=("+", "-"))
-    one = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    classifier = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     with pytest.raises(ModelError, match=r"has 1 labels; .* --reward model:PATH"):
-        ProcessReward(ProcessReward.Config(model=model(**one))).roles()
+        ProcessReward(ProcessReward.Config(model=model(**classifier))).roles()
     with pytest.raises(ModelError, match=r"config.json"):
         ProcessReward(ProcessReward.Config(model=str(tmp_path / "absent"))).roles()
     with pytest.raises(ConfigError, match="needs `model`"):

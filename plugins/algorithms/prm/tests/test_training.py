@@ -120,8 +120,8 @@ def test_every_solution_has_equal_weight_if_configured() -> None:
 
 @pytest.mark.parametrize(("logit", "label", "loss"), [(1e4, 1.0, 0.0), (-1e4, 1.0, 1e4), (1e4, 0.5, 5e3)])
 def test_log_odds_that_overflow_an_exponential(logit: float, label: float, loss: float) -> None:
-    got, gradient, _ = loss_of([logit], [solution([(4, label)])])
-    assert got == pytest.approx(loss)
+    value, gradient, _ = loss_of([logit], [solution([(4, label)])])
+    assert value == pytest.approx(loss)
     assert gradient == pytest.approx([float(logit > 0) - label])
 
 

@@ -40,9 +40,9 @@ def test_flash_reinforce_subtracts_the_mean_of_the_batch():
 def test_advantages_are_whitened_over_tokens(suite):
     algorithm = suite().build(suite.algorithm.Config())
     batch, _ = algorithm.credit(algorithm.assemble(fabricate.groups(3))[0])
-    own = batch.tok["advantages"][batch.tok["loss_mask"]].double()
-    assert own.mean().item() == pytest.approx(0.0, abs=1e-6)
-    assert own.var(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+    advantages = batch.tok["advantages"][batch.tok["loss_mask"]].double()
+    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert advantages.var(correction=0).item() == pytest.approx(1.0, abs=1e-5)
     assert torch.all(batch.tok["advantages"][~batch.tok["loss_mask"]] == 0)
 
 

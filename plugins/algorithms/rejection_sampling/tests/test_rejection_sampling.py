@@ -34,7 +34,7 @@ def group(number, rewards, temperature=1.0):
     return Group(row, number, trajectories)
 
 
-def kept(batch):
+def first_tokens(batch):
     """The answers' tokens, in order."""
     return batch.ids_N[batch.tok["loss_mask"]].tolist()[::2] if batch is not None else []
 
@@ -54,7 +54,7 @@ def kept(batch):
 def test_the_best_are_kept(config, rewards, answers, ties):
     algorithm = build(**config)
     batch, metrics = algorithm.assemble([group(n, r) for n, r in enumerate(rewards)])
-    assert kept(batch) == answers
+    assert first_tokens(batch) == answers
     if batch is None:
         assert metrics == {}
         return
@@ -69,35 +69,35 @@ def test_the_best_are_kept(config, rewards, answers, ties):
 
 
 def test_ties_do_not_depend_on_the_order_in_which_samples_come():
-    whole = group(0, [1.0, 2.0, 2.0, 2.0, 0.0])
+    samples = group(0, [1.0, 2.0, 2.0, 2.0, 0.0])
     for seed in range(5):
-        mixed = list(whole.trajectories)
+        mixed = list(samples.trajectories)
         random.Random(seed).shuffle(mixed)
-        assert kept(build(keep=2).assemble([replace(whole, trajectories=mixed)])[0]) == [1, 2]
+        assert first_tokens(build(keep=2).assemble([replace(samples, trajectories=mixed)])[0]) == [1, 2]
 
 
 def test_samples_without_a_reward_or_a_token_do_not_take_part():
-    made = group(0, [9.0, 8.0, 7.0, 1.0])
-    made.trajectories[0].status = "failed"
-    made.trajectories[1].reward = None
-    made.trajectories[2].turns[1] = Turn([], True, [])
+    samples = group(0, [9.0, 8.0, 7.0, 1.0])
+    samples.trajectories[0].status = "failed"
+    samples.trajectories[1].reward = None
+    samples.trajectories[2].turns[1] = Turn([], True, [])
     algorithm = build()
-    batch, metrics = algorithm.assemble([made])
-    assert kept(batch) == [3]
+    batch, metrics = algorithm.assemble([samples])
+    assert first_tokens(batch) == [3]
     assert metrics["reward/mean"] == 1.0
-    made.trajectories[3].reward = float("nan")
+    samples.trajectories[3].reward = float("nan")
     with pytest.raises(TrainingError, match="its reward is nan"):
-        algorithm.assemble([made])[0]
+        algorithm.assemble([samples])[0]
 
 
 def test_rewards_of_steps_count():
     """A source with credit = "step" is not in the trajectory's reward; its steps are added, times their weight."""
-    made = group(0, [1.0, 1.0])
-    for trajectory, value in zip(made.trajectories, (0.5, 0.25), strict=True):
+    samples = group(0, [1.0, 1.0])
+    for trajectory, value in zip(samples.trajectories, (0.5, 0.25), strict=True):
         trajectory.rewards["judge"] = RewardResult(None, steps=((1, 0, value), (1, 1, value)))
     algorithm = build(RunOptions(step_sources={"judge": -1.0}), keep=2)
-    batch, metrics = algorithm.assemble([made])
-    assert kept(batch) == [1, 0]
+    batch, metrics = algorithm.assemble([samples])
+    assert first_tokens(batch) == [1, 0]
     assert metrics["reward/best"] == pytest.approx((1 - 0.5 + 1 - 1) / 2)
 
 

@@ -44,8 +44,8 @@ def loss_of(scores, examples, **config):
 @pytest.mark.parametrize("form", ["sigmoid", "logexp"])
 def test_the_loss_by_hand(form: str) -> None:
     loss, gradient, metrics = loss_of([1.0, 0.0, -1.0, 2.0], [pair(0), pair(1)], loss_type=form)
-    one, two = math.log(1 + math.exp(-1)), math.log(1 + math.exp(3))
-    assert loss == pytest.approx((one + two) / 2, rel=1e-6)
+    first, second = math.log(1 + math.exp(-1)), math.log(1 + math.exp(3))
+    assert loss == pytest.approx((first + second) / 2, rel=1e-6)
     slopes = [-1 / (1 + math.exp(1)) / 2, -1 / (1 + math.exp(-3)) / 2]
     assert gradient == pytest.approx([slopes[0], -slopes[0], slopes[1], -slopes[1]], rel=1e-5)
     expected = {
@@ -66,8 +66,8 @@ def test_both_forms_subtract_the_margin(form: str) -> None:
 @pytest.mark.parametrize("form", ["sigmoid", "logexp"])
 @pytest.mark.parametrize(("scores", "loss", "slope"), [((1e4, -1e4), 0.0, 0.0), ((-1e4, 1e4), 2e4, -1.0)])
 def test_differences_that_overflow_an_exponential(form: str, scores, loss: float, slope: float) -> None:
-    got, gradient, _ = loss_of(scores, [pair()], loss_type=form)
-    assert got == pytest.approx(loss)
+    value, gradient, _ = loss_of(scores, [pair()], loss_type=form)
+    assert value == pytest.approx(loss)
     assert gradient == pytest.approx([slope, -slope])
 
 

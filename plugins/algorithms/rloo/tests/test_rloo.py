@@ -34,8 +34,8 @@ def test_kl_before_the_baseline_is_the_papers_form():
     d = (batch.tok["old_logprobs"] - batch.tok["ref_logprobs"]).double()
     r = [batch.unit["reward"][u] - 0.5 * d[mask & (unit == u)].sum() for u in range(batch.units)]
     for u in range(batch.units):
-        others = [r[v] for v in range(batch.units) if v != u and batch.unit["group"][v] == batch.unit["group"][u]]
-        expected = float(r[u] - sum(others) / len(others))
-        own = credited.tok["advantages"][mask & (unit == u)]
-        assert own.tolist() == pytest.approx([expected] * len(own), rel=1e-5)
+        peers = [r[v] for v in range(batch.units) if v != u and batch.unit["group"][v] == batch.unit["group"][u]]
+        expected = float(r[u] - sum(peers) / len(peers))
+        advantages = credited.tok["advantages"][mask & (unit == u)]
+        assert advantages.tolist() == pytest.approx([expected] * len(advantages), rel=1e-5)
     assert torch.isfinite(credited.tok["advantages"]).all()

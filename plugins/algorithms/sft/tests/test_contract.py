@@ -58,4 +58,4 @@ def mean(values_BT, x_BT):
     m = x_BT.mask_BT
     if x_BT.config.reduce == "token_mean":
         return values_BT[m].mean()
-    return torch.stack([row[own].mean() for row, own in zip(values_BT, m, strict=True) if own.any()]).mean()
+    return torch.stack([row[mask_T].mean() for row, mask_T in zip(values_BT, m, strict=True) if mask_T.any()]).mean()

@@ -51,8 +51,8 @@ def test_only_a_policy_is_needed_and_trained_once():
 
 @pytest.mark.parametrize("loss", [NLL(), NLL(NLL.Config(label_smoothing=0.1)), DFT()])
 def test_metrics_are_the_mean_nll_probability_and_accuracy(loss):
-    logprobs, others = torch.tensor([math.log(0.5), math.log(0.25)]), torch.tensor([-3.0, -3.0])
-    out = loss({"logprobs": logprobs, "mean_logprob": others, "top1": torch.tensor([1.0, 0.0])})
+    logprobs, mean_logprobs = torch.tensor([math.log(0.5), math.log(0.25)]), torch.tensor([-3.0, -3.0])
+    out = loss({"logprobs": logprobs, "mean_logprob": mean_logprobs, "top1": torch.tensor([1.0, 0.0])})
     assert isinstance(out, LossOutput)
     assert out.metrics["nll"][1].tolist() == pytest.approx([math.log(2), math.log(4)])
     assert out.metrics["token_prob"][1].tolist() == pytest.approx([0.5, 0.25])
@@ -100,12 +100,12 @@ def test_label_smoothing_is_that_of_transformers():
 
     logits = torch.randn(1, 6, 11, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([3, 7, 0, 10, 5, 5])
-    theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, ids[None])
+    reference = LabelSmoother(epsilon=0.2)({"logits": logits}, ids[None])
     x = {
         "logprobs": torch.log_softmax(logits[0], -1).gather(1, ids[:, None])[:, 0],
         "mean_logprob": MEAN_LOGPROB.fn(logits[0], ids, {}, {}),
         "top1": torch.zeros(6),
     }
     out = NLL(NLL.Config(label_smoothing=0.2))(x)
-    assert float(out.terms["nll"].mean()) == pytest.approx(float(theirs), rel=1e-6)
+    assert float(out.terms["nll"].mean()) == pytest.approx(float(reference), rel=1e-6)
     assert float(out.metrics["nll"][1].mean()) == pytest.approx(-float(x["logprobs"].mean()), rel=1e-6)

@@ -58,16 +58,16 @@ def test_smoothing_hinge_and_likelihood_by_hand():
     assert loss_of(CHOSEN + REJECTED, [pair()], loss_type="hinge")[0] == 0.0
     assert loss_of(CHOSEN + REJECTED, [pair()], loss_type="hinge", gamma=3.0)[0] == pytest.approx(2.0)
     # Chosen answers of 2 and 3 tokens: the likelihood is per token, not per answer
-    both = loss_of(CHOSEN + REJECTED + REJECTED + CHOSEN, [pair(), pair(3, 2, 1)], nll_coef=0.5)[2]
-    assert both["loss/nll"] == pytest.approx(0.5 * (2.0 + 6.0) / 5)
+    metrics = loss_of(CHOSEN + REJECTED + REJECTED + CHOSEN, [pair(), pair(3, 2, 1)], nll_coef=0.5)[2]
+    assert metrics["loss/nll"] == pytest.approx(0.5 * (2.0 + 6.0) / 5)
 
 
 @pytest.mark.parametrize(
     ("chosen", "rejected", "loss"), [(-1e4, 0.0, 2e4 + 0.5), (0.0, -1e4, 0.0), (0.0, 0.0, 0.974077)]
 )
 def test_log_probs_at_the_extremes(chosen: float, rejected: float, loss: float):
-    got, gradient, metrics = loss_of([chosen] * 2 + [rejected] * 3, [pair()])
-    assert got == pytest.approx(loss)
+    value, gradient, metrics = loss_of([chosen] * 2 + [rejected] * 3, [pair()])
+    assert value == pytest.approx(loss)
     assert all(math.isfinite(v) for v in (*gradient, *metrics.values()))
 
 

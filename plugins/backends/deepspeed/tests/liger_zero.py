@@ -23,16 +23,16 @@ FOLDER = Path(sys.argv[1])
 def main() -> None:
     complete_the_interpreter()
     tiny_model(FOLDER / "model", layers=1, hidden=16, heads=2, kv_heads=1, std=0.3)
-    found = {}
+    distances = {}
     for stage in (2, 3):
         gradients = []
         for kernels in ("liger", "none"):
-            one = trainer(spec(FOLDER, gradient_checkpointing=stage == 3), stage=stage, kernels=kernels)
-            assert any("forward" in vars(m) for m in one.module.modules()) is (kernels == "liger")
-            one.accumulate([batch(0, units=2)], TokenLoss(), {}, {})
-            gradients.append(one.gradients())
-        found[stage] = apart(*gradients)
-    print(json.dumps(found))
+            policy = trainer(spec(FOLDER, gradient_checkpointing=stage == 3), stage=stage, kernels=kernels)
+            assert any("forward" in vars(m) for m in policy.module.modules()) is (kernels == "liger")
+            policy.accumulate([batch(0, units=2)], TokenLoss(), {}, {})
+            gradients.append(policy.gradients())
+        distances[stage] = apart(*gradients)
+    print(json.dumps(distances))
 
 
 if __name__ == "__main__":

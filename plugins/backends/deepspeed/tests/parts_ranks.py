@@ -40,7 +40,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "dropout": {"attention_dropout": 0.1},
     "layers": {"architecture": "olmo2"},
 }
-OWN = {"lora": tuple(LORA), "muon": tuple(MUON), "kind": tuple(MODELS)}
+PARAMETER_VALUES = {"lora": tuple(LORA), "muon": tuple(MUON), "kind": tuple(MODELS)}
 
 
 class TwoReplicas(TrainerRankCases):
@@ -58,20 +58,20 @@ class TwoReplicas(TrainerRankCases):
 
     @classmethod
     def values(cls, parameter: str, case: str) -> Iterable[str]:
-        if parameter in OWN:
-            return OWN[parameter]
-        found = {"layout": cls.only.get(case, ()), "variant": tuple(cls.variants)}
-        return found.get(parameter, ())
+        if parameter in PARAMETER_VALUES:
+            return PARAMETER_VALUES[parameter]
+        choices = {"layout": cls.only.get(case, ()), "variant": tuple(cls.variants)}
+        return choices.get(parameter, ())
 
     @classmethod
     def prepare(cls, folder: Path) -> None:
         super().prepare(folder)
         for name, options in {**MODELS, **REFUSED}.items():
             tiny_model(folder / name, std=0.2, **options)
-        one = trainer(spec(folder), **LORA["all"])
+        policy = trainer(spec(folder), **LORA["all"])
         for number in range(2):
-            one.update([batch(number)], TokenLoss(), {}, {})
-        one.save(folder / "adapters")
+            policy.update([batch(number)], TokenLoss(), {}, {})
+        policy.save(folder / "adapters")
 
     def facts(self, of: Any) -> dict[str, Any]:
         return {
@@ -82,19 +82,19 @@ class TwoReplicas(TrainerRankCases):
 
     def case_adapted(self, lora: str) -> Any:
         """Gradients after a first step (before it one factor has none), further steps, the tensors of a rank."""
-        one = self.make(self.here(), ema_decay=0.9, weight_decay=0.1, **LORA[lora])
-        first = self.steps(one, [0])
-        self.first_gradients(one, f"lora-{lora}", self.mine(0), TokenLoss())
-        done = first + self.steps(one, range(1, 4))
-        self.keep(f"weights-lora-{lora}", held(one))
-        self.keep(f"average-lora-{lora}", held(one, "ema"))
-        one.save(self.folder / f"saved-lora-{lora}")
-        return {"steps": done, "coverage": one.coverage(), **self.facts(one)}
+        policy = self.make(self.here(), ema_decay=0.9, weight_decay=0.1, **LORA[lora])
+        first = self.steps(policy, [0])
+        self.first_gradients(policy, f"lora-{lora}", self.mine(0), TokenLoss())
+        done = first + self.steps(policy, range(1, 4))
+        self.keep(f"weights-lora-{lora}", held(policy))
+        self.keep(f"average-lora-{lora}", held(policy, "ema"))
+        policy.save(self.folder / f"saved-lora-{lora}")
+        return {"steps": done, "coverage": policy.coverage(), **self.facts(policy)}
 
     def case_muon(self, muon: str) -> Any:
-        one = self.make(self.here(), optimizer="muon", weight_decay=0.1, **MUON[muon])
-        done = self.steps(one, range(3))
-        self.keep(f"weights-muon-{muon}", held(one))
+        policy = self.make(self.here(), optimizer="muon", weight_decay=0.1, **MUON[muon])
+        done = self.steps(policy, range(3))
+        self.keep(f"weights-muon-{muon}", held(policy))
         return {"steps": done}
 
 
@@ -112,46 +112,46 @@ class OneReplica(TwoReplicas):
     }
 
     def case_model(self, kind: str) -> Any:
-        one = self.make(replace(self.here(), path=str(self.folder / kind)), stage=2)
-        self.first_gradients(one, kind, self.mine(0), TokenLoss())
-        done = self.steps(one, range(2))
-        self.keep(f"weights-{kind}", held(one))
+        model = self.make(replace(self.here(), path=str(self.folder / kind)), stage=2)
+        self.first_gradients(model, kind, self.mine(0), TokenLoss())
+        done = self.steps(model, range(2))
+        self.keep(f"weights-{kind}", held(model))
         return {"steps": done}
 
     def case_adapters(self) -> Any:
         """The weights and the export of a checkpoint that one rank saved."""
-        one = self.make(self.here(), **LORA["all"])
-        one.load(self.folder / "adapters")
-        one.export(self.folder / "export-lora")
-        self.keep("base", held(one, "base"))
-        scores = [one.forward(self.mine(9), ("logprobs",), view)[0]["logprobs"] for view in ("live", "base")]
+        policy = self.make(self.here(), **LORA["all"])
+        policy.load(self.folder / "adapters")
+        policy.export(self.folder / "export-lora")
+        self.keep("base", held(policy, "base"))
+        scores = [policy.forward(self.mine(9), ("logprobs",), view)[0]["logprobs"] for view in ("live", "base")]
         self.keep("scores-lora", dict(zip(("live", "base"), scores, strict=True)))
-        list(one.buckets())
-        return one.sent_fingerprints()
+        list(policy.buckets())
+        return policy.sent_fingerprints()
 
     def case_exported(self) -> Any:
-        one = self.make(self.here(), stage=2, ema_decay=0.9)
-        one.export(self.folder / "export")
-        list(one.buckets())
-        return one.sent_fingerprints()
+        policy = self.make(self.here(), stage=2, ema_decay=0.9)
+        policy.export(self.folder / "export")
+        list(policy.buckets())
+        return policy.sent_fingerprints()
 
     def case_beside(self) -> Any:
         """Roles with and without divided layers in one process, in both orders."""
         divided, plain = self.make(self.here(), stage=2), trainer(self.here(), stage=2)
-        both = [self.steps(divided, [0])[0][1]]
-        both.append(plain.update(shares(batch(0), self.ranks)[self.rank], TokenLoss(), {}, {})[1].grad_norm)
+        norms = [self.steps(divided, [0])[0][1]]
+        norms.append(plain.update(shares(batch(0), self.ranks)[self.rank], TokenLoss(), {}, {})[1].grad_norm)
         return [
-            *both, self.steps(divided, [1])[0][1], self.steps(self.make(self.here(), stage=1), [0])[0][1]
+            *norms, self.steps(divided, [1])[0][1], self.steps(self.make(self.here(), stage=1), [0])[0][1]
         ]  # fmt: skip
 
     def case_refused(self) -> Any:
-        found = {}
+        messages = {}
         for name in REFUSED:
             try:
                 self.make(replace(self.here(), path=str(self.folder / name)), stage=2)
             except CapabilityError as error:
-                found[name] = str(error)
-        return found
+                messages[name] = str(error)
+        return messages
 
 
 if __name__ == "__main__":

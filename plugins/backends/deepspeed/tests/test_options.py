@@ -58,22 +58,22 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def learnt(folder):
     """{name of the trainer, its options: weights after a few steps}."""
-    known = {}
+    cache = {}
 
     def weights(make, stage, dtype="fp32", **options):
         key = repr((make.__name__, stage, dtype, options))
-        if key not in known:
-            of = make(spec(folder, dtype=dtype), **({"stage": stage} if stage is not None else {}), **options)
+        if key not in cache:
+            policy = make(spec(folder, dtype=dtype), **({"stage": stage} if stage is not None else {}), **options)
             for number in range(STEPS):
-                of.update([batch(number)], TokenLoss(), {}, {})
-            known[key] = {name: tensor.clone() for name, tensor in of.weights()}
-        return known[key]
+                policy.update([batch(number)], TokenLoss(), {}, {})
+            cache[key] = {name: tensor.clone() for name, tensor in policy.weights()}
+        return cache[key]
 
     return weights
 
 
-def plain(of, **options):
-    return TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu", **options), of)
+def plain(model_spec, **options):
+    return TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu", **options), model_spec)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def plain(of, **options):
 def test_options_of_training(learnt, name, stage):
     """In bf16 only stage 2 is tested: the stages multiply in different orders, and their rounding differs as much as
     the effects of the options."""
-    got, want, without = (
+    result, want, base = (
         learnt(trainer, stage, **SHARED[name]),
         learnt(plain, None, **SHARED[name]),
         learnt(plain, None, **BASE[name]),
     )
-    moved = apart(want, without)
+    moved = apart(want, base)
     assert moved > 1e-5, "the option does something"
-    assert apart(got, want) < moved / 20
+    assert apart(result, want) < moved / 20
 
 
 @pytest.mark.parametrize("options", [{"muon_lr": 1e-2}, {"muon_momentum": 0.5}], ids=["muon_lr", "muon_momentum"])
@@ -112,9 +112,9 @@ def test_liger_kernels(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found) == ["2", "3"]
-    assert max(found.values()) < 1e-5
+    distances = json.loads(done.stdout.splitlines()[-1])
+    assert list(distances) == ["2", "3"]
+    assert max(distances.values()) < 1e-5
 
 
 def test_kernels_that_are_not_available_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
@@ -136,8 +136,8 @@ def test_quantised_layers_are_refused_where_weights_are_divided(options):
 
 def test_shared_prefixes_can_be_switched_off_in_every_stage(folder):
     scores = []
-    for wanted in (True, False):
-        of = trainer(spec(folder), stage=2, shared_prefixes=wanted)
-        assert of.facts().shares_prefixes is wanted
-        scores.append(of.forward([batch(0)], ("logprobs",))[0]["logprobs"])
+    for switch in (True, False):
+        policy = trainer(spec(folder), stage=2, shared_prefixes=switch)
+        assert policy.facts().shares_prefixes is switch
+        scores.append(policy.forward([batch(0)], ("logprobs",))[0]["logprobs"])
     torch.testing.assert_close(*scores)

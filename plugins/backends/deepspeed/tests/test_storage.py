@@ -46,12 +46,12 @@ class TestStored(StoredContract):
 
     @pytest.mark.full
     def test_another_stage_continues_with_the_same_masters(self, folder, tmp_path):
-        one, other = (trainer(spec(folder, **STORED), stage=stage) for stage in (2, 3))
-        one.update([batch(0)], TokenLoss(), {}, {})
-        one.save(tmp_path)
+        source, other = (trainer(spec(folder, **STORED), stage=stage) for stage in (2, 3))
+        source.update([batch(0)], TokenLoss(), {}, {})
+        source.save(tmp_path)
         other.load(tmp_path)
-        same_bits(masters(other), masters(one).items(), "masters")
-        same_bits(held(other), held(one).items(), "weights")
+        same_bits(masters(other), masters(source).items(), "masters")
+        same_bits(held(other), held(source).items(), "weights")
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_stages_that_would_add_gradients_in_bf16_are_refused(self, folder, stage):

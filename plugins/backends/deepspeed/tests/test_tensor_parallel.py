@@ -42,69 +42,69 @@ class DividedLayers(TrainerRanksContract):
 
     @reads("equal")
     def test_gradients_of_single_weights(self, ranks, reference, layout):
-        found = ranks.tensors(f"gradients-{layout}")
+        gradients = ranks.tensors(f"gradients-{layout}")
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.down_proj.weight"):
             for layer in ("model.layers.0.", "model.layers.1."):
-                one, want = found[layer + name], reference.gradients[layer + name]
-                assert apart({name: one}, {name: want}) < 1e-4
+                gradient, want = gradients[layer + name], reference.gradients[layer + name]
+                assert apart({name: gradient}, {name: want}) < 1e-4
 
     @reads("equal")
     def test_a_rank_holds_half_of_every_matrix_and_what_is_whole_stays_equal(self, ranks, reference, layout):
-        found = ranks("equal", layout)
-        assert {rank["share"] for rank in found} == {2}
-        for name, whole in reference.trainer.parameters.items():
-            prints = [rank["prints"][name] for rank in found]
-            shape, matrix = list(whole.shape), name.split(".")[-2]
+        reports = ranks("equal", layout)
+        assert {rank["share"] for rank in reports} == {2}
+        for name, weight in reference.trainer.parameters.items():
+            prints = [rank["prints"][name] for rank in reports]
+            shape, matrix = list(weight.shape), name.split(".")[-2]
             if matrix in DIVIDED:
                 shape[DIVIDED[matrix]] //= 2
                 assert prints[0] != prints[1]
                 assert prints[::2] == prints[:1] * (ranks.ranks // 2)
             else:
                 assert len(set(prints)) == 1
-            assert all(rank["shapes"][name] == shape for rank in found)
-        assert [rank["streamed"] for rank in found] == [len(reference.weights), *[0] * (ranks.ranks - 1)]
+            assert all(rank["shapes"][name] == shape for rank in reports)
+        assert [rank["streamed"] for rank in reports] == [len(reference.weights), *[0] * (ranks.ranks - 1)]
 
     @reads("adapted")
     def test_adapters(self, ranks, lora):
-        one = one_rank(spec(ranks.folder), ema_decay=0.9, weight_decay=0.1, lora=LORA[lora]["lora"])
-        wanted = [one.update([batch(0)], TokenLoss(), {}, {})]
-        one.accumulate([batch(0)], TokenLoss(), {}, {})
-        gradients = one.gradients()
-        one.zero_grad()
-        wanted += [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(1, 4)]
-        found, key = ranks("adapted", lora), f"lora-{lora}"
-        got = ranks.tensors(f"gradients-{key}")
-        assert apart(got, gradients) < GRADIENT
+        single = one_rank(spec(ranks.folder), ema_decay=0.9, weight_decay=0.1, lora=LORA[lora]["lora"])
+        steps = [single.update([batch(0)], TokenLoss(), {}, {})]
+        single.accumulate([batch(0)], TokenLoss(), {}, {})
+        gradients = single.gradients()
+        single.zero_grad()
+        steps += [single.update([batch(number)], TokenLoss(), {}, {}) for number in range(1, 4)]
+        reports, key = ranks("adapted", lora), f"lora-{lora}"
+        rank_gradients = ranks.tensors(f"gradients-{key}")
+        assert apart(rank_gradients, gradients) < GRADIENT
         for n, want in gradients.items():
-            assert apart({n: got[n]}, {n: want}) < 1e-4, n
-        check_steps([rank["steps"] for rank in found], wanted, share=2)
-        assert apart(ranks.tensors(f"weights-{key}"), dict(one.weights())) < 1e-5
-        assert apart(ranks.tensors(f"average-{key}"), {n: t.clone() for n, t in one.weights("ema")}) < 1e-5
-        assert all(rank["coverage"] == one.coverage() for rank in found)
-        for n, whole in one.parameters.items():
+            assert apart({n: rank_gradients[n]}, {n: want}) < 1e-4, n
+        check_steps([rank["steps"] for rank in reports], steps, share=2)
+        assert apart(ranks.tensors(f"weights-{key}"), dict(single.weights())) < 1e-5
+        assert apart(ranks.tensors(f"average-{key}"), {n: t.clone() for n, t in single.weights("ema")}) < 1e-5
+        assert all(rank["coverage"] == single.coverage() for rank in reports)
+        for n, factor_weight in single.parameters.items():
             matrix, factor = n.split(".")[-4], n.split(".")[-3]
-            dim, shape = DIVIDED[matrix], list(whole.shape)
+            dim, shape = DIVIDED[matrix], list(factor_weight.shape)
             cut = factor == ("lora_A" if dim else "lora_B")
             shape[dim] //= 2 if cut else 1
-            assert all(rank["shapes"][n] == shape for rank in found)
-            prints = [rank["prints"][n] for rank in found]
+            assert all(rank["shapes"][n] == shape for rank in reports)
+            prints = [rank["prints"][n] for rank in reports]
             assert prints[::2] == prints[:1] * (ranks.ranks // 2)
             assert (prints[0] != prints[1]) is cut
-        again = trainer(spec(ranks.folder), stage=3, ema_decay=0.9, weight_decay=0.1, lora=LORA[lora]["lora"])
-        again.load(ranks.folder / f"saved-{key}")
+        restart = trainer(spec(ranks.folder), stage=3, ema_decay=0.9, weight_decay=0.1, lora=LORA[lora]["lora"])
+        restart.load(ranks.folder / f"saved-{key}")
         saved = ranks.tensors(f"weights-{key}")
-        assert all(torch.equal(tensor, saved[n]) for n, tensor in again.weights())
+        assert all(torch.equal(tensor, saved[n]) for n, tensor in restart.weights())
 
     @reads("muon")
     def test_muon(self, ranks, muon):
-        one = trainer(spec(ranks.folder), optimizer="muon", weight_decay=0.1, **MUON[muon])
-        wanted = [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(3)]
-        check_steps([rank["steps"] for rank in ranks("muon", muon)], wanted, share=2)
-        assert apart(ranks.tensors(f"weights-muon-{muon}"), dict(one.weights())) < 1e-4
+        single = trainer(spec(ranks.folder), optimizer="muon", weight_decay=0.1, **MUON[muon])
+        steps = [single.update([batch(number)], TokenLoss(), {}, {}) for number in range(3)]
+        check_steps([rank["steps"] for rank in ranks("muon", muon)], steps, share=2)
+        assert apart(ranks.tensors(f"weights-muon-{muon}"), dict(single.weights())) < 1e-4
         plain = trainer(spec(ranks.folder), weight_decay=0.1, **MUON[muon])
         for number in range(3):
             plain.update([batch(number)], TokenLoss(), {}, {})
-        assert apart(dict(plain.weights()), dict(one.weights())) > 1e-3, "the optimizer makes a difference"
+        assert apart(dict(plain.weights()), dict(single.weights())) > 1e-3, "the optimizer makes a difference"
 
 
 class TestOneReplica(DividedLayers):
@@ -112,21 +112,21 @@ class TestOneReplica(DividedLayers):
 
     @reads("adapters")
     def test_weights_and_exports_have_the_adapters_merged(self, ranks, tmp_path):
-        one = trainer(spec(ranks.folder), **LORA["all"])
-        one.load(ranks.folder / "adapters")
-        one.export(tmp_path / "one")
-        list(one.buckets())
-        assert ranks("adapters")[0] == one.sent_fingerprints()
+        single = trainer(spec(ranks.folder), **LORA["all"])
+        single.load(ranks.folder / "adapters")
+        single.export(tmp_path / "one")
+        list(single.buckets())
+        assert ranks("adapters")[0] == single.sent_fingerprints()
         for file in ("adapter/adapter_model.safetensors", "model.safetensors"):
-            got, want = (load_file(folder / file) for folder in (ranks.folder / "export-lora", tmp_path / "one"))
-            assert got.keys() == want.keys()
-            assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+            tensors, want = (load_file(folder / file) for folder in (ranks.folder / "export-lora", tmp_path / "one"))
+            assert tensors.keys() == want.keys()
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in want.items())
         base, plain = ranks.tensors("base"), trainer(spec(ranks.folder, trained=False), stage=2)
         assert all(torch.equal(base[name], tensor) for name, tensor in plain.weights())
-        assert apart(got, base) > 1e-3
+        assert apart(tensors, base) > 1e-3
         scores, dealt = ranks.tensors("scores-lora"), shares(batch(9), 1)[0]
         for view in ("live", "base"):
-            [want] = one.forward(dealt[:1], ("logprobs",), view)
+            [want] = single.forward(dealt[:1], ("logprobs",), view)
             torch.testing.assert_close(scores[view], want["logprobs"], atol=1e-5, rtol=0)
 
     @reads("model")
@@ -139,23 +139,23 @@ class TestOneReplica(DividedLayers):
     @reads("beside")
     def test_roles_with_and_without_divided_layers_work_in_one_process(self, ranks):
         norms = [result.grad_norm for _, result in Reference(one_rank(spec(ranks.folder)), TokenLoss(), 2).steps]
-        for found in ranks("beside"):
-            assert found == pytest.approx([norms[0], norms[0], norms[1], norms[0]], rel=1e-4)
+        for report in ranks("beside"):
+            assert report == pytest.approx([norms[0], norms[0], norms[1], norms[0]], rel=1e-4)
 
     @reads("exported")
     def test_export_and_fingerprints_are_whole(self, ranks, tmp_path):
-        one = one_rank(spec(ranks.folder))
-        one.export(tmp_path / "torch")
-        got, want = (
+        single = one_rank(spec(ranks.folder))
+        single.export(tmp_path / "torch")
+        tensors, want = (
             load_file(folder / "model.safetensors") for folder in (ranks.folder / "export", tmp_path / "torch")
         )
-        assert got.keys() == want.keys()
-        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+        assert tensors.keys() == want.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in want.items())
         AutoModelForCausalLM.from_pretrained(ranks.folder / "export")
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
             assert (ranks.folder / "export" / name).read_text() == (tmp_path / "torch" / name).read_text()
-        list(one.buckets())
-        assert ranks("exported")[0] == one.sent_fingerprints()
+        list(single.buckets())
+        assert ranks("exported")[0] == single.sent_fingerprints()
 
     @reads("refused")
     def test_models_that_cannot_be_divided_are_refused(self, ranks):
@@ -195,7 +195,7 @@ def test_a_tensor_parallel_that_does_not_divide_the_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "message"),
     [
         ({"stage": 3}, "stage = 3, which divides every weight by its elements already; use stage 0, 1 or 2"),
         (
@@ -206,15 +206,15 @@ def test_a_tensor_parallel_that_does_not_divide_the_ranks_is_refused(tmp_path):
         ({"neftune_alpha": 5.0}, "neftune_alpha, which would add different noise to the embeddings of each rank"),
     ],
 )
-def test_options_that_exclude_tensor_parallel_are_refused(options, why):
+def test_options_that_exclude_tensor_parallel_are_refused(options, message):
     with pytest.raises(ValueError, match="tensor_parallel = 2 does not go with ") as error:
         DeepSpeedTrainerConfig(tensor_parallel=2, **options)
-    assert why in str(error.value)
+    assert message in str(error.value)
 
 
 def test_image_text_models_are_not_divided(tmp_path):
     path = str(tiny_image_model(tmp_path / "model"))
     for option in ("tensor_parallel", "sequence_parallel"):
-        config, of = DeepSpeedTrainerConfig(**{option: 2}), replace(spec(tmp_path, 0, 2, "1"), path=path)
+        config, model_spec = DeepSpeedTrainerConfig(**{option: 2}), replace(spec(tmp_path, 0, 2, "1"), path=path)
         with pytest.raises(CapabilityError, match=rf"{option} = 2 divides .* 'policy' has an image-text model"):
-            DeepSpeedTrainer.check(config, of, "cpu")
+            DeepSpeedTrainer.check(config, model_spec, "cpu")

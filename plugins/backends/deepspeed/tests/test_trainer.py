@@ -39,35 +39,35 @@ def folder(tmp_path_factory):
 def test_policy_critic_and_reference_live_in_one_process(folder):
     policy, critic = trainer(spec(folder), stage=3), trainer(spec(folder, head="scalar"), stage=2)
     reference = trainer(spec(folder, trained=False), stage=3)
-    before = reference.forward([batch(0)], ("logprobs",))[0]["logprobs"]
-    torch.testing.assert_close(policy.forward([batch(0)], ("logprobs",))[0]["logprobs"], before)
+    reference_logprobs = reference.forward([batch(0)], ("logprobs",))[0]["logprobs"]
+    torch.testing.assert_close(policy.forward([batch(0)], ("logprobs",))[0]["logprobs"], reference_logprobs)
     for number in range(2):
         policy.update([batch(number)], TokenLoss(), {}, {})
         critic.update([batch(number, ValueLoss())], ValueLoss(), {}, {})
-    assert torch.equal(reference.forward([batch(0)], ("logprobs",))[0]["logprobs"], before)
-    for of, loss in ((policy, TokenLoss()), (critic, ValueLoss())):
-        alone = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), of.spec)
+    assert torch.equal(reference.forward([batch(0)], ("logprobs",))[0]["logprobs"], reference_logprobs)
+    for role, loss in ((policy, TokenLoss()), (critic, ValueLoss())):
+        single = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), role.spec)
         for number in range(2):
-            alone.update([batch(number, loss)], loss, {}, {})
-        assert apart(dict(of.weights()), dict(alone.weights())) < 1e-5
+            single.update([batch(number, loss)], loss, {}, {})
+        assert apart(dict(role.weights()), dict(single.weights())) < 1e-5
     assert torch.nn.functional.linear.__module__ == "torch._C._nn"  # DeepSpeed replaces it by its own function
 
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3}], ids=str)
 def test_a_changed_learning_rate_holds_from_the_next_step(folder, options):
     """As an observer changes it between two steps."""
-    one, unchanged = (trainer(spec(folder), **options) for _ in range(2))
-    alone = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), one.spec)
-    before = one.update([batch(0)], TokenLoss(), {}, {})[1].lr
-    alone.update([batch(0)], TokenLoss(), {}, {})
+    policy, unchanged = (trainer(spec(folder), **options) for _ in range(2))
+    single = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), policy.spec)
+    first_lr = policy.update([batch(0)], TokenLoss(), {}, {})[1].lr
+    single.update([batch(0)], TokenLoss(), {}, {})
     unchanged.update([batch(0)], TokenLoss(), {}, {})
-    for each in (one, alone):
-        each.change(each.config.model_copy(update={"lr": 3e-3}))
-    for of in (unchanged, alone, one):
-        result = of.update([batch(1)], TokenLoss(), {}, {})[1]
-    assert (before, result.lr) == (1e-3, 3e-3)
-    assert apart(dict(one.weights()), dict(alone.weights())) < 1e-5
-    assert apart(dict(one.weights()), dict(unchanged.weights())) > 1e-4
+    for instance in (policy, single):
+        instance.change(instance.config.model_copy(update={"lr": 3e-3}))
+    for subject in (unchanged, single, policy):
+        result = subject.update([batch(1)], TokenLoss(), {}, {})[1]
+    assert (first_lr, result.lr) == (1e-3, 3e-3)
+    assert apart(dict(policy.weights()), dict(single.weights())) < 1e-5
+    assert apart(dict(policy.weights()), dict(unchanged.weights())) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,22 @@ def test_options_that_do_not_fit_a_role_are_refused(folder):
 
 
 def test_wrong_ranks_and_a_missing_rendezvous_are_refused(folder):
-    def of(**facts):
+    def build_spec(**facts):
         return ModelSpec(RoleSpec("policy", "lm", True), str(folder / "model"), "fp32", **facts)
 
     with pytest.raises(ConfigError, match=r"role 'policy', rank 2 of 2: a rank lies in 0\.\.1"):
-        trainer(of(rank=2, world_size=2))
-    trainer(of())  # from here on this process is in a group of one rank
+        trainer(build_spec(rank=2, world_size=2))
+    trainer(build_spec())  # from here on this process is in a group of one rank
     with pytest.raises(CapabilityError, match="rank 0 of 2: this process is a rank of a group of 1 already"):
-        trainer(of(world_size=2, rendezvous="tcp://127.0.0.1:1"))
+        trainer(build_spec(world_size=2, rendezvous="tcp://127.0.0.1:1"))
 
 
 def test_rank_0_listens_at_the_rendezvous_address_only(folder):
     """/proc/net must list 127.0.0.1 only, so that other machines cannot join."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    alone = ModelSpec(RoleSpec("policy"), str(folder), world_size=1, rendezvous=f"tcp://127.0.0.1:{port}")
-    store = _store(alone, timedelta(seconds=10))
+    model_spec = ModelSpec(RoleSpec("policy"), str(folder), world_size=1, rendezvous=f"tcp://127.0.0.1:{port}")
+    store = _store(model_spec, timedelta(seconds=10))
     store.set("there", "yes")
     rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
     listens = [
@@ -124,86 +124,86 @@ def test_rank_0_listens_at_the_rendezvous_address_only(folder):
 
 
 def test_gradients_that_were_read_must_be_applied_before_the_next_micro_batch(folder):
-    one = trainer(spec(folder), stage=1)
-    one.accumulate([batch(0)], TokenLoss(), {}, {})
-    one.gradients()
+    policy = trainer(spec(folder), stage=1)
+    policy.accumulate([batch(0)], TokenLoss(), {}, {})
+    policy.gradients()
     with pytest.raises(TrainingError, match=r"gradients were read: apply\(\) or zero_grad\(\) must come"):
-        one.accumulate([batch(1)], TokenLoss(), {}, {})
-    one.zero_grad()
-    assert one.apply().grad_norm == 0.0  # a step without gradients changes nothing
-    assert one.updates == 1
+        policy.accumulate([batch(1)], TokenLoss(), {}, {})
+    policy.zero_grad()
+    assert policy.apply().grad_norm == 0.0  # a step without gradients changes nothing
+    assert policy.updates == 1
 
 
 def test_offload_and_reload_work_with_weights_in_host_memory(folder):
     """A hybrid engine makes these calls between two phases. With all state in host memory only buffers are moved."""
     options = {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}
-    one, twin = trainer(spec(folder), **options), trainer(spec(folder), **options)
+    policy, twin = trainer(spec(folder), **options), trainer(spec(folder), **options)
     for number in range(3):
-        assert one.update([batch(number)], TokenLoss(), {}, {}) == twin.update([batch(number)], TokenLoss(), {}, {})
-        one.offload()
-        scores = [of.forward([batch(5)], ("logprobs",))[0]["logprobs"] for of in (one, twin)]
+        assert policy.update([batch(number)], TokenLoss(), {}, {}) == twin.update([batch(number)], TokenLoss(), {}, {})
+        policy.offload()
+        scores = [instance.forward([batch(5)], ("logprobs",))[0]["logprobs"] for instance in (policy, twin)]
         assert torch.equal(*scores)
-        one.reload()
+        policy.reload()
 
 
 def test_zero_grad_discards_gradients_in_every_stage(folder):
     for stage in (1, 2, 3):
-        one = trainer(spec(folder), stage=stage)
-        one.update([batch(0)], TokenLoss(), {}, {})
-        one.accumulate([batch(1)], TokenLoss(), {}, {})
-        one.zero_grad()
-        assert not any(g.any() for g in one.gradients().values())
+        policy = trainer(spec(folder), stage=stage)
+        policy.update([batch(0)], TokenLoss(), {}, {})
+        policy.accumulate([batch(1)], TokenLoss(), {}, {})
+        policy.zero_grad()
+        assert not any(g.any() for g in policy.gradients().values())
 
 
 def test_coverage_names_parameters_without_a_gradient(tmp_path):
     path = tiny_model(tmp_path / "model", std=0.2, tied=False)
     for stage in (0, 2, 3):
-        one = trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage, lr=0.0)
-        assert one.coverage() == {}
+        policy = trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage, lr=0.0)
+        assert policy.coverage() == {}
         with torch.no_grad():  # the gradient through a head of zeros is zero
-            head = next(n for n in one.tensors.shapes if n.startswith("lm_head"))
-            zeros = {n: torch.zeros(s) if n == head else torch.randn(s) for n, s in one.tensors.shapes.items()}
-        one.load_weights(iter(zeros.items()))
-        one.update([batch(0)], TokenLoss(), {}, {})
-        assert one.coverage() == {
-            "without_gradient": [n for n in one.parameters if n != head],
-            "unchanged": list(one.parameters),
+            head = next(n for n in policy.tensors.shapes if n.startswith("lm_head"))
+            zeros = {n: torch.zeros(s) if n == head else torch.randn(s) for n, s in policy.tensors.shapes.items()}
+        policy.load_weights(iter(zeros.items()))
+        policy.update([batch(0)], TokenLoss(), {}, {})
+        assert policy.coverage() == {
+            "without_gradient": [n for n in policy.parameters if n != head],
+            "unchanged": list(policy.parameters),
         }
 
 
 def test_load_weights_of_another_model_changes_nothing(folder):
-    one = trainer(spec(folder), stage=3)
-    before = dict(one.weights())
+    policy = trainer(spec(folder), stage=3)
+    weights = dict(policy.weights())
     with pytest.raises(
         CheckpointError, match=r"the weight stream for role 'policy' is of another model: missing \['model.norm"
     ):
-        one.load_weights((n, t * 2) for n, t in before.items() if n != "model.norm.weight")
+        policy.load_weights((n, t * 2) for n, t in weights.items() if n != "model.norm.weight")
     with pytest.raises(CheckpointError, match=r"'model.norm.weight' has shape \(3,\), here \(32,\)"):
-        one.load_weights((n, t[:3] if n == "model.norm.weight" else t * 2) for n, t in before.items())
-    assert all(torch.equal(before[n], t) for n, t in one.weights())
+        policy.load_weights((n, t[:3] if n == "model.norm.weight" else t * 2) for n, t in weights.items())
+    assert all(torch.equal(weights[n], t) for n, t in policy.weights())
 
 
 @pytest.fixture
 def saved(folder, tmp_path):
-    one = trainer(spec(folder), stage=2)
-    one.update([batch(0)], TokenLoss(), {}, {})
-    one.save(tmp_path / "saved")
+    policy = trainer(spec(folder), stage=2)
+    policy.update([batch(0)], TokenLoss(), {}, {})
+    policy.save(tmp_path / "saved")
     return tmp_path / "saved"
 
 
 def test_damaged_checkpoints_are_refused(folder, saved):
-    one, file = trainer(spec(folder), stage=3), saved / "rank-0-of-1.safetensors"
-    facts, whole = (saved / "trainer.json").read_text(), file.read_bytes()
+    policy, file = trainer(spec(folder), stage=3), saved / "rank-0-of-1.safetensors"
+    facts, content = (saved / "trainer.json").read_text(), file.read_bytes()
 
     def refused(message):
         with pytest.raises(CheckpointError, match=message):
-            one.load(saved)
+            policy.load(saved)
 
-    file.write_bytes(whole[: len(whole) // 2])
+    file.write_bytes(content[: len(content) // 2])
     refused(r"cannot read '.*rank-0-of-1.safetensors'.*needs all their files, whole")
     file.unlink()
     refused(r"cannot read '.*rank-0-of-1.safetensors'")
-    file.write_bytes(whole)
+    file.write_bytes(content)
     (saved / "trainer.json").unlink()  # written last: a save that was interrupted
     refused("no readable trainer.json")
     (saved / "trainer.json").write_text(facts.replace('"ranks": 1', '"ranks": 2'))
@@ -211,7 +211,7 @@ def test_damaged_checkpoints_are_refused(folder, saved):
     (saved / "trainer.json").write_text(json.dumps({k: v for k, v in json.loads(facts).items() if k != "ranks"}))
     refused("was not saved by trainer 'deepspeed'")
     (saved / "trainer.json").write_text(facts)
-    one.load(saved)
+    policy.load(saved)
 
 
 def test_checkpoints_of_another_run_are_refused(folder, saved):
@@ -227,48 +227,50 @@ def test_checkpoints_of_another_run_are_refused(folder, saved):
 def test_checkpoints_before_the_first_step_and_of_muon_can_be_resumed(folder, tmp_path):
     for optimizer in ("adamw", "muon"):
         for steps in (0, 2):
-            one = trainer(spec(folder), stage=2, optimizer=optimizer)
+            policy = trainer(spec(folder), stage=2, optimizer=optimizer)
             for number in range(steps):
-                one.update([batch(number)], TokenLoss(), {}, {})
-            one.save(tmp_path / f"{optimizer}-{steps}")
+                policy.update([batch(number)], TokenLoss(), {}, {})
+            policy.save(tmp_path / f"{optimizer}-{steps}")
             other = trainer(spec(folder), stage=3, optimizer=optimizer)
             other.update([batch(8)], TokenLoss(), {}, {})
             other.load(tmp_path / f"{optimizer}-{steps}")
-            losses = [of.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for of in (one, other)]
+            losses = [instance.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for instance in (policy, other)]
             assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-            assert apart(dict(other.weights()), dict(one.weights())) < 1e-4
+            assert apart(dict(other.weights()), dict(policy.weights())) < 1e-4
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_adapters(folder, tmp_path, stage):
     """Only adapters are trained and saved. Weights and exports are merged. The view `base` is the untrained model."""
-    one = trainer(spec(folder), stage=stage, lora={"rank": 4}, lr=1e-2)
+    policy = trainer(spec(folder), stage=stage, lora={"rank": 4}, lr=1e-2)
     base = dict(trainer(spec(folder)).weights())
     for number in range(3):
-        one.update([batch(number)], TokenLoss(), {}, {})
-    assert one.views == ("live", "base")
-    assert all("lora_" in name for name in one.parameters)
-    assert all(torch.equal(base[n], t) for n, t in one.weights("base"))
+        policy.update([batch(number)], TokenLoss(), {}, {})
+    assert policy.views == ("live", "base")
+    assert all("lora_" in name for name in policy.parameters)
+    assert all(torch.equal(base[n], t) for n, t in policy.weights("base"))
     merged = trainer(spec(folder), stage=stage)
-    merged.load_weights(one.weights())
-    scores = [of.forward([batch(9)], ("logprobs",))[0]["logprobs"] for of in (one, merged)]
+    merged.load_weights(policy.weights())
+    scores = [instance.forward([batch(9)], ("logprobs",))[0]["logprobs"] for instance in (policy, merged)]
     torch.testing.assert_close(*scores, atol=1e-5, rtol=0)
-    before = trainer(spec(folder, trained=False)).forward([batch(9)], ("logprobs",))[0]["logprobs"]
-    torch.testing.assert_close(one.forward([batch(9)], ("logprobs",), "base")[0]["logprobs"], before, atol=1e-5, rtol=0)
-    assert (scores[0] - before).abs().max() > 0.01
-    one.export(tmp_path / "export")
+    base_logprobs = trainer(spec(folder, trained=False)).forward([batch(9)], ("logprobs",))[0]["logprobs"]
+    torch.testing.assert_close(
+        policy.forward([batch(9)], ("logprobs",), "base")[0]["logprobs"], base_logprobs, atol=1e-5, rtol=0
+    )
+    assert (scores[0] - base_logprobs).abs().max() > 0.01
+    policy.export(tmp_path / "export")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
-    assert all(torch.equal(exported[n], t) for n, t in one.weights())
-    one.save(tmp_path / "saved")
+    assert all(torch.equal(exported[n], t) for n, t in policy.weights())
+    policy.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "rank-0-of-1.safetensors").stat().st_size < 100_000
-    again = trainer(spec(folder), stage=4 - stage, lora={"rank": 4}, lr=1e-2)
-    again.load(tmp_path / "saved")
-    losses = [of.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for of in (one, again)]
+    restart = trainer(spec(folder), stage=4 - stage, lora={"rank": 4}, lr=1e-2)
+    restart.load(tmp_path / "saved")
+    losses = [instance.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for instance in (policy, restart)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     with pytest.raises(ConfigError, match=r"'lora': \{.*'lora': None"):
         trainer(spec(folder)).load(tmp_path / "saved")
     with pytest.raises(TrainingError, match="role 'policy' trains adapters; its weights cannot be replaced"):
-        one.load_weights(iter(base.items()))
+        policy.load_weights(iter(base.items()))
 
 
 @pytest.mark.full
@@ -277,19 +279,19 @@ def test_quantised_layers_below_adapters(folder, tmp_path, stage):
     """The numbers of the trainer `torch`, whose exports have the same weights."""
     pytest.importorskip("bitsandbytes")
     options = {"lora": {"rank": 4, "use_dora": True, "quantization": "nf4", "modules_to_save": ("embed_tokens",)}}
-    one = trainer(spec(folder), stage=stage, lr=1e-2, **options)
+    policy = trainer(spec(folder), stage=stage, lr=1e-2, **options)
     other = TorchTrainer(TorchTrainer.Config(device="cpu", lr=1e-2, **options), spec(folder))
     base = dict(other.weights("base"))
     for number in range(2):
-        for of in (one, other):
-            of.update([batch(number)], TokenLoss(), {}, {})
-    assert apart(dict(one.weights()), dict(other.weights())) < 1e-4
-    assert all(torch.equal(base[n], t) for n, t in one.weights("base"))
-    scores = [of.forward([batch(9)], ("logprobs",))[0]["logprobs"] for of in (one, other)]
+        for instance in (policy, other):
+            instance.update([batch(number)], TokenLoss(), {}, {})
+    assert apart(dict(policy.weights()), dict(other.weights())) < 1e-4
+    assert all(torch.equal(base[n], t) for n, t in policy.weights("base"))
+    scores = [instance.forward([batch(9)], ("logprobs",))[0]["logprobs"] for instance in (policy, other)]
     torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
-    one.export(tmp_path)
+    policy.export(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(exported[n], t) for n, t in one.weights())
+    assert all(torch.equal(exported[n], t) for n, t in policy.weights())
 
 
 @pytest.mark.full
@@ -298,9 +300,9 @@ def test_quantised_layers_of_a_frozen_role(folder, stage):
     """The numbers of the trainer `torch`."""
     pytest.importorskip("bitsandbytes")
     frozen = spec(folder, trained=False)
-    one, whole = trainer(frozen, stage=stage, quantization="nf4"), trainer(frozen, stage=stage)
+    quantized, plain = trainer(frozen, stage=stage, quantization="nf4"), trainer(frozen, stage=stage)
     other = TorchTrainer(TorchTrainer.Config(device="cpu", quantization="nf4"), frozen)
-    scores = [of.forward([batch(9)], ("logprobs",))[0]["logprobs"] for of in (one, other, whole)]
+    scores = [instance.forward([batch(9)], ("logprobs",))[0]["logprobs"] for instance in (quantized, other, plain)]
     torch.testing.assert_close(*scores[:2], atol=1e-5, rtol=0)
     assert (scores[0] - scores[2]).abs().max() > 1e-3
 
@@ -310,14 +312,14 @@ def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):
     path = tiny_model(tmp_path / "model", architecture="qwen3_moe", **options)
     want = load_file(path / "model.safetensors")
     for stage, limit in ((2, 2**32), (3, 20_000)):
-        one = trainer(ModelSpec(RoleSpec("policy"), str(path), "fp32"), stage=stage, export_shard_bytes=limit)
-        one.export(tmp_path / str(stage))
+        policy = trainer(ModelSpec(RoleSpec("policy"), str(path), "fp32"), stage=stage, export_shard_bytes=limit)
+        policy.export(tmp_path / str(stage))
         files = sorted((tmp_path / str(stage)).glob("*.safetensors"))
         assert len(files) > 1 or stage == 2
-        got = {n: t for file in files for n, t in load_file(file).items()}
-        assert got.keys() == want.keys()
-        assert all(torch.equal(got[n], t) for n, t in want.items())
-        assert dict(one.weights()).keys() == want.keys(), "the tensors that generators get"
+        tensors = {n: t for file in files for n, t in load_file(file).items()}
+        assert tensors.keys() == want.keys()
+        assert all(torch.equal(tensors[n], t) for n, t in want.items())
+        assert dict(policy.weights()).keys() == want.keys(), "the tensors that generators get"
 
 
 QUIET = """
@@ -370,27 +372,29 @@ def test_a_missing_or_broken_deepspeed_is_an_error(folder, monkeypatch):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_models_that_lack_weights_are_refused(tmp_path, stage):
     path = tiny_model(tmp_path / "model", tied=False)
-    whole = load_file(path / "model.safetensors")
-    of = ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32")
+    weights = load_file(path / "model.safetensors")
+    model_spec = ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32")
     save_file(
-        {n: t for n, t in whole.items() if n != "model.norm.weight"}, path / "model.safetensors", {"format": "pt"}
+        {n: t for n, t in weights.items() if n != "model.norm.weight"}, path / "model.safetensors", {"format": "pt"}
     )
     with pytest.raises(ModelError, match=r"lacks 1 weights of a Qwen3ForCausalLM .*'model.norm.weight'"):
-        trainer(of, stage=stage)
-    wrong = whole | {"lm_head.weight": whole["lm_head.weight"][:5].clone()}
+        trainer(model_spec, stage=stage)
+    wrong = weights | {"lm_head.weight": weights["lm_head.weight"][:5].clone()}
     save_file(wrong, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="cannot load the model"):
-        trainer(of, stage=stage)
-    save_file(whole, path / "model.safetensors", {"format": "pt"})
-    trainer(of, stage=stage)
+        trainer(model_spec, stage=stage)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    trainer(model_spec, stage=stage)
 
 
 def test_a_fresh_scalar_head_is_the_same_in_every_stage(folder):
     """The role is a critic that starts from a language model."""
-    of = ModelSpec(RoleSpec("critic", "scalar", True), str(folder / "model"), "fp32", seed=5)
-    heads = [dict(trainer(of, stage=stage).weights())["score.weight"] for stage in (0, 3)]
+    model_spec = ModelSpec(RoleSpec("critic", "scalar", True), str(folder / "model"), "fp32", seed=5)
+    heads = [dict(trainer(model_spec, stage=stage).weights())["score.weight"] for stage in (0, 3)]
     torch.testing.assert_close(heads[0], heads[1], rtol=0, atol=0)
-    assert torch.equal(heads[0], dict(TorchTrainer(TorchTrainer.Config(device="cpu"), of).weights())["score.weight"])
+    assert torch.equal(
+        heads[0], dict(TorchTrainer(TorchTrainer.Config(device="cpu"), model_spec).weights())["score.weight"]
+    )
 
 
 def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, monkeypatch):
@@ -416,22 +420,22 @@ def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, 
 def test_the_planned_storage_is_what_a_rank_holds(folder):
     """Compares the figures for ``rlhf plan`` with the tensors that exist between steps."""
     for stage, options in ((0, {}), (2, {}), (3, {"ema_decay": 0.5}), (3, {"offload_optimizer": "cpu"})):
-        one = trainer(spec(folder), stage=stage, **options)
-        one.update([batch(0)], TokenLoss(), {}, {})
-        stated = storage(one.config, one.spec, read_size(one.spec.path), "cpu")
-        parameters = sum(s.numel() for s in one.tensors.shapes.values())
-        moments = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
-        average = 4.0 if one.average is not None else 0.0
-        stepped = {f.owner.untyped_storage().data_ptr() for f in one.partition.flats}
+        policy = trainer(spec(folder), stage=stage, **options)
+        policy.update([batch(0)], TokenLoss(), {}, {})
+        plan = storage(policy.config, policy.spec, read_size(policy.spec.path), "cpu")
+        parameters = sum(s.numel() for s in policy.tensors.shapes.values())
+        moments = sum(v.nbytes for s in policy.base.state.values() for v in s.values() if v.numel() > 1)
+        average = 4.0 if policy.average is not None else 0.0
+        stepped = {f.owner.untyped_storage().data_ptr() for f in policy.partition.flats}
         if stage == 3:
-            optimizer = one.zero.optimizer
+            optimizer = policy.zero.optimizer
             computed = {g.untyped_storage().data_ptr() for g in optimizer.fp16_partitioned_groups_flat}
             assert optimizer.grad_partitions_flat_buffer.nbytes / parameters == pytest.approx(4.0, rel=0.01)
         else:
-            computed = {p.untyped_storage().data_ptr() for p in one.parameters.values()}
+            computed = {p.untyped_storage().data_ptr() for p in policy.parameters.values()}
         master = 0.0 if stepped <= computed else 4.0
-        assert moments / parameters + average + master == pytest.approx(stated.optimizer_bytes, rel=0.01)
-    assert not stated.host_optimizer, "on a CPU the host's memory is the device's"
+        assert moments / parameters + average + master == pytest.approx(plan.optimizer_bytes, rel=0.01)
+    assert not plan.host_optimizer, "on a CPU the host's memory is the device's"
     two = storage(DeepSpeedTrainerConfig(stage=3), spec(folder, 0, 2, "1"), read_size(str(folder / "model")), "cuda")
     assert (two.weight_ranks, two.gradient_ranks, two.optimizer_ranks) == (2, 2, 2)
     assert (two.offloads, two.second_ranks, two.making_bytes) == (True, 0, 2.0)
@@ -443,15 +447,15 @@ def test_the_planned_storage_is_what_a_rank_holds(folder):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_planned_storage_of_muon_is_what_a_rank_holds(folder, stage):
     """One momentum for the layers' matrices, two moments for everything else."""
-    one = trainer(spec(folder), stage=stage, optimizer="muon")
-    one.update([batch(0)], TokenLoss(), {}, {})
-    size = read_size(one.spec.path)
-    stated = storage(one.config, one.spec, size, "cpu")
-    kept = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
-    planned = size.parameters * stated.optimizer_bytes - size.matrices * stated.matrix_saving
-    assert kept == pytest.approx(planned, rel=0.01)
-    assert stated.matrix_saving == 4.0
-    assert stated.step > 4 * size.matrices
+    policy = trainer(spec(folder), stage=stage, optimizer="muon")
+    policy.update([batch(0)], TokenLoss(), {}, {})
+    size = read_size(policy.spec.path)
+    plan = storage(policy.config, policy.spec, size, "cpu")
+    moments = sum(v.nbytes for s in policy.base.state.values() for v in s.values() if v.numel() > 1)
+    planned = size.parameters * plan.optimizer_bytes - size.matrices * plan.matrix_saving
+    assert moments == pytest.approx(planned, rel=0.01)
+    assert plan.matrix_saving == 4.0
+    assert plan.step > 4 * size.matrices
 
 
 TAKES_NOTHING_ALONG = """

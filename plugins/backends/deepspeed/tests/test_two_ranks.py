@@ -31,12 +31,12 @@ class TorchMuon:
     """torch's Muon and AdamW, each for the parameters that the trainer's optimizer gives to it."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
-        outside = {
+        excluded_ids = {
             id(p) for m in (trainer.module.get_input_embeddings(), trainer.loaded_model.head) for p in m.parameters()
         }
         config = DeepSpeedTrainerConfig(lr=1e-3, weight_decay=0.1, optimizer="muon")
         shapes = {name: p.shape for name, p in trainer.parameters.items()}
-        matrices, *rest = build_optimizer(trainer.parameters, shapes, outside, config).param_groups
+        matrices, *rest = build_optimizer(trainer.parameters, shapes, excluded_ids, config).param_groups
         keep = ("params", "weight_decay")
         muon = torch.optim.Muon(matrices["params"], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW([{k: g[k] for k in keep} for g in rest], lr=1e-3, betas=(0.9, 0.95))
@@ -48,11 +48,11 @@ class TorchMuon:
             optimizer.step()
 
 
-def torch_on_one_rank(of: ModelSpec, optimizer: str = "adamw", **options: Any) -> TorchTrainer:
-    one = one_rank(of, **options)
+def torch_on_one_rank(model_spec: ModelSpec, optimizer: str = "adamw", **options: Any) -> TorchTrainer:
+    single = one_rank(model_spec, **options)
     if optimizer == "muon":
-        one.optimizer = TorchMuon(one)
-    return one
+        single.optimizer = TorchMuon(single)
+    return single
 
 
 class TestTwoRanks(TrainerRanksContract):
@@ -66,8 +66,8 @@ class TestTwoRanks(TrainerRanksContract):
 
     @reads("frozen")
     def test_stage_3_divides_a_role_that_is_not_trained(self, ranks, layout):
-        for found in ranks("frozen", layout):
-            assert (found["largest"] == 0) == (layout == "3")
+        for report in ranks("frozen", layout):
+            assert (report["largest"] == 0) == (layout == "3")
 
     @pytest.mark.full
     @reads("hpz")
@@ -83,12 +83,12 @@ class TestTwoRanks(TrainerRanksContract):
 
     @reads("refused")
     def test_groups_with_another_size_or_other_roles_are_refused(self, ranks):
-        for rank, found in enumerate(ranks("refused")):
-            alone, elsewhere, more, differ = found
-            for text in (alone, elsewhere, more):
+        for rank, messages in enumerate(ranks("refused")):
+            single, port, size, differ = messages
+            for text in (single, port, size):
                 assert text.startswith("CapabilityError: role 'policy', rank ")
                 assert "is a rank of a group of 2 already" in text
-            assert f"rank {rank} of 2" in elsewhere
+            assert f"rank {rank} of 2" in port
             assert "the ranks that met at" in differ
             assert "'scalar'" in differ
 

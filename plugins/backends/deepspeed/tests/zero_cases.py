@@ -16,13 +16,13 @@ from tests.support.rank_batches import shares as shares
 from tests.support.rank_batches import spec as spec
 
 
-def trainer(of: ModelSpec, **options: Any) -> DeepSpeedTrainer:
+def trainer(model_spec: ModelSpec, **options: Any) -> DeepSpeedTrainer:
     """In stage 3 every parameter is divided. The learning rate is large, so that steps are visible."""
-    everything = {"keep_whole": 0, "gathered": 0} if options.get("stage") == 3 else {}
-    given = {"lr": 1e-3, "device": "cpu", "timeout": 120.0, **everything, **options}
-    return DeepSpeedTrainer(DeepSpeedTrainerConfig(**given), of)
+    division = {"keep_whole": 0, "gathered": 0} if options.get("stage") == 3 else {}
+    settings = {"lr": 1e-3, "device": "cpu", "timeout": 120.0, **division, **options}
+    return DeepSpeedTrainer(DeepSpeedTrainerConfig(**settings), model_spec)
 
 
-def one_rank(of: ModelSpec, **options: Any) -> TorchTrainer:
+def one_rank(model_spec: ModelSpec, **options: Any) -> TorchTrainer:
     """The trainer with which DeepSpeed's is compared."""
-    return TorchTrainer(TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), of)
+    return TorchTrainer(TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), model_spec)

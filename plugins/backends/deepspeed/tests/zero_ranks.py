@@ -65,14 +65,14 @@ class ZeroRanks(TrainerRankCases):
 
     @contextmanager
     def gathering(self, of: Any) -> Iterator[list[int]]:
-        gathered, whole = of.zero.gathered, []
+        gathered, counts = of.zero.gathered, []
 
-        def counted(parameters: Any) -> Any:
-            whole.append(sum(p.ds_numel for p in parameters))
+        def count(parameters: Any) -> Any:
+            counts.append(sum(p.ds_numel for p in parameters))
             return gathered(parameters)
 
-        with patch.object(of.zero, "gathered", counted):
-            yield whole
+        with patch.object(of.zero, "gathered", count):
+            yield counts
 
     def case_nobody(self) -> Any:
         """Each rank waits for the other at a different address. This case is the first, because it needs no group."""
@@ -84,9 +84,9 @@ class ZeroRanks(TrainerRankCases):
     def case_refused(self) -> Any:
         """Another group than the one that was joined, and roles that differ between the ranks."""
         trainer(self.here(), stage=0)
-        wrong = (spec(self.folder), *(spec(self.folder, self.rank, *at) for at in ((2, "1"), (3, self.port))))
-        found = [error_of(lambda of=of: trainer(of, stage=0)) for of in wrong]
-        return [*found, error_of(lambda: trainer(self.here(head="scalar" if self.rank else "lm"), stage=0))]
+        wrong = (spec(self.folder), *(spec(self.folder, self.rank, *group) for group in ((2, "1"), (3, self.port))))
+        messages = [error_of(lambda wrong_spec=wrong_spec: trainer(wrong_spec, stage=0)) for wrong_spec in wrong]
+        return [*messages, error_of(lambda: trainer(self.here(head="scalar" if self.rank else "lm"), stage=0))]
 
     def case_hpz(self) -> Any:
         """In one process: policy, critic and reference with second copies of their weights, and a policy without."""
@@ -97,20 +97,25 @@ class ZeroRanks(TrainerRankCases):
             trainer(self.here(head="scalar"), **options),
         )
         reference = trainer(self.here(trained=False), **options)
-        before = reference.forward(self.mine(9), ("logprobs",))
-        done = [self.steps(of, range(2)) for of in (plain, policy)], self.steps(critic, range(2), ValueLoss())
+        old_outputs = reference.forward(self.mine(9), ("logprobs",))
+        done = (
+            [self.steps(instance, range(2)) for instance in (plain, policy)],
+            self.steps(critic, range(2), ValueLoss()),
+        )
         self.keep("weights-hpz-critic", held(critic))
         unmoved = reference.forward(self.mine(9), ("logprobs",))
         reference.load_weights(policy.weights(every_rank=True))
-        after, want = (of.forward(self.mine(9), ("logprobs",)) for of in (reference, policy))
+        new_outputs, want = (instance.forward(self.mine(9), ("logprobs",)) for instance in (reference, policy))
         everyone = (plain, policy, critic, reference)
         return {
             "steps": done,
             "same": same(held(plain), held(policy)),
-            "unmoved": farthest(before, unmoved),
-            "left": farthest(after, want),
-            "copies": [sum(p.ds_secondary_tensor is not None for p in of.parameters.values()) for of in everyone],
-            "parameters": [len(of.parameters) for of in everyone],
+            "unmoved": farthest(old_outputs, unmoved),
+            "left": farthest(new_outputs, want),
+            "copies": [
+                sum(p.ds_secondary_tensor is not None for p in instance.parameters.values()) for instance in everyone
+            ],
+            "parameters": [len(instance.parameters) for instance in everyone],
         }
 
 

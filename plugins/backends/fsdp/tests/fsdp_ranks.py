@@ -66,25 +66,25 @@ class FsdpRanks(TrainerRankCases):
     @classmethod
     def prepare(cls, folder: Path) -> None:
         super().prepare(folder)
-        one = trainer(spec(folder, **STORED), ema_decay=0.9)
+        policy = trainer(spec(folder, **STORED), ema_decay=0.9)
         for number in range(2):
-            one.update([batch(number)], TokenLoss(), {}, {})
-        one.save(folder / "from_one_stored")
+            policy.update([batch(number)], TokenLoss(), {}, {})
+        policy.save(folder / "from_one_stored")
 
     def facts(self, of: Any) -> dict[str, Any]:
         return {"elements": sum(p.to_local().numel() for p in of.parameters.values())}
 
     @contextmanager
     def gathering(self, of: Any) -> Iterator[list[int]]:
-        gathered, whole = type(of.tensors).full_tensor, []
+        gathered, counts = type(of.tensors).full_tensor, []
 
-        def counted(tensors: Any, name: str) -> Any:
-            found = gathered(tensors, name)
-            whole.append(found.numel())
-            return found
+        def count(tensors: Any, name: str) -> Any:
+            tensor = gathered(tensors, name)
+            counts.append(tensor.numel())
+            return tensor
 
-        with patch.object(type(of.tensors), "whole", counted):
-            yield whole
+        with patch.object(type(of.tensors), "whole", count):
+            yield counts
 
     def case_kept(self) -> Any:
         """Bytes that are kept for the backward pass of a row that each rank computes whole, and of its half."""
@@ -93,32 +93,32 @@ class FsdpRanks(TrainerRankCases):
 
     def case_masters(self) -> Any:
         """With weights that are stored in bf16: the masters are saved, and loaded from one rank's files."""
-        one, other = (trainer(self.here(**STORED), ema_decay=0.9) for _ in range(2))
-        self.steps(one, range(2))
-        one.save(self.folder / "saved-stored")
-        save_file(own_masters(one), self.folder / f"masters-{self.rank}.safetensors")
+        policy, other = (trainer(self.here(**STORED), ema_decay=0.9) for _ in range(2))
+        self.steps(policy, range(2))
+        policy.save(self.folder / "saved-stored")
+        save_file(own_masters(policy), self.folder / f"masters-{self.rank}.safetensors")
         other.load(self.folder / "saved-stored")
-        numbers = self.steps(one, range(2, 5)), self.steps(other, range(2, 5))
-        pairs = [(own_masters(one), own_masters(other)), *((held(one, v), held(other, v)) for v in one.views)]
+        numbers = self.steps(policy, range(2, 5)), self.steps(other, range(2, 5))
+        pairs = [(own_masters(policy), own_masters(other)), *((held(policy, v), held(other, v)) for v in policy.views)]
         other.load(self.folder / "from_one_stored")
         save_file(own_masters(other), self.folder / f"masters-from-one-{self.rank}.safetensors")
         return {"steps": numbers, "bits": all(same(a, b) for a, b in pairs)}
 
     def case_bytes(self) -> Any:
         """{number format: [bytes that an update's passes gather, bytes that a sync gathers, bytes that it sends]}."""
-        found = {}
+        sizes = {}
         for stored in ("fp32", "bf16"):
-            one = trainer(self.here(dtype="bf16", storage=stored))
+            policy = trainer(self.here(dtype="bf16", storage=stored))
             with GatheredBytes() as passes:
-                one.accumulate(self.mine(0), TokenLoss(), {}, {})
+                policy.accumulate(self.mine(0), TokenLoss(), {}, {})
             with GatheredBytes() as sync:
-                sent = sum(t.nbytes for _, t in one.weights(every_rank=True))
-            found[stored] = [passes.bytes, sync.bytes, sent]
-        return found
+                sync_bytes = sum(t.nbytes for _, t in policy.weights(every_rank=True))
+            sizes[stored] = [passes.bytes, sync.bytes, sync_bytes]
+        return sizes
 
 
-def own_masters(of: Any) -> dict[str, Tensor]:
-    return {f"{p.name}:{p.start}": flat.data.clone() for flat in of.partition.flats for p in flat.pieces}
+def own_masters(instance: Any) -> dict[str, Tensor]:
+    return {f"{p.name}:{p.start}": flat.data.clone() for flat in instance.partition.flats for p in flat.pieces}
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ class TestStored(StoredContract):
 
     @pytest.mark.full
     def test_masters_of_adapters_are_the_parameters(self, folder):
-        of = trainer(spec(folder, head="scalar", **STORED), lora={"rank": 4})
-        assert {p.dtype for p in of.parameters.values()} == {torch.float32}
-        assert of.tensors.rounded == of.parameters.keys()
+        critic = trainer(spec(folder, head="scalar", **STORED), lora={"rank": 4})
+        assert {p.dtype for p in critic.parameters.values()} == {torch.float32}
+        assert critic.tensors.rounded == critic.parameters.keys()
 
     def test_a_model_that_keeps_some_weights_of_a_layer_in_fp32_is_refused(self, folder, monkeypatch):
         """FSDP gathers the trained weights of a layer in one number format."""
@@ -53,17 +53,17 @@ class TestStored(StoredContract):
         bytes."""
         size, work = read_size(str(folder / "model")), TrainerWork(32, 32, 8, micro_tokens=64, annotated=())
 
-        def held(trained: bool, stored: str):
-            of = replace(spec(folder, trained=trained, dtype="bf16", storage=stored), world_size=4)
-            return storage(FsdpTrainer.Config(), of, size, "cuda"), FsdpTrainer.memory(
-                FsdpTrainer.Config(), of, size, work, "cuda"
+        def plan(trained: bool, stored: str):
+            model_spec = replace(spec(folder, trained=trained, dtype="bf16", storage=stored), world_size=4)
+            return storage(FsdpTrainer.Config(), model_spec, size, "cuda"), FsdpTrainer.memory(
+                FsdpTrainer.Config(), model_spec, size, work, "cuda"
             )
 
-        (fp32, wide), (bf16, narrow) = held(True, "fp32"), held(True, "bf16")
+        (fp32, wide), (bf16, narrow) = plan(True, "fp32"), plan(True, "bf16")
         assert narrow.phases["rest"].device == wide.phases["rest"].device
         assert narrow.phases["rest"].device["weights"] == size.parameters * 4 // 4
         largest = max(size.layers[0].parameters, size.parameters - sum(x.parameters for x in size.layers))
         assert fp32.gathered - 8 * largest == 2 * (bf16.gathered - 6 * largest)
-        (fp32, wide), (bf16, narrow) = held(False, "fp32"), held(False, "bf16")
+        (fp32, wide), (bf16, narrow) = plan(False, "fp32"), plan(False, "bf16")
         assert wide.phases["rest"].device["weights"] == 2 * narrow.phases["rest"].device["weights"]
         assert fp32.gathered == 2 * bf16.gathered

@@ -36,8 +36,8 @@ def test_a_stand_in_for_an_older_torch_is_refused_when_the_trainer_is_chosen(tmp
     (tmp_path / "torch-2.12.1+cu130.dist-info" / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     plugins = Plugins.discover()
-    told = r"trainer 'fsdp' .* needs torch>=2\.13, found 2\.12\.1\+cu130\. Try: pip install 'torch>=2\.13'"
-    with pytest.raises(PluginVersionMismatch, match=told):
+    message = r"trainer 'fsdp' .* needs torch>=2\.13, found 2\.12\.1\+cu130\. Try: pip install 'torch>=2\.13'"
+    with pytest.raises(PluginVersionMismatch, match=message):
         plugins.resolve("trainer", "fsdp")
     assert plugins.resolve("trainer", "torch").name == "torch"
 
@@ -53,25 +53,25 @@ def folder(tmp_path_factory):
 def test_policy_critic_and_reference_live_in_one_process(folder):
     policy, critic = trainer(spec(folder)), trainer(spec(folder, head="scalar"))
     reference = trainer(spec(folder, trained=False))
-    before = reference.forward([batch(0)], ("logprobs",))[0]["logprobs"]
+    reference_logprobs = reference.forward([batch(0)], ("logprobs",))[0]["logprobs"]
     for number in range(2):
         policy.update([batch(number)], TokenLoss(), {}, {})
         critic.update([batch(number, ValueLoss())], ValueLoss(), {}, {})
-    assert torch.equal(reference.forward([batch(0)], ("logprobs",))[0]["logprobs"], before)
-    for of, loss in ((policy, TokenLoss()), (critic, ValueLoss())):
-        alone = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), of.spec)
+    assert torch.equal(reference.forward([batch(0)], ("logprobs",))[0]["logprobs"], reference_logprobs)
+    for role, loss in ((policy, TokenLoss()), (critic, ValueLoss())):
+        single = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), role.spec)
         for number in range(2):
-            alone.update([batch(number, loss)], loss, {}, {})
-        assert apart(dict(of.weights()), dict(alone.weights())) < 1e-5
+            single.update([batch(number, loss)], loss, {}, {})
+        assert apart(dict(role.weights()), dict(single.weights())) < 1e-5
 
 
 def test_a_changed_learning_rate_holds_from_the_next_step(folder):
-    one, alone = trainer(spec(folder)), TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), spec(folder))
-    for each in (one, alone):
-        each.update([batch(0)], TokenLoss(), {}, {})
-        each.change(each.config.model_copy(update={"lr": 3e-3}))
-        assert each.update([batch(1)], TokenLoss(), {}, {})[1].lr == 3e-3
-    assert apart(dict(one.weights()), dict(alone.weights())) < 1e-5
+    policy, single = trainer(spec(folder)), TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), spec(folder))
+    for instance in (policy, single):
+        instance.update([batch(0)], TokenLoss(), {}, {})
+        instance.change(instance.config.model_copy(update={"lr": 3e-3}))
+        assert instance.update([batch(1)], TokenLoss(), {}, {})[1].lr == 3e-3
+    assert apart(dict(policy.weights()), dict(single.weights())) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_checkpoint_of_another_trainer_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["weight", "optimizer.exp_avg"])
 def test_a_checkpoint_with_nan_is_refused(folder, tmp_path, kind):
-    one = trainer(spec(folder))
-    one.update([batch(0)], TokenLoss(), {}, {})
-    one.save(tmp_path)
+    policy = trainer(spec(folder))
+    policy.update([batch(0)], TokenLoss(), {}, {})
+    policy.save(tmp_path)
     file = tmp_path / "rank-0-of-1.safetensors"
     with safe_open(file, "pt") as opened:
         facts = opened.metadata()
@@ -144,29 +144,29 @@ def test_a_checkpoint_with_nan_is_refused(folder, tmp_path, kind):
 
 
 def test_a_checkpoint_has_the_same_bytes_each_time(folder, tmp_path):
-    one = trainer(spec(folder))
-    one.update([batch(0)], TokenLoss(), {}, {})
+    policy = trainer(spec(folder))
+    policy.update([batch(0)], TokenLoss(), {}, {})
     files = []
     for number in range(4):
-        one.save(tmp_path / str(number))
+        policy.save(tmp_path / str(number))
         files.append((tmp_path / str(number) / "rank-0-of-1.safetensors").read_bytes())
     assert len(set(files)) == 1
 
 
 def test_planned_memory(folder):
     """Weights and AdamW's two moments over four ranks. Layers that stay whole take more while the rank computes."""
-    size, of = read_size(str(folder / "model")), replace(spec(folder), world_size=4)
+    size, model_spec = read_size(str(folder / "model")), replace(spec(folder), world_size=4)
     work = TrainerWork(32, 32, 8, micro_tokens=64, outputs=("logprobs",), annotated=())
-    freed, kept = (
-        FsdpTrainer.memory(FsdpTrainer.Config(reshard_after_forward=again), of, size, work, "cuda").phases
-        for again in (True, False)
+    freed, resident = (
+        FsdpTrainer.memory(FsdpTrainer.Config(reshard_after_forward=reshard), model_spec, size, work, "cuda").phases
+        for reshard in (True, False)
     )
     assert freed["rest"].device["weights"] == size.parameters * 4 // 4
     assert freed["rest"].device["optimizer"] == size.parameters * 8 // 4
-    one, layers = size.layers[0].parameters, len(size.layers)
-    more = kept["forward"].device["working"] - freed["forward"].device["working"]
-    root = size.parameters - layers * one
-    assert more == 4 * ((root + layers * one + one) - max(2 * root, root + 2 * one))
+    layer_size, layers = size.layers[0].parameters, len(size.layers)
+    difference = resident["forward"].device["working"] - freed["forward"].device["working"]
+    root = size.parameters - layers * layer_size
+    assert difference == 4 * ((root + layers * layer_size + layer_size) - max(2 * root, root + 2 * layer_size))
 
 
 def test_linear_layers_under_autocast_keep_their_weight():
@@ -188,11 +188,11 @@ def test_linear_layers_under_autocast_keep_their_weight():
             y.float().square().sum().backward()
         return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad], saved
 
-    (want, kept), (got, own) = learn(False), learn(True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert [a.dtype for a in got] == [b.dtype for b in want]
-    assert torch.bfloat16 in kept
-    assert torch.float32 in own
+    (want, dtypes), (result, sparing_dtypes) = learn(False), learn(True)
+    assert all(torch.equal(a, b) for a, b in zip(result, want, strict=True))
+    assert [a.dtype for a in result] == [b.dtype for b in want]
+    assert torch.bfloat16 in dtypes
+    assert torch.float32 in sparing_dtypes
     assert torch.nn.functional.linear.__module__ == "torch._C._nn"
 
 
@@ -200,23 +200,23 @@ def test_steps_without_images_change_the_vision_tower_as_with_one_rank(tmp_path)
     """Its gradient is zero then. A step without gradient would leave out the momentum and the weight decay."""
     path = tiny_image_model(tmp_path)
     rows = image_batch(path, "qwen2_5_vl")
-    shown, text = (weigh(rows.select(units), NllLoss().reduce()) for units in ([0, 2], [1, 5]))
-    of, found = replace(spec(path), path=str(path), images=True), []
+    pictures, text = (weigh(rows.select(units), NllLoss().reduce()) for units in ([0, 2], [1, 5]))
+    model_spec, runs = replace(spec(path), path=str(path), images=True), []
     for cls in (TorchTrainer, FsdpTrainer):
-        one = cls(cls.Config(device="cpu", lr=1e-2, weight_decay=0.1), of)
-        states = [{name: t.clone() for name, t in one.weights() if "visual" in name}]
-        for batch_ in (text, shown, text):
-            one.update([batch_], NllLoss(), {}, {})
-            states.append({name: t.clone() for name, t in one.weights() if "visual" in name})
-        found.append(states)
-    for number, (first, second) in enumerate(zip(*found, strict=True)):
+        policy = cls(cls.Config(device="cpu", lr=1e-2, weight_decay=0.1), model_spec)
+        states = [{name: t.clone() for name, t in policy.weights() if "visual" in name}]
+        for batch_ in (text, pictures, text):
+            policy.update([batch_], NllLoss(), {}, {})
+            states.append({name: t.clone() for name, t in policy.weights() if "visual" in name})
+        runs.append(states)
+    for number, (first, second) in enumerate(zip(*runs, strict=True)):
         assert apart(first, second) < 1e-4
-        assert number == 0 or apart(first, found[0][number - 1]) > 5e-4
+        assert number == 0 or apart(first, runs[0][number - 1]) > 5e-4
 
 
 def test_image_text_models_whose_rows_would_be_divided_are_refused(tmp_path):
-    of = replace(spec(tmp_path, 0, 2, "1"), path=str(tiny_image_model(tmp_path / "model")))
+    model_spec = replace(spec(tmp_path, 0, 2, "1"), path=str(tiny_image_model(tmp_path / "model")))
     with pytest.raises(
         CapabilityError, match="sequence_parallel = 2 divides rows of text, but role 'policy' has an im"
     ):
-        FsdpTrainer.check(FsdpTrainer.Config(sequence_parallel=2), of, "cpu")
+        FsdpTrainer.check(FsdpTrainer.Config(sequence_parallel=2), model_spec, "cpu")

@@ -26,38 +26,38 @@ class TestTwoRanks(TrainerRanksContract):
 
     @reads("equal")
     def test_a_rank_holds_its_part_only(self, ranks, reference):
-        whole = sum(p.numel() for p in reference.trainer.parameters.values())
-        parts = [found["elements"] for found in ranks("equal", "default")]
-        assert sum(parts) == whole
-        assert parts[0] == pytest.approx(whole / 2, rel=0.02)
+        total = sum(p.numel() for p in reference.trainer.parameters.values())
+        parts = [report["elements"] for report in ranks("equal", "default")]
+        assert sum(parts) == total
+        assert parts[0] == pytest.approx(total / 2, rel=0.02)
 
     @pytest.mark.full
     @reads("kept")
     def test_a_rank_keeps_half_of_the_activations(self, ranks):
-        for whole, half in ranks("kept"):
-            assert half == pytest.approx(whole / 2, rel=0.1)
+        for full_bytes, half in ranks("kept"):
+            assert half == pytest.approx(full_bytes / 2, rel=0.1)
 
     @reads("masters")
     def test_masters_are_resumed_exactly_on_two_ranks_and_on_one(self, ranks):
-        for found in ranks("masters"):
-            assert found["bits"]
-            assert found["steps"][0] == found["steps"][1]
-        one = trainer(spec(ranks.folder, **STORED), ema_decay=0.9)
+        for report in ranks("masters"):
+            assert report["bits"]
+            assert report["steps"][0] == report["steps"][1]
+        policy = trainer(spec(ranks.folder, **STORED), ema_decay=0.9)
         for name, folder in (("masters", "saved-stored"), ("masters-from-one", "from_one_stored")):
-            one.load(ranks.folder / folder)
-            masters = {flat.names[0]: flat.data for flat in one.partition.flats}
-            seen = dict.fromkeys(masters, 0)
+            policy.load(ranks.folder / folder)
+            masters = {flat.names[0]: flat.data for flat in policy.partition.flats}
+            counts = dict.fromkeys(masters, 0)
             for rank in (0, 1):
                 for key, part in ranks.tensors(f"{name}-{rank}").items():
-                    of, _, start = key.rpartition(":")
+                    flat_name, _, start = key.rpartition(":")
                     assert part.dtype == torch.float32
-                    assert torch.equal(part, masters[of][int(start) : int(start) + part.numel()])
-                    seen[of] += part.numel()
-            assert seen == {of: tensor.numel() for of, tensor in masters.items()}
+                    assert torch.equal(part, masters[flat_name][int(start) : int(start) + part.numel()])
+                    counts[flat_name] += part.numel()
+            assert counts == {flat_name: tensor.numel() for flat_name, tensor in masters.items()}
 
     @pytest.mark.full
     @reads("bytes")
     def test_weights_in_bf16_are_gathered_and_sent_in_half_the_bytes(self, ranks):
-        for found in ranks("bytes"):
-            assert all(found["fp32"])
-            assert found["fp32"] == [2 * count for count in found["bf16"]]
+        for report in ranks("bytes"):
+            assert all(report["fp32"])
+            assert report["fp32"] == [2 * count for count in report["bf16"]]

@@ -63,8 +63,8 @@ def make_batch() -> Callable[..., Batch]:
 @pytest.fixture
 def make_trainer(model_path: Path) -> Callable[..., TorchTrainer]:
     def make(path: Path | str = model_path, head: str = "lm", trained: bool = True, dtype: str = "fp32", **options):
-        known = ("gradient_checkpointing", "total_updates", "seed", "storage")
-        spec = {k: options.pop(k) for k in known if k in options}
+        fields = ("gradient_checkpointing", "total_updates", "seed", "storage")
+        spec = {k: options.pop(k) for k in fields if k in options}
         config = TorchTrainerConfig(**{"lr": 1e-3, "device": "cpu", **options})
         return TorchTrainer(config, ModelSpec(RoleSpec("policy", head, trained), str(path), dtype, **spec))
 

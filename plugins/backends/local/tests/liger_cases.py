@@ -54,19 +54,19 @@ def compare(name: str, head: str = "lm", steps: int = 1, **options: Any) -> dict
     """Compare log-probs (or values) and gradients after ``steps - 1`` steps."""
     output = "logprobs" if head == "lm" else "values"
     loss = SquaresLoss(output)
-    batch, found = batch_for(loss), []
+    batch, results = batch_for(loss), []
     for chosen in ("liger", "none"):
-        one = trainer(name, head, kernels=chosen, **options)
+        instance = trainer(name, head, kernels=chosen, **options)
         for _ in range(steps - 1):
-            one.update([batch], loss, {}, {})
-        [values] = one.forward([batch], [output])
-        one.accumulate([batch], loss, {}, {})
-        found.append((values[output], one.gradients(), bound(one.module)))
-    (a, ga, with_liger), (b, gb, without) = found
-    return {**apart(a, b, ga, gb), "bound": with_liger, "not bound": without}
+            instance.update([batch], loss, {}, {})
+        [values] = instance.forward([batch], [output])
+        instance.accumulate([batch], loss, {}, {})
+        results.append((values[output], instance.gradients(), bound(instance.module)))
+    (a, ga, with_liger), (b, gb, plain_bound) = results
+    return {**differences(a, b, ga, gb), "bound": with_liger, "not bound": plain_bound}
 
 
-def apart(a: Tensor, b: Tensor, ga: dict[str, Tensor], gb: dict[str, Tensor]) -> dict[str, float]:
+def differences(a: Tensor, b: Tensor, ga: dict[str, Tensor], gb: dict[str, Tensor]) -> dict[str, float]:
     """``values``: the largest difference. ``gradients``: the largest difference of a parameter divided by its norm."""
     assert ga.keys() == gb.keys()
     worst = max(float((ga[n] - gb[n]).norm() / gb[n].norm()) for n in gb)
@@ -79,17 +79,17 @@ def qwen2() -> dict[str, float]:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=20, num_hidden_layers=1, initializer_range=0.3, **sizes)).eval()
     use_packed_attention(model)
-    found = []
+    results = []
     for bind in (False, True):
         if bind:
             liger.use_liger(model)
         with packed([4, 2]):
             out = model(input_ids=torch.arange(6)[None] + 3, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1]]))
         gradients = torch.autograd.grad(out.logits.square().sum(), list(model.parameters()))
-        found.append((out.logits, dict(zip([n for n, _ in model.named_parameters()], gradients, strict=True))))
-    (b, gb), (a, ga) = found
+        results.append((out.logits, dict(zip([n for n, _ in model.named_parameters()], gradients, strict=True))))
+    (b, gb), (a, ga) = results
     gb = {n: g for n, g in gb.items() if "k_proj.bias" not in n}  # its gradient is zero up to rounding
-    return {**apart(a, b, {n: ga[n] for n in gb}, gb), "bound": bound(model)}
+    return {**differences(a, b, {n: ga[n] for n in gb}, gb), "bound": bound(model)}
 
 
 def sampled() -> float:
@@ -100,14 +100,14 @@ def sampled() -> float:
     generator.load(sampler, 0)
     prompts = [tuple(range(3, 3 + n)) for n in (2, 5, 3)]
     turns = dict(generator.generate([GenerationRequest(ids, n, Sampling(6)) for n, ids in enumerate(prompts)]))
-    units, drawn = [], []
+    units, logprobs = [], []
     for n, ids in enumerate(prompts):
         mask = [False] * len(ids) + [True] * len(turns[n].ids)
         units.append(UnitData([SequenceData([*ids, *turns[n].ids], {"loss_mask": mask})]))
-        drawn += [*[0.0] * len(ids), *turns[n].logprobs]
+        logprobs += [*[0.0] * len(ids), *turns[n].logprobs]
     batch = pack(units)
     [values] = trainer("qwen3", kernels="none").forward([batch], ["logprobs"])
-    return float((values["logprobs"] - torch.tensor(drawn))[batch.tok["loss_mask"]].abs().max())
+    return float((values["logprobs"] - torch.tensor(logprobs))[batch.tok["loss_mask"]].abs().max())
 
 
 def refused() -> dict[str, str]:
@@ -118,17 +118,17 @@ def refused() -> dict[str, str]:
             return str(error)
         return ""
 
-    found = {"olmo2": message("olmo2"), "gelu": message("gelu")}
+    messages = {"olmo2": message("olmo2"), "gelu": message("gelu")}
     norm, liger._norm = liger._norm, lambda module, kind: lambda hidden_states: hidden_states
-    found["differs"] = message("qwen3")
+    messages["differs"] = message("qwen3")
     liger._norm = norm
-    return found
+    return messages
 
 
 def main() -> None:
     complete_the_interpreter()
-    before = {name: value for name, value in vars(modeling_qwen3).items() if callable(value)}
-    forwards = {name: value.forward for name, value in before.items() if hasattr(value, "forward")}
+    originals = {name: value for name, value in vars(modeling_qwen3).items() if callable(value)}
+    forwards = {name: value.forward for name, value in originals.items() if hasattr(value, "forward")}
     for name in ("qwen3", "llama", "mistral", "gemma2", "gemma3_text"):
         tiny_model(FOLDER / name, architecture=name, layers=1, **SMALL)
     tiny_model(FOLDER / "critic", layers=1, head="scalar", tied=False, **SMALL)
@@ -140,7 +140,7 @@ def main() -> None:
     results["adapters"] = compare("qwen3", steps=2, checkpointing=True, lora={"rank": 2})
     results["sampled"] = sampled()
     results["refused"] = refused()
-    results["others"] = all(getattr(modeling_qwen3, name) is value for name, value in before.items()) and all(
+    results["others"] = all(getattr(modeling_qwen3, name) is value for name, value in originals.items()) and all(
         getattr(modeling_qwen3, name).forward is value for name, value in forwards.items()
     )
     print(json.dumps(results))

@@ -21,7 +21,7 @@ def requests(prompts=5, samples=4, seed=0, **options):
     return out
 
 
-def sample(generator, wanted):
-    found = dict(generator.generate(wanted))
-    assert sorted(found) == list(range(len(wanted)))
-    return [found[i] for i in range(len(wanted))]
+def sample(generator, batch):
+    turns = dict(generator.generate(batch))
+    assert sorted(turns) == list(range(len(batch)))
+    return [turns[i] for i in range(len(batch))]

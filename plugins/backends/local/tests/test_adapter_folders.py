@@ -91,9 +91,9 @@ def test_training_goes_on_with_the_adapter_and_its_start_is_the_reference(
 
 def test_all_weights_of_the_merged_model_are_trained_without_lora(tmp_path, make_trainer, exported):
     first, batch = exported(LoraOptions(rank=4), tiny_model(tmp_path / "base"), tmp_path / "one")
-    whole = make_trainer(tmp_path / "one" / "adapter")
-    torch.testing.assert_close(logprobs(whole, batch), logprobs(first, batch), atol=1e-5, rtol=0)
-    assert not any("lora" in name for name in whole.parameters)
+    merged = make_trainer(tmp_path / "one" / "adapter")
+    torch.testing.assert_close(logprobs(merged, batch), logprobs(first, batch), atol=1e-5, rtol=0)
+    assert not any("lora" in name for name in merged.parameters)
 
 
 def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch, squares):
@@ -108,12 +108,12 @@ def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch
     shutil.copyfile(tmp_path / "out" / "config.json", adapter / "config.json")  # as the run does
     [expected] = trainer.forward([batch], ["values"])
     frozen = make_trainer(adapter, head="scalar", trained=False)
-    [got] = frozen.forward([batch], ["values"])
-    torch.testing.assert_close(got["values"], expected["values"], atol=1e-5, rtol=0)
+    [output] = frozen.forward([batch], ["values"])
+    torch.testing.assert_close(output["values"], expected["values"], atol=1e-5, rtol=0)
     TorchTrainer.check_files(spec(adapter, "reward", "scalar", trained=False))
-    again = make_trainer(adapter, head="scalar", lora=LoraOptions(rank=4))
-    [got] = again.forward([batch], ["values"])
-    torch.testing.assert_close(got["values"], expected["values"], atol=1e-5, rtol=0)
+    restart = make_trainer(adapter, head="scalar", lora=LoraOptions(rank=4))
+    [output] = restart.forward([batch], ["values"])
+    torch.testing.assert_close(output["values"], expected["values"], atol=1e-5, rtol=0)
     ids = torch.arange(3, 12)[None]
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     by_peft = peft.AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1)
@@ -171,8 +171,8 @@ def test_other_bases_and_options_are_refused_before_anything_is_loaded(tmp_path,
     config = json.loads((adapter / "adapter_config.json").read_text())
 
     def name_base(folder):
-        changed = {**config, "base_model_name_or_path": folder}
-        (adapter / "adapter_config.json").write_text(json.dumps(changed))
+        settings = {**config, "base_model_name_or_path": folder}
+        (adapter / "adapter_config.json").write_text(json.dumps(settings))
 
     name_base(str(tiny_model(tmp_path / "other", hidden=48)))
     files = load_file(adapter / "adapter_model.safetensors")

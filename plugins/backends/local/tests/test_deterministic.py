@@ -19,31 +19,31 @@ LENS = [6, 15, 9]
 
 def modes(loss, monkeypatch):
     """Whether torch computes deterministically when the loss is computed, call by call."""
-    seen, compute = [], type(loss).__call__
+    flags, compute = [], type(loss).__call__
 
     def call(self, x):
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        flags.append(torch.are_deterministic_algorithms_enabled())
         return compute(self, x)
 
     monkeypatch.setattr(type(loss), "__call__", call)
-    return seen
+    return flags
 
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_passes_are_deterministic_with_the_option_and_torch_is_as_before(
     make_trainer, make_batch, nll, monkeypatch, chosen
 ):
-    batch, seen = make_batch(LENS, loss=nll), modes(nll, monkeypatch)
+    batch, flags = make_batch(LENS, loss=nll), modes(nll, monkeypatch)
     trainer = make_trainer(deterministic=chosen)
     trainer.accumulate([batch, batch], nll, {}, {})
-    assert seen == [chosen, chosen]
+    assert flags == [chosen, chosen]
     assert not torch.are_deterministic_algorithms_enabled()
     gradients = trainer.gradients()
     plain = make_trainer()
     plain.accumulate([batch, batch], nll, {}, {})
     assert all(torch.equal(gradients[name], value) for name, value in plain.gradients().items())
-    got, want = (t.forward([batch], ["logprobs"])[0]["logprobs"] for t in (trainer, plain))
-    assert torch.equal(got, want)
+    logprobs, want = (t.forward([batch], ["logprobs"])[0]["logprobs"] for t in (trainer, plain))
+    assert torch.equal(logprobs, want)
 
 
 def test_an_operation_without_a_deterministic_form_is_refused_in_words(make_trainer, make_batch, nll, monkeypatch):

@@ -24,18 +24,20 @@ def loaded(model_path):
 
 def test_the_noise_of_one_sequence_equals_that_of_transformers(model_path, loaded, make_batch):
     batch = make_batch([12])
-    ours, theirs = loaded.module, AutoModelForCausalLM.from_pretrained(model_path).train()
+    module, reference = loaded.module, AutoModelForCausalLM.from_pretrained(model_path).train()
     noise, loaded.computing = EmbeddingNoise(loaded, 7.0), [12]
-    table = theirs.get_input_embeddings()
+    table = reference.get_input_embeddings()
     table.neftune_noise_alpha = 7.0
     table.register_forward_hook(neftune_post_forward_hook)
-    found = []
-    for model in (ours, theirs):
+    embeddings = []
+    for model in (module, reference):
         torch.manual_seed(3)
         with noise.added():
-            found.append(model.get_input_embeddings()(batch.ids_N[None]))
-    assert torch.allclose(*found, atol=1e-6)
-    assert not torch.equal(found[0], ours.get_input_embeddings()(batch.ids_N[None])), "no noise outside of training"
+            embeddings.append(model.get_input_embeddings()(batch.ids_N[None]))
+    assert torch.allclose(*embeddings, atol=1e-6)
+    assert not torch.equal(embeddings[0], module.get_input_embeddings()(batch.ids_N[None])), (
+        "no noise outside of training"
+    )
 
 
 def test_the_noise_is_scaled_by_the_length_of_each_sequence(loaded, make_batch):
@@ -46,9 +48,9 @@ def test_the_noise_is_scaled_by_the_length_of_each_sequence(loaded, make_batch):
         added = table(batch.ids_N[None])[0] - plain
     for start, n in zip(batch.starts_B.tolist(), LENS, strict=True):
         bound = 5.0 / (n * plain.shape[1]) ** 0.5
-        own = added[start : start + n]
-        assert 0.9 * bound < own.abs().max() <= bound * (1 + 1e-5)
-        assert own.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.3)
+        part_TH = added[start : start + n]
+        assert 0.9 * bound < part_TH.abs().max() <= bound * (1 + 1e-5)
+        assert part_TH.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.3)
 
 
 def test_a_rank_that_computes_a_part_of_a_row_scales_by_whole_sequences(loaded, make_batch):
@@ -84,16 +86,18 @@ def test_noise_is_added_only_in_training_and_a_rerun_is_equal(make_trainer, make
 def test_each_sequence_with_a_common_prefix_has_its_own_noise(tmp_path, make_trainer, make_batch, nll):
     path = tiny_model(tmp_path / "m")
     batch = make_batch([40], loss=None)
-    twice = batch.select([0, 0])
+    pair = batch.select([0, 0])
     for alpha, shares in ((None, True), (5.0, False)):
         trainer = make_trainer(path, neftune_alpha=alpha)
         assert trainer.packed.shares_prefixes is shares
         assert trainer.facts().shares_prefixes is shares
-        seen = []
-        trainer.module.get_input_embeddings().register_forward_hook(lambda m, a, out, seen=seen: seen.append(out[0]))
-        trainer.accumulate([weigh(twice, nll.reduce())], nll, {}, {})
-        assert len(seen[0]) == (40 if shares else 80)
+        outputs = []
+        trainer.module.get_input_embeddings().register_forward_hook(
+            lambda m, a, out, outputs=outputs: outputs.append(out[0])
+        )
+        trainer.accumulate([weigh(pair, nll.reduce())], nll, {}, {})
+        assert len(outputs[0]) == (40 if shares else 80)
         if not shares:
-            assert not torch.equal(seen[0][:40], seen[0][40:])
+            assert not torch.equal(outputs[0][:40], outputs[0][40:])
     frozen = make_trainer(path, trained=False, neftune_alpha=5.0)
     assert frozen.noise is None

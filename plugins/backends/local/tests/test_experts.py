@@ -49,9 +49,9 @@ def test_the_auxiliary_loss_equals_that_of_transformers():
 def test_the_auxiliary_loss_is_fp32_when_routers_compute_in_bf16():
     """Two tokens with equal logits: E x (share of the chosen expert) x e^3 / (e^3 + 1), its probability."""
     logits = torch.tensor([[3.0, 0.0]] * 2, dtype=torch.bfloat16)
-    found = load_balance([(logits, torch.tensor([[0], [0]]))])
-    assert found.dtype == torch.float32
-    assert float(found) == pytest.approx(2 * 0.9525741268, rel=1e-6)
+    loss = load_balance([(logits, torch.tensor([[0], [0]]))])
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(2 * 0.9525741268, rel=1e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -65,14 +65,14 @@ def test_gradients_of_the_auxiliary_loss_equal_those_of_transformers(nll, checkp
     assert made().evaluate([batch_of(ROW)], nll, {}, {})["aux_loss"] == pytest.approx(sums["aux_loss"], rel=1e-5)
     logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
     (-logprobs.mean() + COEF * out.aux_loss).backward()
-    ours = trainer.gradients()
+    gradients = trainer.gradients()
     for name, p in model.named_parameters():
         if p.grad is not None:
-            torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
     router = "model.layers.0.mlp.gate.weight"
-    without = made(coef=0.0)
-    assert "aux_loss" not in without.accumulate([batch_of(ROW)], nll, {}, {})
-    assert not torch.allclose(without.gradients()[router], ours[router], atol=1e-4)
+    plain = made(coef=0.0)
+    assert "aux_loss" not in plain.accumulate([batch_of(ROW)], nll, {}, {})
+    assert not torch.allclose(plain.gradients()[router], gradients[router], atol=1e-4)
 
 
 def test_micro_batches_are_weighted_by_their_tokens(nll):
@@ -89,8 +89,8 @@ def test_the_controller_sends_the_token_weights(nll):
     spec = ModelSpec(RoleSpec("policy", trained=True), str(moe()), "fp32")
     group = launcher.launch_trainer(TorchTrainer, TorchTrainerConfig(device="cpu", aux_loss_coef=COEF), spec)
     batch = batch_of(ROW, [5, 6, 7]).select_columns(["loss_mask", "weight/nll"])
-    whole, _ = Role(spec, group, 100).update(batch, nll, Update("policy", "loss"))
-    assert whole["aux_loss"][0] == pytest.approx(
+    sums, _ = Role(spec, group, 100).update(batch, nll, Update("policy", "loss"))
+    assert sums["aux_loss"][0] == pytest.approx(
         float(made().accumulate([batch_of(ROW, [5, 6, 7])], nll, {}, {})["aux_loss"][0]), rel=1e-5
     )
     with pytest.raises(TrainingError, match="needs the unit column 'weight/tokens'"):

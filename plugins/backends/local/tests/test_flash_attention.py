@@ -35,12 +35,14 @@ def stated(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size,
     for (q0, q1), (k0, k1) in zip(
         itertools.pairwise(ends_q.tolist()), itertools.pairwise(ends_k.tolist()), strict=True
     ):
-        own, keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        queries, keys, values = (
+            x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1])
+        )
         i = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None]
         j = torch.arange(k1 - k0)[None, :]
-        seen = (j <= i) & ((i - j <= left) | (left < 0))
-        scores = torch.einsum("qhd,khd->hqk", own, keys) * scale
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+        visible = (j <= i) & ((i - j <= left) | (left < 0))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values))
     return torch.cat(out)
 
 
@@ -59,7 +61,7 @@ def rows(tokens: int, heads: int, seed: int) -> torch.Tensor:
     return torch.randn(tokens, heads, 8, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
-def both(stretches, tokens, place, options):
+def run_kernels(stretches, tokens, place, options):
     """(flash, sdpa), each with the gradients of q, k and v."""
     answers = []
     for compute in (
@@ -82,7 +84,7 @@ def test_packed_sequences(kernel, window):
     lens = [5, 1, 9, 9]
     starts = [0, 5, 6, 15]
     stretches = [Stretch(s, 0, n, s) for s, n in zip(starts, lens, strict=True)]
-    for a, b in zip(*both(stretches, 24, None, Options(0.3, 0.0, window, None)), strict=True):
+    for a, b in zip(*run_kernels(stretches, 24, None, Options(0.3, 0.0, window, None)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -94,7 +96,9 @@ def test_shared_prefixes(kernel, window):
     assert shared is not None
     tokens = int(shared.ids_M.numel())
     assert tokens < sum(map(len, sequences))
-    for a, b in zip(*both(shared.stretches, tokens, shared.place_N, Options(0.3, 0.0, window, None)), strict=True):
+    for a, b in zip(
+        *run_kernels(shared.stretches, tokens, shared.place_N, Options(0.3, 0.0, window, None)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -121,10 +125,10 @@ def test_with_tensors_that_claim_to_be_on_a_gpu_no_kernel_gets_groups_that_it_wo
     monkeypatch, window
 ):
     """The results are those with groups. In bf16 without a window the flash kernel takes groups."""
-    given, attend = [], torch.nn.functional.scaled_dot_product_attention
+    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def recording(q, k, v, **options):
-        given.append((q.dtype, q.shape[1] == k.shape[1], options["enable_gqa"]))
+        calls.append((q.dtype, q.shape[1] == k.shape[1], options["enable_gqa"]))
         return attend(q, k, v, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
@@ -134,20 +138,20 @@ def test_with_tensors_that_claim_to_be_on_a_gpu_no_kernel_gets_groups_that_it_wo
     want = sdpa_attention.sdpa_attention(q, k, v, runs, options)
     low = [x.bfloat16() for x in (q, k, v)]
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    got = sdpa_attention.sdpa_attention(q, k, v, runs, options)
+    result = sdpa_attention.sdpa_attention(q, k, v, runs, options)
     sdpa_attention.sdpa_attention(*low, runs, options)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6)
     in_fp32, in_bf16 = (torch.float32, True, False), (torch.bfloat16, window is not None, window is None)
-    assert given == [(torch.float32, False, True), in_fp32, in_bf16]
+    assert calls == [(torch.float32, False, True), in_fp32, in_bf16]
 
 
 def test_whether_the_kernel_is_there_is_asked_once_a_micro_batch_by_a_stand_in_for_the_driver(monkeypatch):
-    asked = []
-    monkeypatch.setattr(flash_attention, "why_not", lambda *arguments: asked.append(arguments) or "no GPU")
+    calls = []
+    monkeypatch.setattr(flash_attention, "why_not", lambda *arguments: calls.append(arguments) or "no GPU")
     attention = PackedAttention([3])
     q = torch.zeros(1, 2, 3, 8)
     options = Options(1.0, 0.0, None, None)
     assert not any(attention._flashes(q, q, q, torch.bfloat16, options) for _ in range(3))
-    assert len(asked) == 1
+    assert len(calls) == 1
     assert not attention._flashes(q, q, q, torch.float32, options)
-    assert len(asked) == 2, "another precision"
+    assert len(calls) == 2, "another precision"

@@ -68,14 +68,14 @@ def test_backward_passes_equal_finite_differences(weighted):
         half = torch.cat([-z[..., 2:], z[..., :2]], -1)
         return z * angle.cos()[:, None] + half * angle.sin()[:, None]
 
-    def ours(x, w):
+    def compute(x, w):
         return fused._NormRotary.apply(x, w, 1e-6, angle.cos(), angle.sin(), torch.float32)
 
     weight = torch.randn(5, 2, 4, generator=g)
     expected = torch.autograd.grad((statement(x, w) * weight).sum(), inputs)
-    got = torch.autograd.grad((ours(x, w) * weight).sum(), inputs)
-    assert torch.allclose(ours(x, w), statement(x, w), atol=1e-6)
-    for a, b in zip(got, expected, strict=True):
+    gradients = torch.autograd.grad((compute(x, w) * weight).sum(), inputs)
+    assert torch.allclose(compute(x, w), statement(x, w), atol=1e-6)
+    for a, b in zip(gradients, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 

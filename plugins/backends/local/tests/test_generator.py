@@ -25,8 +25,8 @@ def full_logprobs(model, request, turn, temperature):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_logprobs_equal_a_full_forward_pass(build, model, temperature):
-    wanted = requests(temperature=temperature)
-    for request, turn in zip(wanted, sample(build(max_batch=6), wanted), strict=True):
+    batch = requests(temperature=temperature)
+    for request, turn in zip(batch, sample(build(max_batch=6), batch), strict=True):
         want = full_logprobs(model, request, turn, temperature)
         assert (torch.tensor(turn.logprobs) - want).abs().max() < 1e-5
         assert turn.temperature == temperature
@@ -35,8 +35,8 @@ def test_logprobs_equal_a_full_forward_pass(build, model, temperature):
 
 
 def test_greedy_is_the_argmax_of_every_step(build, model):
-    wanted = requests(samples=1, temperature=0.0, ignore_eos=True)
-    for request, turn in zip(wanted, sample(build(), wanted), strict=True):
+    batch = requests(samples=1, temperature=0.0, ignore_eos=True)
+    for request, turn in zip(batch, sample(build(), batch), strict=True):
         ids = torch.tensor([[*request.ids, *turn.ids]])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1]
@@ -46,79 +46,79 @@ def test_greedy_is_the_argmax_of_every_step(build, model):
 
 
 def test_a_rerun_is_bit_equal_and_another_seed_is_not(build):
-    wanted = requests()
+    batch = requests()
     generator = build(max_batch=7)
-    first, again = sample(generator, wanted), sample(generator, wanted)
-    assert first == again
+    first, second = sample(generator, batch), sample(generator, batch)
+    assert first == second
     assert len({tuple(t.ids) for t in first}) == len(first)
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 16])
 def test_samples_do_not_depend_on_neighbours_or_admission(build, max_batch):
-    wanted = requests(ignore_eos=True)
-    wanted = [
+    batch = requests(ignore_eos=True)
+    batch = [
         GenerationRequest(r.ids, r.seed, Sampling(max_new_tokens=2 + 7 * (i % 5), ignore_eos=True))
-        for i, r in enumerate(wanted)
+        for i, r in enumerate(batch)
     ]
-    together = sample(build(), wanted)
-    assert same(together, sample(build(max_batch=max_batch), wanted))
-    assert same(together, [sample(build(), [r])[0] for r in wanted])
+    turns = sample(build(), batch)
+    assert same(turns, sample(build(max_batch=max_batch), batch))
+    assert same(turns, [sample(build(), [r])[0] for r in batch])
 
 
 def test_samples_do_not_depend_on_the_order_of_requests(build):
-    wanted = requests()
-    back = sample(build(max_batch=4), wanted[::-1])[::-1]
-    assert same(sample(build(max_batch=4), wanted), back)
+    batch = requests()
+    turns = sample(build(max_batch=4), batch[::-1])[::-1]
+    assert same(sample(build(max_batch=4), batch), turns)
 
 
 @pytest.mark.parametrize("max_batch", [64, 3])
 def test_each_distinct_prompt_is_computed_once(build, max_batch):
     generator = build(max_batch=max_batch)
-    wanted = requests(prompts=4, samples=6)
-    mixed = [wanted[6 * p + s] for s in range(6) for p in range(4)]
+    batch = requests(prompts=4, samples=6)
+    mixed = [batch[6 * p + s] for s in range(6) for p in range(4)]
     sample(generator, mixed)
-    assert generator.work["prefill_tokens"] == sum(len(ids) for ids in {tuple(r.ids) for r in wanted})
+    assert generator.work["prefill_tokens"] == sum(len(ids) for ids in {tuple(r.ids) for r in batch})
 
 
 def test_prompts_are_prefilled_in_packs(build):
-    whole, packs = build(), build(prefill_tokens=10)
-    wanted = requests()
-    assert same(sample(whole, wanted), sample(packs, wanted))
-    assert whole.work["prefill_tokens"] == packs.work["prefill_tokens"]
+    single, packs = build(), build(prefill_tokens=10)
+    batch = requests()
+    assert same(sample(single, batch), sample(packs, batch))
+    assert single.work["prefill_tokens"] == packs.work["prefill_tokens"]
 
 
 def test_finished_rows_leave_the_batch(build):
     lengths = [1 + 4 * i for i in range(20)]
-    wanted = [
+    batch = [
         GenerationRequest((5, 6, 7), i, Sampling(max_new_tokens=n, ignore_eos=True)) for i, n in enumerate(lengths)
     ]
     generator = build()
-    turns = sample(generator, wanted)
+    turns = sample(generator, batch)
     assert [len(t.ids) for t in turns] == lengths
     assert {t.finish for t in turns} == {"length"}
-    least = sum(n - 1 for n in lengths)  # the first token comes from prefill
-    assert least <= generator.work["row_steps"] <= 1.15 * least
+    minimum = sum(n - 1 for n in lengths)  # the first token comes from prefill
+    assert minimum <= generator.work["row_steps"] <= 1.15 * minimum
     assert generator.work["row_steps"] < 0.65 * len(lengths) * max(lengths)
     assert generator.work["sampled_tokens"] == sum(lengths)
 
 
 def test_waiting_requests_fill_rows_as_they_free_up(build):
     lengths = [40, 4, 4, 4, 4, 4, 4, 4, 4]
-    wanted = [
+    batch = [
         GenerationRequest((5, 6 + i), i, Sampling(max_new_tokens=n, ignore_eos=True)) for i, n in enumerate(lengths)
     ]
     generator = build(max_batch=2)
-    order = [i for i, _ in generator.generate(wanted)]
+    order = [i for i, _ in generator.generate(batch)]
     assert sorted(order) == list(range(9))
     assert generator.work["steps"] <= 40  # one row decodes 39 steps; the others run at the same time
 
 
 def test_long_samples_continue_their_stream_of_uniforms(build, model):
-    wanted = [GenerationRequest((9, 8), 5, Sampling(max_new_tokens=n, ignore_eos=True)) for n in (300, 150, 20)]
-    turns = sample(build(), wanted)
+    batch = [GenerationRequest((9, 8), 5, Sampling(max_new_tokens=n, ignore_eos=True)) for n in (300, 150, 20)]
+    turns = sample(build(), batch)
     assert turns[0].ids[:150] == turns[1].ids
     assert turns[1].ids[:20] == turns[2].ids
-    assert (torch.tensor(turns[0].logprobs) - full_logprobs(model, wanted[0], turns[0], 1.0)).abs().max() < 1e-5
+    assert (torch.tensor(turns[0].logprobs) - full_logprobs(model, batch[0], turns[0], 1.0)).abs().max() < 1e-5
     assert len(set(turns[0].ids[100:])) > 10
 
 
@@ -131,9 +131,9 @@ def test_no_requests_give_no_samples(build):
 
 def test_end_tokens_end_a_turn_and_are_part_of_it(build, decode):
     free = sample(build(), requests(max_new_tokens=60, ignore_eos=True))
-    ended = sample(build(), requests(max_new_tokens=60))
+    turns = sample(build(), requests(max_new_tokens=60))
     assert any(EOS in t.ids for t in free)
-    for a, b in zip(free, ended, strict=True):
+    for a, b in zip(free, turns, strict=True):
         n = a.ids.index(EOS) + 1 if EOS in a.ids else 60
         assert b.ids == a.ids[:n]
         assert b.finish == ("stop" if EOS in a.ids else "length")
@@ -143,23 +143,23 @@ def test_end_tokens_end_a_turn_and_are_part_of_it(build, decode):
 
 def test_stop_tokens_of_one_request_do_not_end_another(build):
     free = sample(build(), requests(prompts=2, ignore_eos=True))
-    wanted = requests(prompts=2, ignore_eos=True)
+    batch = requests(prompts=2, ignore_eos=True)
     token = free[0].ids[7]
     unused = next(i for i in range(99) if i not in free[0].ids)
-    own = Sampling(max_new_tokens=24, ignore_eos=True, stop_token_ids=(token, unused))
-    got = sample(build(), [GenerationRequest(wanted[0].ids, wanted[0].seed, own), *wanted[1:]])
-    assert got[0].ids == free[0].ids[: free[0].ids.index(token) + 1]
-    assert got[0].finish == "stop"
-    assert same(free[1:], got[1:])
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True, stop_token_ids=(token, unused))
+    turns = sample(build(), [GenerationRequest(batch[0].ids, batch[0].seed, sampling), *batch[1:]])
+    assert turns[0].ids == free[0].ids[: free[0].ids.index(token) + 1]
+    assert turns[0].finish == "stop"
+    assert same(free[1:], turns[1:])
 
 
 @pytest.mark.parametrize("max_batch", [256, 3])
 def test_stop_strings_end_a_turn_and_stay_in_ids_and_text(build, max_batch):
     free = sample(build(), requests(ignore_eos=True))
     stops = tuple(t.text[5:8] for t in free[::2])
-    got = sample(build(max_batch=max_batch), requests(ignore_eos=True, stop=stops))
+    turns = sample(build(max_batch=max_batch), requests(ignore_eos=True, stop=stops))
     stopped = 0
-    for a, b in zip(free, got, strict=True):
+    for a, b in zip(free, turns, strict=True):
         ends = [a.text.index(s) + len(s) for s in stops if s in a.text]
         if ends:
             stopped += 1

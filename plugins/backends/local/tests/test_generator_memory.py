@@ -15,11 +15,11 @@ def model(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
 
 
-def sample(model, wanted, **options):
+def sample(model, requests, **options):
     generator = TransformersGenerator(TransformersGenerator.Config(**options), GeneratorSpec((1,), lambda ids: ""))
     generator.load(model, 0)
-    found = dict(generator.generate(wanted))
-    return [found[i] for i in range(len(wanted))], generator.work
+    turns = dict(generator.generate(requests))
+    return [turns[i] for i in range(len(requests))], generator.work
 
 
 def forced(length, new, seed=0):
@@ -45,33 +45,33 @@ def test_no_more_positions_are_allocated_than_rows_can_use(model):
 
 
 def test_a_growing_cache_keeps_the_content_of_its_rows(model):
-    wanted = [forced(5, 40 + 60 * i, i) for i in range(5)]
-    turns, work = sample(model, wanted)
-    alone = [sample(model, [r])[0][0] for r in wanted]
-    assert [t.ids for t in turns] == [t.ids for t in alone]
+    requests = [forced(5, 40 + 60 * i, i) for i in range(5)]
+    turns, work = sample(model, requests)
+    singles = [sample(model, [r])[0][0] for r in requests]
+    assert [t.ids for t in turns] == [t.ids for t in singles]
     # When short rows finish, only the longest rows grow, so the cache stays far below 5 rows of the longest length.
     assert work["peak_cache_tokens"] < 0.7 * 5 * (5 + 280)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "capacities"),
+    ("requests", "capacities"),
     [
         ([forced(5, 10, 0), forced(5, 250, 1)], [6 + 64, 71 + 64, 136 + 64, 5 + 250 - 1]),
         ([forced(300, 10, 0), forced(300, 90, 1)], [301 + 301 // 4, 300 + 90 - 1]),
     ],
     ids=["64 positions", "a quarter"],
 )
-def test_the_cache_grows_in_steps_up_to_the_need_of_the_longest_row(model, monkeypatch, wanted, capacities):
+def test_the_cache_grows_in_steps_up_to_the_need_of_the_longest_row(model, monkeypatch, requests, capacities):
     """Each growth copies the cache, so the cache does not grow for every token."""
-    found, reserve = [], SlotCache.reserve
+    growths, reserve = [], SlotCache.reserve
 
     def watch(self, like, slots, capacity, used):
-        found.append(capacity)
+        growths.append(capacity)
         return reserve(self, like, slots, capacity, used)
 
     monkeypatch.setattr(SlotCache, "reserve", watch)
-    sample(model, wanted)
-    assert found[1:] == capacities, "the first is of the comparison when the model is loaded"
+    sample(model, requests)
+    assert growths[1:] == capacities, "the first is of the comparison when the model is loaded"
 
 
 def test_rows_times_positions_stay_within_the_bound(model, monkeypatch):
@@ -83,11 +83,11 @@ def test_rows_times_positions_stay_within_the_bound(model, monkeypatch):
         return reserve(self, like, slots, capacity, used)
 
     monkeypatch.setattr(SlotCache, "reserve", watch)
-    wanted = [forced(4 + 9 * (i % 4), 10 + 30 * (i % 3), i) for i in range(24)]
-    free, _ = sample(model, wanted)
+    requests = [forced(4 + 9 * (i % 4), 10 + 30 * (i % 3), i) for i in range(24)]
+    free, _ = sample(model, requests)
     assert max(sizes) > 400
     sizes.clear()
-    bounded, _ = sample(model, wanted, max_cache_tokens=400)
+    bounded, _ = sample(model, requests, max_cache_tokens=400)
     assert max(sizes) <= 400
     assert [t.ids for t in bounded] == [t.ids for t in free]
 
@@ -102,11 +102,11 @@ def test_a_request_that_cannot_fit_is_refused(model):
 
 def test_a_finished_row_does_not_write_into_other_rows(model):
     """The row ends at the last position of the cache, and its slot stays there as a hole among many rows."""
-    wanted = [forced(10, 5, 0), *[forced(2, 13, i) for i in range(1, 15)]]
-    together, work = sample(model, wanted)
+    requests = [forced(10, 5, 0), *[forced(2, 13, i) for i in range(1, 15)]]
+    turns, work = sample(model, requests)
     assert work["peak_cache_tokens"] == 15 * 14
     assert work["row_steps"] == 15 * 12  # the hole was there to the end
-    for turn, request in zip(together, wanted, strict=True):
-        alone = sample(model, [request])[0][0]
-        assert turn.ids == alone.ids
-        assert turn.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    for turn, request in zip(turns, requests, strict=True):
+        single = sample(model, [request])[0][0]
+        assert turn.ids == single.ids
+        assert turn.logprobs == pytest.approx(single.logprobs, abs=1e-5)

@@ -47,9 +47,9 @@ def make(kind, **options):
 
 
 def generator(model, **options):
-    made = TransformersGenerator(TransformersGenerator.Config(**options), GeneratorSpec((1,), str))
-    made.load(model, 0)
-    return made
+    instance = TransformersGenerator(TransformersGenerator.Config(**options), GeneratorSpec((1,), str))
+    instance.load(model, 0)
+    return instance
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -69,16 +69,16 @@ def published(kind, path):
 
 def compare(model):
     prompts = [tuple(3 + (7 * i + p) % 50 for i in range(3 + 8 * p)) for p in range(3)]
-    wanted = [GenerationRequest(ids, s, Sampling(25, 1.2, ignore_eos=True)) for ids in prompts for s in range(3)]
-    found = dict(generator(model, max_batch=5).generate(wanted))
+    requests = [GenerationRequest(ids, s, Sampling(25, 1.2, ignore_eos=True)) for ids in prompts for s in range(3)]
+    turns = dict(generator(model, max_batch=5).generate(requests))
     used = set()
-    for i, request in enumerate(wanted):
-        ids = torch.tensor([[*request.ids, *found[i].ids]])
+    for i, request in enumerate(requests):
+        ids = torch.tensor([[*request.ids, *turns[i].ids]])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1].float() / 1.2
-        want = logits.log_softmax(-1).gather(1, torch.tensor(found[i].ids)[:, None])[:, 0]
-        assert (torch.tensor(found[i].logprobs) - want).abs().max() < 1e-5
-        used |= set(found[i].ids)
+        want = logits.log_softmax(-1).gather(1, torch.tensor(turns[i].ids)[:, None])[:, 0]
+        assert (torch.tensor(turns[i].logprobs) - want).abs().max() < 1e-5
+        used |= set(turns[i].ids)
     assert len(used) > 15
     assert model.config._attn_implementation == "eager"
 

@@ -33,34 +33,34 @@ def mixed(model):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_module_is_restored_at_every_sample_and_at_the_end(build, mixed, dtype):
-    before, grads = state(mixed), [p.grad.clone() for p in mixed.parameters()]
+    old_state, grads = state(mixed), [p.grad.clone() for p in mixed.parameters()]
     for _ in build(dtype=dtype, max_batch=4).generate(requests()):
-        assert state(mixed) == before
-    assert state(mixed) == before
+        assert state(mixed) == old_state
+    assert state(mixed) == old_state
     assert all(torch.equal(p.grad, g) for p, g in zip(mixed.parameters(), grads, strict=True))
 
 
 def test_the_module_is_restored_when_the_consumer_stops_early(build, mixed):
-    before = state(mixed)
+    old_state = state(mixed)
     stream = build(max_batch=2).generate(requests())
     next(stream)
-    assert state(mixed) == before
+    assert state(mixed) == old_state
     stream.close()
-    assert state(mixed) == before
+    assert state(mixed) == old_state
 
 
 def test_a_consumer_may_train_between_samples(build, mixed):
     undisturbed = sample(build(max_batch=4), requests())
-    found = {}
+    ids = {}
     for position, turn in build(max_batch=4).generate(requests()):
         mixed(torch.tensor([[3, 4, 5]]), use_cache=False).logits.sum().backward()
-        found[position] = turn.ids
-    assert found == {n: turn.ids for n, turn in enumerate(undisturbed)}, "gradients change no weight"
+        ids[position] = turn.ids
+    assert ids == {n: turn.ids for n, turn in enumerate(undisturbed)}, "gradients change no weight"
 
 
 @pytest.mark.parametrize("after", [1, 6])
 def test_the_module_is_restored_after_an_error(build, mixed, after):
-    before, calls, generator = state(mixed), [], build()
+    old_state, calls, generator = state(mixed), [], build()
 
     def fail(*_):
         calls.append(1)
@@ -73,25 +73,25 @@ def test_the_module_is_restored_after_an_error(build, mixed, after):
             list(generator.generate(requests()))
     finally:
         hook.remove()
-    assert state(mixed) == before
+    assert state(mixed) == old_state
     assert list(build().generate(requests(1, 1)))
 
 
 def test_samples_follow_the_current_weights_of_the_module(model, build):
     generator = build()
-    before = sample(generator, requests(1))
+    old_turns = sample(generator, requests(1))
     with torch.no_grad():
         saved = model.model.norm.weight.clone()
         model.model.norm.weight.mul_(0.3)
     try:
         proof = generator.load(model, 4)
-        after = sample(generator, requests(1))
+        new_turns = sample(generator, requests(1))
     finally:
         with torch.no_grad():
             model.model.norm.weight.copy_(saved)
     assert proof.version == 4
-    assert after[0].versions == ((0, 4),)
-    assert [t.ids for t in before] != [t.ids for t in after]
+    assert new_turns[0].versions == ((0, 4),)
+    assert [t.ids for t in old_turns] != [t.ids for t in new_turns]
 
 
 def test_automatic_dtype_follows_the_trainer(model, decode):

@@ -20,15 +20,15 @@ def trainer(request, model_path):
 
 @pytest.fixture
 def generator(trainer):
-    made = TransformersGenerator(None, GeneratorSpec(tuple(trainer.eos_token_ids), trainer.tokenizer.decode))
-    made.load(trainer, 0)
-    return made
+    sampler = TransformersGenerator(None, GeneratorSpec(tuple(trainer.eos_token_ids), trainer.tokenizer.decode))
+    sampler.load(trainer, 0)
+    return sampler
 
 
 TEMPERATURES = (0.7, 1.0, 1.3)
 
 
-def wanted():
+def make_requests():
     prompts = [tuple(range(5, 9 + 4 * p)) for p in range(3)]
     return [GenerationRequest(ids, s, Sampling(30, TEMPERATURES[s % 3])) for ids in prompts for s in range(6)]
 
@@ -47,15 +47,15 @@ def batch_of(requests, turns):
 
 
 def draw(generator):
-    found = dict(generator.generate(wanted()))
-    return [found[i] for i in range(len(found))]
+    turns = dict(generator.generate(make_requests()))
+    return [turns[i] for i in range(len(turns))]
 
 
 def test_the_generators_logprobs_are_the_trainers(trainer, generator):
     turns = draw(generator)
-    batch = batch_of(wanted(), turns)
-    got = trainer.forward([batch], ["logprobs"])[0]["logprobs"]
-    difference = (got - batch.tok["sampled"])[batch.tok["loss_mask"]].abs()
+    batch = batch_of(make_requests(), turns)
+    logprobs = trainer.forward([batch], ["logprobs"])[0]["logprobs"]
+    difference = (logprobs - batch.tok["sampled"])[batch.tok["loss_mask"]].abs()
     assert any(isinstance(m.forward, _FusedLayer) for m in trainer.module.modules())
     if trainer.precision.bf16:
         assert difference.mean() < 0.01
@@ -66,14 +66,14 @@ def test_the_generators_logprobs_are_the_trainers(trainer, generator):
 def test_sampling_and_training_alternate(trainer, generator, nll):
     first = draw(generator)
     assert draw(generator) == first
-    batch = weigh(batch_of(wanted(), first), nll.reduce())
-    before = trainer.forward([batch], ["logprobs"])[0]["logprobs"]
+    batch = weigh(batch_of(make_requests(), first), nll.reduce())
+    old_logprobs = trainer.forward([batch], ["logprobs"])[0]["logprobs"]
     trainer.update([batch], nll, {}, {})
     generator.load(trainer, 1)
     after = draw(generator)
     assert {t.versions for t in after} == {((0, 1),)}
-    new = batch_of(wanted(), after)
-    got = trainer.forward([new], ["logprobs"])[0]["logprobs"]
-    difference = (got - new.tok["sampled"])[new.tok["loss_mask"]].abs()
+    new = batch_of(make_requests(), after)
+    logprobs = trainer.forward([new], ["logprobs"])[0]["logprobs"]
+    difference = (logprobs - new.tok["sampled"])[new.tok["loss_mask"]].abs()
     assert difference.max() < (0.1 if trainer.precision.bf16 else 1e-5)
-    assert not torch.equal(trainer.forward([batch], ["logprobs"])[0]["logprobs"], before)
+    assert not torch.equal(trainer.forward([batch], ["logprobs"])[0]["logprobs"], old_logprobs)

@@ -26,19 +26,19 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_micro_batches_of_a_step_share_the_rounded_weights(checkpointing, make_trainer, make_batch, nll):
-    whole, single = (make_trainer(dtype="bf16", gradient_checkpointing=checkpointing) for _ in range(2))
+    joint, single = (make_trainer(dtype="bf16", gradient_checkpointing=checkpointing) for _ in range(2))
     micros = [make_batch([9, 5], seed=seed, loss=nll) for seed in range(3)]
-    weight = tuple(whole.module.model.layers[0].mlp.gate_proj.weight.shape)
+    weight = tuple(joint.module.model.layers[0].mlp.gate_proj.weight.shape)
     for _ in range(2):  # the second step sees the weights of the first one
         with Operations() as operations:
-            whole.update(micros, nll, {}, {})
+            joint.update(micros, nll, {}, {})
         for micro in micros:
             single.accumulate([micro], nll, {}, {})
         single.apply()
     per_micro = 4 if checkpointing else 2  # gate and up, twice where layers are computed again
-    layers = len(whole.module.model.layers)
+    layers = len(joint.module.model.layers)
     assert operations.rounded[weight] == layers * (3 * per_micro if checkpointing else per_micro)
-    for name, value in whole.parameters.items():
+    for name, value in joint.parameters.items():
         assert torch.equal(value, single.parameters[name]), name
 
 

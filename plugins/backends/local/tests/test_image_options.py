@@ -48,64 +48,66 @@ def trainer_of(path, head="lm", trained=True, options=None, **config):
 
 
 def test_a_critic_is_the_body_with_a_fresh_head_and_is_read_again(path, batch, tmp_path):
-    one = trainer_of(path, "scalar")
+    critic = trainer_of(path, "scalar")
     batch = replace(batch, tok={"action_mask": batch.tok["loss_mask"], **batch.tok})
-    got = one.forward([batch], ("values",))[0]["values"]
+    values = critic.forward([batch], ("values",))[0]["values"]
     plain = PlainImageModel(path, FAMILY)
     with torch.no_grad():
         hidden = torch.cat([plain.model.model(**plain.inputs(p)).last_hidden_state[0] for p in SEQUENCES])
-    before, mask = (hidden @ one.loaded_model.head.weight[0].detach()).roll(1), batch.tok["action_mask"]
-    torch.testing.assert_close(got[mask], before[mask], atol=1e-5, rtol=0)
-    one.export(tmp_path / "critic")
+    expected, mask = (hidden @ critic.loaded_model.head.weight[0].detach()).roll(1), batch.tok["action_mask"]
+    torch.testing.assert_close(values[mask], expected[mask], atol=1e-5, rtol=0)
+    critic.export(tmp_path / "critic")
     shutil.copy(path / "processor_config.json", tmp_path / "critic")
-    again = trainer_of(tmp_path / "critic", "scalar", trained=False)
-    torch.testing.assert_close(again.forward([batch], ("values",))[0]["values"], got, atol=1e-6, rtol=0)
+    copy_of_critic = trainer_of(tmp_path / "critic", "scalar", trained=False)
+    torch.testing.assert_close(copy_of_critic.forward([batch], ("values",))[0]["values"], values, atol=1e-6, rtol=0)
 
 
 def test_an_export_is_read_by_transformers_and_training_goes_on(path, batch, tmp_path):
-    one = trainer_of(path)
-    one.update([batch], NllLoss(), {}, {})
-    before = one.forward([batch], ("logprobs",))[0]["logprobs"]
-    one.export(tmp_path / "model")
-    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    own = dict(one.module.named_parameters())
-    assert all(torch.equal(p, own[name]) for name, p in read.named_parameters())
-    assert torch.equal(one.forward([batch], ("logprobs",))[0]["logprobs"], before)  # the attention is still ours
+    trainer = trainer_of(path)
+    trainer.update([batch], NllLoss(), {}, {})
+    logprobs = trainer.forward([batch], ("logprobs",))[0]["logprobs"]
+    trainer.export(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    parameters = dict(trainer.module.named_parameters())
+    assert all(torch.equal(p, parameters[name]) for name, p in model.named_parameters())
+    assert torch.equal(trainer.forward([batch], ("logprobs",))[0]["logprobs"], logprobs)  # the attention is still ours
 
 
 def test_a_frozen_vision_tower_keeps_its_weights_and_the_rest_its_gradients(path, batch, tmp_path):
-    whole, one = trainer_of(path), trainer_of(path, freeze_vision=True, ema_decay=0.5)
-    vision = set(vision_parameters(one.module))
-    assert vision == {n for n, _ in one.module.named_parameters() if n.startswith("model.visual.")}
-    first = {name: p.detach().clone() for name, p in one.module.named_parameters()}
-    for each in (whole, one):
-        each.accumulate([batch], NllLoss(), {}, {})
-    gradients = whole.gradients()
-    assert set(one.gradients()) == set(gradients) - vision
-    for name, got in one.gradients().items():
-        torch.testing.assert_close(got, gradients[name], atol=1e-6, rtol=0)
-    one.apply()
-    changed = {name for name, p in one.module.named_parameters() if not torch.equal(p, first[name])}
-    assert changed
-    assert not changed & vision
-    assert {n.split(".")[0] for n, _ in one.weights("ema")} == {n.split(".")[0] for n, _ in one.weights()}  # whole
-    one.save(tmp_path / "checkpoint")
+    full_trainer, trainer = trainer_of(path), trainer_of(path, freeze_vision=True, ema_decay=0.5)
+    vision = set(vision_parameters(trainer.module))
+    assert vision == {n for n, _ in trainer.module.named_parameters() if n.startswith("model.visual.")}
+    first = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+    for instance in (full_trainer, trainer):
+        instance.accumulate([batch], NllLoss(), {}, {})
+    gradients = full_trainer.gradients()
+    assert set(trainer.gradients()) == set(gradients) - vision
+    for name, gradient in trainer.gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=0)
+    trainer.apply()
+    differences = {name for name, p in trainer.module.named_parameters() if not torch.equal(p, first[name])}
+    assert differences
+    assert not differences & vision
+    assert {n.split(".")[0] for n, _ in trainer.weights("ema")} == {
+        n.split(".")[0] for n, _ in trainer.weights()
+    }  # whole
+    trainer.save(tmp_path / "checkpoint")
     other = trainer_of(path, freeze_vision=True, ema_decay=0.5)
     other.load(tmp_path / "checkpoint")
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.weights(), other.weights(), strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trainer.weights(), other.weights(), strict=True))
 
 
 @pytest.mark.parametrize("vision", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_adapters_are_in_the_text_part_unless_asked(path, batch, vision):
-    one = trainer_of(path, lora={"rank": 2, "vision": vision})
-    inside = [name for name, _ in adapted(one.module) if name.startswith(vision_prefixes(one.module))]
-    assert bool(inside) is vision
-    assert len(adapted(one.module)) - len(inside) == 2 * 7
-    before = one.forward([batch], ("logprobs",), "base")[0]["logprobs"]
-    one.update([batch], NllLoss(), {}, {})
-    assert all(is_adapter(name) for name in one.parameters)
-    assert torch.equal(one.forward([batch], ("logprobs",), "base")[0]["logprobs"], before)
-    assert not torch.equal(one.forward([batch], ("logprobs",))[0]["logprobs"], before)
+    trainer = trainer_of(path, lora={"rank": 2, "vision": vision})
+    vision_layers = [name for name, _ in adapted(trainer.module) if name.startswith(vision_prefixes(trainer.module))]
+    assert bool(vision_layers) is vision
+    assert len(adapted(trainer.module)) - len(vision_layers) == 2 * 7
+    base_logprobs = trainer.forward([batch], ("logprobs",), "base")[0]["logprobs"]
+    trainer.update([batch], NllLoss(), {}, {})
+    assert all(is_adapter(name) for name in trainer.parameters)
+    assert torch.equal(trainer.forward([batch], ("logprobs",), "base")[0]["logprobs"], base_logprobs)
+    assert not torch.equal(trainer.forward([batch], ("logprobs",))[0]["logprobs"], base_logprobs)
 
 
 @pytest.mark.full
@@ -113,13 +115,13 @@ def test_adapters_are_in_the_text_part_unless_asked(path, batch, vision):
     "options", [{"gradient_checkpointing": True}, {"dtype": "bf16"}, {"storage": "bf16", "dtype": "bf16"}]
 )
 def test_gradients_with_recomputed_layers_and_in_bf16(path, batch, options):
-    whole, one = trainer_of(path), trainer_of(path, options=options)
-    for each in (whole, one):
-        each.accumulate([batch], NllLoss(), {}, {})
-    want, got = whole.gradients(), one.gradients()
-    off = sum(float((got[n].float() - want[n]).square().sum()) for n in want) ** 0.5
+    plain, trainer = trainer_of(path), trainer_of(path, options=options)
+    for instance in (plain, trainer):
+        instance.accumulate([batch], NllLoss(), {}, {})
+    want, gradients = plain.gradients(), trainer.gradients()
+    error = sum(float((gradients[n].float() - want[n]).square().sum()) for n in want) ** 0.5
     size = sum(float(g.square().sum()) for g in want.values()) ** 0.5
-    assert off / size < (1e-5 if "dtype" not in options else 0.05)  # bf16 has 8 bits
+    assert error / size < (1e-5 if "dtype" not in options else 0.05)  # bf16 has 8 bits
 
 
 def test_wrong_placeholders_name_their_sequence(path, batch):
@@ -149,11 +151,11 @@ def test_what_reads_no_images_is_refused(path, batch, tmp_path):
         TorchTrainerConfig(freeze_vision=True, lora={"rank": 2})
     with pytest.raises(ConfigError, match="kernels = 'liger' was not compared with image-text models"):
         trainer_of(path, kernels="liger")
-    one = trainer_of(text, options={"images": False})
+    trainer = trainer_of(text, options={"images": False})
     with pytest.raises(TrainingError, match="a batch has images, but Qwen3ForCausalLM reads text only"):
-        one.forward([batch], ("logprobs",))
-    generator = TransformersGenerator(None, GeneratorSpec((1,), one.tokenizer.decode))
-    generator.load(one, 0)
+        trainer.forward([batch], ("logprobs",))
+    generator = TransformersGenerator(None, GeneratorSpec((1,), trainer.tokenizer.decode))
+    generator.load(trainer, 0)
     with pytest.raises(ModelError, match="request 0 has images, but Qwen3ForCausalLM reads text only"):
         list(generator.generate([GenerationRequest([3, 4], 0, Sampling(4), batch.images_B[0])]))
 
@@ -163,10 +165,10 @@ def test_a_folder_without_a_processor_trains_on_text_only(path, batch, tmp_path)
     for file in path.iterdir():
         if "processor" not in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    one = trainer_of(tmp_path, options={"images": False})
-    one.forward([batch.select([1])], ("logprobs",))
+    trainer = trainer_of(tmp_path, options={"images": False})
+    trainer.forward([batch.select([1])], ("logprobs",))
     with pytest.raises(TrainingError, match="has no processor of images"):
-        one.forward([batch.select([0])], ("logprobs",))
+        trainer.forward([batch.select([0])], ("logprobs",))
     with pytest.raises(
         ModelError, match=r"the data have images, but Qwen2_5_VLForConditionalGeneration .* has no proc"
     ):
@@ -174,30 +176,30 @@ def test_a_folder_without_a_processor_trains_on_text_only(path, batch, tmp_path)
 
 
 TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 90}
-AHEAD = r"cannot be computed with images here, causally and packed .*mask lets an image token attend to later ones"
+NOT_CAUSAL = r"cannot be computed with images here, causally and packed .*mask lets an image token attend to later ones"
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "why"),
+    ("family", "fields", "reason"),
     [
-        ("gemma3", {"text_config": TEXT}, AHEAD),
-        ("gemma4", {"text_config": {**TEXT, "use_bidirectional_attention": "vision"}}, AHEAD),
+        ("gemma3", {"text_config": TEXT}, NOT_CAUSAL),
+        ("gemma4", {"text_config": {**TEXT, "use_bidirectional_attention": "vision"}}, NOT_CAUSAL),
         ("gemma4", {"text_config": TEXT}, None),
-        ("paligemma", {"text_config": {"model_type": "gemma", **TEXT}}, AHEAD),
+        ("paligemma", {"text_config": {"model_type": "gemma", **TEXT}}, NOT_CAUSAL),
         ("mllama", {}, "its class has no get_image_features"),
         ("kosmos-2", {}, "its config names no image_token_id"),
         ("llava", {}, None),
     ],
 )
 def test_models_whose_config_tells_that_images_are_not_computed_are_refused_before_they_are_loaded(
-    tmp_path, family, fields, why
+    tmp_path, family, fields, reason
 ):
     """The folder has a config only."""
     AutoConfig.for_model(family, **fields).save_pretrained(tmp_path)
     config = TorchTrainerConfig(device="cpu")
     with pytest.raises(ModelError, match="use a decoder-only") if family == "kosmos-2" else nullcontext():
         TorchTrainer.check(config, spec_of(tmp_path, images=False), None)
-    with pytest.raises(ModelError, match=f"the data have images, but .*{why}") if why else nullcontext():
+    with pytest.raises(ModelError, match=f"the data have images, but .*{reason}") if reason else nullcontext():
         TorchTrainer.check(config, spec_of(tmp_path), None)
 
 
@@ -214,25 +216,27 @@ BART = {
 
 
 @pytest.mark.parametrize(
-    ("family", "text", "images", "why"),
+    ("family", "text", "images", "reason"),
     [
         ("blip-2", OPT, True, "is not a body with one linear language-model head"),
         ("blip-2", T5, False, "has an encoder and a decoder of text"),
         ("florence2", BART, True, "has an encoder and a decoder of text"),
     ],
 )
-def test_models_that_are_no_decoder_with_a_head_are_refused_before_they_are_loaded(tmp_path, family, text, images, why):
+def test_models_that_are_no_decoder_with_a_head_are_refused_before_they_are_loaded(
+    tmp_path, family, text, images, reason
+):
     """Transformers builds the class on the meta device. The folder has a config only."""
     AutoConfig.for_model(family, text_config=text, image_token_id=5).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=rf"ForConditionalGeneration .* {why}.*; use a decoder-only architecture"):
+    with pytest.raises(ModelError, match=rf"ForConditionalGeneration .* {reason}.*; use a decoder-only architecture"):
         TorchTrainer.check(TorchTrainerConfig(device="cpu"), spec_of(tmp_path, images=images), None)
 
 
 @pytest.mark.full
 def test_a_model_whose_image_tokens_attend_in_both_directions_is_refused(tmp_path, monkeypatch):
     path = tiny_gemma3(tmp_path, monkeypatch)
-    one = trainer_of(path, options={"images": False})
-    assert "tokens get other hidden states" in one.loaded_model.no_images
+    trainer = trainer_of(path, options={"images": False})
+    assert "tokens get other hidden states" in trainer.loaded_model.no_images
     with pytest.raises(
         ModelError, match=r"cannot be computed with images here, causally and packed .* such as Gemma 3"
     ):

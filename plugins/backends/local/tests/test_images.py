@@ -31,14 +31,14 @@ FAMILIES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Makes and keeps a model of each family."""
-    made = {}
+    paths = {}
 
-    def of(family="qwen3_vl"):
-        if family not in made:
-            made[family] = tiny_image_model(tmp_path_factory.mktemp(family), family)
-        return made[family]
+    def path_of(family="qwen3_vl"):
+        if family not in paths:
+            paths[family] = tiny_image_model(tmp_path_factory.mktemp(family), family)
+        return paths[family]
 
-    return of
+    return path_of
 
 
 def trainer_of(path, head="lm", images=True, **options):
@@ -49,19 +49,21 @@ def trainer_of(path, head="lm", images=True, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(folder, family):
     path = folder(family)
-    plain, one, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family)
+    plain, trainer, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family)
     want = [plain.logprobs(parts) for parts in SEQUENCES]
     mask_N = batch.tok["loss_mask"]
     assert [len(x) for x in want] == batch.lens_B.tolist()  # our tokens are the processor's
-    apart = [[5, 0, 2], [1], [4, 6, 3]]  # micro-batches of another split, in another order
-    for units in ([list(range(7))], apart):
+    split = [[5, 0, 2], [1], [4, 6, 3]]  # micro-batches of another split, in another order
+    for units in ([list(range(7))], split):
         micros = [batch.select(u) for u in units]
-        for of, found in zip(units, one.forward(micros, ("logprobs",)), strict=True):
-            own_N = torch.cat([want[u] for u in of]) * torch.cat([mask_N.split(batch.lens_B.tolist())[u] for u in of])
-            torch.testing.assert_close(found["logprobs"], own_N.detach(), atol=TOLERANCE, rtol=0)
-        one.accumulate(micros, NllLoss(), {}, {})
-        gradients = one.gradients()
-        one.zero_grad()
+        for indices, outputs in zip(units, trainer.forward(micros, ("logprobs",)), strict=True):
+            own_N = torch.cat([want[u] for u in indices]) * torch.cat(
+                [mask_N.split(batch.lens_B.tolist())[u] for u in indices]
+            )
+            torch.testing.assert_close(outputs["logprobs"], own_N.detach(), atol=TOLERANCE, rtol=0)
+        trainer.accumulate(micros, NllLoss(), {}, {})
+        gradients = trainer.gradients()
+        trainer.zero_grad()
         loss = -(torch.cat(want) * mask_N).sum() / mask_N.sum()
         plain.model.zero_grad()
         loss.backward(retain_graph=True)
@@ -70,7 +72,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(folder, family)
                 expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(gradients[name], expected, atol=TOLERANCE, rtol=0)
     assert set(gradients) <= {name for name, _ in plain.model.named_parameters()}
-    assert any(gradients[name].abs().max() > 1e-3 for name in vision_parameters(one.module))
+    assert any(gradients[name].abs().max() > 1e-3 for name in vision_parameters(trainer.module))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,10 +85,10 @@ def test_images_of_one_pixel_and_thin_ones_are_computed_as_by_transformers(folde
     )
     path = folder(family)
     batch, plain = image_batch(path, family, rows), PlainImageModel(path, family)
-    found = trainer_of(path).forward([batch], ("logprobs",))[0]["logprobs"]
+    logprobs = trainer_of(path).forward([batch], ("logprobs",))[0]["logprobs"]
     with torch.no_grad():
         want = torch.cat([plain.logprobs(parts) for parts in rows]) * batch.tok["loss_mask"]
-    torch.testing.assert_close(found, want, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logprobs, want, atol=TOLERANCE, rtol=0)
 
 
 def test_equal_tokens_with_other_images_share_nothing(folder):
@@ -95,43 +97,43 @@ def test_equal_tokens_with_other_images_share_nothing(folder):
     batch = image_batch(path, "qwen3_vl").select([0, 6, 0])
     first, second, _ = batch.ids_N.split(batch.lens_B.tolist())
     assert torch.equal(first, second)
-    one = trainer_of(path)
-    found = one.forward([batch], ("logprobs",))[0]["logprobs"].split(batch.lens_B.tolist())
-    assert (found[0] - found[1]).abs().max() > 1e-3
-    torch.testing.assert_close(found[0], found[2], atol=1e-6, rtol=0)
+    trainer = trainer_of(path)
+    logprobs = trainer.forward([batch], ("logprobs",))[0]["logprobs"].split(batch.lens_B.tolist())
+    assert (logprobs[0] - logprobs[1]).abs().max() > 1e-3
+    torch.testing.assert_close(logprobs[0], logprobs[2], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_images_in_prefixes_are_computed_once(folder, family, monkeypatch):
     path = folder(family)
     front = ("which colours? ", RED, SMALL, " say: ")
-    others = [("which colours? ", SMALL, RED, " say: ", "one"), ("which colours? ", RED, BLUE, " say: ", "no")]
-    rows = (*((*front, answer) for answer in ("red", "blue, red", "?")), *others, ("text",))
-    plain, one, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family, rows)
+    variants = [("which colours? ", SMALL, RED, " say: ", "one"), ("which colours? ", RED, BLUE, " say: ", "no")]
+    rows = (*((*front, answer) for answer in ("red", "blue, red", "?")), *variants, ("text",))
+    plain, trainer, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family, rows)
     assert share_prefixes(batch.ids_N, batch.lens_B.tolist(), batch.images_B) is not None
     computed = []
-    body, whole = one.loaded_model.body, one.loaded_model.body.forward
-    monkeypatch.setattr(body, "forward", lambda **given: computed.append(given) or whole(**given))
-    found = one.forward([batch], ("logprobs",))[0]["logprobs"]
+    body, forward = trainer.loaded_model.body, trainer.loaded_model.body.forward
+    monkeypatch.setattr(body, "forward", lambda **inputs: computed.append(inputs) or forward(**inputs))
+    logprobs = trainer.forward([batch], ("logprobs",))[0]["logprobs"]
     assert computed[0]["input_ids"].numel() < batch.tokens
     want = torch.cat([plain.logprobs(parts) for parts in rows]) * batch.tok["loss_mask"]
-    torch.testing.assert_close(found, want.detach(), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logprobs, want.detach(), atol=TOLERANCE, rtol=0)
     if "image_grid_thw" in computed[0]:
         assert len(computed[0]["image_grid_thw"]) == 2 + 2 + 1  # RED is the first image of the last one too
-    apart = trainer_of(path, shared_prefixes=False)
-    for each in (one, apart):
-        each.accumulate([batch], NllLoss(), {}, {})
-    for name, gradient in one.gradients().items():
-        torch.testing.assert_close(gradient, apart.gradients()[name], atol=TOLERANCE, rtol=0)
+    unshared = trainer_of(path, shared_prefixes=False)
+    for instance in (trainer, unshared):
+        instance.accumulate([batch], NllLoss(), {}, {})
+    for name, gradient in trainer.gradients().items():
+        torch.testing.assert_close(gradient, unshared.gradients()[name], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_generator_samples_from_images_with_the_trainers_logprobs(folder, family):
     """Also after a sampled placeholder of an image, which is text."""
     path = folder(family)
-    one = trainer_of(path)
-    generator = TransformersGenerator(None, GeneratorSpec(tuple(one.eos_token_ids), one.tokenizer.decode))
-    generator.load(one, 0)
+    trainer = trainer_of(path)
+    generator = TransformersGenerator(None, GeneratorSpec(tuple(trainer.eos_token_ids), trainer.tokenizer.decode))
+    generator.load(trainer, 0)
     contexts = [sequence(path, family, SEQUENCES[n]) for n in (0, 6, 2, 1, 0)]
     sampling = Sampling(12, 1.0, ignore_eos=True)
     requests = [GenerationRequest(ids, n % 4, sampling, images) for n, (ids, images) in enumerate(contexts)]
@@ -139,29 +141,29 @@ def test_the_generator_samples_from_images_with_the_trainers_logprobs(folder, fa
     assert turns[0].ids == turns[4].ids
     assert turns[0].logprobs != turns[1].logprobs
     assert generator.work["prefill_tokens"] == sum(len(ids) for ids, _ in contexts[:4])
-    placeholder = one.module.config.image_token_id
+    placeholder = trainer.module.config.image_token_id
     turns[0].ids[3] = turns[2].ids[3] = placeholder  # the log-probs before it stay
     units = []
     for n, (ids, images) in enumerate(contexts[:4]):
         taught = [False] * len(ids) + [True] * 12
         units.append(UnitData([SequenceData([*ids, *turns[n].ids], {"loss_mask": taught}, images=images)]))
     batch = weigh(pack(units), NllLoss().reduce())
-    found = one.forward([batch], ("logprobs",))[0]["logprobs"][batch.tok["loss_mask"]].view(4, 12)
-    for n, got_T in enumerate(found):
-        until = 3 if n in (0, 2) else 12
+    logprobs = trainer.forward([batch], ("logprobs",))[0]["logprobs"][batch.tok["loss_mask"]].view(4, 12)
+    for n, got_T in enumerate(logprobs):
+        count = 3 if n in (0, 2) else 12
         want_T = torch.tensor(turns[n].logprobs)
-        torch.testing.assert_close(got_T[:until], want_T[:until], atol=TOLERANCE, rtol=0)
-    again = [
+        torch.testing.assert_close(got_T[:count], want_T[:count], atol=TOLERANCE, rtol=0)
+    continuations = [
         GenerationRequest([*ids, *turns[n].ids[:4]], 9, sampling, images)
         for n, (ids, images) in enumerate(contexts[:3])
     ]
-    followed = dict(generator.generate(again))
+    followed = dict(generator.generate(continuations))
     units = []
     for n, (ids, images) in enumerate(contexts[:3]):
         taught = [False] * (len(ids) + 4) + [True] * 12
-        whole = [*ids, *turns[n].ids[:4], *followed[n].ids]
-        units.append(UnitData([SequenceData(whole, {"loss_mask": taught}, images=images)]))
+        tokens = [*ids, *turns[n].ids[:4], *followed[n].ids]
+        units.append(UnitData([SequenceData(tokens, {"loss_mask": taught}, images=images)]))
     batch = weigh(pack(units), NllLoss().reduce())
-    found = one.forward([batch], ("logprobs",))[0]["logprobs"][batch.tok["loss_mask"]].view(3, 12)
+    logprobs = trainer.forward([batch], ("logprobs",))[0]["logprobs"][batch.tok["loss_mask"]].view(3, 12)
     want = torch.tensor([list(followed[n].logprobs) for n in range(3)])
-    torch.testing.assert_close(found, want, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logprobs, want, atol=TOLERANCE, rtol=0)

@@ -70,15 +70,17 @@ def test_with_a_plain_kernel_the_layers_of_a_model_are_compared(make_trainer, on
     assert not disagreement(policy.loaded_model.layers, CPU)
 
 
-@pytest.mark.parametrize(("kernel", "why"), [(shifted, "outputs differ by"), (missing, "no kernel image is available")])
-def test_with_a_wrong_kernel_auto_takes_sdpa_and_says_so_and_flash_is_refused(make_trainer, on_gpu, kernel, why):
+@pytest.mark.parametrize(
+    ("kernel", "reason"), [(shifted, "outputs differ by"), (missing, "no kernel image is available")]
+)
+def test_with_a_wrong_kernel_auto_takes_sdpa_and_says_so_and_flash_is_refused(make_trainer, on_gpu, kernel, reason):
     on_gpu(kernel)
     policy = make_trainer(dtype="bf16")
     assert policy.loaded_model.attention == "sdpa"
     [note] = [note for note in policy.facts().notes if "attention" in note]
     assert "'sdpa', because with 'flash' " in note
-    assert why in note
+    assert reason in note
     assert make_trainer(dtype="fp32").loaded_model.attention == "auto"
     policy.config = policy.config.model_copy(update={"attention": "flash"})
-    with pytest.raises(CapabilityError, match=rf"trainer\.attention = 'flash': .*{why}.* Leave it out"):
+    with pytest.raises(CapabilityError, match=rf"trainer\.attention = 'flash': .*{reason}.* Leave it out"):
         policy.choose_kernel()

@@ -18,7 +18,7 @@ from rlhf_modeling.fused import fuse_layers, restore_layers
 from rlhf_modeling.kernels import check_kernels, use_kernels
 from rlhf_testing.tiny import tiny_model
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 KINDS = {"qwen3": 7, "llama": 5, "mistral": 5, "gemma2": 7, "gemma3_text": 9, "qwen2": 5, "critic": 7, "adapters": 7}
 """{case: modules that call Liger's functions: norms, and one feed-forward and one attention in each layer}."""
 
@@ -27,7 +27,7 @@ KINDS = {"qwen3": 7, "llama": 5, "mistral": 5, "gemma2": 7, "gemma3_text": 9, "q
 def interpreted(tmp_path_factory):
     """Results of the cases, on CPU tensors in Triton's interpreter."""
     pytest.importorskip("liger_kernel")
-    script, folder = str(HERE / "liger_cases.py"), str(tmp_path_factory.mktemp("liger"))
+    script, folder = str(FOLDER / "liger_cases.py"), str(tmp_path_factory.mktemp("liger"))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-3000:]
@@ -36,11 +36,11 @@ def interpreted(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_liger_gives_the_numbers_of_transformers_layers(interpreted, kind):
-    found = interpreted[kind]
-    assert found["bound"] == KINDS[kind]
-    assert found.get("not bound", 0) == 0
-    assert found["values"] < 1e-5
-    assert found["gradients"] < 1e-4
+    result = interpreted[kind]
+    assert result["bound"] == KINDS[kind]
+    assert result.get("not bound", 0) == 0
+    assert result["values"] < 1e-5
+    assert result["gradients"] < 1e-4
 
 
 def test_samples_of_layers_with_liger_have_the_log_probs_of_transformers_layers(interpreted):
@@ -48,7 +48,7 @@ def test_samples_of_layers_with_liger_have_the_log_probs_of_transformers_layers(
 
 
 def test_auto_takes_liger_under_bf16_where_it_is_available_and_knows_the_layers(make_trainer, monkeypatch):
-    loaded, calls = make_trainer(kernels="none").loaded_model, []
+    model, calls = make_trainer(kernels="none").loaded_model, []
 
     def use_liger(module):
         calls.append(module)
@@ -59,25 +59,27 @@ def test_auto_takes_liger_under_bf16_where_it_is_available_and_knows_the_layers(
     monkeypatch.setattr(liger, "use_liger", use_liger)
     for available, bf16, expected in ((False, True, 0), (True, False, 0), (True, True, 1), (True, True, 2)):
         monkeypatch.setattr(liger, "why_not", lambda device, is_there=available: "" if is_there else "no GPU")
-        use_kernels(loaded, "auto", bf16)
+        use_kernels(model, "auto", bf16)
         assert len(calls) == expected
-        layers = [m for m in loaded.module.modules() if "forward" in vars(m)]
+        layers = [m for m in model.module.modules() if "forward" in vars(m)]
         assert len(layers) == 2, "where it is not taken, the layers are those of `own`"
         restore_layers(layers)
 
 
 def test_liger_is_refused_for_layers_that_it_does_not_compute(interpreted):
-    found = interpreted["refused"]
-    assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind that is known (Gemma2, " in found["olmo2"]
-    assert "gates of Qwen3ForCausalLM use GELUActivation, the kernel computes SiLU" in found["gelu"]
-    assert "Qwen3ForCausalLM computes something else with Liger's kernels (hidden states differ by" in found["differs"]
+    messages = interpreted["refused"]
+    assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind that is known (Gemma2, " in messages["olmo2"]
+    assert "gates of Qwen3ForCausalLM use GELUActivation, the kernel computes SiLU" in messages["gelu"]
+    assert (
+        "Qwen3ForCausalLM computes something else with Liger's kernels (hidden states differ by" in messages["differs"]
+    )
 
 
 def test_with_other_forms_in_place_of_liger_layers_are_compared_in_bf16_too(make_trainer, monkeypatch):
-    loaded = make_trainer(kernels="none").loaded_model
+    model = make_trainer(kernels="none").loaded_model
     monkeypatch.setattr(liger, "use_liger", fuse_layers)
-    use_kernels(loaded, "liger", bf16=True)
-    assert sum("forward" in vars(m) for m in loaded.module.modules()) == 2
+    use_kernels(model, "liger", bf16=True)
+    assert sum("forward" in vars(m) for m in model.module.modules()) == 2
 
     def wrong_in_bf16(module):
         layers = fuse_layers(module)
@@ -88,12 +90,12 @@ def test_with_other_forms_in_place_of_liger_layers_are_compared_in_bf16_too(make
     def scaled(forward, *arguments, **options):
         return forward(*arguments, **options) * (1 + 0.1 * torch.is_autocast_enabled("cpu"))
 
-    restore_layers([m for m in loaded.module.modules() if "forward" in vars(m)])
+    restore_layers([m for m in model.module.modules() if "forward" in vars(m)])
     monkeypatch.setattr(liger, "use_liger", wrong_in_bf16)
-    use_kernels(loaded, "liger", bf16=False)
-    restore_layers([m for m in loaded.module.modules() if "forward" in vars(m)])
+    use_kernels(model, "liger", bf16=False)
+    restore_layers([m for m in model.module.modules() if "forward" in vars(m)])
     with pytest.raises(CapabilityError, match=r"computes something else .* norm-wise, in bf16"):
-        use_kernels(loaded, "liger", bf16=True)
+        use_kernels(model, "liger", bf16=True)
 
 
 def test_liger_leaves_other_models_of_the_process_alone(interpreted):
@@ -116,8 +118,10 @@ def test_liger_is_refused_before_a_model_is_read(make_trainer, monkeypatch):
 def test_own_kernels_and_none(make_trainer, make_batch, nll, kernels, count):
     trainer = make_trainer(kernels=kernels)
     assert sum("forward" in vars(m) for m in trainer.module.modules()) == count
-    [got], [want] = (of.forward([make_batch([9, 4], loss=nll)], ["logprobs"]) for of in (trainer, make_trainer()))
-    assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
+    [output], [want] = (
+        instance.forward([make_batch([9, 4], loss=nll)], ["logprobs"]) for instance in (trainer, make_trainer())
+    )
+    assert torch.allclose(output["logprobs"], want["logprobs"], atol=1e-5)
 
 
 def test_own_kernels_are_refused_where_they_do_not_fit(tmp_path, make_trainer):

@@ -96,17 +96,17 @@ def test_the_wsd_schedule_equals_that_of_transformers():
     from transformers import get_wsd_schedule
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = get_wsd_schedule(
+    reference = get_wsd_schedule(
         optimizer, 3, num_decay_steps=8, num_training_steps=20, min_lr_ratio=0.2, decay_type="linear"
     )
-    found = []
+    rates = []
     for _ in range(20):
-        found.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        theirs.step()
-    ours = factors(20, schedule="wsd", warmup_steps=3, decay_ratio=0.4, min_lr_ratio=0.2)
-    assert ours[3:] == pytest.approx(found[3:], abs=1e-4)
-    assert 0.2 < ours[-1] < ours[12] == 1.0
+        reference.step()
+    multipliers = factors(20, schedule="wsd", warmup_steps=3, decay_ratio=0.4, min_lr_ratio=0.2)
+    assert multipliers[3:] == pytest.approx(rates[3:], abs=1e-4)
+    assert 0.2 < multipliers[-1] < multipliers[12] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -45,30 +45,30 @@ def load(path, head="lm", trained=True):
 
 def one_by_one(path, batch):
     """Log-probs and gradients of transformers' eager attention, with a new module for each sequence."""
-    found, gradients = [], {}
+    logprobs, gradients = [], {}
     for ids in batch.ids_N.split(batch.lens_B.tolist()):
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
         logp = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        own = logp.gather(1, ids[1:, None])[1:, 0]  # like loss_mask, from the third token on
-        (-own.sum() / sum(n - 2 for n in batch.lens_B.tolist())).backward()
-        found.append(own.detach())
+        answer_logprobs = logp.gather(1, ids[1:, None])[1:, 0]  # like loss_mask, from the third token on
+        (-answer_logprobs.sum() / sum(n - 2 for n in batch.lens_B.tolist())).backward()
+        logprobs.append(answer_logprobs.detach())
         for name, p in model.named_parameters():
             if p.grad is not None:
                 gradients[name] = gradients.get(name, 0.0) + p.grad
-    return torch.cat(found), gradients
+    return torch.cat(logprobs), gradients
 
 
 def check(path, trainer, batch, nll):
     want, gradients = one_by_one(path, batch)
     for micros in ([batch], [batch.select([u]) for u in range(batch.units)]):
         values = trainer.forward(micros, ["logprobs"])
-        got = torch.cat([v["logprobs"][m.tok["loss_mask"]] for m, v in zip(micros, values, strict=True)])
-        assert (got - want).abs().max() < 1e-5
+        logprobs = torch.cat([v["logprobs"][m.tok["loss_mask"]] for m, v in zip(micros, values, strict=True)])
+        assert (logprobs - want).abs().max() < 1e-5
         trainer.accumulate(micros, nll, {}, {})
-        found = trainer.gradients()
+        trainer_gradients = trainer.gradients()
         trainer.zero_grad()
-        apart = torch.cat([(found[n] - g).flatten() for n, g in gradients.items()]).norm()
-        assert apart <= 1e-5 * torch.cat([g.flatten() for g in gradients.values()]).norm()
+        distance = torch.cat([(trainer_gradients[n] - g).flatten() for n, g in gradients.items()]).norm()
+        assert distance <= 1e-5 * torch.cat([g.flatten() for g in gradients.values()]).norm()
 
 
 @pytest.mark.parametrize("options", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
@@ -98,10 +98,10 @@ def test_models_that_cannot_be_packed_are_computed_one_length_at_a_time(
 def test_a_window_that_only_a_mask_knows_is_found(tmp_path):
     """Phi-MoE has its window only in the mask that transformers builds, not in the arguments of attention."""
     path = tiny_architecture(tmp_path, "phimoe")
-    loaded = load(path)
-    assert loaded.layout == "alone"
+    model = load(path)
+    assert model.layout == "alone"
     saved = json.loads((path / "config.json").read_text())["sliding_window"]
-    assert loaded.module.config.sliding_window == saved > 4, "restored after the probe"
+    assert model.module.config.sliding_window == saved > 4, "restored after the probe"
 
 
 def test_a_tensor_that_packed_attention_does_not_read_is_found(tmp_path):
@@ -188,11 +188,11 @@ def test_the_generator_refuses_a_model_without_packing_if_log_probs_differ(tmp_p
 
 def test_embedding_noise_depends_on_the_sequences_length_in_every_layout(tmp_path, make_trainer, make_batch, nll):
     trainer = make_trainer(tiny_architecture(tmp_path, "mamba2"), neftune_alpha=5.0)
-    seen = []
+    noises = []
     table = trainer.module.get_input_embeddings()
-    table.register_forward_hook(lambda _, x, y: seen.append((y - F.embedding(x[0], table.weight)).detach()))
+    table.register_forward_hook(lambda _, x, y: noises.append((y - F.embedding(x[0], table.weight)).detach()))
     trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
-    for added in seen:
+    for added in noises:
         bound = 5.0 / (added.shape[1] * added.shape[2]) ** 0.5
         assert 0.8 * bound < added.abs().max() <= bound * (1 + 1e-4)
 
@@ -238,7 +238,7 @@ def test_logprobs_equal_one_sequence_at_a_time(lens, make_trainer, make_batch):
     """Equal up to rounding: a matrix library may choose another kernel for another number of rows."""
     trainer = make_trainer(trained=False)
     batch = make_batch(lens)
-    [whole] = trainer.forward([batch], ["logprobs", "entropy"])
-    alone = trainer.forward([batch.select([u]) for u in range(len(lens))], ["logprobs", "entropy"])
-    for name, value in whole.items():
-        assert (value - torch.cat([part[name] for part in alone])).abs().max() < 3e-6, name
+    [outputs] = trainer.forward([batch], ["logprobs", "entropy"])
+    singles = trainer.forward([batch.select([u]) for u in range(len(lens))], ["logprobs", "entropy"])
+    for name, value in outputs.items():
+        assert (value - torch.cat([part[name] for part in singles])).abs().max() < 3e-6, name

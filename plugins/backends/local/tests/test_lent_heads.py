@@ -36,8 +36,8 @@ def test_hidden_states_through_the_lent_head_are_the_models_logits(
     assert head.softcap == options.get("final_logit_softcapping")
     for n in batch.tok["loss_mask"].nonzero()[:, 0].tolist():
         sequence, position = int(batch.seq_N[n]), int(batch.position_N[n])
-        got = head.logits(hidden_NH[n][None])[0]
-        torch.testing.assert_close(got, want[sequence][position - 1], rtol=0, atol=1e-5)
+        logits = head.logits(hidden_NH[n][None])[0]
+        torch.testing.assert_close(logits, want[sequence][position - 1], rtol=0, atol=1e-5)
     assert not bool(hidden_NH[~batch.tok["loss_mask"]].any())
 
 
@@ -51,12 +51,12 @@ def test_a_head_is_lent_by_reference_in_one_process(tmp_path, make_trainer):
 def test_the_lent_head_is_in_bf16_if_logits_are(make_trainer):
     head = fabricate.output_head("lender", 0)
     wide = OutputHead(head.weight_VH.repeat(4, 1))
-    for own, head_fp32, dtype in (
+    for precision, head_fp32, dtype in (
         ("bf16", True, torch.float32),
         ("bf16", False, torch.bfloat16),
         ("fp32", False, torch.float32),
     ):
-        trainer = make_trainer(dtype=own, head_fp32=head_fp32)
+        trainer = make_trainer(dtype=precision, head_fp32=head_fp32)
         trainer.borrow_head("lender", wide)
         borrowed = trainer.borrowed["lender"]
         assert borrowed.weight_VH.dtype == dtype
@@ -66,17 +66,17 @@ def test_the_lent_head_is_in_bf16_if_logits_are(make_trainer):
 def test_a_larger_lent_head_is_cut_and_a_smaller_one_refused(make_trainer):
     """The tokenizer has 99 tokens, and so has the student's vocabulary."""
     trainer = make_trainer()
-    own = trainer.loaded_model.head.out_features
-    assert own == len(trainer.tokenizer) == 99
-    further = OutputHead(torch.randn(own + 13, 8), torch.randn(own + 13))
-    trainer.borrow_head("lender", further)
+    vocabulary = trainer.loaded_model.head.out_features
+    assert vocabulary == len(trainer.tokenizer) == 99
+    wide_head = OutputHead(torch.randn(vocabulary + 13, 8), torch.randn(vocabulary + 13))
+    trainer.borrow_head("lender", wide_head)
     borrowed = trainer.borrowed["lender"]
-    assert (borrowed.vocabulary, tuple(borrowed.bias_V.shape)) == (own, (own,))
-    assert torch.equal(borrowed.weight_VH, further.weight_VH[:own])
+    assert (borrowed.vocabulary, tuple(borrowed.bias_V.shape)) == (vocabulary, (vocabulary,))
+    assert torch.equal(borrowed.weight_VH, wide_head.weight_VH[:vocabulary])
     with pytest.raises(
         ModelError, match=r"'lender' gives logits for 98 tokens and role 'policy' .* of a tokenizer with 99"
     ):
-        trainer.borrow_head("lender", OutputHead(torch.randn(own - 1, 8)))
+        trainer.borrow_head("lender", OutputHead(torch.randn(vocabulary - 1, 8)))
 
 
 def test_rows_of_the_embedding_beyond_the_tokenizer_need_no_logits(tmp_path, make_trainer):

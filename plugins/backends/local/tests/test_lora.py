@@ -29,18 +29,18 @@ def logprobs(trainer, batch, view="live"):
 def trained(make_trainer, make_batch, nll):
     """A trainer with adapters after three steps, with its batch and its initial log-probs."""
     trainer, batch = make_trainer(lora=LORA, lr=0.02), make_batch([9, 30, 4], loss=nll)
-    before = logprobs(trainer, batch)
+    old_logprobs = logprobs(trainer, batch)
     for _ in range(3):
         trainer.update([batch], nll, {}, {})
-    return trainer, batch, before
+    return trainer, batch, old_logprobs
 
 
 def test_only_adapters_are_trained_and_the_base_stays(trained, make_trainer):
-    trainer, batch, before = trained
+    trainer, batch, old_logprobs = trained
     plain = make_trainer(trained=False)
-    assert torch.allclose(before, logprobs(plain, batch), atol=1e-5)
-    assert (logprobs(trainer, batch) - before).abs().max() > 0.1
-    assert torch.allclose(logprobs(trainer, batch, "base"), before, atol=1e-5)
+    assert torch.allclose(old_logprobs, logprobs(plain, batch), atol=1e-5)
+    assert (logprobs(trainer, batch) - old_logprobs).abs().max() > 0.1
+    assert torch.allclose(logprobs(trainer, batch, "base"), old_logprobs, atol=1e-5)
     assert trainer.views == ("live", "base")
     assert len(trainer.parameters) == 2 * 7 * 2  # A and B of seven layers in two blocks
     assert all(p.requires_grad == (n in trainer.parameters) for n, p in trainer.module.named_parameters())
@@ -74,25 +74,25 @@ def test_adapters_alone_are_those_of_the_export(tmp_path, make_trainer, make_bat
     exported = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
     assert adapters.keys() == exported.keys()
     assert all(torch.equal(adapters[name], exported[name]) for name in adapters)
-    told = trainer.adapters(trainer.config, trainer.spec)
-    assert (told.rank, told.scaling, told.merged_only) == (4, 4.0 if rslora else 2.0, "")
-    assert set(told.layers) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    description = trainer.adapters(trainer.config, trainer.spec)
+    assert (description.rank, description.scaling, description.merged_only) == (4, 4.0 if rslora else 2.0, "")
+    assert set(description.layers) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     for name, base in dict(trainer.weights(PARTS)).items():
         a, b = (f"{ADAPTER_PREFIX}{name.removesuffix('weight')}lora_{factor}.weight" for factor in "AB")
         if b in adapters:
-            base = base + told.scaling * adapters[b] @ adapters[a]
+            base = base + description.scaling * adapters[b] @ adapters[a]
         assert name in adapters or torch.allclose(base, live[name], atol=1e-6), name
 
 
 def test_adapters_that_are_no_sum_beside_the_base_go_merged(tmp_path):
     spec = ModelSpec(RoleSpec("policy", trained=True), str(tiny_model(tmp_path / "model")))
-    for options, named in (
+    for options, message in (
         ({"use_dora": True}, "use_dora: the rows"),
         ({"modules_to_save": ("lm_head",)}, "modules_to_save: weights of the base change"),
         ({"vision": True}, "vision: engines take"),
     ):
         config = TorchTrainerConfig(lora=LoraOptions(rank=4, **options))
-        assert named in TorchTrainer.adapters(config, spec).merged_only
+        assert message in TorchTrainer.adapters(config, spec).merged_only
     assert TorchTrainer.adapters(TorchTrainerConfig(), spec) is None
 
 
@@ -125,12 +125,12 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, make_trainer):
 def test_a_checkpoint_holds_the_adapters_only(tmp_path, trained, make_trainer, nll):
     trainer, batch, _ = trained
     trainer.save(tmp_path)
-    again = make_trainer(lora=LORA, lr=0.02)
-    again.load(tmp_path)
-    assert torch.equal(logprobs(again, batch), logprobs(trainer, batch))
-    for each in (trainer, again):
-        each.update([batch], nll, {}, {})
-    assert torch.equal(logprobs(again, batch), logprobs(trainer, batch))
+    restart = make_trainer(lora=LORA, lr=0.02)
+    restart.load(tmp_path)
+    assert torch.equal(logprobs(restart, batch), logprobs(trainer, batch))
+    for instance in (trainer, restart):
+        instance.update([batch], nll, {}, {})
+    assert torch.equal(logprobs(restart, batch), logprobs(trainer, batch))
     assert (tmp_path / "model.safetensors").stat().st_size < 40_000
 
 
@@ -143,15 +143,15 @@ def test_fused_layers_with_adapters_compute_what_peft_computes(make_trainer, mak
         trainer.update([batch], nll, {}, {})
     layers = [m for m in trainer.module.modules() if "forward" in vars(m)]
     assert len(layers) == 2
-    found = []
+    results = []
     for restore in (False, True):
         if restore:
             restore_layers(layers)
         values = [logprobs(trainer, batch, view) for view in ("live", "base")]
         trainer.accumulate([batch], nll, {}, {})
-        found.append((values, trainer.gradients()))
+        results.append((values, trainer.gradients()))
         trainer.zero_grad()
-    (values, gradients), (expected, other) = found
+    (values, gradients), (expected, other) = results
     assert (values[0] - values[1]).abs().max() > 0.1
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(values, expected, strict=True))
     assert gradients.keys() == other.keys()
@@ -178,9 +178,9 @@ def test_the_generator_samples_with_the_adapters(trained):
 def test_a_fresh_head_is_trained_beside_the_adapters(make_trainer, make_batch, squares):
     trainer = make_trainer(head="scalar", lora=LORA)
     assert "score.weight" in trainer.parameters
-    before = trainer.loaded_model.head.weight.clone()
+    old_weight = trainer.loaded_model.head.weight.clone()
     trainer.update([make_batch([9, 5], loss=squares)], squares, {}, {})
-    assert not torch.equal(trainer.loaded_model.head.weight, before)
+    assert not torch.equal(trainer.loaded_model.head.weight, old_weight)
 
 
 def test_unknown_targets_and_replaced_weights_are_refused(trained, make_trainer):

@@ -36,11 +36,11 @@ def plain_gradients(trainer, path, batch, lora):
         owner = name.removesuffix(".weight")
         if (a := leaves.get(f"{owner}.lora_A.default.weight")) is None:
             continue
-        whole = weights[name] + scale * leaves[f"{owner}.lora_B.default.weight"] @ a
+        weight = weights[name] + scale * leaves[f"{owner}.lora_B.default.weight"] @ a
         if lora.use_dora:
             length = leaves[f"{owner}.lora_magnitude_vector.default.weight"]
-            whole = length[:, None] * whole / whole.detach().norm(dim=1, keepdim=True)
-        weights[name] = whole
+            weight = length[:, None] * weight / weight.detach().norm(dim=1, keepdim=True)
+        weights[name] = weight
     terms = []
     for ids, mask in zip(
         batch.ids_N.split(batch.lens_B.tolist()), batch.tok["loss_mask"].split(batch.lens_B.tolist()), strict=True
@@ -71,10 +71,10 @@ def test_gradients_weights_and_the_base(tmp_path, make_trainer, make_batch, nll,
     for _ in range(2):
         trainer.update([batch], nll, {}, {})
     trainer.accumulate([batch], nll, {}, {})
-    got, want = trainer.gradients(), plain_gradients(trainer, path, batch, lora)
-    assert got.keys() == want.keys()
+    gradients, want = trainer.gradients(), plain_gradients(trainer, path, batch, lora)
+    assert gradients.keys() == want.keys()
     for name, gradient in want.items():
-        assert (got[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
         assert gradient.any(), name
     trainer.zero_grad()
 
@@ -84,10 +84,10 @@ def test_gradients_weights_and_the_base(tmp_path, make_trainer, make_batch, nll,
     assert torch.equal(logprobs(trainer, batch), live), "the base left no trace"
     base = dict(plain.weights())
     assert all(torch.equal(t, base[n]) for n, t in trainer.weights("base"))
-    changed = {n for n, t in trainer.weights() if not torch.equal(t, base[n])}
+    differences = {n for n, t in trainer.weights() if not torch.equal(t, base[n])}
     embedding = {"lm_head": "embed_tokens"} if tied else {}
     saved = [embedding.get(name, name) for name in lora.modules_to_save or ()]
-    assert changed == {n for n in base if ("_proj" in n and _adapted(lora, n)) or n.split(".")[-2] in saved}
+    assert differences == {n for n in base if ("_proj" in n and _adapted(lora, n)) or n.split(".")[-2] in saved}
 
     merged = make_trainer(path)
     merged.load_weights(trainer.weights())
@@ -106,23 +106,23 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path, make_trainer, mak
     for _ in range(3):
         trainer.update([batch], nll, {}, {})
     trainer.save(tmp_path)
-    again = make_trainer(**options)
-    again.load(tmp_path)
-    for each in (trainer, again):
-        each.update([batch], nll, {}, {})
+    restart = make_trainer(**options)
+    restart.load(tmp_path)
+    for instance in (trainer, restart):
+        instance.update([batch], nll, {}, {})
     for view in ("live", "ema"):
-        assert torch.equal(logprobs(again, batch, view), logprobs(trainer, batch, view))
-    assert torch.allclose(logprobs(again, batch, "base"), first, atol=1e-5), "the base is not what was loaded"
+        assert torch.equal(logprobs(restart, batch, view), logprobs(trainer, batch, view))
+    assert torch.allclose(logprobs(restart, batch, "base"), first, atol=1e-5), "the base is not what was loaded"
 
 
 def test_the_lent_head_of_the_base_is_not_trained(tmp_path, make_trainer, make_batch, nll):
     lora = LoraOptions(rank=2, modules_to_save=("lm_head",))
     trainer, batch = make_trainer(tiny_model(tmp_path, tied=False), lora=lora, lr=0.02), make_batch([9], loss=nll)
     [head] = trainer.lend_head("base")
-    before = head.weight_VH.clone()
+    old_weight = head.weight_VH.clone()
     trainer.update([batch], nll, {}, {})
-    assert torch.equal(head.weight_VH, before)
-    assert not torch.equal(trainer.loaded_model.head.weight, before)
+    assert torch.equal(head.weight_VH, old_weight)
+    assert not torch.equal(trainer.loaded_model.head.weight, old_weight)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_modules_that_cannot_be_saved_are_refused_before_the_model_is_loaded(mod
 def test_a_layer_without_an_adapter_may_be_trained_whole(make_trainer, make_batch, nll):
     lora = LoraOptions(rank=2, targets=("q_proj",), modules_to_save=("mlp", "norm"))
     trainer, batch = make_trainer(lora=lora), make_batch([9], loss=nll)
-    whole = [n for n in trainer.parameters if not is_adapter(n)]
-    assert len(whole) == 2 * 3 + 1
+    names = [n for n in trainer.parameters if not is_adapter(n)]
+    assert len(names) == 2 * 3 + 1
     trainer.update([batch], nll, {}, {})
-    assert not set(trainer.coverage()["unchanged"]) & set(whole)
+    assert not set(trainer.coverage()["unchanged"]) & set(names)
 
 
 @pytest.mark.full
@@ -170,6 +170,6 @@ def test_weights_that_are_stored_in_bf16(tmp_path, make_trainer, make_batch, nll
     assert (logprobs(merged, batch) - live).norm() <= 3e-2 * (live - first).norm()
     assert {t.dtype for _, t in trainer.weights()} == {torch.bfloat16}
     trainer.save(tmp_path / "saved")
-    again = make_trainer(path, lora=lora, lr=0.02, storage="bf16", dtype="bf16")
-    again.load(tmp_path / "saved")
-    assert torch.equal(logprobs(again, batch), live)
+    restart = make_trainer(path, lora=lora, lr=0.02, storage="bf16", dtype="bf16")
+    restart.load(tmp_path / "saved")
+    assert torch.equal(logprobs(restart, batch), live)

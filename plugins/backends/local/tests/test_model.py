@@ -41,15 +41,15 @@ def test_weights_are_fp32_whatever_the_file_holds(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_embeddings_are_one_tensor(tmp_path, tied):
-    loaded = load(tiny_model(tmp_path, tied=tied))
-    assert (loaded.head.weight is loaded.body.embed_tokens.weight) == tied
+    model = load(tiny_model(tmp_path, tied=tied))
+    assert (model.head.weight is model.body.embed_tokens.weight) == tied
 
 
 def test_a_fresh_scalar_head_is_seeded_and_leaves_random_state_alone(model_path):
     torch.manual_seed(5)
-    before = torch.random.get_rng_state()
+    state = torch.random.get_rng_state()
     a, b, c = load(model_path, "scalar"), load(model_path, "scalar"), load(model_path, "scalar", seed=1)
-    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(state, torch.random.get_rng_state())
     assert torch.equal(a.head.weight, b.head.weight)
     assert not torch.equal(a.head.weight, c.head.weight)
     assert a.head.weight.shape == (1, 32)
@@ -60,8 +60,8 @@ def test_a_fresh_scalar_head_is_seeded_and_leaves_random_state_alone(model_path)
 @pytest.mark.parametrize("head", ["scalar", "classes:2"])
 def test_a_role_that_is_not_trained_gets_no_fresh_head(tmp_path, head):
     path = tiny_model(tmp_path)
-    why = rf"role 'critic' is a Qwen3ForCausalLM, which has no trained '{head}' head, and this run does not train"
-    with pytest.raises(ModelError, match=why):
+    message = rf"role 'critic' is a Qwen3ForCausalLM, which has no trained '{head}' head, and this run does not train"
+    with pytest.raises(ModelError, match=message):
         load(path, head, trained=False)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "architectures": None}))
@@ -85,13 +85,13 @@ def test_a_token_classification_model_keeps_its_head_and_bias(tmp_path):
     with torch.no_grad():
         plain.score.bias.copy_(torch.tensor([0.5, -3.0]))
     plain.save_pretrained(tmp_path)
-    loaded = load(tmp_path, "classes:2")
+    model = load(tmp_path, "classes:2")
     ids_N = torch.tensor([5, 9, 7, 3])
     with torch.no_grad():
         expected_NC = plain(ids_N[None], use_cache=False).logits[0]
-        got_NC = loaded.logits(loaded.hidden(ids_N, torch.arange(4), [4]))
+        got_NC = model.logits(model.hidden(ids_N, torch.arange(4), [4]))
     assert torch.allclose(got_NC, expected_NC, atol=1e-5)
-    assert not loaded.fresh_head
+    assert not model.fresh_head
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -112,8 +112,10 @@ def test_missing_and_damaged_models_say_what_is_expected(tmp_path):
     with pytest.raises(ModelError, match=r"(?s)cannot load the model .*A file of weights is damaged or incomplete"):
         load(path)
     data = (tiny_model(tmp_path / "integers") / "model.safetensors").read_bytes()
-    at = data.index(b'"model.norm.weight":{"dtype":"F32"')
-    (tmp_path / "integers" / "model.safetensors").write_bytes(data[:at] + data[at:].replace(b'"F32"', b'"I32"', 1))
+    offset = data.index(b'"model.norm.weight":{"dtype":"F32"')
+    (tmp_path / "integers" / "model.safetensors").write_bytes(
+        data[:offset] + data[offset:].replace(b'"F32"', b'"I32"', 1)
+    )
     with pytest.raises(ModelError, match=r"'model.norm.weight' holds integers \(I32\)"):
         load(tmp_path / "integers")
     with pytest.raises(ModelError, match="head 'vector' is not known"):
@@ -188,17 +190,17 @@ def test_end_tokens_of_generation_config_and_tokenizer_are_joined(tmp_path, make
 )
 def test_more_tokens_than_learned_positions_are_refused(config, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    loaded = load(tmp_path)
-    assert loaded.positions == 12
-    loaded.require_positions([3, 12])
+    model = load(tmp_path)
+    assert model.positions == 12
+    model.require_positions([3, 12])
     with pytest.raises(ModelError, match=r"has 13 tokens, but .* 12 positions only\. Set data\.max_tokens = 12"):
-        loaded.require_positions([3, 13])
+        model.require_positions([3, 13])
 
 
 def test_rotary_positions_have_no_limit(model_path):
-    loaded = load(model_path)
-    assert loaded.positions is None
-    loaded.require_positions([10**6])
+    model = load(model_path)
+    assert model.positions is None
+    model.require_positions([10**6])
 
 
 def test_a_trainer_refuses_sequences_beyond_its_positions(make_trainer, make_batch, nll):

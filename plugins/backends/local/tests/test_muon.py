@@ -29,14 +29,14 @@ OPTIONS = {
 
 @pytest.fixture
 def make_muon(make_trainer):
-    return lambda **more: make_trainer(**OPTIONS, **more)
+    return lambda **options: make_trainer(**OPTIONS, **options)
 
 
 def test_muon_steps_equal_those_of_torch(make_muon, make_batch, nll):
-    ours, theirs = make_muon(max_grad_norm=1e9), make_muon(max_grad_norm=1e9)
-    chosen = {n: p for n, p in theirs.parameters.items() if n.endswith(MATRICES)}
-    assert len(chosen) == 7 * theirs.module.config.num_hidden_layers
-    rest = {n: p for n, p in theirs.parameters.items() if n not in chosen}
+    trainer, reference = make_muon(max_grad_norm=1e9), make_muon(max_grad_norm=1e9)
+    chosen = {n: p for n, p in reference.parameters.items() if n.endswith(MATRICES)}
+    assert len(chosen) == 7 * reference.module.config.num_hidden_layers
+    rest = {n: p for n, p in reference.parameters.items() if n not in chosen}
     assert {p.ndim for p in rest.values()} == {1, 2}, "norms, and the embedding"
     muon = torch.optim.Muon(chosen.values(), momentum=0.8, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
@@ -48,29 +48,29 @@ def test_muon_steps_equal_those_of_torch(make_muon, make_batch, nll):
     )
     for step in range(3):
         with torch.no_grad():  # Muon rounds to bf16, which would enlarge what AdamW's kernels round otherwise
-            for name, p in theirs.parameters.items():
-                p.copy_(ours.parameters[name])
-        theirs.accumulate([make_batch((9, 5), step, nll)], nll, {}, {})
+            for name, p in reference.parameters.items():
+                p.copy_(trainer.parameters[name])
+        reference.accumulate([make_batch((9, 5), step, nll)], nll, {}, {})
         for optimizer, peak in ((muon, 4e-3), (adamw, 1e-3)):
             for group in optimizer.param_groups:
                 group["lr"] = peak * (step + 1) / 5
             optimizer.step()
-        theirs.zero_grad()
-        _, result = ours.update([make_batch((9, 5), step, nll)], nll, {}, {})
+        reference.zero_grad()
+        _, result = trainer.update([make_batch((9, 5), step, nll)], nll, {}, {})
         assert result.lr == pytest.approx(1e-3 * (step + 1) / 5)
-        for name, p in ours.parameters.items():
-            torch.testing.assert_close(p, theirs.parameters[name], atol=1e-7, rtol=1e-5)
+        for name, p in trainer.parameters.items():
+            torch.testing.assert_close(p, reference.parameters[name], atol=1e-7, rtol=1e-5)
 
 
 def test_a_resumed_muon_run_is_bit_equal(make_muon, make_batch, nll, tmp_path):
-    one, other = make_muon(), make_muon()
+    source, other = make_muon(), make_muon()
     for step in range(2):
-        one.update([make_batch((9, 5), step, nll)], nll, {}, {})
-    one.save(tmp_path)
+        source.update([make_batch((9, 5), step, nll)], nll, {}, {})
+    source.save(tmp_path)
     other.load(tmp_path)
-    for trainer in (one, other):
+    for trainer in (source, other):
         trainer.update([make_batch((9, 5), 2, nll)], nll, {}, {})
-    assert all(torch.equal(p, other.parameters[n]) for n, p in one.parameters.items())
+    assert all(torch.equal(p, other.parameters[n]) for n, p in source.parameters.items())
 
 
 def test_another_optimizer_is_refused(make_muon, make_trainer, tmp_path):

@@ -89,10 +89,10 @@ def test_every_distinct_prefix_is_computed_once_and_found_by_every_token(rows):
     assert torch.equal(shared.ids_M[shared.place_N], batch.ids_N)
     assert torch.equal(shared.position_M[shared.place_N], batch.position_N)
     places = [tuple(p.tolist()) for p in shared.place_N.split(batch.lens_B.tolist())]
-    at = {}
+    prefix_of = {}
     for row, place in zip(rows, places, strict=True):  # one place for equal tokens after equal prefixes
         for i in range(len(row)):
-            assert at.setdefault(place[i], tuple(row[: i + 1])) == tuple(row[: i + 1])
+            assert prefix_of.setdefault(place[i], tuple(row[: i + 1])) == tuple(row[: i + 1])
     assert sum(s.length - s.skip for s in shared.stretches) == shared.ids_M.numel()
 
 
@@ -133,28 +133,28 @@ def test_attention_equals_that_of_sequences_with_keys_of_their_own(name, dtype, 
     rows = CASES[name]
     shared, lens = shared_of(rows), [len(r) for r in rows]
     g = torch.Generator().manual_seed(0)
-    mine = [torch.randn(1, h, len(shared.ids_M), 8, generator=g).to(dtype).requires_grad_() for h in (4, 2, 2)]
-    theirs = [x.detach().float().requires_grad_() for x in mine]
+    inputs = [torch.randn(1, h, len(shared.ids_M), 8, generator=g).to(dtype).requires_grad_() for h in (4, 2, 2)]
+    copies = [x.detach().float().requires_grad_() for x in inputs]
     weight = torch.randn(1, sum(lens), 4, 8, generator=g)
-    expected, _ = PackedAttention(lens)(None, *(x[:, :, shared.place_N] for x in theirs), None, **options)
-    got, _ = PackedAttention(lens, shared)(None, *mine, None, **options)
-    assert got.dtype == dtype
-    got = got[:, shared.place_N].float()
+    expected, _ = PackedAttention(lens)(None, *(x[:, :, shared.place_N] for x in copies), None, **options)
+    output, _ = PackedAttention(lens, shared)(None, *inputs, None, **options)
+    assert output.dtype == dtype
+    output = output[:, shared.place_N].float()
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-    assert (got - expected).norm() <= tolerance * expected.norm()
-    wanted = torch.autograd.grad((expected * weight).sum(), theirs)
-    for a, b in zip(torch.autograd.grad((got * weight).sum(), mine), wanted, strict=True):
+    assert (output - expected).norm() <= tolerance * expected.norm()
+    gradients = torch.autograd.grad((expected * weight).sum(), copies)
+    for a, b in zip(torch.autograd.grad((output * weight).sum(), inputs), gradients, strict=True):
         assert (a.float() - b).norm() <= tolerance * b.norm()
 
 
 def test_short_attention_with_a_shared_front_passes_gradcheck():
     stretches = [Stretch(0, 0, 9, 0), Stretch(9, 8, 11, 9), Stretch(12, 3, 5, 20)]
     place = torch.tensor([*range(9), *range(8), 9, 10, 11, *range(3), 12, 13])
-    where = lay_out(stretches, 14, place)
+    layout = lay_out(stretches, 14, place)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(14, h, 4, generator=g, dtype=torch.float64).requires_grad_() for h in (2, 1, 1))
     assert torch.autograd.gradcheck(
-        lambda q, k, v: matmul_attention(q, k, v, where, 0.5, 6), (q, k, v), eps=1e-3, atol=2e-3, rtol=2e-3
+        lambda q, k, v: matmul_attention(q, k, v, layout, 0.5, 6), (q, k, v), eps=1e-3, atol=2e-3, rtol=2e-3
     )
 
 
@@ -165,13 +165,13 @@ def test_a_shared_keys_gradients_are_added_without_rounding():
     lens = [2] * 256 + [9, 17, 25, 33]
     stretches, place = [Stretch(0, 0, 2, 0)], [0, 1]
     for n in lens[1:]:
-        own = stretches[-1].start + stretches[-1].length - stretches[-1].skip
-        stretches.append(Stretch(own, 1, n, len(place)))
-        place += [0, *range(own, own + n - 1)]
-    where = lay_out(stretches, max(place) + 1, torch.tensor(place))
+        start = stretches[-1].start + stretches[-1].length - stretches[-1].skip
+        stretches.append(Stretch(start, 1, n, len(place)))
+        place += [0, *range(start, start + n - 1)]
+    layout = lay_out(stretches, max(place) + 1, torch.tensor(place))
     q, k, v = (torch.full((max(place) + 1, 1, 1), x, dtype=torch.bfloat16) for x in (1.0, 0.0, -1.0))
     v[0] = 1.0
-    out = matmul_attention(q, k.requires_grad_(), v.requires_grad_(), where, 2.0, None)
+    out = matmul_attention(q, k.requires_grad_(), v.requires_grad_(), layout, 2.0, None)
     out[[s.start + 1 - s.skip for s in stretches]].sum().backward()
     assert float(k.grad[0]) == 260 / 2 * 2.0
     assert float(v.grad[0]) == 260 / 2
@@ -189,18 +189,18 @@ def test_dropout_on_shared_tokens_is_refused():
 
 def computed(trainer):
     """Token ids that enter the embedding, one list per forward pass."""
-    seen = []
-    trainer.module.get_input_embeddings().register_forward_hook(lambda _, x, y: seen.append(x[0][0].tolist()))
-    return seen
+    passes = []
+    trainer.module.get_input_embeddings().register_forward_hook(lambda _, x, y: passes.append(x[0][0].tolist()))
+    return passes
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logprobs_equal_one_sequence_at_a_time(name, make_trainer):
     trainer, batch = make_trainer(trained=False), batch_of(CASES[name])
-    [whole] = trainer.forward([batch], ["logprobs", "entropy"])
-    alone = trainer.forward([batch.select([u]) for u in range(batch.units)], ["logprobs", "entropy"])
-    for output, value in whole.items():
-        assert (value - torch.cat([part[output] for part in alone])).abs().max() < 3e-6, output
+    [outputs] = trainer.forward([batch], ["logprobs", "entropy"])
+    singles = trainer.forward([batch.select([u]) for u in range(batch.units)], ["logprobs", "entropy"])
+    for output, value in outputs.items():
+        assert (value - torch.cat([part[output] for part in singles])).abs().max() < 3e-6, output
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -208,32 +208,32 @@ def test_logprobs_equal_one_sequence_at_a_time(name, make_trainer):
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("one token", "one-token prompts")])
 def test_gradients_are_those_without_sharing(name, head, mask, make_trainer, nll, squares):
     loss = nll if head == "lm" else squares
-    batch, found, sums = batch_of(CASES[name], loss, mask), [], []
+    batch, gradients, sums = batch_of(CASES[name], loss, mask), [], []
     for on in (True, False):
         trainer = make_trainer(head=head, shared_prefixes=on)
         sums.append(trainer.accumulate([batch], loss, {}, {})["loss"][0])
-        found.append(trainer.gradients())
-    close(*found)
+        gradients.append(trainer.gradients())
+    close(*gradients)
     assert sums[0] == pytest.approx(sums[1], rel=1e-6)
 
 
 def test_gradient_checkpointing_and_logit_chunks_share_too(make_trainer, nll):
-    batch, found = batch_of(CASES["nested"] + CASES["long"], nll), []
+    batch, gradients = batch_of(CASES["nested"] + CASES["long"], nll), []
     for options in ({"shared_prefixes": False}, {"gradient_checkpointing": True}, {"logits_chunk": 500}):
         trainer = make_trainer(**options)
         trainer.accumulate([batch], nll, {}, {})
-        found.append(trainer.gradients())
-    close(found[1], found[0])
-    close(found[2], found[0])
+        gradients.append(trainer.gradients())
+    close(gradients[1], gradients[0])
+    close(gradients[2], gradients[0])
 
 
 def test_under_bf16_gradients_equal_those_without_sharing_up_to_rounding(make_trainer, nll):
-    batch, found = batch_of(CASES["ragged suffixes"] + CASES["long"], nll), []
+    batch, gradients = batch_of(CASES["ragged suffixes"] + CASES["long"], nll), []
     for dtype, on in (("fp32", False), ("bf16", False), ("bf16", True)):
         trainer = make_trainer(dtype=dtype, shared_prefixes=on)
         trainer.accumulate([batch], nll, {}, {})
-        found.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
-    plain, shared = ((found[i] - found[0]).norm() / found[0].norm() for i in (1, 2))
+        gradients.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
+    plain, shared = ((gradients[i] - gradients[0]).norm() / gradients[0].norm() for i in (1, 2))
     assert shared < 1.25 * plain + 1e-4
 
 
@@ -249,22 +249,22 @@ def test_under_bf16_gradients_equal_those_without_sharing_up_to_rounding(make_tr
 )
 def test_other_architectures(architecture, options, tmp_path, make_trainer, nll):
     path = tiny_model(tmp_path, architecture=architecture, **options)
-    batch, found = batch_of(CASES["nested"] + CASES["long"], nll), []
+    batch, gradients = batch_of(CASES["nested"] + CASES["long"], nll), []
     for on in (True, False):
         trainer = make_trainer(path, shared_prefixes=on)
-        seen = computed(trainer)
+        passes = computed(trainer)
         trainer.accumulate([batch], nll, {}, {})
-        assert (len(seen[0]) < batch.tokens) == on
-        found.append(trainer.gradients())
-    close(*found, 3e-6)  # splitting the batch alone changes Gemma's by 8e-7
+        assert (len(passes[0]) < batch.tokens) == on
+        gradients.append(trainer.gradients())
+    close(*gradients, 3e-6)  # splitting the batch alone changes Gemma's by 8e-7
 
 
 def test_scores_are_those_of_one_sequence_at_a_time(make_trainer):
     batch = batch_of(CASES["identical, and one inside another"])
     trainer = make_trainer(head="scalar")
-    [whole] = trainer.forward([batch], ["scores"])
-    alone = trainer.forward([batch.select([u]) for u in range(batch.units)], ["scores"])
-    assert (whole["scores"] - torch.cat([part["scores"] for part in alone])).abs().max() < 3e-6
+    [output] = trainer.forward([batch], ["scores"])
+    singles = trainer.forward([batch.select([u]) for u in range(batch.units)], ["scores"])
+    assert (output["scores"] - torch.cat([part["scores"] for part in singles])).abs().max() < 3e-6
 
 
 def test_the_prompt_of_a_group_and_of_pairs_enters_the_model_once(as_it_is, make_trainer, nll):
@@ -274,18 +274,18 @@ def test_the_prompt_of_a_group_and_of_pairs_enters_the_model_once(as_it_is, make
     pairs = weigh(pairs_of([prompt + a for a in answers]), nll.reduce())
     for batch in (group, pairs):
         trainer = make_trainer()
-        seen = computed(trainer)
+        passes = computed(trainer)
         trainer.accumulate([batch], nll, {}, {})
         trainer.forward([batch], ["logprobs"])
-        assert len(seen) == 2
-        for ids in seen:
+        assert len(passes) == 2
+        for ids in passes:
             assert len(ids) == 30 + sum(map(len, answers))
             assert all(ids.count(i) == 1 for i in prompt)
 
 
 def test_pairs_and_splits_change_nothing(make_trainer, nll):
     rows = CASES["ragged suffixes"] + CASES["nested"]
-    batch, found = weigh(pairs_of(rows), nll.reduce()), []
+    batch, gradients = weigh(pairs_of(rows), nll.reduce()), []
     for on, micros in (
         (False, [[0, 1, 2, 3]]),
         (True, [[0, 1, 2, 3]]),
@@ -294,9 +294,9 @@ def test_pairs_and_splits_change_nothing(make_trainer, nll):
     ):
         trainer = make_trainer(shared_prefixes=on)
         trainer.accumulate([batch.select(m) for m in micros], nll, {}, {})
-        found.append(trainer.gradients())
-    for other in found[1:]:
-        close(other, found[0])
+        gradients.append(trainer.gradients())
+    for other in gradients[1:]:
+        close(other, gradients[0])
 
 
 @pytest.mark.parametrize("options", [{"attention_dropout": 0.5}, {"lora": {"rank": 2, "dropout": 0.1}}, {}])
@@ -305,24 +305,24 @@ def test_nothing_is_shared_where_there_is_dropout(options, tmp_path, make_traine
         pytest.importorskip("peft")
     model = {k: v for k, v in options.items() if k != "lora"}
     trainer = make_trainer(tiny_model(tmp_path, **model), **{k: v for k, v in options.items() if k == "lora"})
-    seen, batch = computed(trainer), batch_of(CASES["ragged suffixes"], nll)
+    passes, batch = computed(trainer), batch_of(CASES["ragged suffixes"], nll)
     trainer.accumulate([batch], nll, {}, {})
     assert trainer.facts().shares_prefixes is (not options)
-    assert (len(seen[0]) == batch.tokens) is bool(options)
+    assert (len(passes[0]) == batch.tokens) is bool(options)
 
 
 def test_shared_prefixes_can_be_switched_off(make_trainer, nll):
     trainer, batch = make_trainer(shared_prefixes=False), batch_of(CASES["ragged suffixes"], nll)
-    seen = computed(trainer)
+    passes = computed(trainer)
     trainer.accumulate([batch], nll, {}, {})
     assert trainer.facts().shares_prefixes is False
-    assert len(seen[0]) == batch.tokens
+    assert len(passes[0]) == batch.tokens
 
 
 def test_a_rerun_is_bit_equal(make_trainer, nll):
-    batch, found = batch_of(CASES["nested"] + CASES["long"], nll), []
+    batch, gradients = batch_of(CASES["nested"] + CASES["long"], nll), []
     for _ in range(2):
         trainer = make_trainer()
         trainer.accumulate([batch], nll, {}, {})
-        found.append(trainer.gradients())
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+        gradients.append(trainer.gradients())
+    assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])

@@ -33,46 +33,46 @@ def saved(architecture, seed=0):
     return load_file(model_path(architecture, seed=seed, **MODELS[architecture]) / "model.safetensors")
 
 
-def same(a, b):
+def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2}}], ids=["whole", "lora"])
 def test_the_stream_is_the_checkpoint(architecture, options):
-    one, want = trainer(architecture, **options), saved(architecture)
+    source, want = trainer(architecture, **options), saved(architecture)
     assert architecture not in EXPERT or EXPERT[architecture] in want
-    got = dict(one.weights())
-    assert same(got, want)
-    assert list(dict(one.weights())) == list(got)
+    weights = dict(source.weights())
+    assert equal(weights, want)
+    assert list(dict(source.weights())) == list(weights)
     if options:
-        assert same(dict(one.weights("base")), want)
+        assert equal(dict(source.weights("base")), want)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_a_trainer_loads_its_own_weight_stream(architecture):
-    one, other = trainer(architecture), trainer(architecture, seed=1)
-    before = saved(architecture)
-    assert not same(dict(other.weights()), before)
-    other.load_weights(one.weights())
-    assert same(dict(other.weights()), before)
-    assert same(dict(other.module.named_parameters()), dict(one.module.named_parameters()))
+    source, other = trainer(architecture), trainer(architecture, seed=1)
+    weights = saved(architecture)
+    assert not equal(dict(other.weights()), weights)
+    other.load_weights(source.weights())
+    assert equal(dict(other.weights()), weights)
+    assert equal(dict(other.module.named_parameters()), dict(source.module.named_parameters()))
 
 
 @pytest.mark.parametrize("architecture", EXPERT)
 def test_weights_of_another_model_are_refused_and_change_nothing(architecture):
-    one = trainer(architecture)
-    before = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
-    given = saved(architecture, seed=1)
+    source = trainer(architecture)
+    state = {name: tensor.clone() for name, tensor in source.module.state_dict().items()}
+    weights = saved(architecture, seed=1)
     name = EXPERT[architecture]
     for wrong, message in (
-        ({n: t for n, t in given.items() if n != name}, rf"another model: missing \['{name}'\]"),
-        (given | {name: given[name][:3]}, rf"'{name}' has shape \(3, 32\)"),
-        (before, "is of another model: missing"),
+        ({n: t for n, t in weights.items() if n != name}, rf"another model: missing \['{name}'\]"),
+        (weights | {name: weights[name][:3]}, rf"'{name}' has shape \(3, 32\)"),
+        (state, "is of another model: missing"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            one.load_weights(iter(wrong.items()))
-        assert same(dict(one.module.state_dict()), before)
+            source.load_weights(iter(wrong.items()))
+        assert equal(dict(source.module.state_dict()), state)
 
 
 def test_tensors_that_are_one_in_checkpoints_are_streamed_together(monkeypatch):
@@ -84,9 +84,9 @@ def test_tensors_that_are_one_in_checkpoints_are_streamed_together(monkeypatch):
         return rest | ({"whole": torch.cat(parts)} if parts else {})
 
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", joined)
-    own = {"part.a": torch.randn(2, 3), "middle": torch.randn(4), "part.b": torch.randn(1, 3)}
-    of = Published(None, {name: tensor.shape for name, tensor in own.items()})  # type: ignore[arg-type]
-    got = dict(of.stream(own.items()))
-    assert list(got) == list(of.shapes) == ["middle", "whole"]
-    assert torch.equal(got["whole"], torch.cat([own["part.a"], own["part.b"]]))
-    assert same(of.restore(got, "here"), own)
+    originals = {"part.a": torch.randn(2, 3), "middle": torch.randn(4), "part.b": torch.randn(1, 3)}
+    converter = Published(None, {name: tensor.shape for name, tensor in originals.items()})  # type: ignore[arg-type]
+    stream = dict(converter.stream(originals.items()))
+    assert list(stream) == list(converter.shapes) == ["middle", "whole"]
+    assert torch.equal(stream["whole"], torch.cat([originals["part.a"], originals["part.b"]]))
+    assert equal(converter.restore(stream, "here"), originals)

@@ -62,13 +62,13 @@ class TestReal:
         layer = QuantizedLinear(linear, kind, torch.device("cpu"))
         x, y = (torch.randn(5, 96, requires_grad=True) for _ in range(2))
         y.data.copy_(x.data)
-        off = (layer.weight - linear.weight).norm() / linear.weight.norm()
-        assert 0 < off < {"nf4": 0.12, "int8": 0.02}[kind], "the format's rounding"
+        error = (layer.weight - linear.weight).norm() / linear.weight.norm()
+        assert 0 < error < {"nf4": 0.12, "int8": 0.02}[kind], "the format's rounding"
         assert torch.equal(layer.weight, layer.weight)
-        got, want = layer(x), torch.nn.functional.linear(y, layer.weight, linear.bias)
-        for value in (got, want):
+        output, want = layer(x), torch.nn.functional.linear(y, layer.weight, linear.bias)
+        for value in (output, want):
             value.square().sum().backward()
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(output, want)
         torch.testing.assert_close(x.grad, y.grad)
 
     @pytest.mark.full
@@ -78,30 +78,33 @@ class TestReal:
         """The other trainer reads the exported base of the first one, and has no quantised layer."""
         options = {"rank": 4, "use_dora": dora, "modules_to_save": ("lm_head",)}
         path, batch = tiny_model(tmp_path / "model", tied=False), make_batch([9, 30, 4], loss=nll)
-        one = make_trainer(path, lora=LoraOptions(quantization=kind, **options), lr=0.02)
-        assert sum(isinstance(m, QuantizedLinear) for m in one.module.modules()) == 2 * 7
-        one.export(tmp_path / "base", "base")
+        quantized = make_trainer(path, lora=LoraOptions(quantization=kind, **options), lr=0.02)
+        assert sum(isinstance(m, QuantizedLinear) for m in quantized.module.modules()) == 2 * 7
+        quantized.export(tmp_path / "base", "base")
         other = make_trainer(tmp_path / "base", lora=LoraOptions(**options), lr=0.02)
-        views = [[of.forward([batch], ["logprobs"], v)[0]["logprobs"] for of in (one, other)] for v in one.views]
+        views = [
+            [instance.forward([batch], ["logprobs"], v)[0]["logprobs"] for instance in (quantized, other)]
+            for v in quantized.views
+        ]
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in views)
         original = make_trainer(path, trained=False).forward([batch], ["logprobs"])[0]["logprobs"]
         assert (views[0][0] - original).abs().max() > 1e-3, "the base is the quantised model"
         for _ in range(3):
-            for of in (one, other):
-                of.update([batch], nll, {}, {})
-        weights = [dict(of.weights()) for of in (one, other)]
+            for instance in (quantized, other):
+                instance.update([batch], nll, {}, {})
+        weights = [dict(instance.weights()) for instance in (quantized, other)]
         assert weights[0].keys() == weights[1].keys() == dict(make_trainer(path).weights()).keys()
         for name, tensor in weights[0].items():
             torch.testing.assert_close(tensor, weights[1][name], atol=2e-4, rtol=0)  # Adam, of sums in another order
 
         merged = make_trainer(path)
-        merged.load_weights(one.weights())
-        scores = [of.forward([batch], ["logprobs"])[0]["logprobs"] for of in (one, merged)]
+        merged.load_weights(quantized.weights())
+        scores = [instance.forward([batch], ["logprobs"])[0]["logprobs"] for instance in (quantized, merged)]
         assert torch.allclose(*scores, atol=1e-5), "what is exported and sampled from is what is trained"
-        one.save(tmp_path / "saved")
-        again = make_trainer(path, lora=LoraOptions(quantization=kind, **options), lr=0.02)
-        again.load(tmp_path / "saved")
-        assert torch.equal(again.forward([batch], ["logprobs"])[0]["logprobs"], scores[0])
+        quantized.save(tmp_path / "saved")
+        restart = make_trainer(path, lora=LoraOptions(quantization=kind, **options), lr=0.02)
+        restart.load(tmp_path / "saved")
+        assert torch.equal(restart.forward([batch], ["logprobs"])[0]["logprobs"], scores[0])
 
     @pytest.mark.full
     def test_the_generator_samples_from_the_quantised_module(self, make_trainer):
@@ -115,13 +118,13 @@ class TestReal:
     def test_layers_stay_quantised_under_bf16_and_checkpointing(self, make_trainer, make_batch, nll):
         options = {"lora": LoraOptions(rank=4, quantization="nf4"), "lr": 0.02}
         batch = make_batch([9, 30, 4], loss=nll)
-        found = []
-        for more in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"}, {"kernels": "none"}):
-            trainer = make_trainer(**options, **more)
+        gradients = []
+        for settings in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"}, {"kernels": "none"}):
+            trainer = make_trainer(**options, **settings)
             trainer.accumulate([batch], nll, {}, {})
-            found.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
-        for other, within in zip(found[1:], (1e-5, 0.1, 1e-5), strict=True):
-            assert (other - found[0]).norm() <= within * found[0].norm()
+            gradients.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
+        for other, tolerance in zip(gradients[1:], (1e-5, 0.1, 1e-5), strict=True):
+            assert (other - gradients[0]).norm() <= tolerance * gradients[0].norm()
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize(
@@ -135,13 +138,13 @@ class TestReal:
         assert len(layers) == 2 * 7
         assert not isinstance(frozen.loaded_model.head, QuantizedLinear)
         outputs = ["logprobs", "entropy"]
-        [before] = plain.forward([batch], outputs)
+        [old_outputs] = plain.forward([batch], outputs)
         for name, layer in layers.items():
             plain.module.get_submodule(name).weight.data.copy_(layer.weight)
-        [want], [got] = plain.forward([batch], outputs), frozen.forward([batch], outputs)
+        [want], [result] = plain.forward([batch], outputs), frozen.forward([batch], outputs)
         for name in outputs:
-            torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=0)
-        assert (before["logprobs"] - want["logprobs"]).abs().max() > 1e-3
+            torch.testing.assert_close(result[name], want[name], atol=1e-5, rtol=0)
+        assert (old_outputs["logprobs"] - want["logprobs"]).abs().max() > 1e-3
         with pytest.raises(TrainingError, match="quantised weights cannot be replaced"):
             frozen.load_weights(plain.weights())
 
@@ -149,5 +152,5 @@ class TestReal:
     def test_bytes_per_weight(self, kind):
         layer = QuantizedLinear(torch.nn.Linear(512, 512, bias=False), kind, torch.device("cpu"))
         values, state = layer._values
-        kept = [values, state] if kind == "int8" else [values, state.absmax, state.state2.absmax]
-        assert sum(t.numel() * t.element_size() for t in kept) == pytest.approx(512 * 512 * BYTES[kind], rel=0.01)
+        tensors = [values, state] if kind == "int8" else [values, state.absmax, state.state2.absmax]
+        assert sum(t.numel() * t.element_size() for t in tensors) == pytest.approx(512 * 512 * BYTES[kind], rel=0.01)

@@ -32,24 +32,24 @@ def trainer_of(name="qwen3_moe", checkpointing=False, **options):
     return TorchTrainer(TorchTrainerConfig(**{"device": "cpu", "router_replay": True, "lr": 1e-2, **options}), spec)
 
 
-def changed(batch, trainer, known=0.7):
-    """The batch with choices drawn at random, ``known`` of the tokens have some."""
+def replace_choices(batch, trainer, share=0.7):
+    """The batch with choices drawn at random, ``share`` of the tokens have some."""
     layers, draw = trainer.loaded_model.routers.layers, torch.Generator().manual_seed(1)
     scores = torch.rand(batch.tokens, len(layers.layers), layers.experts, generator=draw)
     experts_NLK = scores.argsort(-1)[..., : layers.chosen].to(torch.int16)
-    experts_NLK[torch.rand(batch.tokens, generator=draw) > known] = UNKNOWN
+    experts_NLK[torch.rand(batch.tokens, generator=draw) > share] = UNKNOWN
     return batch.with_column("tok", EXPERTS, experts_NLK, over=None)
 
 
-def seen(trainer, run):
+def router_outputs(trainer, run):
     """(weights, choices) [N, L, K] that the routers give to the experts in ``run``."""
-    kept = []
+    outputs = []
     routers = [m for m in trainer.module.modules() if isinstance(m, tuple(router_classes(trainer.module)))]
-    handles = [r.register_forward_hook(lambda module, inputs, out: kept.append(out[1:])) for r in routers]
+    handles = [r.register_forward_hook(lambda module, inputs, out: outputs.append(out[1:])) for r in routers]
     run()
     for handle in handles:
         handle.remove()
-    return [torch.stack(parts[: len(routers)], 1) for parts in zip(*kept, strict=True)]
+    return [torch.stack(parts[: len(routers)], 1) for parts in zip(*outputs, strict=True)]
 
 
 def logprobs(trainer, batch):
@@ -59,13 +59,15 @@ def logprobs(trainer, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_changed_choices_are_replayed_bit_for_bit_with_the_routers_own_weights(name, make_batch):
     trainer, plain = trainer_of(name, shared_prefixes=False), make_batch((9, 9, 9))
-    batch = changed(plain, trainer)
-    (own_weights, own), (weights, choices) = (seen(trainer, lambda b=b: logprobs(trainer, b)) for b in (plain, batch))
+    batch = replace_choices(plain, trainer)
+    (own_weights, plain_choices), (weights, choices) = (
+        router_outputs(trainer, lambda b=b: logprobs(trainer, b)) for b in (plain, batch)
+    )
     want = batch.tok[EXPERTS].long()
     known_N = want[:, 0, 0] != UNKNOWN
     assert torch.equal(choices[known_N], want[known_N])
     first = choices[~known_N][:, 0]
-    assert torch.equal(first, own[~known_N][:, 0]), (
+    assert torch.equal(first, plain_choices[~known_N][:, 0]), (
         "before another token is mixed in, a token without a record is its own"
     )
     assert torch.equal(weights[~known_N][:, 0], own_weights[~known_N][:, 0])
@@ -75,10 +77,10 @@ def test_changed_choices_are_replayed_bit_for_bit_with_the_routers_own_weights(n
 
 def test_without_records_nothing_changes(make_batch, nll):
     batch = make_batch(LENS, loss=nll)
-    unknown = changed(batch, trainer_of(), known=-1.0)
-    off, on = trainer_of(router_replay=False), trainer_of()
+    unknown = replace_choices(batch, trainer_of(), share=-1.0)
+    plain_trainer, on = trainer_of(router_replay=False), trainer_of()
     numbers = []
-    for trainer, b in ((off, batch), (off, changed(batch, on)), (on, batch), (on, unknown)):
+    for trainer, b in ((plain_trainer, batch), (plain_trainer, replace_choices(batch, on)), (on, batch), (on, unknown)):
         numbers.append((logprobs(trainer, b), trainer.accumulate([b], nll, {}, {}), trainer.gradients()))
         trainer.zero_grad()
     for other in numbers[1:]:
@@ -91,8 +93,8 @@ def test_layers_that_are_computed_again_use_the_records(make_batch, nll):
     gradients = []
     for checkpointing in (False, True):
         trainer = trainer_of(checkpointing=checkpointing)
-        batch = changed(make_batch(LENS, loss=nll), trainer)
-        _, choices = seen(trainer, lambda t=trainer, b=batch: t.accumulate([b], nll, {}, {}))
+        batch = replace_choices(make_batch(LENS, loss=nll), trainer)
+        _, choices = router_outputs(trainer, lambda t=trainer, b=batch: t.accumulate([b], nll, {}, {}))
         assert torch.equal(
             choices[batch.tok[EXPERTS][:, 0, 0] >= 0], batch.tok[EXPERTS][batch.tok[EXPERTS][:, 0, 0] >= 0].long()
         )
@@ -146,8 +148,8 @@ def test_the_gap_of_an_engine_with_another_routing_closes(name, shared):
     last_B = batch.starts_B + batch.lens_B - 1
     assert unknown_N.nonzero()[:, 0].tolist() == last_B.tolist(), "all but the last token of each answer"
     mask_N, want = batch.tok["loss_mask"], batch.tok["gen_logprobs"]
-    without = batch.select_columns([c for c in batch.tok if c != EXPERTS])
-    assert (logprobs(trainer, without) - want)[mask_N].abs().mean() > 0.05
+    plain = batch.select_columns([c for c in batch.tok if c != EXPERTS])
+    assert (logprobs(trainer, plain) - want)[mask_N].abs().mean() > 0.05
     assert (logprobs(trainer, batch) - want)[mask_N].abs().max() < 1e-5
 
 
@@ -161,9 +163,9 @@ def test_records_of_the_same_routing_change_nothing():
     batch = batch_of(prompts_of(), turns)
     plain = batch.select_columns([c for c in batch.tok if c != EXPERTS])
     assert (logprobs(trainer, batch) - logprobs(trainer, plain)).abs().max() < 1e-6
-    off = TransformersGenerator(None, GeneratorSpec((), str))
-    off.load(trainer, 0)
-    for number, turn in off.generate(prompts_of()):
+    generator = TransformersGenerator(None, GeneratorSpec((), str))
+    generator.load(trainer, 0)
+    for number, turn in generator.generate(prompts_of()):
         assert turn.experts is None
         assert (turn.ids, turn.logprobs) == (turns[number].ids, turns[number].logprobs)
 
@@ -172,11 +174,11 @@ def test_a_prefix_with_other_experts_is_not_shared(make_batch):
     trainer = trainer_of()
     row = make_batch([14])
     two = batch_of([GenerationRequest(row.ids_N.tolist()[:13], 0, Sampling(1))] * 2, [Turn([5], True, [0.0])] * 2)
-    experts_NLK = changed(two, trainer, known=2.0).tok[EXPERTS]
+    experts_NLK = replace_choices(two, trainer, share=2.0).tok[EXPERTS]
     batch = two.with_column("tok", EXPERTS, experts_NLK, over=None)
-    apart = trainer_of(shared_prefixes=False)
+    unshared = trainer_of(shared_prefixes=False)
     assert trainer.facts().shares_prefixes
-    assert (logprobs(trainer, batch) - logprobs(apart, batch)).abs().max() < 1e-6
+    assert (logprobs(trainer, batch) - logprobs(unshared, batch)).abs().max() < 1e-6
 
 
 def test_routers_of_other_classes_are_tried():
@@ -203,7 +205,7 @@ def test_models_whose_experts_cannot_be_replayed_are_refused():
 
 def test_records_that_do_not_fit_the_model_are_refused(make_batch):
     trainer = trainer_of()
-    batch = changed(make_batch(LENS), trainer_of("qwen3_moe"))
+    batch = replace_choices(make_batch(LENS), trainer_of("qwen3_moe"))
     wider = batch.tok[EXPERTS].repeat(1, 1, 2)
     with pytest.raises(TrainingError, match=r"records of experts .* do not fit"):
         logprobs(trainer, batch.with_column("tok", EXPERTS, wider, over=None))

@@ -51,9 +51,9 @@ def test_rows_that_do_not_fit_into_the_cache_together_are_drawn_as_one_by_one():
     logits, u = rows(5, V), uniforms(5)
     kinds = [Sampling(), Sampling(top_k=9), Sampling(temperature=0.0), Sampling(temperature=0.5), Sampling(min_p=0.1)]
     tokens, logprobs = draw(logits, Draw.of(kinds, V), u)
-    each = [draw(logits[i : i + 1], Draw.of(kinds[i : i + 1], V), u[i : i + 1]) for i in range(5)]
-    assert tokens.tolist() == [int(token) for token, _ in each]
-    assert logprobs.tolist() == [float(logprob) for _, logprob in each]
+    singles = [draw(logits[i : i + 1], Draw.of(kinds[i : i + 1], V), u[i : i + 1]) for i in range(5)]
+    assert tokens.tolist() == [int(token) for token, _ in singles]
+    assert logprobs.tolist() == [float(logprob) for _, logprob in singles]
 
 
 @pytest.mark.parametrize("V", [6, 1300])
@@ -62,8 +62,8 @@ def test_frequencies_follow_the_distribution(V):
     n = 20000
     tokens, _ = draw(logits.expand(n, V), Draw.of([Sampling(temperature=1.3)] * n, V), uniforms(n))
     want = (logits[0].double() / 1.3).softmax(-1)
-    got = torch.bincount(tokens, minlength=V) / n
-    assert (got - want).abs().max() < 4 * math.sqrt(0.25 / n)
+    frequencies = torch.bincount(tokens, minlength=V) / n
+    assert (frequencies - want).abs().max() < 4 * math.sqrt(0.25 / n)
 
 
 @pytest.mark.parametrize("V", [5, 1030])
@@ -88,19 +88,19 @@ def test_truncations_keep_the_right_tokens(shift):
     logits = torch.full((len(probs) + shift,), -math.inf)
     logits[shift:] = probs.log()
 
-    def kept(**options):
+    def support(**options):
         return {t - shift for t in allowed(logits, Sampling(**options))}
 
-    assert kept(top_k=2) == {1, 2}
-    assert kept(top_p=0.6) == {1, 2}  # 0.4 alone does not reach it
-    assert kept(top_p=0.66) == {1, 2, 3}
-    assert kept(top_p=0.01) == {1}
-    assert kept(min_p=0.45) == {1, 2, 3}  # 0.2 / 0.4 reaches it, 0.1 / 0.4 does not
-    assert kept(min_p=1.0) == {1}
-    assert kept(top_k=3, top_p=0.6) == {1, 2}  # renormalised after top_k: 0.47 does not reach 0.6, 0.76 does
-    assert kept(top_k=2, top_p=0.6) == {1}  # 0.4 / 0.65 does
-    assert kept(top_k=4, min_p=0.6) == {1, 2}
-    assert kept(top_k=99999) == kept() == {0, 1, 2, 3, 4}
+    assert support(top_k=2) == {1, 2}
+    assert support(top_p=0.6) == {1, 2}  # 0.4 alone does not reach it
+    assert support(top_p=0.66) == {1, 2, 3}
+    assert support(top_p=0.01) == {1}
+    assert support(min_p=0.45) == {1, 2, 3}  # 0.2 / 0.4 reaches it, 0.1 / 0.4 does not
+    assert support(min_p=1.0) == {1}
+    assert support(top_k=3, top_p=0.6) == {1, 2}  # renormalised after top_k: 0.47 does not reach 0.6, 0.76 does
+    assert support(top_k=2, top_p=0.6) == {1}  # 0.4 / 0.65 does
+    assert support(top_k=4, min_p=0.6) == {1, 2}
+    assert support(top_k=99999) == support() == {0, 1, 2, 3, 4}
 
 
 def test_ties_at_the_threshold_all_stay():
@@ -118,11 +118,11 @@ def test_rows_with_different_parameters_do_not_affect_each_other():
     ]
     for V in (40, 900):
         logits, u = rows(len(kinds), V), uniforms(len(kinds))
-        together = draw(logits, Draw.of(kinds, V), u)
+        joint = draw(logits, Draw.of(kinds, V), u)
         for i, sampling in enumerate(kinds):
-            alone = draw(logits[i : i + 1], Draw.of([sampling], V), u[i : i + 1])
-            assert torch.equal(together[0][i], alone[0][0])
-            assert torch.equal(together[1][i], alone[1][0])
+            single = draw(logits[i : i + 1], Draw.of([sampling], V), u[i : i + 1])
+            assert torch.equal(joint[0][i], single[0][0])
+            assert torch.equal(joint[1][i], single[1][0])
 
 
 def test_greedy_takes_the_best_token_and_reports_temperature_one():

@@ -32,11 +32,11 @@ def cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "threads", "wanted"), [(2, 2, True), (2, 1, False), (4, 3, True), (4, 2, False), (8, 8, True)]
+    ("count", "threads", "expected"), [(2, 2, True), (2, 1, False), (4, 3, True), (4, 2, False), (8, 8, True)]
 )
-def test_a_second_team_is_used_where_it_exceeds_the_cores(cores, count, threads, wanted):
+def test_a_second_team_is_used_where_it_exceeds_the_cores(cores, count, threads, expected):
     cores(count, threads)
-    assert applicable() is wanted
+    assert applicable() is expected
 
 
 @pytest.mark.parametrize("name", short_waits.CHOSEN)

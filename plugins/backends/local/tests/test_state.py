@@ -23,11 +23,11 @@ def test_six_steps_equal_three_and_three_after_a_restart(tmp_path, make_trainer,
     options = {"ema_decay": 0.9, "schedule": "cosine", "warmup_steps": 2, "total_updates": 6, "dtype": dtype}
     batches = [make_batch([5 + i, 20, 9, 3 * i + 3], seed=i, loss=nll) for i in range(6)]
 
-    def steps(trainer, some):
-        return [trainer.update([b.select([0, 1]), b.select([2, 3])], nll, {}, {}) for b in some]
+    def steps(trainer, part):
+        return [trainer.update([b.select([0, 1]), b.select([2, 3])], nll, {}, {}) for b in part]
 
-    whole = make_trainer(path, **options)
-    results = steps(whole, batches)
+    reference = make_trainer(path, **options)
+    results = steps(reference, batches)
     first = make_trainer(path, **options)
     steps(first, batches[:3])
     first.save(tmp_path / "state")
@@ -35,10 +35,10 @@ def test_six_steps_equal_three_and_three_after_a_restart(tmp_path, make_trainer,
     second = make_trainer(path, **options)
     second.load(tmp_path / "state")
     assert steps(second, batches[3:]) == results[3:]
-    assert same(whole, second)
-    assert same(whole, second, "ema")
+    assert same(reference, second)
+    assert same(reference, second, "ema")
     assert second.updates == 6
-    assert second.coverage() == whole.coverage()
+    assert second.coverage() == reference.coverage()
 
 
 def test_no_pickle_and_a_readable_summary(tmp_path, make_trainer, make_batch, nll):
@@ -108,11 +108,11 @@ def test_exports_load_with_transformers(tmp_path, make_trainer, make_batch, nll,
     trainer.export(tmp_path / "out", view)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert "rlhf" not in (tmp_path / "out" / "config.json").read_text()
-    [ours] = trainer.forward([batch], ["logprobs"], view)
+    [outputs] = trainer.forward([batch], ["logprobs"], view)
     with torch.no_grad():
         logp = model(input_ids=batch.ids_N[None]).logits[0].log_softmax(-1)
-    theirs = logp[:-1].gather(1, batch.ids_N[1:, None])[:, 0]
-    assert (ours["logprobs"][2:] - theirs[1:]).abs().max() < 5e-6
+    expected = logp[:-1].gather(1, batch.ids_N[1:, None])[:, 0]
+    assert (outputs["logprobs"][2:] - expected[1:]).abs().max() < 5e-6
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer.encode("1 + 1 =  2\n")) == "1 + 1 =  2\n"
     assert tokenizer.chat_template

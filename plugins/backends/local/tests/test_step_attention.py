@@ -22,14 +22,14 @@ def filled(dtype: torch.dtype) -> SlotCache:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "length", "read"),
+    ("dtype", "length", "positions"),
     [(torch.bfloat16, n, m) for n, m in ((1, 32), (32, 32), (33, 64), (70, 80), (80, 80))] + [(torch.float32, 33, 33)],
 )
-def test_in_bf16_on_a_cpu_whole_blocks_are_read_and_positions_beyond_a_row_are_masked(dtype, length, read):
+def test_in_bf16_on_a_cpu_whole_blocks_are_read_and_positions_beyond_a_row_are_masked(dtype, length, positions):
     cache, g = filled(dtype), torch.Generator().manual_seed(1)
     position_S = torch.tensor([length - 1, 0, length // 2])
     step = StepAttention(cache, position_S, length, {})
-    assert step.length == read
+    assert step.length == positions
     q, k, v = (torch.randn(1, n, SLOTS, SIZE, generator=g).to(dtype) for n in (HEADS * GROUPS, HEADS, HEADS))
     out = step(SimpleNamespace(layer_idx=0, is_causal=True), q, k, v, None)[0]
     for s, last in enumerate(position_S.tolist()):

@@ -32,22 +32,22 @@ def rounded(tmp_path_factory):
 @pytest.fixture
 def stored(make_trainer):
     def make(path=None, **options):
-        where = () if path is None else (path,)
-        return make_trainer(*where, **{"dtype": "auto", "storage": "bf16", **options})
+        arguments = () if path is None else (path,)
+        return make_trainer(*arguments, **{"dtype": "auto", "storage": "bf16", **options})
 
     return make
 
 
-def norm_apart(ours, theirs):
-    flat = [torch.cat([t[name].float().reshape(-1) for name in theirs]) for t in (ours, theirs)]
+def norm_apart(first, second):
+    flat = [torch.cat([t[name].float().reshape(-1) for name in second]) for t in (first, second)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-MORE = ({"kernels": "none"}, {"head_fp32": False}, {"head_fp32": "sums"})
+VARIANTS = ({"kernels": "none"}, {"head_fp32": False}, {"head_fp32": "sums"})
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("options", [{}, *(pytest.param(options, marks=pytest.mark.full) for options in MORE)])
+@pytest.mark.parametrize("options", [{}, *(pytest.param(options, marks=pytest.mark.full) for options in VARIANTS)])
 def test_outputs_are_bit_equal_to_those_of_the_same_values_in_fp32(
     rounded, make_trainer, stored, make_batch, architecture, options
 ):
@@ -57,8 +57,11 @@ def test_outputs_are_bit_equal_to_those_of_the_same_values_in_fp32(
     wide, narrow = make_trainer(path, dtype="bf16", **options), stored(path, **options)
     assert {p.dtype for p in narrow.module.parameters()} == {torch.bfloat16}
     assert narrow.loaded_model.layout == wide.loaded_model.layout == "shared"
-    (want,), (got,) = wide.forward([batch], ["logprobs", "entropy"]), narrow.forward([batch], ["logprobs", "entropy"])
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    (want,), (outputs,) = (
+        wide.forward([batch], ["logprobs", "entropy"]),
+        narrow.forward([batch], ["logprobs", "entropy"]),
+    )
+    assert all(torch.equal(outputs[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +94,11 @@ def test_rows_of_the_embedding_add_their_gradients_in_fp32(rounded, make_trainer
     path = rounded(tied=False)
     batch = make_batch([600, 500], loss=nll)
     batch = replace(batch, ids_N=torch.where(batch.ids_N < 80, torch.full_like(batch.ids_N, 7), batch.ids_N))
-    name, found = "model.embed_tokens.weight", []
+    name, gradients = "model.embed_tokens.weight", []
     for trainer in (make_trainer(path, dtype="bf16"), stored(path)):
         trainer.accumulate([batch], nll, {}, {})
-        found.append({name: trainer.gradients()[name]})
-    assert norm_apart(found[1], found[0]) < 2**-8
+        gradients.append({name: trainer.gradients()[name]})
+    assert norm_apart(gradients[1], gradients[0]) < 2**-8
 
 
 def test_steps_that_bf16_would_lose_add_up_in_the_masters(rounded, make_trainer, stored, make_batch, nll):
@@ -107,8 +110,8 @@ def test_steps_that_bf16_would_lose_add_up_in_the_masters(rounded, make_trainer,
     start = narrow.parameters[name].detach().clone()
     narrow.update([batch], nll, {}, {})
     wide.update([batch], nll, {}, {})
-    changed = int((narrow.parameters[name] != start).sum())
-    assert changed < 0.25 * start.numel(), "one step is lost for most weights in bf16"
+    count = int((narrow.parameters[name] != start).sum())
+    assert count < 0.25 * start.numel(), "one step is lost for most weights in bf16"
     assert bool((narrow.stepped[name] != start.float()).all())
     for _ in range(29):
         narrow.update([batch], nll, {}, {})
@@ -133,26 +136,26 @@ def test_steps_that_bf16_would_lose_add_up_in_the_masters(rounded, make_trainer,
 def test_a_restart_continues_bit_for_bit(tmp_path, stored, make_batch, nll, options):
     batches = [make_batch([5 + i, 20, 9, 3 * i + 3], seed=i, loss=nll) for i in range(6)]
 
-    def steps(trainer, some):
-        return [trainer.update([b.select([0, 1]), b.select([2, 3])], nll, {}, {}) for b in some]
+    def steps(trainer, part):
+        return [trainer.update([b.select([0, 1]), b.select([2, 3])], nll, {}, {}) for b in part]
 
-    whole, first, second = (stored(**options) for _ in range(3))
-    results = steps(whole, batches)
+    reference, first, second = (stored(**options) for _ in range(3))
+    results = steps(reference, batches)
     steps(first, batches[:3])
     first.save(tmp_path / "state")
     second.load(tmp_path / "state")
     assert all(torch.equal(p, second.parameters[name]) for name, p in first.parameters.items())
     assert steps(second, batches[3:]) == results[3:]
-    for view in whole.views:
-        pairs = zip(whole.weights(view), second.weights(view), strict=True)
+    for view in reference.views:
+        pairs = zip(reference.weights(view), second.weights(view), strict=True)
         assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-    assert all(torch.equal(p, second.stepped[name]) for name, p in whole.stepped.items())
+    assert all(torch.equal(p, second.stepped[name]) for name, p in reference.stepped.items())
     assert {t.dtype for t in load_file(tmp_path / "state" / "model.safetensors").values()} == {torch.float32}
 
 
 def test_a_checkpoint_of_another_storage_is_refused(tmp_path, make_trainer, stored):
-    for number, (one, other) in enumerate(((stored(), make_trainer()), (make_trainer(), stored()))):
-        one.save(tmp_path / str(number))
+    for number, (source, other) in enumerate(((stored(), make_trainer()), (make_trainer(), stored()))):
+        source.save(tmp_path / str(number))
         with pytest.raises(ConfigError, match=r"saved with storage = (bf16|fp32); this run has storage = (bf16|fp32)"):
             other.load(tmp_path / str(number))
 
@@ -177,10 +180,10 @@ def test_an_export_is_bf16_or_the_masters(tmp_path, stored, make_batch, nll):
         trainer = stored(export_masters=masters, lr=1e-4)
         trainer.update([make_batch([9, 14], loss=nll)], nll, {}, {})
         trainer.export(tmp_path / str(number))
-        held = trainer.stepped if masters else trainer.parameters
+        weights = trainer.stepped if masters else trainer.parameters
         saved = load_file(tmp_path / str(number) / "model.safetensors")
-        assert saved.keys() == held.keys()
-        assert all(torch.equal(saved[name], p) for name, p in held.items())
+        assert saved.keys() == weights.keys()
+        assert all(torch.equal(saved[name], p) for name, p in weights.items())
         dtype = torch.float32 if masters else torch.bfloat16
         assert {t.dtype for t in saved.values()} == {dtype}
         assert AutoModelForCausalLM.from_pretrained(tmp_path / str(number), dtype="auto").dtype == dtype

@@ -41,24 +41,24 @@ def test_gradients_equal_a_plain_loop(model_path, make_trainer, make_batch, nll)
 def test_gradients_add_over_micro_batches(make_trainer, make_batch, nll):
     batch, trainer = make_batch(LENS, loss=nll), make_trainer()
     trainer.accumulate([batch], nll, {}, {})
-    whole = trainer.gradients()
+    gradients = trainer.gradients()
     trainer.zero_grad()
     for units in ([1], [0, 4], [3, 2]):
         trainer.accumulate([batch.select(units)], nll, {}, {})
-    close(trainer.gradients(), whole)
+    close(trainer.gradients(), gradients)
 
 
 def test_gradient_checkpointing_and_logit_chunks_change_nothing(make_trainer, make_batch, nll):
     batch = make_batch(LENS, loss=nll)
-    found = []
+    gradients = []
     for options in ({}, {"gradient_checkpointing": True}, {"logits_chunk": 500}):
         trainer = make_trainer(**options)
         trainer.accumulate([batch.select([0, 1]), batch.select([2, 3, 4])], nll, {}, {})
-        found.append(trainer.gradients())
+        gradients.append(trainer.gradients())
         assert trainer.module.training is False
     assert trainer.module.model.gradient_checkpointing is False
-    close(found[1], found[0], 1e-6)
-    close(found[2], found[0], 1e-6)
+    close(gradients[1], gradients[0], 1e-6)
+    close(gradients[2], gradients[0], 1e-6)
 
 
 def test_gradient_checkpointing_computes_layers_again(make_trainer, make_batch, nll):
@@ -110,8 +110,8 @@ def test_offloaded_activations_are_fetched_one_layer_ahead(monkeypatch):
     assert order == ["fetch 163", "fetch 9", "layer 163", "fetch 2", "layer 9", "layer 2"]
 
 
-@pytest.mark.parametrize(("logits_chunk", "most"), [(500, 5), (198, 2), (197, 1), (50, 1), (10**6, 54)])
-def test_no_more_logits_than_the_option_allows_exist_at_once(make_trainer, make_batch, nll, logits_chunk, most):
+@pytest.mark.parametrize(("logits_chunk", "maximum"), [(500, 5), (198, 2), (197, 1), (50, 1), (10**6, 54)])
+def test_no_more_logits_than_the_option_allows_exist_at_once(make_trainer, make_batch, nll, logits_chunk, maximum):
     """The vocabulary has 99 tokens; 54 tokens are trained. Also in passes without a gradient."""
     trainer, batch, rows = make_trainer(logits_chunk=logits_chunk), make_batch(LENS, loss=nll), []
     trainer.loaded_model.head.register_forward_hook(lambda _, x, y: rows.append(y.shape[0]))
@@ -119,7 +119,7 @@ def test_no_more_logits_than_the_option_allows_exist_at_once(make_trainer, make_
     trained = max(rows)
     rows.clear()
     trainer.forward([batch], ["logprobs"])
-    assert (trained, max(rows)) == (most, most)
+    assert (trained, max(rows)) == (maximum, maximum)
 
 
 def test_training_lowers_the_loss_and_reports_the_step(make_trainer, make_batch, nll):
@@ -143,14 +143,14 @@ def test_the_step_is_adamw_with_the_options_that_are_given(make_trainer, make_ba
     m, v = dict.fromkeys(trainer.parameters, 0.0), dict.fromkeys(trainer.parameters, 0.0)
     for t in (1, 2):
         trainer.accumulate([batch], nll, {}, {})
-        before = {n: p.detach().double() for n, p in trainer.parameters.items()}
+        old_weights = {n: p.detach().double() for n, p in trainer.parameters.items()}
         gradient = {n: g.double() for n, g in trainer.gradients().items()}
         trainer.apply()
         for n, g in gradient.items():
             m[n], v[n] = b1 * m[n] + (1 - b1) * g, b2 * v[n] + (1 - b2) * g * g
-            kept = before[n] * (1 - lr * decay * (before[n].ndim > 1))
-            wanted = kept - lr * (m[n] / (1 - b1**t)) / ((v[n] / (1 - b2**t)).sqrt() + eps)
-            torch.testing.assert_close(trainer.parameters[n].detach().double(), wanted, rtol=1e-5, atol=1e-7)
+            remainder = old_weights[n] * (1 - lr * decay * (old_weights[n].ndim > 1))
+            expected = remainder - lr * (m[n] / (1 - b1**t)) / ((v[n] / (1 - b2**t)).sqrt() + eps)
+            torch.testing.assert_close(trainer.parameters[n].detach().double(), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_bounds_the_step_and_reports_the_norm_before(make_trainer, make_batch, nll):
@@ -158,13 +158,13 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(make_trainer, make
 
     trainer = make_trainer(max_grad_norm=0.5)
     trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
-    before = torch.cat([g.flatten() for g in trainer.gradients().values()]).norm()
+    old_norm = torch.cat([g.flatten() for g in trainer.gradients().values()]).norm()
     norm = clip(trainer.parameters, 0.5)
-    after = torch.cat([g.flatten() for g in trainer.gradients().values()]).norm()
-    assert norm == pytest.approx(float(before), rel=1e-5)
-    assert float(before) > 0.5
-    assert float(after) == pytest.approx(0.5, rel=1e-4)
-    assert clip(trainer.parameters, None) == pytest.approx(float(after))
+    new_norm = torch.cat([g.flatten() for g in trainer.gradients().values()]).norm()
+    assert norm == pytest.approx(float(old_norm), rel=1e-5)
+    assert float(old_norm) > 0.5
+    assert float(new_norm) == pytest.approx(0.5, rel=1e-4)
+    assert clip(trainer.parameters, None) == pytest.approx(float(new_norm))
 
 
 def test_a_non_finite_loss_skips_the_step(make_trainer, make_batch, nll):
@@ -173,17 +173,17 @@ def test_a_non_finite_loss_skips_the_step(make_trainer, make_batch, nll):
             return LossOutput({"nll": -x["logprobs"] * float("nan")})
 
     batch, trainer = make_batch(LENS, loss=nll), make_trainer(ema_decay=0.5)
-    before = {n: t.clone() for n, t in trainer.weights()}
+    old_weights = {n: t.clone() for n, t in trainer.weights()}
     trainer.accumulate([batch.select([0])], nll, {}, {})  # the correct micro-batch before it is not applied either
     trainer.accumulate([batch.select([1, 2])], Broken(), {}, {})
     result = trainer.apply()
     assert result.skipped == "non-finite loss (nan) of 'nll'"
     assert (trainer.updates, trainer.skipped, trainer.coverage()) == (1, 1, {})
-    assert all(torch.equal(before[n], t) for n, t in trainer.weights())
+    assert all(torch.equal(old_weights[n], t) for n, t in trainer.weights())
     assert not any(g.any() for g in trainer.gradients().values())
     _, result = trainer.update([batch], nll, {}, {})
     assert result.skipped == ""
-    assert not all(torch.equal(before[n], t) for n, t in trainer.weights())
+    assert not all(torch.equal(old_weights[n], t) for n, t in trainer.weights())
 
 
 def test_a_non_finite_gradient_skips_the_step(make_trainer, make_batch, nll):
@@ -193,10 +193,10 @@ def test_a_non_finite_gradient_skips_the_step(make_trainer, make_batch, nll):
             return LossOutput({"nll": zero.abs().sqrt()})
 
     batch, trainer = make_batch(LENS, loss=nll), make_trainer()
-    before = {n: t.clone() for n, t in trainer.weights()}
+    old_weights = {n: t.clone() for n, t in trainer.weights()}
     _, result = trainer.update([batch], Steep(), {}, {})
     assert result.skipped.startswith("non-finite gradient (norm ")
-    assert all(torch.equal(before[n], t) for n, t in trainer.weights())
+    assert all(torch.equal(old_weights[n], t) for n, t in trainer.weights())
     assert trainer.optimizer.state == {}
 
 
@@ -297,8 +297,8 @@ def test_coverage_names_parameters_that_did_not_change(make_trainer, make_batch,
     assert trainer.coverage() == {"without_gradient": [], "unchanged": []}
     blind = make_trainer()
     blind.update([make_batch(LENS, loss=Blind())], Blind(), {}, {})
-    everything = list(blind.parameters)
-    assert blind.coverage() == {"without_gradient": everything, "unchanged": everything}
+    names = list(blind.parameters)
+    assert blind.coverage() == {"without_gradient": names, "unchanged": names}
     blind.update([batch], nll, {}, {})
     assert blind.coverage() == {"without_gradient": [], "unchanged": []}, "computed again"
 

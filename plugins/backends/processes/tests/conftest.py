@@ -26,12 +26,12 @@ def make_launcher() -> Callable[..., ProcessesLauncher]:
 @pytest.fixture
 def launch(make_launcher: Callable[..., ProcessesLauncher]) -> Iterator[Callable[..., ProcessesLauncher]]:
     """``launch(**options)``: a launcher that is shut down after the test."""
-    made: list[ProcessesLauncher] = []
+    launchers: list[ProcessesLauncher] = []
 
     def make(**options: Any) -> ProcessesLauncher:
-        made.append(make_launcher(**options))
-        return made[-1]
+        launchers.append(make_launcher(**options))
+        return launchers[-1]
 
     yield make
-    for launcher in made:
+    for launcher in launchers:
         launcher.shutdown()

@@ -38,17 +38,17 @@ class Parent(CountingTrainer):
         os._exit(code)
 
 
-def main(how: str) -> None:
+def main(mode: str) -> None:
     launcher = ProcessesLauncher()
     launcher.place({"policy": Place()})
     policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), ""))
-    if how.startswith("exec"):
-        policy.call("executes", [(how,)])
+    if mode.startswith("exec"):
+        policy.call("executes", [(mode,)])
     print(json.dumps(policy.call("starts", [()])[0]), flush=True)
     sys.stdin.readline()
-    if how == "raises":
+    if mode == "raises":
         raise ValueError("a reward failed")
-    if how == "forgets":
+    if mode == "forgets":
         os._exit(3)
     launcher.shutdown()
 

@@ -19,11 +19,11 @@ from run_with_a_child import Parent
 
 from tests import orphans
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
+    ("mode", "code"),
     [
         ("killed", -signal.SIGKILL),
         *(
@@ -32,14 +32,14 @@ HERE = Path(__file__).parent
         ),
     ],
 )
-def test_no_process_outlives_the_driver(how, code):
-    command = [sys.executable, str(HERE / "run_with_a_child.py"), how]
+def test_no_process_outlives_the_driver(mode, code):
+    command = [sys.executable, str(FOLDER / "run_with_a_child.py"), mode]
     run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     started = [psutil.Process(pid) for pid in json.loads(run.stdout.readline())]
     started += psutil.Process(run.pid).children()  # the supervisor
     started.append(started[0].parent())  # the guard of the worker
     assert len(started) == 4
-    if how == "killed":
+    if mode == "killed":
         run.kill()
     run.communicate("\n")
     assert run.returncode == code
@@ -48,7 +48,7 @@ def test_no_process_outlives_the_driver(how, code):
 
 def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(tmp_path):
     pids = tmp_path / "pids"
-    command = [sys.executable, str(HERE / "run_with_a_child.py"), orphans.leaving(pids)]
+    command = [sys.executable, str(FOLDER / "run_with_a_child.py"), orphans.leaving(pids)]
     assert orphans.end_with(subprocess.Popen(command), pids)
 
 

@@ -94,11 +94,11 @@ def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
     launcher = ProcessesLauncher()
     launcher.place(places)
     assert launcher._reserved_devices.cuda
-    seen = {
+    devices = {
         role: [gpus_of(a, launcher._bundles, ["4", "5", "6", "7"]) for a in allocations]
         for role, allocations in launcher._reserved_devices.allocations.items()
     }
-    assert seen == {"policy": [["4"], ["5"]], "critic": [["4"], ["5"]], GENERATOR: [["6", "7"]]}
+    assert devices == {"policy": [["4"], ["5"]], "critic": [["4"], ["5"]], GENERATOR: [["6", "7"]]}
     with pytest.raises(ConfigError, match=r"policy +5 ranks x 1 GPUs = 5"):
         ProcessesLauncher().place({"policy": Place(5)})
     with pytest.raises(ConfigError, match=r"launcher.cpus = 2: .* on the 4 GPUs"):
@@ -116,14 +116,14 @@ def test_values_keep_what_is_inside_them_and_are_read_only():
     inner = SharedValue.of(large)
     outer = SharedValue.of({"small": small, "inner": inner, "text": "x" * 50_000})
     del inner
-    before = len(os.listdir("/proc/self/fd"))
-    got = outer.value()
-    assert (got["small"] == small).all()
-    again = got["inner"].value()
-    assert (again == large).all()
+    count = len(os.listdir("/proc/self/fd"))
+    content = outer.value()
+    assert (content["small"] == small).all()
+    array = content["inner"].value()
+    assert (array == large).all()
     with pytest.raises(ValueError, match="read-only"):
-        again[0] = 1
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+        array[0] = 1
+    assert len(os.listdir("/proc/self/fd")) <= count + 2
 
 
 def test_another_system_is_refused(monkeypatch):

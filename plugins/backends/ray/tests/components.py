@@ -86,6 +86,6 @@ class OwnCopy(TakesTensors, Generator):
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         units = [UnitData([SequenceData(list(s), {"loss_mask": [n > 0 for n in range(len(s))]})]) for s in sequences]
-        [found] = self.copy.forward([pack(units)], [resolve_head("logprobs", None)])
-        rows = torch.split(found["logprobs"], [len(s) for s in sequences])
+        [outputs] = self.copy.forward([pack(units)], [resolve_head("logprobs", None)])
+        rows = torch.split(outputs["logprobs"], [len(s) for s in sequences])
         return [[row[1:].tolist() for row in rows]]

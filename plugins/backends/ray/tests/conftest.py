@@ -59,12 +59,12 @@ def make_launcher(cluster: Cluster) -> Callable[..., RayLauncher]:
 @pytest.fixture
 def launch(cluster: Cluster) -> Iterator[Callable[..., RayLauncher]]:
     """``launch(**options)``: a launcher that is shut down after the test."""
-    made: list[RayLauncher] = []
+    launchers: list[RayLauncher] = []
 
     def make(**options: Any) -> RayLauncher:
-        made.append(RayLauncher(RayConfig(**options)))
-        return made[-1]
+        launchers.append(RayLauncher(RayConfig(**options)))
+        return launchers[-1]
 
     yield make
-    for launcher in made:
+    for launcher in launchers:
         launcher.shutdown()

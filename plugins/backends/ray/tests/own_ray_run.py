@@ -14,24 +14,24 @@ from rlhf_plugin_ray.launcher import RayLauncher
 from worker_standins import OddGenerator, OddTrainer
 
 
-def main(how: str) -> None:
+def main(mode: str) -> None:
     options = {"address": sys.argv[2]} if len(sys.argv) > 2 else {"cpus": 2, "object_store_gib": 0.1}
     if "RAY_ADDRESS" in os.environ:  # options are only for a Ray that the run starts
         options = {}
-    launcher = RayLauncher(RayConfig(show_output=how == "shows", **options))
+    launcher = RayLauncher(RayConfig(show_output=mode == "shows", **options))
     try:
         launcher.place({"policy": Place(), GENERATOR: Place()})
         policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
         launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
         policy.call("same", [(b"x" * 100_000,)])
         print(json.dumps({"address": policy.members[0].facts["address"]}), flush=True)
-        if how == "shows":
+        if mode == "shows":
             policy.call("prints", [("hello from a worker",)])
-        if how == "raises":
+        if mode == "raises":
             raise ValueError("a reward failed")
-        if how in ("shows", "waits"):
+        if mode in ("shows", "waits"):
             policy.call("sleeps", [(120.0,)])
-        if how == "forgets":  # like a controller that fails during its construction
+        if mode == "forgets":  # like a controller that fails during its construction
             os._exit(3)
     finally:
         launcher.shutdown()

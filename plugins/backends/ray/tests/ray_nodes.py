@@ -49,10 +49,10 @@ class RayNodes:
         self.folder.cleanup()
 
     def environment(self, node: int) -> dict[str, str]:
-        more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        path = os.pathsep.join(filter(None, (self.paths[node], ROOT, kept.get("PYTHONPATH"))))
-        return {**kept, **more, "PYTHONPATH": path}
+        settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        path = os.pathsep.join(filter(None, (self.paths[node], ROOT, variables.get("PYTHONPATH"))))
+        return {**variables, **settings, "PYTHONPATH": path}
 
     def run(self, *program: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
         """Run a program on node 0."""

@@ -28,11 +28,11 @@ def examination(paths=(), timeout=60.0, start=False):
     )
 
 
-def start(address, *more, environment):
+def start(address, *flags, environment):
     """``ray start`` in a process group of its own."""
     words = [RAY, "start", "--block", "--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"]
     return subprocess.Popen(
-        [*words, *more, f"--node-ip-address={address}"],
+        [*words, *flags, f"--node-ip-address={address}"],
         env=environment,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
@@ -71,19 +71,19 @@ def nodes(tmp_path_factory):
     words = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temporary}"]
     started = [start("127.0.0.1", *words, environment=environment)]
     try:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while closed(address, 1):
-            assert time.monotonic() < until, "Ray's head did not start"
+            assert time.monotonic() < deadline, "Ray's head did not start"
             time.sleep(0.2)
         other = {**environment, "PYTHONPATH": str(folder / "other")}
         started.append(start("127.0.0.2", f"--address={address}", environment=other))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in auth.items():
                 patch.setenv(name, value)
-            found = ""
-            while "2 nodes" not in found:
-                assert time.monotonic() < until, f"the second node did not start: {found}"
-                found = check_nodes(examination(), address)[0].text
+            text = ""
+            while "2 nodes" not in text:
+                assert time.monotonic() < deadline, f"the second node did not start: {text}"
+                text = check_nodes(examination(), address)[0].text
             yield address
     finally:
         for process in reversed(started):
@@ -100,8 +100,8 @@ def test_nodes_with_other_versions_or_missing_files_are_named(nodes, tmp_path):
     assert (versions.name, versions.status) == ("ray nodes", "fail")
     [line] = versions.text.splitlines()
     assert "(127.0.0.2, " in line
-    here = importlib.metadata.version("rlhf-plugin-math")
-    assert line.endswith(f"rlhf-plugin-math 9.9 there, {here} here")
+    version = importlib.metadata.version("rlhf-plugin-math")
+    assert line.endswith(f"rlhf-plugin-math 9.9 there, {version} here")
     assert (files.name, files.status) == ("ray files", "fail")
     assert [line.rpartition(": ")[2] for line in files.text.splitlines()] == ["/no/such/place"] * 2
 
@@ -149,14 +149,14 @@ def test_the_check_starts_and_stops_a_ray():
 
 def test_the_address_in_the_environment_is_used_and_not_shown(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    found = list(cluster(examination()))
-    assert [(f.name, f.status) for f in found] == [("ray cluster", "fail"), ("ray nodes", "skipped")]
-    assert found[0].text == "$RAY_ADDRESS: Connection refused"
+    findings = list(cluster(examination()))
+    assert [(f.name, f.status) for f in findings] == [("ray cluster", "fail"), ("ray nodes", "skipped")]
+    assert findings[0].text == "$RAY_ADDRESS: Connection refused"
     [other] = cluster(replace(examination(), launcher="local"))
     assert (other.status, other.text) == ("skipped", "the run's launcher is 'local'")
     assert [f.status for f in cluster(replace(examination(), launcher="ray"))] == ["fail", "skipped"]
-    given = replace(examination(), launcher="ray", launcher_options={"address": "127.0.0.1:2"})
-    assert next(iter(cluster(given))).text == "127.0.0.1:2: Connection refused"
+    settings = replace(examination(), launcher="ray", launcher_options={"address": "127.0.0.1:2"})
+    assert next(iter(cluster(settings))).text == "127.0.0.1:2: Connection refused"
     monkeypatch.delenv("RAY_ADDRESS")
     [none] = cluster(replace(examination(), launcher="ray"))
     assert (none.status, none.text) == ("skipped", "no address given; --launcher.address HOST:PORT asks one")

@@ -52,33 +52,33 @@ def started(folder: Path, ray: str, reward: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("at", ["between workers' calls", "inside a reward"])
-def test_a_killed_gcs_ends_the_run_with_its_own_message(at, tmp_path):
-    flag = tmp_path / "flag" if at == "inside a reward" else tmp_path / "run" / "metrics.jsonl"
-    reward = REWARD.format(BLOCKS.format(str(flag)) if at == "inside a reward" else "")
-    said = tmp_path / "said"
+@pytest.mark.parametrize("moment", ["between workers' calls", "inside a reward"])
+def test_a_killed_gcs_ends_the_run_with_its_own_message(moment, tmp_path):
+    flag = tmp_path / "flag" if moment == "inside a reward" else tmp_path / "run" / "metrics.jsonl"
+    reward = REWARD.format(BLOCKS.format(str(flag)) if moment == "inside a reward" else "")
+    log = tmp_path / "said"
     with tempfile.TemporaryDirectory(prefix="rlhf-ray-", dir="/tmp", ignore_cleanup_errors=True) as ray:  # short
         run = started(tmp_path, ray, reward)
         family = []
         try:
             while not flag.exists() or not (flag.name == "flag" or flag.read_text()):
-                assert run.poll() is None, said.read_text()
+                assert run.poll() is None, log.read_text()
                 time.sleep(0.1)
             family = psutil.Process(run.pid).children(recursive=True)
             [gcs] = [p for p in family if p.name() == "gcs_server"]
-            held = [p for p in family if p.name() == "raylet" or p.name().startswith("ray::RayWorker")]
-            assert len(held) >= 2
+            workers = [p for p in family if p.name() == "raylet" or p.name().startswith("ray::RayWorker")]
+            assert len(workers) >= 2
             gcs.kill()
             assert run.wait(300) == 1
             # Ray's own agents notice only after a minute
-            _, left = psutil.wait_procs(held, timeout=30)
+            _, left = psutil.wait_procs(workers, timeout=30)
             assert left == [], "workers and raylet must end with the run"
         finally:
             for process in (run, *family):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-    lines = said.read_text().splitlines()
-    assert lines[-1].startswith("rlhf: Ray's control process (GCS) at 127.0.0.1:"), said.read_text()
+    lines = log.read_text().splitlines()
+    assert lines[-1].startswith("rlhf: Ray's control process (GCS) at 127.0.0.1:"), log.read_text()
     assert "is gone: Connection refused" in lines[-1]
     assert lines[-1].endswith("Continue from the newest checkpoint with --resume.")
-    assert "Traceback" not in said.read_text()
+    assert "Traceback" not in log.read_text()

@@ -35,9 +35,9 @@ def four_gpus(no_cluster: None) -> Iterator[None]:
 
 @pytest.fixture
 def launcher():
-    made = RayLauncher()
-    yield made
-    made.shutdown()
+    instance = RayLauncher()
+    yield instance
+    instance.shutdown()
 
 
 def role(name: str, ranks: int) -> ModelSpec:
@@ -47,24 +47,24 @@ def role(name: str, ranks: int) -> ModelSpec:
 def test_colocated_roles_and_engines_see_the_same_gpus(launcher, tmp_path):
     """The hybrid engine: four ranks, and engines of two GPUs each on the same four."""
     launcher.place({"policy": Place(4), "critic": Place(2, share="policy"), GENERATOR: Place(2, 2, share="policy")})
-    seen = {}
+    devices = {}
     for name, ranks in (("policy", 4), ("critic", 2)):
         group = launcher.launch_trainer(OddTrainer, None, role(name, ranks))
-        seen[name] = [w["CUDA_VISIBLE_DEVICES"] for w in group.call("where", [()] * ranks)]
-    assert sorted(seen["policy"]) == ["0", "1", "2", "3"]
-    assert seen["critic"] == seen["policy"][:2]
+        devices[name] = [w["CUDA_VISIBLE_DEVICES"] for w in group.call("where", [()] * ranks)]
+    assert sorted(devices["policy"]) == ["0", "1", "2", "3"]
+    assert devices["critic"] == devices["policy"][:2]
     launcher.launch_generator(OddGenerator, OddConfig(folder=str(tmp_path)), GeneratorSpec((0,), str))
     notes = [x.split()[1] for x in (tmp_path / "notes.txt").read_text().splitlines() if x.startswith("sees")]
-    assert sorted(notes) == [",".join(seen["policy"][:2]), ",".join(seen["policy"][2:])]
+    assert sorted(notes) == [",".join(devices["policy"][:2]), ",".join(devices["policy"][2:])]
 
 
 def test_separate_roles_see_separate_gpus(launcher):
     launcher.place({"policy": Place(1, 2), "critic": Place(2)})
     policy = launcher.launch_trainer(OddTrainer, None, role("policy", 1)).call("where", [()])
     critic = launcher.launch_trainer(OddTrainer, None, role("critic", 2)).call("where", [()] * 2)
-    seen = [w["CUDA_VISIBLE_DEVICES"] for w in (*policy, *critic)]
-    assert [len(s.split(",")) for s in seen] == [2, 1, 1]
-    assert sorted(",".join(seen).split(",")) == ["0", "1", "2", "3"]
+    devices = [w["CUDA_VISIBLE_DEVICES"] for w in (*policy, *critic)]
+    assert [len(s.split(",")) for s in devices] == [2, 1, 1]
+    assert sorted(",".join(devices).split(",")) == ["0", "1", "2", "3"]
 
 
 def test_a_placement_that_does_not_fit_is_refused(launcher):

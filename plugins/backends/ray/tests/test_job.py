@@ -25,9 +25,9 @@ def test_a_submitted_job_uses_the_cluster_of_the_job():
             done = nodes.run(*RAY, "job", "submit", "--address", server, "--", *job)
     except NotPermitted as cause:
         pytest.skip(f"needs root, to make network namespaces: {cause}")
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "succeeded" in said
-    [found] = [json.loads(x) for x in said.splitlines() if x.startswith('{"threads"')]
-    assert found["threads"] == ["3", "3"]
-    assert found["mine"] == "1", "Ray sets 1 in a job; that is not the user's choice for the workers"
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "succeeded" in output
+    [report] = [json.loads(x) for x in output.splitlines() if x.startswith('{"threads"')]
+    assert report["threads"] == ["3", "3"]
+    assert report["mine"] == "1", "Ray sets 1 in a job; that is not the user's choice for the workers"

@@ -57,14 +57,14 @@ def test_workers_get_threads_gpus_and_environment(launch, tmp_path, monkeypatch)
     monkeypatch.delenv("OMP_NUM_THREADS")
     launcher = launch(env={"RLHF_TEST": "yes"})
     launcher.place({"policy": Place(2, 2), "critic": Place(share="policy")})
-    found = launcher.launch_trainer(OddTrainer, None, spec(ranks=2)).call("where", [()] * 2)
-    found += launcher.launch_trainer(OddTrainer, None, spec("critic")).call("where", [()])
-    assert [f["OMP_NUM_THREADS"] for f in found] == ["2", "2", "2"]
-    assert {f["RLHF_TEST"] for f in found} == {"yes"}
-    assert {f["GLOO_SOCKET_IFNAME"] for f in found} == {"lo"}
-    assert {f["folder"] for f in found} == {os.getcwd()}
-    assert len({f["pid"] for f in found} | {os.getpid()}) == 4
-    assert not any(f["torch"] for f in found), "only a component imports torch"
+    reports = launcher.launch_trainer(OddTrainer, None, spec(ranks=2)).call("where", [()] * 2)
+    reports += launcher.launch_trainer(OddTrainer, None, spec("critic")).call("where", [()])
+    assert [f["OMP_NUM_THREADS"] for f in reports] == ["2", "2", "2"]
+    assert {f["RLHF_TEST"] for f in reports} == {"yes"}
+    assert {f["GLOO_SOCKET_IFNAME"] for f in reports} == {"lo"}
+    assert {f["folder"] for f in reports} == {os.getcwd()}
+    assert len({f["pid"] for f in reports} | {os.getpid()}) == 4
+    assert not any(f["torch"] for f in reports), "only a component imports torch"
 
 
 def test_an_explicit_number_of_threads_is_respected(launch, monkeypatch):
@@ -98,8 +98,8 @@ def test_workers_are_found_by_name_in_a_namespace(launch):
     launcher.place({"policy": Place(), GENERATOR: Place()})
     policy = launcher.launch_trainer(OddTrainer, None, spec())
     launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
-    found = ray.get_actor("policy-0", namespace="mine")
-    assert ray.get(found.pulse.remote()) == ray.get(policy.members[0].side_call("pulse"))
+    actor = ray.get_actor("policy-0", namespace="mine")
+    assert ray.get(actor.pulse.remote()) == ray.get(policy.members[0].side_call("pulse"))
     ray.get_actor("engine-0", namespace="mine")
 
 
@@ -155,8 +155,8 @@ def test_workers_resolve_the_plugins_of_the_run(launch, tmp_path):
     launcher = launch()
     launcher.place({"policy": Place()}, used)
     policy = launcher.launch_trainer(OddTrainer, None, spec())
-    [got] = policy.call("same", [(used[1].cls(),)])
-    assert type(got) is used[1].cls
+    [answer] = policy.call("same", [(used[1].cls(),)])
+    assert type(answer) is used[1].cls
 
 
 def test_another_version_of_a_plugin_stops_the_run(launch):

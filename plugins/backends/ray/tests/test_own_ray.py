@@ -46,14 +46,14 @@ class Driver:
 
     def family(self) -> list[int]:
         """Living processes that inherited the environment variable of this driver."""
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
+                    pids.append(int(folder.name))
             except OSError:
                 continue
-        return found
+        return pids
 
     def listens(self) -> set[str]:
         """Addresses, as /proc writes them, at which the family listens."""
@@ -91,17 +91,17 @@ def _is_mapped(path: str) -> bool:
 
 @pytest.fixture
 def driver():
-    made: list[Driver] = []
+    drivers: list[Driver] = []
 
     def start(*arguments: str, **environment: str) -> Driver:
-        made.append(Driver(*arguments, **environment))
-        return made[-1]
+        drivers.append(Driver(*arguments, **environment))
+        return drivers[-1]
 
     yield start
-    for one in made:
-        for pid in one.family():
+    for instance in drivers:
+        for pid in instance.family():
             os.kill(pid, signal.SIGKILL)
-        one.process.communicate()
+        instance.process.communicate()
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -114,12 +114,12 @@ def test_only_this_machine_reaches_it(driver):
     assert run.listens() <= LOOPBACK
 
 
-@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1), ("forgets", 3)])
-def test_no_process_or_file_is_left(driver, how, code):
-    run = driver(how)
+@pytest.mark.parametrize(("mode", "code"), [("ends", 0), ("raises", 1), ("forgets", 3)])
+def test_no_process_or_file_is_left(driver, mode, code):
+    run = driver(mode)
     out, err = run.process.communicate(timeout=300)
     assert run.process.returncode == code, err
-    assert ("ended" in out) == (how == "ends")
+    assert ("ended" in out) == (mode == "ends")
     assert "usage" not in out + err
     assert "dashboard" not in out + err
     run.leaves_nothing()

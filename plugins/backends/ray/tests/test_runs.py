@@ -56,39 +56,39 @@ def run(workshop, tmp_path) -> Run:
         config |= sections
         file = tmp_path / f"{name}.toml"
         file.write_text(tomli_w.dumps(config))
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = main(["train", str(file), *flags])
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         steps = [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING)} for x in lines]
-        return code, said.getvalue(), steps
+        return code, output.getvalue(), steps
 
     return go
 
 
-def same(got: list[dict[str, Any]], want: list[dict[str, Any]], tolerance: float) -> None:
-    assert [set(g) for g in got] == [set(w) for w in want]
-    for g, w in zip(got, want, strict=True):
+def same(steps: list[dict[str, Any]], want: list[dict[str, Any]], tolerance: float) -> None:
+    assert [set(g) for g in steps] == [set(w) for w in want]
+    for g, w in zip(steps, want, strict=True):
         assert g == {k: pytest.approx(v, rel=tolerance, abs=tolerance) for k, v in w.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_run_with_a_killed_trainer_resumes_exactly(run, tmp_path):
-    code, said, want = run("local", "sft")
-    assert code == 0, said
+    code, output, want = run("local", "sft")
+    assert code == 0, output
     flag = tmp_path / "die"
     flag.touch()
     trainer = {"use": f"file:{COMPONENTS}:Mortal", "lr": 1e-3, "flag": str(flag), "at_update": 2}
-    code, said, steps = run("ray", "sft", launcher={"use": "ray"}, trainer=trainer)
+    code, output, steps = run("ray", "sft", launcher={"use": "ray"}, trainer=trainer)
     assert code != 0
-    assert "policy rank 0 (node 127.0.0.1, pid" in said
-    assert "died during update()" in said
+    assert "policy rank 0 (node 127.0.0.1, pid" in output
+    assert "died during update()" in output
     assert [s["step"] for s in steps] == [1, 2]
     assert not flag.exists()
-    code, said, steps = run("ray", "sft", "--resume", launcher={"use": "ray"}, trainer=trainer)
-    assert code == 0, said
-    assert "resumed after step 2" in said
+    code, output, steps = run("ray", "sft", "--resume", launcher={"use": "ray"}, trainer=trainer)
+    assert code == 0, output
+    assert "resumed after step 2" in output
     same(steps, want, 0.0)
 
 
@@ -96,13 +96,13 @@ def test_a_run_with_a_killed_trainer_resumes_exactly(run, tmp_path):
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_engine_changes_no_number(run, tmp_path):
     """Two engines, one of which is killed in the middle of the second step's samples."""
-    code, said, want = run("local", "rloo")
-    assert code == 0, said
+    code, output, want = run("local", "rloo")
+    assert code == 0, output
     flag = tmp_path / "die"
     flag.touch()
     generator = {"use": f"file:{COMPONENTS}:OwnCopy", "flag": str(flag)}
     sections = {"launcher": {"use": "ray"}, "placement": {"generator": {"ranks": 2}}, "generator": generator}
-    code, said, steps = run("ray", "rloo", **sections)
-    assert code == 0, said
+    code, output, steps = run("ray", "rloo", **sections)
+    assert code == 0, output
     assert not flag.exists(), "the engine was killed"
     same(steps, want, 1e-4)

@@ -15,13 +15,13 @@ from worker_standins import OddGenerator
 
 def chosen(places: dict[str, Place], kind: str = "GPU", transport: str = "auto", links: bool = True, nodes: int = 1):
     bundles = bundles_of(places, kind)
-    at = [f"node {n * nodes // len(bundles)}" for n in range(len(bundles))]
-    allocations = allocate(places, bundles, at)
-    return choose_kind(transport, links, allocations["policy"], allocations[GENERATOR], kind == "GPU", at)
+    addresses = [f"node {n * nodes // len(bundles)}" for n in range(len(bundles))]
+    allocations = allocate(places, bundles, addresses)
+    return choose_kind(transport, links, allocations["policy"], allocations[GENERATOR], kind == "GPU", addresses)
 
 
 HYBRID = {"policy": Place(4), GENERATOR: Place(2, 2, share="policy")}
-APART = {"policy": Place(4), GENERATOR: Place(2, 2)}
+SEPARATE_PLACES = {"policy": Place(4), GENERATOR: Place(2, 2)}
 BESIDE_THE_CRITIC = {"policy": Place(2), "critic": Place(2), GENERATOR: Place(2, share="critic")}
 ON_ONE_RANK = {"policy": Place(2), GENERATOR: Place(1, share="policy")}
 ON_SPARE_DEVICES = {"policy": Place(1, 2), GENERATOR: Place(1, 2, share="policy")}
@@ -32,7 +32,7 @@ ON_SPARE_DEVICES = {"policy": Place(1, 2), GENERATOR: Place(1, 2, share="policy"
     [
         (HYBRID, "shared"),
         (ON_ONE_RANK, "shared"),
-        (APART, "broadcast"),
+        (SEPARATE_PLACES, "broadcast"),
         (BESIDE_THE_CRITIC, "broadcast"),
         (ON_SPARE_DEVICES, None),  # the rank computes on the first of its two GPUs, and the engine on both
     ],
@@ -49,19 +49,19 @@ def test_on_gpus_the_placement_decides_the_kind_of_link(places, kind):
 
 def test_on_cpus_the_store_is_the_default_and_links_are_possible(monkeypatch):
     assert chosen(HYBRID, "CPU") is None
-    assert [chosen(APART, "CPU", kind) for kind in ("shared", "broadcast")] == ["shared", "broadcast"]
-    assert chosen(APART, "CPU", "broadcast", nodes=2) == "broadcast"
+    assert [chosen(SEPARATE_PLACES, "CPU", kind) for kind in ("shared", "broadcast")] == ["shared", "broadcast"]
+    assert chosen(SEPARATE_PLACES, "CPU", "broadcast", nodes=2) == "broadcast"
     with pytest.raises(ConfigError, match="an engine is on another node than rank 0 of the policy"):
-        chosen(APART, "CPU", "shared", nodes=2)
+        chosen(SEPARATE_PLACES, "CPU", "shared", nodes=2)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"and this is darwin\. Possible here: 'store', 'broadcast'"):
-        chosen(APART, "CPU", "shared")
+        chosen(SEPARATE_PLACES, "CPU", "shared")
 
 
 def test_a_generator_without_links_uses_the_store():
-    assert chosen(APART, links=False) is None
+    assert chosen(SEPARATE_PLACES, links=False) is None
     with pytest.raises(ConfigError, match=r"the generator takes no links .*Possible here: 'store', or leave it out"):
-        chosen(APART, transport="broadcast", links=False)
+        chosen(SEPARATE_PLACES, transport="broadcast", links=False)
 
 
 def test_an_engine_is_not_replaced_where_nothing_sends_it_weights():

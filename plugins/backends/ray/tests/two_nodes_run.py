@@ -34,7 +34,7 @@ def spread(launcher: RayLauncher) -> dict[str, Any]:
     for bucket in policy.stream("buckets", "live", 24, timeout=60.0):
         engines.take(bucket)
     proofs = engines.end_load()
-    sent = policy.call("sent_fingerprints", [()] * 2)[0]
+    fingerprints = policy.call("sent_fingerprints", [()] * 2)[0]
     requests = [GenerationRequest((n,), n, Sampling(8)) for n in range(6)]
     return {
         "nodes": [m.facts["address"] for m in policy.members],
@@ -42,7 +42,7 @@ def spread(launcher: RayLauncher) -> dict[str, Any]:
         "sums": policy.call("adds", [()] * 2),
         "interfaces": [w["GLOO_SOCKET_IFNAME"] for w in policy.call("where", [()] * 2)],
         "rendezvous": policy.call("where", [()] * 2)[0]["spec"].rendezvous,
-        "proven": [proof.received == sent for proof in proofs],
+        "proven": [proof.received == fingerprints for proof in proofs],
         "answers": sorted(n for n, _ in engines.generate(requests)),
     }
 

@@ -27,8 +27,8 @@ def main() -> None:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    here = sysconfig.get_path("purelib")
-    (packages / "repository.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    host_packages = sysconfig.get_path("purelib")
+    (packages / "repository.pth").write_text(f"import site; site.addsitedir({host_packages!r})\n")
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*command, *SGLANG], check=True)
     shutil.copytree(STUBS, packages, dirs_exist_ok=True)

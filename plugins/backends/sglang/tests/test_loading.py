@@ -46,7 +46,7 @@ def bucket(**tensors: torch.Tensor) -> Bucket:
     return Bucket(tuple(tensors.items()), tuple(marks(list(tensors.values()))))
 
 
-def loaded(model: Model) -> ModelLoad:
+def load_all(model: Model) -> ModelLoad:
     load, fingerprints = ModelLoad(model), {}
     for part in buckets(TENSORS.items(), 40, fingerprints):
         load.take(part)
@@ -57,7 +57,7 @@ def loaded(model: Model) -> ModelLoad:
 
 def test_a_complete_load_is_proven_and_read_back():
     model = Model()
-    assert loaded(model).end() == []
+    assert load_all(model).end() == []
     assert torch.equal(model.qk_proj, torch.cat([TENSORS["q_proj"], TENSORS["k_proj"]]))
     assert differing(model, bucket(**TENSORS)) == []
     values = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -69,19 +69,19 @@ def test_a_complete_load_is_proven_and_read_back():
 @pytest.mark.parametrize(("name", "parameter"), [("k_proj", "qk_proj"), ("norm", "norm"), ("embedding", "embedding")])
 def test_a_tensor_that_does_not_arrive_is_found_although_the_model_had_one(name, parameter):
     model = Model()
-    loaded(model)
+    load_all(model)
     load = ModelLoad(model)
     load.take(bucket(**{other: tensor for other, tensor in TENSORS.items() if other != name}))
     assert load.end() == [f"a part of {parameter}"]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "why"),
+    ("tensors", "message"),
     [
         ({"nothing": torch.ones(3)}, "Model takes no tensor nothing. The generator's model is not"),
         ({"k_proj": torch.ones(7, 3)}, "cannot load one of the received tensors k_proj"),
     ],
 )
-def test_a_tensor_that_the_model_does_not_take_is_refused(tensors, why):
-    with pytest.raises(SyncError, match=why):
+def test_a_tensor_that_the_model_does_not_take_is_refused(tensors, message):
+    with pytest.raises(SyncError, match=message):
         ModelLoad(Model()).take(bucket(**tensors))

@@ -58,9 +58,9 @@ FACTS = {
     ],
 )
 def test_each_request_names_a_finite_top_k_and_asks_for_log_probs_after_truncation(sampling, parameters, mask):
-    sent = body(GenerationRequest((3, 4), 7, sampling), (), VOCABULARY, "load")
-    assert sent["sampling_params"].items() >= parameters.items()
-    assert (sent["input_ids"], sent["return_sampling_mask"], sent["extra_key"]) == ([3, 4], mask, "load")
+    payload = body(GenerationRequest((3, 4), 7, sampling), (), VOCABULARY, "load")
+    assert payload["sampling_params"].items() >= parameters.items()
+    assert (payload["input_ids"], payload["return_sampling_mask"], payload["extra_key"]) == ([3, 4], mask, "load")
 
 
 def test_seeds_of_64_bits_and_end_tokens():
@@ -96,7 +96,7 @@ def test_an_answer_has_all_tokens_so_far():
 
 
 @pytest.mark.parametrize(
-    ("facts", "why"),
+    ("facts", "message"),
     [
         ({}, ""),
         ({"deterministic": False}, "Start it with --enable-deterministic-inference"),
@@ -111,9 +111,9 @@ def test_an_answer_has_all_tokens_so_far():
         ({"length": 255}, r"takes sequences of 255 tokens, the run needs 256. Start it with --context-length 258"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused(facts, why):
+def test_a_server_that_cannot_be_used_is_refused(facts, message):
     reason = unusable(FACTS | facts, GeneratorSpec((), str, max_tokens=256), "differences")
-    assert why in reason if why else not reason
+    assert message in reason if message else not reason
 
 
 def test_min_p_and_tokens_that_are_not_there_are_refused_before_the_start():
@@ -151,8 +151,8 @@ class Handler(BaseHTTPRequestHandler):
 def answering(answer: object) -> Iterator[str]:
     """The address of a server that answers every request so."""
     handler = type("Answer", (Handler,), {"answer": answer})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as beside:
-        beside.submit(server.serve_forever)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as executor:
+        executor.submit(server.serve_forever)
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
@@ -175,7 +175,7 @@ def test_a_sample_that_a_limit_of_the_server_ended_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("facts", "why"),
+    ("facts", "message"),
     [
         ({}, "cannot take weights: .*started with the plugin rlhf-plugin-sglang installed beside it"),
         ({"protocol": PROTOCOL, "digest": "another"}, "sees another file at .*Name a `folder`"),
@@ -183,8 +183,8 @@ def test_a_sample_that_a_limit_of_the_server_ended_is_refused():
         ({"protocol": PROTOCOL, "digest": HELLO, **FACTS, "length": 5}, "takes sequences of 5 tokens"),
     ],
 )
-def test_a_server_is_refused_by_what_its_workers_answer(facts, why, monkeypatch):
+def test_a_server_is_refused_by_what_its_workers_answer(facts, message, monkeypatch):
     monkeypatch.setattr("rlhf_engines.server_generator.secrets.token_hex", lambda: "hello")
     workers = json.dumps([{"value": facts, "error": ""}])
-    with answering({"success": bool(facts), "message": workers}) as url, pytest.raises(CapabilityError, match=why):
+    with answering({"success": bool(facts), "message": workers}) as url, pytest.raises(CapabilityError, match=message):
         SglangServerGenerator(SglangServersConfig(urls=(url,)), GeneratorSpec((), str, max_tokens=256))

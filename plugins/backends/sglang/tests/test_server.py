@@ -161,12 +161,12 @@ def test_missing_unknown_and_corrupted_tensors_are_found(generator, monkeypatch)
     with pytest.raises(ModelError, match="its weights of version 0 are not complete"):
         generator.generate([])
     name, tensor = next(source.weights())
-    for bad, why in (
+    for bad, message in (
         (("model.nothing", tensor), "takes no tensor model.nothing"),
         ((name, tensor[:2, :2]), f"cannot load one of the received tensors {name}"),
     ):
         generator.begin_load(0)
-        with pytest.raises(SyncError, match=why):
+        with pytest.raises(SyncError, match=message):
             generator.take(Bucket((bad,), ("0",)))
 
     write = server_generator.write_bucket
@@ -208,33 +208,33 @@ def test_samples_do_not_depend_on_neighbours_and_their_logprobs_are_those_of_the
         GenerationRequest(prompt, 5, Sampling(200, temperature=0.005, ignore_eos=True)),
         GenerationRequest(prompt, 5, Sampling(LENGTH - 4, ignore_eos=True)),
     ]
-    together = dict(generator.generate(requests))
+    turns = dict(generator.generate(requests))
     for n, request in enumerate(requests):
-        [(_, alone)] = generator.generate([request])
-        assert alone.ids == together[n].ids
-        assert len(alone.ids) == request.sampling.max_new_tokens
+        [(_, single)] = generator.generate([request])
+        assert single.ids == turns[n].ids
+        assert len(single.ids) == request.sampling.max_new_tokens
         if not 0 < n < 4:
-            expected = logprobs(source, prompt, alone.ids, request.sampling.temperature or 1.0)
-            assert alone.logprobs.tolist() == pytest.approx(expected, abs=2e-5 / request.sampling.temperature)
+            expected = logprobs(source, prompt, single.ids, request.sampling.temperature or 1.0)
+            assert single.logprobs.tolist() == pytest.approx(expected, abs=2e-5 / request.sampling.temperature)
 
 
 def test_a_sample_ends_at_its_own_end_tokens_only(generator):
     """The server ends at its model's end token 1 in every request that names end tokens."""
     load(generator, trainer())
     requests = [GenerationRequest((20, 21), seed, Sampling(40, ignore_eos=True)) for seed in range(100)]
-    seed, whole = next(
+    seed, reference = next(
         (n, turn)
         for n, turn in sorted(generator.generate(requests), key=itemgetter(0))
         if 1 in turn.ids[:20] and turn.ids[20] != 1
     )
-    for eos, ignore_eos in (((whole.ids[20],), False), ((1,), True), ((1, whole.ids[20]), False)):
+    for eos, ignore_eos in (((reference.ids[20],), False), ((1,), True), ((1, reference.ids[20]), False)):
         generator.spec = specification(eos)
-        stop = (whole.ids[20],) if ignore_eos else ()
+        stop = (reference.ids[20],) if ignore_eos else ()
         sampling = Sampling(40, stop_token_ids=stop, ignore_eos=ignore_eos)
         ends = {*stop, *(() if ignore_eos else eos)}
-        first = next(n for n, token in enumerate(whole.ids) if token in ends)
+        first = next(n for n, token in enumerate(reference.ids) if token in ends)
         [(_, turn)] = generator.generate([GenerationRequest((20, 21), seed, sampling)])
-        assert (turn.ids, turn.finish) == (whole.ids[: first + 1], "stop")
+        assert (turn.ids, turn.finish) == (reference.ids[: first + 1], "stop")
 
 
 def test_samples_of_a_server_that_has_other_weights_are_not_used(generator):
@@ -265,13 +265,13 @@ def test_requests_of_others_wait_while_weights_are_loaded_and_go_on_with_them(ge
         return last
 
     begun, other = Event(), Event()
-    with ThreadPoolExecutor(2) as beside:
-        running = beside.submit(answer, begun)
+    with ThreadPoolExecutor(2) as executor:
+        running = executor.submit(answer, begun)
         assert begun.wait(60)
         with pytest.raises(SyncError, match="keeps keys and values of the old weights: requests are under way"):
             generator._call("rlhf_start", None)  # without a pause
         generator.begin_load(1)
-        waiting = beside.submit(answer, other)
+        waiting = executor.submit(answer, other)
         time.sleep(2)  # long enough for both answers
         assert not running.done()
         assert not other.is_set()
@@ -282,12 +282,12 @@ def test_requests_of_others_wait_while_weights_are_loaded_and_go_on_with_them(ge
     counts = []
     for last in answers:
         values = [value for value, _, _ in last["meta_info"]["output_token_logprobs"]]
-        before, after = (
+        old_matches, new_matches = (
             [abs(a - b) < 1e-4 for a, b in zip(values, logprobs(s, prompt, last["output_ids"]), strict=True)]
             for s in (old, new)
         )
-        count = next(n for n in range(len(values) + 1) if all(after[n:]))
-        assert all(before[:count])
+        count = next(n for n in range(len(values) + 1) if all(new_matches[n:]))
+        assert all(old_matches[:count])
         counts.append(count)
     assert 0 < counts[0] < LENGTH - 4
     assert counts[1] == 0
@@ -328,10 +328,10 @@ def test_a_run_learns_from_its_samples_and_is_resumed_exactly(url, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     place, generator = Workshop(tmp_path, model_path(), data), {"use": "sglang_server", "urls": [url]}
-    whole = place.train("grpo", "whole", generator=generator)
-    lines = whole.lines()
+    reference = place.train("grpo", "whole", generator=generator)
+    lines = reference.lines()
     assert [line["sync/version"] for line in lines] == [1, 2, 3]
     assert all(line["sync/canary"] < 1e-5 and line["policy/kl_generator"] < 1e-5 for line in lines)
     place.train("grpo", "parts", generator=generator, run={"steps": 1})
     parts = place.train("grpo", "parts", "--resume", generator=generator)
-    assert parts.weights == whole.weights
+    assert parts.weights == reference.weights

@@ -67,9 +67,9 @@ class Replaced(ModuleType):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+    instance = Clock()
     for module in (env, pool):
-        monkeypatch.setattr(module, "asyncio", Replaced(asyncio, sleep=made.sleep))
+        monkeypatch.setattr(module, "asyncio", Replaced(asyncio, sleep=instance.sleep))
     for module in (generator, pool, trainer):
-        monkeypatch.setattr(module, "time", Replaced(time, monotonic=made.monotonic, sleep=made.block))
-    return made
+        monkeypatch.setattr(module, "time", Replaced(time, monotonic=instance.monotonic, sleep=instance.block))
+    return instance

@@ -17,17 +17,17 @@ from rlhf_plugin_simulated.generator import SLICE
 def test_generate_and_answer_give_the_same_turns(clock) -> None:
     requests = [request(seed, 60 + seed) for seed in range(20)]
     options = {"tokens": 60.0, "tokens_sigma": 0.5, "engines": 2, "slots": 3}
-    whole = dict(make(**options).generate(requests))
+    turns = dict(make(**options).generate(requests))
 
     async def scenario() -> None:
         generator = make(**options)
-        answers = asyncio.gather(*(generator.answer(one) for one in requests))
+        answers = asyncio.gather(*(generator.answer(query) for query in requests))
         await clock.pass_(1000.0)
-        assert await answers == [whole[n] for n in range(20)]
+        assert await answers == [turns[n] for n in range(20)]
 
     play(scenario)
-    assert {turn.finish for turn in whole.values()} == {"stop", "length"}
-    for number, turn in whole.items():
+    assert {turn.finish for turn in turns.values()} == {"stop", "length"}
+    for number, turn in turns.items():
         assert turn.logprobs is not None
         assert len(turn.logprobs) == len(turn.ids) <= 60 + number
         assert (turn.ids[-1] == 1) == (turn.finish == "stop") == (len(turn.ids) < 60 + number)
@@ -77,12 +77,12 @@ def test_a_cancelled_answer_frees_its_slot(clock) -> None:
 def test_slices_give_the_turns_of_a_whole_batch(clock) -> None:
     requests = {name: request(name) for name in range(5)}
     options = {"tokens_sigma": 0.5, "slots": 2}
-    whole = dict(make(**options).generate(list(requests.values())))
+    turns = dict(make(**options).generate(list(requests.values())))
     generator = make(**options)
-    found = dict(generator.advance({name: requests[name] for name in (0, 3, 1)}, seconds=1.0))
-    assert not found
-    found |= generator.advance({name: requests[name] for name in (2, 4)}, dropped=[3], seconds=100.0)
-    assert found == {name: whole[name] for name in (0, 1, 2, 4)}
+    answers = dict(generator.advance({name: requests[name] for name in (0, 3, 1)}, seconds=1.0))
+    assert not answers
+    answers |= generator.advance({name: requests[name] for name in (2, 4)}, dropped=[3], seconds=100.0)
+    assert answers == {name: turns[name] for name in (0, 1, 2, 4)}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_weights_that_come_between_slices(clock, in_flight, left, running, waiti
     for version, seconds in ((1, 2.0), (2, 0.0), (3, left)):
         generator.begin_load(version)
         generator.end_load()
-        found = generator.advance({}, seconds=seconds)
-    [(name, turn)] = found
+        answers = generator.advance({}, seconds=seconds)
+    [(name, turn)] = answers
     assert (name, turn.versions) == (0, running)
     [(name, turn)] = generator.advance({}, seconds=10.0)
     assert (name, turn.versions) == (1, waiting)
@@ -135,9 +135,9 @@ def test_samples_whose_engine_dies_are_sampled_again_and_give_the_same_turn(cloc
             await clock.pass_(10.0 * count - 0.125)
             assert not answer.done()
             await clock.pass_(0.125)
-            again = asyncio.create_task(living.answer(request(number)))
+            repetition = asyncio.create_task(living.answer(request(number)))
             await clock.pass_(10.0)
-            assert await answer == await again
+            assert await answer == await repetition
 
     play(scenario)
 

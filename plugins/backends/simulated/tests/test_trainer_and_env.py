@@ -25,7 +25,7 @@ def make(**options: float) -> SimulatedTrainer:
     return SimulatedTrainer(SimulatedTrainer.Config(**options), SPEC)
 
 
-def held(trainer: SimulatedTrainer) -> dict[str, torch.Tensor]:
+def weights_of(trainer: SimulatedTrainer) -> dict[str, torch.Tensor]:
     return dict(trainer.weights())
 
 
@@ -35,11 +35,11 @@ def held(trainer: SimulatedTrainer) -> dict[str, torch.Tensor]:
 def test_weights_count_the_steps(clock) -> None:
     trainer = make()
     for steps in range(3):
-        assert held(trainer) == {"steps": torch.tensor([float(steps)])}
+        assert weights_of(trainer) == {"steps": torch.tensor([float(steps)])}
         trainer.accumulate([], None, {}, {})
         assert trainer.apply().grad_norm == 1.0
     other = make()
-    other.load_weights(iter(held(trainer).items()))
+    other.load_weights(iter(weights_of(trainer).items()))
     assert other.steps == 3
 
 
@@ -58,7 +58,7 @@ def test_the_state_is_saved_and_restored(clock, tmp_path: Path) -> None:
     restored = make()
     restored.apply()
     restored.load(tmp_path / "state")
-    assert held(restored) == held(trainer) == {"steps": torch.tensor([5.0])}
+    assert weights_of(restored) == weights_of(trainer) == {"steps": torch.tensor([5.0])}
     trainer.export(tmp_path / "model")
     from_export = make()
     from_export.load(tmp_path / "model")
@@ -133,8 +133,8 @@ def test_slow_steps_take_their_own_time(clock) -> None:
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0])
 def test_random_durations_have_their_mean_and_spread(sigma: float) -> None:
     draw = random.Random(0)
-    found = [log_normal(draw, 3.0, sigma) for _ in range(20_000)]
-    assert min(found) > 0
+    durations = [log_normal(draw, 3.0, sigma) for _ in range(20_000)]
+    assert min(durations) > 0
     # Standard error of the mean: 3 * sqrt(exp(sigma^2) - 1) / sqrt(20,000) = 0.028 at sigma 1; five of them.
-    assert statistics.fmean(found) == pytest.approx(3.0, abs=0.14)
-    assert statistics.pstdev(math.log(x) for x in found) == pytest.approx(sigma, abs=0.025)
+    assert statistics.fmean(durations) == pytest.approx(3.0, abs=0.14)
+    assert statistics.pstdev(math.log(x) for x in durations) == pytest.approx(sigma, abs=0.025)

@@ -50,6 +50,6 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    made = Engines()
-    yield made
-    made.close()
+    instance = Engines()
+    yield instance
+    instance.close()

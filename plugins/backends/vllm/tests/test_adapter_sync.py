@@ -70,24 +70,24 @@ class Setup:
 
     def apart(self):
         """Largest difference of a token's log-prob, engine against trainer."""
-        [theirs] = self.generator.logprobs(CANARY)
-        return max(float((torch.tensor(t) - o).abs().max()) for t, o in zip(theirs, self.ours(CANARY), strict=True))
+        [scores] = self.generator.logprobs(CANARY)
+        return max(float((torch.tensor(t) - o).abs().max()) for t, o in zip(scores, self.ours(CANARY), strict=True))
 
 
 @pytest.fixture(scope="module")
 def setups():
-    made = {}
+    cache = {}
 
     def get(case="all layers, rsLoRA"):
-        if case not in made:
-            made[case] = Setup(case, **OPTIONS.get(case, {}))
-        setup = made[case]
+        if case not in cache:
+            cache[case] = Setup(case, **OPTIONS.get(case, {}))
+        setup = cache[case]
         setup.lost = lambda bucket: bucket
         setup.weights.push(0)
         return setup
 
     yield get
-    for setup in made.values():
+    for setup in cache.values():
         setup.generator.close()
 
 
@@ -104,8 +104,8 @@ def test_the_base_and_its_adapters_compute_what_the_trainer_does(setups, case):
     assert setup.weights.push(2)["sync/canary"] < 1e-5
     requests = [GenerationRequest((20, 21, 22 + n), n, Sampling(20, 1.0, ignore_eos=True)) for n in range(4)]
     for n, turn in setup.generator.generate(requests):
-        ours = setup.ours([[*requests[n].ids, *turn.ids]])[0][-len(turn.ids) :]
-        assert float((ours - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
+        expected = setup.ours([[*requests[n].ids, *turn.ids]])[0][-len(turn.ids) :]
+        assert float((expected - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
 
 
 def test_a_base_that_arrives_again_replaces_the_first(setups):
@@ -119,8 +119,8 @@ def test_a_base_that_arrives_again_replaces_the_first(setups):
 B = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
 
 
-def change(bucket, names, how):
-    return Bucket(tuple((n, how(t.clone()) if n in names else t) for n, t in bucket.tensors), bucket.fingerprints)
+def change(bucket, names, transform):
+    return Bucket(tuple((n, transform(t.clone()) if n in names else t) for n, t in bucket.tensors), bucket.fingerprints)
 
 
 def test_faults_on_the_way_are_named_and_the_next_sync_brings_the_base_too(setups):
@@ -128,8 +128,8 @@ def test_faults_on_the_way_are_named_and_the_next_sync_brings_the_base_too(setup
     setup.update(1)
 
     def withhold(bucket):
-        kept = [(t, m) for t, m in zip(bucket.tensors, bucket.fingerprints, strict=True) if t[0] != B]
-        return Bucket(tuple(t for t, _ in kept), tuple(m for _, m in kept))
+        pairs = [(t, m) for t, m in zip(bucket.tensors, bucket.fingerprints, strict=True) if t[0] != B]
+        return Bucket(tuple(t for t, _ in pairs), tuple(m for _, m in pairs))
 
     setup.lost = withhold
     with pytest.raises(SyncError, match=r"lora_B of model\.layers\.1\.self_attn\.k_proj did not arrive"):
@@ -157,12 +157,12 @@ def test_adapters_without_their_base_or_of_another_one_are_refused(setups):
     worker = setup.role.group.worker
     [bucket] = worker.buckets(ADAPTERS)
     loads = setup.generator.engine._llm.engine_core.engine_core.model_executor.driver_worker.worker._rlhf_adapters
-    loads.has_base, before = False, loads.has_base
+    loads.has_base, has_base = False, loads.has_base
     setup.generator.begin_load(1)
     setup.generator.take(bucket)
     with pytest.raises(SyncError, match="the weights of the base did not arrive"):
         setup.generator.end_load()
-    loads.has_base = before
+    loads.has_base = has_base
     deeper = tuple((name.replace("layers.1", "layers.7"), tensor) for name, tensor in bucket.tensors)
     narrower = tuple((name, t[:, :2] if "lora_A" in name else t) for name, t in bucket.tensors)
     setup.generator.begin_load(1)
@@ -183,8 +183,8 @@ def test_a_sample_goes_on_with_the_adapters_that_come(setups):
     turns = setup.generator.advance({}, seconds=60.0)
     assert [version for _, version in turns[0][1].versions] == [0, 1]
     count = turns[0][1].versions[1][0]
-    ours = setup.ours([[*request.ids, *turns[0][1].ids]])[0][len(request.ids) - 1 :]
-    assert float((ours[count:] - torch.tensor(turns[0][1].logprobs)[count:]).abs().max()) < 1e-5
+    expected = setup.ours([[*request.ids, *turns[0][1].ids]])[0][len(request.ids) - 1 :]
+    assert float((expected[count:] - torch.tensor(turns[0][1].logprobs)[count:]).abs().max()) < 1e-5
 
 
 @pytest.mark.full
@@ -208,11 +208,11 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_starts():
     spec = GeneratorSpec((1,), str, path, "fp32", adapters=adapters)
     assert VllmGenerator.refuses_adapters(config(), spec) == ""
     assert "images" in VllmGenerator.refuses_adapters(config(), replace(spec, max_images=1))
-    for options, rank, device, named in (
+    for options, rank, device, message in (
         ({"pipeline_parallel": 2}, 4, None, "pipeline_parallel = 2"),
         ({}, 513, None, "rank = 513: vLLM's kernels take up to 512"),
         ({}, 4, "cuda", "generator.dtype = 'fp32'"),
     ):
         engine_spec = replace(spec, adapters=replace(adapters, rank=rank))
-        with pytest.raises(CapabilityError, match=rf"{named}.*Set sync\.adapters = 'merged'"):
+        with pytest.raises(CapabilityError, match=rf"{message}.*Set sync\.adapters = 'merged'"):
             VllmGenerator.check(config(**options), engine_spec, [], device)

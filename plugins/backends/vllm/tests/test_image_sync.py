@@ -47,8 +47,10 @@ class Setup:
         self.images = ImageTokens(str(path))
 
     def push(self, version, images=True):
-        given = self.images if images else None
-        return WeightSync(self.role, self.engine, SyncSection(), 0, print, 256, given).push(version)["sync/canary"]
+        canary_images = self.images if images else None
+        return WeightSync(self.role, self.engine, SyncSection(), 0, print, 256, canary_images).push(version)[
+            "sync/canary"
+        ]
 
 
 @pytest.fixture(
@@ -57,9 +59,9 @@ class Setup:
 )
 def setup(request, engines, tmp_path_factory):
     path = tiny_image_model(tmp_path_factory.mktemp(request.param) / "model", request.param)
-    made = Setup(engines, path, request.param)
-    yield made
-    made.engine.close()
+    instance = Setup(engines, path, request.param)
+    yield instance
+    instance.engine.close()
 
 
 def refused(setup):
@@ -77,7 +79,7 @@ def test_a_tower_that_is_changed_after_the_load_fails_the_canary_with_an_image(s
     end = reload.Reload.end
 
     @torch.no_grad()
-    def changed(self):
+    def negate(self):
         missing = end(self)
         norms = (".0.norm1.weight", ".0.layer_norm1.weight")
         [norm] = [weight for name, weight in self.model.named_parameters() if name.endswith(norms)]
@@ -85,7 +87,7 @@ def test_a_tower_that_is_changed_after_the_load_fails_the_canary_with_an_image(s
         return missing
 
     with monkeypatch.context() as patched:
-        patched.setattr(reload.Reload, "end", changed)
+        patched.setattr(reload.Reload, "end", negate)
         assert "norm1.weight." in refused(setup)
     assert setup.push(2) < TOLERANCE
 
@@ -98,9 +100,9 @@ def test_tensors_of_the_tower_in_each_others_place_fail_the_canary_with_an_image
     load = reload.Reload.take
 
     def take(self, bucket):
-        held = dict(bucket.tensors)
-        held[first], held[second] = held[second], held[first]
-        load(self, Bucket(tuple(held.items()), bucket.fingerprints))
+        tensors = dict(bucket.tensors)
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+        load(self, Bucket(tuple(tensors.items()), bucket.fingerprints))
         self.received |= bucket.received()
 
     with monkeypatch.context() as patched:

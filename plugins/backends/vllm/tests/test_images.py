@@ -36,33 +36,37 @@ class Setup:
 
     def processed(self, parts):
         """The processor's tokens and pixels of texts (str) and images (bytes), one after another."""
-        shown = [open_image(part) for part in parts if isinstance(part, bytes)]
+        pictures = [open_image(part) for part in parts if isinstance(part, bytes)]
         text = "".join(self.mark if isinstance(part, bytes) else part for part in parts)
-        nested = [shown] if "idefics" in type(self.processor).__name__.lower() else shown
-        return self.processor(text=[text], images=nested if shown else None, return_tensors="pt")
+        nested = [pictures] if "idefics" in type(self.processor).__name__.lower() else pictures
+        return self.processor(text=[text], images=nested if pictures else None, return_tensors="pt")
 
     def request(self, *parts, seed=0, count=6):
         ids, images = [], []
         for part in parts:
-            found = self.processed([part])["input_ids"][0].tolist()
+            tokens = self.processed([part])["input_ids"][0].tolist()
             if isinstance(part, bytes):
                 short = self.processor.tokenizer(self.mark, add_special_tokens=False).input_ids
-                images.append(Image(part, len(ids), len(found), short))
-            ids += found
+                images.append(Image(part, len(ids), len(tokens), short))
+            ids += tokens
         assert ids == self.processed(parts)["input_ids"][0].tolist()
         return GenerationRequest(ids, seed, Sampling(max_new_tokens=count, ignore_eos=True), tuple(images))
 
     def apart(self, turn, *parts):
         """Largest difference of a sampled token's log-prob, engine against transformers."""
-        given = dict(self.processed(parts))
-        more = torch.tensor([list(turn.ids)])
-        start = given["input_ids"].shape[1]
-        for name, filler in (("input_ids", more), ("attention_mask", more * 0 + 1), ("mm_token_type_ids", more * 0)):
-            if name in given:
-                given[name] = torch.cat([given[name], filler], 1)
+        inputs = dict(self.processed(parts))
+        continuation = torch.tensor([list(turn.ids)])
+        start = inputs["input_ids"].shape[1]
+        for name, filler in (
+            ("input_ids", continuation),
+            ("attention_mask", continuation * 0 + 1),
+            ("mm_token_type_ids", continuation * 0),
+        ):
+            if name in inputs:
+                inputs[name] = torch.cat([inputs[name], filler], 1)
         with torch.no_grad():
-            rows = self.model(**given).logits[0, start - 1 : -1].log_softmax(-1)
-        return float((rows.gather(1, more.T)[:, 0] - torch.tensor(turn.logprobs)).abs().max())
+            rows = self.model(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
+        return float((rows.gather(1, continuation.T)[:, 0] - torch.tensor(turn.logprobs)).abs().max())
 
     def load(self, version, change=None):
         """Send the file's weights to the engine, or those that ``change(name, tensor)`` returns, also to the model."""
@@ -84,16 +88,16 @@ class Setup:
         return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
 
     def sample(self, *requests):
-        return [turn for _, turn in sorted(self.generator.generate(requests), key=lambda found: found[0])]
+        return [turn for _, turn in sorted(self.generator.generate(requests), key=lambda pair: pair[0])]
 
 
 @pytest.fixture(scope="module")
 def qwen(engines, tmp_path_factory):
-    made = Setup(tiny_image_model(tmp_path_factory.mktemp("qwen") / "model"), "qwen2_5_vl")
-    made.start(engines)
-    made.load(0)
-    yield made
-    made.generator.close()
+    instance = Setup(tiny_image_model(tmp_path_factory.mktemp("qwen") / "model"), "qwen2_5_vl")
+    instance.start(engines)
+    instance.load(0)
+    yield instance
+    instance.generator.close()
 
 
 PROMPTS = (
@@ -109,8 +113,8 @@ PROMPTS = (
 def test_samples_have_the_log_probs_of_transformers(qwen):
     turns = qwen.sample(*(qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
     assert max(qwen.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
-    again = qwen.sample(*(qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
-    assert [turn.ids for turn in again] == [turn.ids for turn in turns]
+    second = qwen.sample(*(qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+    assert [turn.ids for turn in second] == [turn.ids for turn in turns]
 
 
 def test_prefixes_are_shared_by_the_content_of_images(qwen):
@@ -130,20 +134,20 @@ def test_new_weights_of_the_part_that_reads_images_are_used_at_once(qwen):
 
 def test_a_sampled_token_of_an_image_is_no_image(qwen):
     """As in a conversation in which the policy wrote such a token before the next image was shown."""
-    asked, image = qwen.request("ab", RED, "cd"), qwen.model.config.image_token_id
-    ids = [image, *asked.ids]
-    [turn] = qwen.sample(replace(asked, ids=ids, images=(asked.images[0].moved(1),)))
+    request, image = qwen.request("ab", RED, "cd"), qwen.model.config.image_token_id
+    ids = [image, *request.ids]
+    [turn] = qwen.sample(replace(request, ids=ids, images=(request.images[0].moved(1),)))
     assert len(turn.ids) == 6
 
 
 def test_other_tokens_than_vllm_makes_are_refused(qwen):
-    asked = qwen.request("ab", RED, "cd")
-    own = asked.images[0]
-    tokens = list(asked.ids[own.start : own.start + own.tokens])
-    expanded_twice = replace(asked, images=(Image(own.data, own.start, own.tokens, tokens),))
+    request = qwen.request("ab", RED, "cd")
+    image = request.images[0]
+    tokens = list(request.ids[image.start : image.start + image.tokens])
+    expanded_twice = replace(request, images=(Image(image.data, image.start, image.tokens, tokens),))
     with pytest.raises(ModelError, match=r"vLLM makes \d+ tokens .* of image 0 of a request, and the run has 6 tokens"):
         qwen.sample(expanded_twice)
-    assert len(qwen.sample(asked)) == 1
+    assert len(qwen.sample(request)) == 1
 
 
 def test_more_images_than_the_engine_was_started_for_are_refused(qwen):
@@ -154,32 +158,32 @@ def test_more_images_than_the_engine_was_started_for_are_refused(qwen):
 def as_published(path):
     """Published checkpoints of LLaVA have these names of weights; transformers saves a new model under others."""
     weights = load_file(path / "model.safetensors")
-    named = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
-    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
+    save_file(checkpoint, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_slept_engine_samples_from_images_as_before(qwen):
     """On a CPU sleep gives no memory back, but keys, values and features of images are dropped and computed again."""
-    asked = [qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)]
-    before = qwen.sample(*asked)
+    requests = [qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)]
+    old_turns = qwen.sample(*requests)
     qwen.generator.sleep()
     qwen.generator.wake()
-    turns = qwen.sample(*asked)
-    assert [turn.ids for turn in turns] == [turn.ids for turn in before]
+    turns = qwen.sample(*requests)
+    assert [turn.ids for turn in turns] == [turn.ids for turn in old_turns]
     assert max(qwen.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_vl", "idefics3", "llava"])
 def test_other_families(engines, tmp_path, family):
-    made = Setup(tiny_image_model(tmp_path / "model", family), family)
+    instance = Setup(tiny_image_model(tmp_path / "model", family), family)
     if family == "llava":
-        as_published(made.path)
-    generator = made.start(engines)
+        as_published(instance.path)
+    generator = instance.start(engines)
     try:
-        made.load(0, lambda name, tensor: tensor * 1.1)
-        turns = made.sample(*(made.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
-        assert max(made.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+        instance.load(0, lambda name, tensor: tensor * 1.1)
+        turns = instance.sample(*(instance.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+        assert max(instance.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
     finally:
         generator.close()
 
@@ -187,27 +191,27 @@ def test_other_families(engines, tmp_path, family):
 @pytest.mark.full
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "internvl"])  # in vLLM that needs torchvision
 def test_a_run_without_images_loads_the_text_part_only(engines, tmp_path, family):
-    made = Setup(tiny_image_model(tmp_path / "model", family), family)
+    instance = Setup(tiny_image_model(tmp_path / "model", family), family)
     if family == "llava":
-        as_published(made.path)
-    generator = made.generator = VllmGenerator(engines.small, engines.spec(made.path))
+        as_published(instance.path)
+    generator = instance.generator = VllmGenerator(engines.small, engines.spec(instance.path))
     try:
-        made.load(0, lambda name, tensor: tensor * 1.1)
-        [turn] = made.sample(made.request("only text"))
-        assert made.apart(turn, "only text") < TOLERANCE
+        instance.load(0, lambda name, tensor: tensor * 1.1)
+        [turn] = instance.sample(instance.request("only text"))
+        assert instance.apart(turn, "only text") < TOLERANCE
         with pytest.raises(ConfigError, match="request 0 has 1 images, and the engine was started for 0"):
-            made.sample(made.request(RED))
+            instance.sample(instance.request(RED))
     finally:
         generator.close()
 
 
 @pytest.mark.full
 def test_two_workers(engines, tmp_path):
-    made = Setup(tiny_image_model(tmp_path / "model", num_key_value_heads=2), "qwen2_5_vl")
-    generator = made.start(engines, tensor_parallel=2)
+    instance = Setup(tiny_image_model(tmp_path / "model", num_key_value_heads=2), "qwen2_5_vl")
+    generator = instance.start(engines, tensor_parallel=2)
     try:
-        made.load(0, lambda name, tensor: tensor * 1.1)
-        turns = made.sample(*(made.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
-        assert max(made.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+        instance.load(0, lambda name, tensor: tensor * 1.1)
+        turns = instance.sample(*(instance.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+        assert max(instance.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
     finally:
         generator.close()

@@ -47,11 +47,11 @@ def test_vllm_computes_the_trainers_log_probs(engines, tmp_path, family):
         flat = role.forward(batch, [resolve_head("logprobs", None)])["logprobs"]
         return [part[1:] for part in flat.split(batch.lens_B.tolist())]
 
-    def apart(engine):
+    def difference(engine):
         """Of tokens of text: a trainer computes no others."""
         [scored] = engine.logprobs([ids for ids, _ in sequences], [images for _, images in sequences])
         pairs = zip(scored, trainers(), strict=True)
-        return max(float((torch.tensor(theirs) - ours).abs()[ours != 0].max()) for theirs, ours in pairs)
+        return max(float((torch.tensor(scores) - expected).abs()[expected != 0].max()) for scores, expected in pairs)
 
     first = trainers()
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_vllm_computes_the_trainers_log_probs(engines, tmp_path, family):
     engine = engine_for(engines, path)
     try:
         WeightSync(role, engine, SyncSection(), 0, print).push(1)
-        assert apart(engine) < TOLERANCE
+        assert difference(engine) < TOLERANCE
     finally:
         engine.close()
     role.group.worker.export(tmp_path / "export")
@@ -69,6 +69,6 @@ def test_vllm_computes_the_trainers_log_probs(engines, tmp_path, family):
     from_export = engine_for(engines, tmp_path / "export")
     try:
         from_export._not_ready = ""  # the weights that it read itself
-        assert apart(from_export) < TOLERANCE
+        assert difference(from_export) < TOLERANCE
     finally:
         from_export.close()

@@ -77,14 +77,14 @@ def load(generator, source, version):
     return generator.end_load()
 
 
-def apart(generator, source):
+def difference(generator, source):
     ids = [20, 21, 22, 40, 7, 3, 90]
     rows = source.logits(torch.tensor(ids))[:-1].log_softmax(-1)
-    ours = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return float((torch.tensor(generator.logprobs([ids])[0][0]) - ours).abs().max())
+    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return float((torch.tensor(generator.logprobs([ids])[0][0]) - expected).abs().max())
 
 
-def drawn(generator):
+def sample(generator):
     requests = [GenerationRequest((20, 21, 22), n, Sampling(8, ignore_eos=True)) for n in range(4)]
     return [turn.ids for _, turn in sorted(generator.generate(requests), key=lambda pair: pair[0])]
 
@@ -106,7 +106,7 @@ def test_a_compiled_model_takes_new_weights(source):
         original = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
         for version, weights in enumerate((original, source, original)):
             load(generator, weights, version)
-            assert apart(generator, weights) < 1e-5
-            assert len(drawn(generator)) == 4
+            assert difference(generator, weights) < 1e-5
+            assert len(sample(generator)) == 4
     finally:
         generator.close()

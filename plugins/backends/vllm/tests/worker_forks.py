@@ -23,7 +23,7 @@ PRELOADED = (
 )  # fmt: skip
 
 
-def inside(environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
+def start_worker(environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
     """Set the environment in the worker: the fork server still has the one from its own start."""
     os.environ.clear()
     os.environ.update(environment)
@@ -47,8 +47,8 @@ class OnceRead(popen_forkserver.Popen):
 class Worker(ForkServerProcess):
     _Popen = staticmethod(OnceRead)
 
-    def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any], **others: Any) -> None:
-        super().__init__(target=inside, args=(dict(os.environ), target, dict(kwargs)), **others)
+    def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(target=start_worker, args=(dict(os.environ), target, dict(kwargs)), **options)
 
 
 class Forking(ForkServerContext):

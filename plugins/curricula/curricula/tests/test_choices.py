@@ -23,77 +23,77 @@ def group(row: int, *scores: float, number: int = 0) -> FinishedGroup:
 
 
 def pass_rate(rows: int, **options: float) -> PassRate:
-    made = PassRate(PassRate.Config(**{"explore": 0.0, "memory": 1.0, **options}))
-    made.setup(MadeUpRows({"a": rows}, shuffled=False), 0, 10)
-    return made
+    curriculum = PassRate(PassRate.Config(**{"explore": 0.0, "memory": 1.0, **options}))
+    curriculum.setup(MadeUpRows({"a": rows}, shuffled=False), 0, 10)
+    return curriculum
 
 
 def test_rows_of_the_band_come_first_the_one_first_that_was_chosen_longest_ago():
-    made = pass_rate(6, low=0.2, high=0.8)
-    assert made.choose(4, 0) == [0, 1, 2, 3]
-    made.finished([group(0, 1, 1), group(1, 1, 0), group(2, 0, 0), group(3, 0, 1)])  # rates 1, 1/2, 0, 1/2
-    assert made.choose(3, 1) == [1, 3, 4], "the band, then a row that has not come"
-    assert made.metrics() == {"from_band": 2 / 3, "from_unseen": 1 / 3, "rows_in_band": 2.0}
-    assert made.choose(4, 2) == [1, 3, 5, 0], (
+    curriculum = pass_rate(6, low=0.2, high=0.8)
+    assert curriculum.choose(4, 0) == [0, 1, 2, 3]
+    curriculum.finished([group(0, 1, 1), group(1, 1, 0), group(2, 0, 0), group(3, 0, 1)])  # rates 1, 1/2, 0, 1/2
+    assert curriculum.choose(3, 1) == [1, 3, 4], "the band, then a row that has not come"
+    assert curriculum.metrics() == {"from_band": 2 / 3, "from_unseen": 1 / 3, "rows_in_band": 2.0}
+    assert curriculum.choose(4, 2) == [1, 3, 5, 0], (
         "the band, the last unseen row, then outside: row 0 was chosen longest ago"
     )
 
 
 def test_the_band_is_open_at_both_ends():
-    made = pass_rate(4, low=0.25, high=0.75)
-    made.choose(4, 0)
-    made.finished([group(0, 1, 0, 0, 0), group(1, 1, 1, 1, 0), group(2, 1, 1, 0, 0)])  # 1/4, 3/4, 1/2
-    assert made.choose(1, 1) == [2]
+    curriculum = pass_rate(4, low=0.25, high=0.75)
+    curriculum.choose(4, 0)
+    curriculum.finished([group(0, 1, 0, 0, 0), group(1, 1, 1, 1, 0), group(2, 1, 1, 0, 0)])  # 1/4, 3/4, 1/2
+    assert curriculum.choose(1, 1) == [2]
 
 
 def test_a_sample_passes_at_the_threshold():
-    made = pass_rate(3, pass_threshold=0.5)
-    made.choose(3, 0)
-    made.finished([group(0, 0.5, 0.5), group(1, 0.5, 0.49), group(2, 0.4, 0.3)])  # 1, 1/2, 0
-    assert made.choose(1, 1) == [1]
+    curriculum = pass_rate(3, pass_threshold=0.5)
+    curriculum.choose(3, 0)
+    curriculum.finished([group(0, 0.5, 0.5), group(1, 0.5, 0.49), group(2, 0.4, 0.3)])  # 1, 1/2, 0
+    assert curriculum.choose(1, 1) == [1]
 
 
 @pytest.mark.parametrize(("memory", "rate"), [(1.0, 3 / 4), (0.5, 5 / 6), (0.0, 1.0)])
 def test_earlier_samples_weigh_as_much_as_memory_says(memory, rate):
     """1 of 2 passed, and later 2 of 2: (m + 2) / (2 m + 2)."""
     for high in (rate - 1e-9, rate + 1e-9):
-        made = pass_rate(2, low=0.1, high=min(1.0, high), memory=memory)
-        made.choose(1, 0)
-        made.finished([group(0, 1, 0)])
-        made.choose(1, 1)
-        made.finished([group(0, 1, 1)])
-        assert made.metrics()["rows_in_band"] == float(rate < min(1.0, high))
+        curriculum = pass_rate(2, low=0.1, high=min(1.0, high), memory=memory)
+        curriculum.choose(1, 0)
+        curriculum.finished([group(0, 1, 0)])
+        curriculum.choose(1, 1)
+        curriculum.finished([group(0, 1, 1)])
+        assert curriculum.metrics()["rows_in_band"] == float(rate < min(1.0, high))
 
 
 def test_a_row_without_scores_stays_as_it_was():
-    made = pass_rate(3)
-    made.choose(2, 0)
-    made.finished([group(0), group(1, 1, 0)])
-    assert made.choose(3, 1) == [1, 2, 0]
+    curriculum = pass_rate(3)
+    curriculum.choose(2, 0)
+    curriculum.finished([group(0), group(1, 1, 0)])
+    assert curriculum.choose(3, 1) == [1, 2, 0]
 
 
 def test_a_row_comes_twice_in_a_batch_only_where_the_batch_holds_all():
-    made = pass_rate(3)
-    assert made.choose(2, 0) == [0, 1]
-    assert made.choose(3, 0) == [2, 0, 1], "a refill of the same batch: row 2 was left"
-    assert made.choose(3, 1) == [2, 0, 1], "another batch"
+    curriculum = pass_rate(3)
+    assert curriculum.choose(2, 0) == [0, 1]
+    assert curriculum.choose(3, 0) == [2, 0, 1], "a refill of the same batch: row 2 was left"
+    assert curriculum.choose(3, 1) == [2, 0, 1], "another batch"
 
 
 def test_all_draws_explore_where_explore_is_1():
-    made = pass_rate(4, explore=1.0)
-    assert made.choose(2, 0) == [0, 1]
-    made.finished([group(0, 1, 0), group(1, 0, 0)])
-    assert made.choose(2, 1) == [2, 3], "unseen before the band"
-    assert made.choose(3, 2) == [1, 2, 3], "outside before the band"
+    curriculum = pass_rate(4, explore=1.0)
+    assert curriculum.choose(2, 0) == [0, 1]
+    curriculum.finished([group(0, 1, 0), group(1, 0, 0)])
+    assert curriculum.choose(2, 1) == [2, 3], "unseen before the band"
+    assert curriculum.choose(3, 2) == [1, 2, 3], "outside before the band"
 
 
 def test_the_share_of_draws_that_explore():
-    made = PassRate(PassRate.Config(explore=0.25))
-    made.setup(MadeUpRows({"a": 5000}), 0, 10)
-    made.choose(1000, 0)
-    made.finished([group(row, 1, 0) for row in range(5000)])
-    made.choose(1000, 1)
-    assert 0.2 < made.metrics()["from_unseen"] < 0.3
+    curriculum = PassRate(PassRate.Config(explore=0.25))
+    curriculum.setup(MadeUpRows({"a": 5000}), 0, 10)
+    curriculum.choose(1000, 0)
+    curriculum.finished([group(row, 1, 0) for row in range(5000)])
+    curriculum.choose(1000, 1)
+    assert 0.2 < curriculum.metrics()["from_unseen"] < 0.3
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.8, 0.2)])
@@ -106,18 +106,18 @@ def test_a_band_without_room_is_refused(low, high):
 
 
 def easy_to_hard(levels: list, steps: int = 4, sizes: dict | None = None, **options) -> EasyToHard:
-    made = EasyToHard(EasyToHard.Config(**{"column": "level", "start": 0.5, "until": 1.0, **options}))
-    made.setup(MadeUpRows(sizes or {"a": len(levels)}, {"level": levels}, shuffled=False), 0, steps)
-    return made
+    curriculum = EasyToHard(EasyToHard.Config(**{"column": "level", "start": 0.5, "until": 1.0, **options}))
+    curriculum.setup(MadeUpRows(sizes or {"a": len(levels)}, {"level": levels}, shuffled=False), 0, steps)
+    return curriculum
 
 
 def test_the_easiest_rows_come_first_and_more_of_them_step_by_step():
-    made = easy_to_hard([8, 3, 5, 1, 2, 7, 6, 4])  # of 8 rows 4, 5, 6 and 7 may come at steps 0 to 3
-    assert made.choose(2, 0) == [1, 3]
-    assert made.metrics() == {"share_allowed": 0.5}
-    assert made.choose(3, 1) == [2, 4, 7], "what is left of the easiest 4 and of level 5, which joins the pass"
-    assert made.choose(2, 2) == [6, 1], "level 6 ends the pass; the next one begins"
-    assert made.choose(7, 3) == [2, 3, 4, 5, 6, 7, 1], "level 8 is not let in before step 4"
+    curriculum = easy_to_hard([8, 3, 5, 1, 2, 7, 6, 4])  # of 8 rows 4, 5, 6 and 7 may come at steps 0 to 3
+    assert curriculum.choose(2, 0) == [1, 3]
+    assert curriculum.metrics() == {"share_allowed": 0.5}
+    assert curriculum.choose(3, 1) == [2, 4, 7], "what is left of the easiest 4 and of level 5, which joins the pass"
+    assert curriculum.choose(2, 2) == [6, 1], "level 6 ends the pass; the next one begins"
+    assert curriculum.choose(7, 3) == [2, 3, 4, 5, 6, 7, 1], "level 8 is not let in before step 4"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_the_easiest_rows_come_first_and_more_of_them_step_by_step():
     ],
 )
 def test_the_schedule(schedule, shares):
-    made = easy_to_hard([1, 2], steps=4, start=0.2, until=0.5, schedule=schedule)
-    assert [made.share(step) for step in range(4)] == pytest.approx(shares, abs=1e-12)
-    assert made.share(100) == 1.0, "a run that is resumed for more steps"
+    curriculum = easy_to_hard([1, 2], steps=4, start=0.2, until=0.5, schedule=schedule)
+    assert [curriculum.share(step) for step in range(4)] == pytest.approx(shares, abs=1e-12)
+    assert curriculum.share(100) == 1.0, "a run that is resumed for more steps"
 
 
 def test_smaller_numbers_can_be_harder_and_ties_keep_the_order_of_the_data():
@@ -157,9 +157,9 @@ def test_a_column_with_something_else_than_a_number_is_refused(value):
 
 
 def mixing(sizes: dict[str, int], probabilities: tuple = (), **options: float) -> AdaptiveMixing:
-    made = AdaptiveMixing(AdaptiveMixing.Config(**{"rate": 0.5, "temperature": 0.5, "min_share": 0.0, **options}))
-    made.setup(MadeUpRows(sizes, shuffled=False, probabilities=probabilities), 0, 10)
-    return made
+    curriculum = AdaptiveMixing(AdaptiveMixing.Config(**{"rate": 0.5, "temperature": 0.5, "min_share": 0.0, **options}))
+    curriculum.setup(MadeUpRows(sizes, shuffled=False, probabilities=probabilities), 0, 10)
+    return curriculum
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,17 @@ def test_the_gain_is_the_mean_absolute_advantage(scores, value):
 
 
 def test_shares_follow_the_gains():
-    made = mixing({"one": 4, "two": 4})
-    assert made.shares() == {"one": 0.5, "two": 0.5}
-    made.finished([group(0, 1, 0), group(1, 1, 1), group(4, 0, 0), group(5, 1)])  # gains 1/2 and 0; one score is none
-    assert made.metrics()["value/one"] == 0.25
+    curriculum = mixing({"one": 4, "two": 4})
+    assert curriculum.shares() == {"one": 0.5, "two": 0.5}
+    curriculum.finished(
+        [group(0, 1, 0), group(1, 1, 1), group(4, 0, 0), group(5, 1)]
+    )  # gains 1/2 and 0; one score is none
+    assert curriculum.metrics()["value/one"] == 0.25
     weight = math.exp(0.25 / 0.5)
-    assert made.shares() == pytest.approx({"one": weight / (weight + 1), "two": 1 / (weight + 1)})
-    made.finished([group(0, 1, 0)])
-    assert made.metrics()["value/one"] == 0.5 * 1 + 0.5 * 0.25
-    assert made.metrics()["value/two"] == 0.0, "it had no rows in the batch"
+    assert curriculum.shares() == pytest.approx({"one": weight / (weight + 1), "two": 1 / (weight + 1)})
+    curriculum.finished([group(0, 1, 0)])
+    assert curriculum.metrics()["value/one"] == 0.5 * 1 + 0.5 * 0.25
+    assert curriculum.metrics()["value/two"] == 0.0, "it had no rows in the batch"
 
 
 def test_shares_begin_at_the_probabilities_of_the_run_file():
@@ -194,14 +196,14 @@ def test_shares_begin_at_the_probabilities_of_the_run_file():
 
 
 def test_no_source_falls_below_its_least_share():
-    made = mixing({"one": 4, "two": 4}, temperature=0.01, min_share=0.1)
-    made.finished([group(0, 1, 0)])
-    assert made.shares() == pytest.approx({"one": 0.9, "two": 0.1})
+    curriculum = mixing({"one": 4, "two": 4}, temperature=0.01, min_share=0.1)
+    curriculum.finished([group(0, 1, 0)])
+    assert curriculum.shares() == pytest.approx({"one": 0.9, "two": 0.1})
 
 
 def test_rows_are_drawn_by_the_shares_and_each_source_is_passed_through():
-    made = mixing({"one": 3, "two": 5}, (0.75, 0.25))
-    rows = made.choose(2000, 0)
+    curriculum = mixing({"one": 3, "two": 5}, (0.75, 0.25))
+    rows = curriculum.choose(2000, 0)
     assert 0.7 < sum(row < 3 for row in rows) / 2000 < 0.8
     assert [row for row in rows if row < 3][:6] == [0, 1, 2, 0, 1, 2]
     assert [row for row in rows if row >= 3][:6] == [3, 4, 5, 6, 7, 3]
@@ -221,32 +223,32 @@ def test_a_batch_that_is_chosen_in_parts_is_the_same_after_a_resume_between_them
     """A continuous stream saves at any moment, also where a batch has a part of its rows."""
 
     def begun() -> PassRate:
-        made = pass_rate(4)
-        made.choose(4, 0)
-        made.finished([group(row, *scores) for row, scores in enumerate([(1, 0), (1, 0), (0, 0), (0, 0)])])
-        assert made.choose(2, 1) == [0, 1], "the band"
-        return made
+        curriculum = pass_rate(4)
+        curriculum.choose(4, 0)
+        curriculum.finished([group(row, *scores) for row, scores in enumerate([(1, 0), (1, 0), (0, 0), (0, 0)])])
+        assert curriculum.choose(2, 1) == [0, 1], "the band"
+        return curriculum
 
-    whole, stopped, fresh = begun(), begun(), pass_rate(4)
+    reference, stopped, fresh = begun(), begun(), pass_rate(4)
     fresh.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-    assert whole.choose(2, 1) == fresh.choose(2, 1) == [2, 3], "no row of the band twice in a batch"
-    assert fresh.metrics() == whole.metrics() == {"from_band": 0.5, "from_unseen": 0.0, "rows_in_band": 2.0}
+    assert reference.choose(2, 1) == fresh.choose(2, 1) == [2, 3], "no row of the band twice in a batch"
+    assert fresh.metrics() == reference.metrics() == {"from_band": 0.5, "from_unseen": 0.0, "rows_in_band": 2.0}
 
 
 def test_state_of_other_data_is_refused():
-    for one, other in (
+    for source, other in (
         (pass_rate(3), pass_rate(4)),
         (easy_to_hard([1, 2, 3]), easy_to_hard([1, 2, 3, 4])),
         (mixing({"a": 1, "b": 1}), mixing({"a": 1, "c": 1})),
     ):
         with pytest.raises(ValueError, match=r"values were saved, and the data has 4 rows|is of the sources"):
-            other.load_state_dict(one.state_dict())
+            other.load_state_dict(source.state_dict())
 
 
 def test_arrays_come_back_bit_for_bit():
     import numpy as np
 
     for array in (np.array([0.1, -2.5]), np.array([3, -1], np.int64), np.array([1, 0], np.uint8)):
-        again = from_text(to_text(array), np.zeros_like(array))
-        assert again.dtype == array.dtype
-        assert again.tolist() == array.tolist()
+        copy = from_text(to_text(array), np.zeros_like(array))
+        assert copy.dtype == array.dtype
+        assert copy.tolist() == array.tolist()

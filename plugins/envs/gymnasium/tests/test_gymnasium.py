@@ -73,15 +73,15 @@ def test_one_seed_is_one_episode_and_a_row_may_choose_its_own() -> None:
 
 @pytest.mark.parametrize("action", ["", "east", "4", "right!", "right down", "-1", "\N{SUPERSCRIPT ONE}"])
 def test_an_invalid_action_is_told_or_ends_the_episode(action) -> None:
-    _, (told, moved) = play(action, "right", **LAKE, invalid_reward=-0.5)
-    assert told == EnvStep(
+    _, (refusal, moved) = play(action, "right", **LAKE, invalid_reward=-0.5)
+    assert refusal == EnvStep(
         "That is not an action. Write one of them, and nothing else. Actions: left, down, right, up",
         -0.5,
         info={"valid": False},
     )
     assert "S[red:F]FF" in moved.observation
-    _, (ended,) = play(action, **LAKE, on_invalid="end")
-    assert (ended.done, ended.reward) == (True, 0.0)
+    _, (step,) = play(action, **LAKE, on_invalid="end")
+    assert (step.done, step.reward) == (True, 0.0)
 
 
 def test_the_action_in_a_tag() -> None:

@@ -65,16 +65,16 @@ def test_an_episode() -> None:
 
 
 def test_episodes_have_sessions_of_their_own() -> None:
-    async def both(url: str):
+    async def play_pair(url: str):
         adding = [call("add", '{"count": 1}')] * 2
         return await asyncio.gather(episode(url, *adding, "done"), episode(url, *adding, "done"))
 
     with GymServer() as server:
-        assert [steps[-1].info["count"] for steps in asyncio.run(both(server.url))] == [3, 3]
+        assert [steps[-1].info["count"] for steps in asyncio.run(play_pair(server.url))] == [3, 3]
 
 
 @pytest.mark.parametrize(
-    ("action", "told"),
+    ("action", "message"),
     [
         ("<tool_call>add 2</tool_call>", "the tool call is not JSON"),
         ('<tool_call>{"name": "add", "arguments": {"count": NaN}}</tool_call>', "not JSON: NaN"),
@@ -84,10 +84,10 @@ def test_episodes_have_sessions_of_their_own() -> None:
         (call("add", '{"count": "two"}'), '{"detail":"count: not an integer"}'),
     ],
 )
-def test_a_wrong_tool_call_is_told_to_the_policy(action: str, told: str) -> None:
+def test_a_wrong_tool_call_is_told_to_the_policy(action: str, message: str) -> None:
     with GymServer() as server:
         (step,) = play(server.url, action)
-    assert told in step.observation
+    assert message in step.observation
     assert (step.done, step.reward) == (False, 0.0)
     assert [path for path, _ in server.asked] == ["seed_session", *(["add"] if "two" in action else [])]
 

@@ -29,16 +29,16 @@ PROGRAM = Path(__file__).with_name("serve_example.py")
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> str:
-    if given := os.environ.get("NEMO_GYM_PYTHON"):
-        return given
+    if setting := os.environ.get("NEMO_GYM_PYTHON"):
+        return setting
     newer = next(filter(None, map(shutil.which, ("python3.12", "python3.13"))), None)
     if newer is None or subprocess.run([newer, "--version"], capture_output=True, check=False).returncode:
         pytest.skip("nemo-gym 0.4.0 needs Python 3.12 or newer")
     folder = tmp_path_factory.mktemp("nemo_gym")
     subprocess.run([newer, "-m", "venv", folder], check=True)
-    own = str(folder / "bin" / "python")
-    subprocess.run([own, "-m", "pip", "install", "--quiet", "nemo-gym==0.4.0"], check=True, capture_output=True)
-    return own
+    interpreter = str(folder / "bin" / "python")
+    subprocess.run([interpreter, "-m", "pip", "install", "--quiet", "nemo-gym==0.4.0"], check=True, capture_output=True)
+    return interpreter
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def serve(python):
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.05)
-        found = "import resources_servers, pathlib; print([*resources_servers.__path__][0])"
-        home = subprocess.run([python, "-P", "-c", found], capture_output=True, text=True, check=True).stdout.strip()
+        code = "import resources_servers, pathlib; print([*resources_servers.__path__][0])"
+        home = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         rows = Path(home, name, "data", "example.jsonl").read_text().splitlines()
         return f"http://127.0.0.1:{port}", json.loads(rows[0]), process
 
@@ -91,8 +91,8 @@ def test_a_session_keeps_its_state_and_is_verified(serve) -> None:
         right = play(url, row, *adding, call("get_counter_value"), "The count is 6.")
         return await asyncio.gather(right, play(url, row, adding[0], "The count is 4."))
 
-    (*_, told, right), (*_, wrong) = asyncio.run(scenario())
-    assert told.observation == '<tool_response>\n{"count":6}\n</tool_response>'
+    (*_, result, right), (*_, wrong) = asyncio.run(scenario())
+    assert result.observation == '<tool_response>\n{"count":6}\n</tool_response>'
     assert (right.reward, right.done, wrong.reward, wrong.done) == (1.0, True, 0.0, True)
     refused = asyncio.run(play(url, row, call("increment_counter", count="one")))
     assert "unable to parse string as an integer" in refused[0].observation

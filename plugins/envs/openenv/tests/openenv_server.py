@@ -22,12 +22,12 @@ def dice() -> Reply:
     """An environment: guess a number that the seed hides. Made anew for each session."""
     hidden = 0
 
-    def reply(asked: dict[str, Any]) -> Any:
+    def reply(request: dict[str, Any]) -> Any:
         nonlocal hidden
-        if asked["type"] == "reset":
-            hidden = random.Random(asked["data"]["seed"]).randint(1, 6)
+        if request["type"] == "reset":
+            hidden = random.Random(request["data"]["seed"]).randint(1, 6)
             return observation(text="Guess 1 to 6.")
-        right = asked["data"].get("guess") == str(hidden)
+        right = request["data"].get("guess") == str(hidden)
         return observation(float(right), right, text="yes" if right else "no")
 
     return reply
@@ -53,17 +53,17 @@ class OpenEnvServer:
     async def _session(self, connection: ServerConnection) -> None:
         reply = self._reply()
         async for text in connection:
-            asked = json.loads(text)
-            self.asked.append(asked)
-            if asked["type"] == "close":
+            request = json.loads(text)
+            self.asked.append(request)
+            if request["type"] == "close":
                 return
-            answer = reply(asked)
+            answer = reply(request)
             if answer is None:
                 connection.transport.abort()
                 return
             if isinstance(answer, list):
-                for each in answer:
-                    await connection.send(json.dumps(each))
+                for message in answer:
+                    await connection.send(json.dumps(message))
                 return
             if answer is ...:  # no answer at all
                 continue

@@ -81,8 +81,8 @@ def test_a_turn_that_is_no_action_is_told_to_the_policy_and_never_sent(action: s
 
 
 def refused(**error):
-    def reply(asked):
-        if asked["type"] == "reset":
+    def reply(request):
+        if request["type"] == "reset":
             return observation(text="go")
         return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [error]}}
 
@@ -104,7 +104,7 @@ def test_a_wrong_action_field_is_an_error_not_an_invalid_action() -> None:
 
 
 def at_step(answer):
-    return lambda: lambda asked: observation(text="go") if asked["type"] == "reset" else answer
+    return lambda: lambda request: observation(text="go") if request["type"] == "reset" else answer
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_server_that_ends_the_session_before_it_is_asked_again_says_why() -> N
             await env.close()
 
     with (
-        OpenEnvServer(lambda: lambda asked: [observation(text="go"), error]) as server,
+        OpenEnvServer(lambda: lambda request: [observation(text="go"), error]) as server,
         pytest.raises(EnvError, match=r"step\(\): the server answered the error SESSION_ERROR: shutting down"),
     ):
         asyncio.run(scenario(server.url))
@@ -160,26 +160,26 @@ def test_a_server_that_is_absent_or_full_or_done_at_once() -> None:
             play(f"http://127.0.0.1:{free.getsockname()[1]}")
     full = {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "1 of 1"}}
     with (
-        OpenEnvServer(lambda: lambda asked: full) as server,
+        OpenEnvServer(lambda: lambda request: full) as server,
         pytest.raises(EnvError, match=r"1 of 1\. Set `concurrency`"),
     ):
         play(server.url)
     with (
-        OpenEnvServer(lambda: lambda asked: observation(text="", done=True)) as server,
+        OpenEnvServer(lambda: lambda request: observation(text="", done=True)) as server,
         pytest.raises(EnvError, match="done = true, so there is no episode"),
     ):
         play(server.url)
 
 
 @pytest.mark.parametrize(
-    ("url", "asked"),
+    ("url", "expected"),
     [
         ("http://h:1", "ws://h:1/ws"), ("https://h/env/", "wss://h/env/ws"), ("ws://h:1/ws", "ws://h:1/ws"),
         ("wss://h/ws/", "wss://h/ws"),
     ],
 )  # fmt: skip
-def test_addresses(url: str, asked: str) -> None:
-    assert OpenEnv.Config(url=url).url == asked
+def test_addresses(url: str, expected: str) -> None:
+    assert OpenEnv.Config(url=url).url == expected
 
 
 @pytest.mark.parametrize("url", ["h:1", "ftp://h", "http://", ""])

@@ -26,9 +26,11 @@ def python(tmp_path_factory) -> str:
     """Asks a package index."""
     folder = tmp_path_factory.mktemp("openenv")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    own = str(folder / "bin" / "python")
-    subprocess.run([own, "-m", "pip", "install", "--quiet", "openenv-core==0.3.0"], check=True, capture_output=True)
-    return own
+    interpreter = str(folder / "bin" / "python")
+    subprocess.run(
+        [interpreter, "-m", "pip", "install", "--quiet", "openenv-core==0.3.0"], check=True, capture_output=True
+    )
+    return interpreter
 
 
 @pytest.fixture

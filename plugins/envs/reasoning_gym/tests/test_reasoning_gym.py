@@ -54,18 +54,18 @@ def test_the_seed_chooses_the_question_and_a_row_may_choose_its_own() -> None:
 
 def test_a_tag_or_the_whole_turn_is_the_answer() -> None:
     right = GymEntry("chain_sum", {}, 0).answer
-    said = f"It is <answer>0</answer>, no, <answer> {right} </answer>."
-    assert answer(said, task="chain_sum") == EnvStep(
+    text = f"It is <answer>0</answer>, no, <answer> {right} </answer>."
+    assert answer(text, task="chain_sum") == EnvStep(
         reward=1.0, done=True, info={"task": "chain_sum", "answered": True}
     )
     assert answer(f" {right}\n", task="chain_sum", answer="text").reward == 1.0
-    without = answer(str(right), task="chain_sum")
-    assert (without.reward, without.done, without.info["answered"]) == (0.0, True, False)
+    result = answer(str(right), task="chain_sum")
+    assert (result.reward, result.done, result.info["answered"]) == (0.0, True, False)
 
 
 def test_a_mixture_draws_from_its_parts_by_weight() -> None:
-    drawn = [GymEntry("composite", MIX, seed).task for seed in range(40)]
-    assert drawn.count("chain_sum") > drawn.count("gcd") > 0
+    tasks = [GymEntry("composite", MIX, seed).task for seed in range(40)]
+    assert tasks.count("chain_sum") > tasks.count("gcd") > 0
     right = GymEntry("composite", MIX, 3).answer
     assert answer(right, seed=3, task="composite", task_config=MIX, answer="text").reward == 1.0
 

@@ -37,9 +37,9 @@ def test_the_command_writes_the_questions_of_worker_processes() -> None:
     """Worker processes have one hash seed (``rlhf_runtime.calls.plugin_worker``): the order of sets depends on it."""
     words = ("ransom_note", "--rows", "3", "--first-seed", "5", "--config", '{"max_note_length": 12}')
     programs = [command(*words), command(*words, PYTHONHASHSEED="0")]
-    written, drawn = ([json.loads(line) for line in program.communicate()[0].splitlines()] for program in programs)
-    assert [row["seed"] for row in written] == [5, 6, 7]
-    assert written == drawn
+    questions, repeat = ([json.loads(line) for line in program.communicate()[0].splitlines()] for program in programs)
+    assert [row["seed"] for row in questions] == [5, 6, 7]
+    assert questions == repeat
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_an_error_of_the_scorer_fails_its_sample_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("change", "message"),
     [
         ({"prompt": "What is 2 + 2?"}, "asks str .*, which is not in the row's prompt.* Write the rows again"),
         ({"seed": None}, "row 4 of source 'unit' has task = str 'gcd', .* seed = NoneType None; allowed"),
         ({"task_config": "{}"}, "task_config = str '{}'"),
     ],
 )
-def test_a_wrong_row_is_an_error(changed, message) -> None:
+def test_a_wrong_row_is_an_error(change, message) -> None:
     [columns] = rows("gcd", {}, range(1))
     with pytest.raises(RewardError, match=message):
-        score({**columns, **changed}, "1")
+        score({**columns, **change}, "1")

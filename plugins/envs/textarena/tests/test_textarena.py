@@ -54,9 +54,9 @@ def test_a_game_alone_tells_each_message_once_and_gives_its_reward_at_the_end() 
 
 
 def test_an_invalid_move_is_told_and_a_second_one_loses_by_the_games_rule() -> None:
-    _, (told, lost) = play("no idea", "none", id="GuessTheNumber-v0")
-    assert "You attempted an invalid move" in told.observation
-    assert (told.reward, told.done) == (0.0, False)
+    _, (refusal, lost) = play("no idea", "none", id="GuessTheNumber-v0")
+    assert "You attempted an invalid move" in refusal.observation
+    assert (refusal.reward, refusal.done) == (0.0, False)
     assert (lost.done, lost.info["invalid_move"]) == (True, True)
 
 
@@ -85,10 +85,10 @@ def move(messages: str) -> str:
 def test_an_opponent_plays_the_other_seat_and_the_winner_gets_1() -> None:
     rewards, seats = set(), set()
     for seed in range(30):
-        game, said = begun(seed, id="TicTacToe-v0", opponent=FILE)
-        seats.add(said.partition(" in Tic")[0])
-        moves = len(re.findall("'", said)) // 2
-        step = EnvStep(said)
+        game, observation = begun(seed, id="TicTacToe-v0", opponent=FILE)
+        seats.add(observation.partition(" in Tic")[0])
+        moves = len(re.findall("'", observation)) // 2
+        step = EnvStep(observation)
         while not step.done:
             step = game.step(move(step.observation))
         assert step.info["reason"]

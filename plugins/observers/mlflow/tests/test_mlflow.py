@@ -61,16 +61,16 @@ def test_metrics_parameters_and_samples_are_read_back(tmp_path):
     assert history(client, run_id, "eval/pass_at_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert history(client, run_id, "policy/loss") == [(1, 0.75), (2, 0.75), (3, 0.75)]
     assert history(client, run_id, "policy/loss.kl") == [(1, 0.25), (2, 0.25), (3, 0.25)]
-    found = client.get_run(run_id)
-    assert (found.info.run_name, found.info.status) == ("my run", "FINISHED")
-    assert client.get_experiment(found.info.experiment_id).name == "e"
-    assert found.data.params == {
+    record = client.get_run(run_id)
+    assert (record.info.run_name, record.info.status) == ("my run", "FINISHED")
+    assert client.get_experiment(record.info.experiment_id).name == "e"
+    assert record.data.params == {
         "run.seed": "1",
         "reward.0.use": "http",
         "reward.0.api_key": "<hidden>",
         "total_steps": "4",
     }
-    assert (found.data.tags["team"], found.data.tags["checkpoint/step"]) == ("a", "3")
+    assert (record.data.tags["team"], record.data.tags["checkpoint/step"]) == ("a", "3")
     (artifacts,) = tmp_path.glob("mlruns/*/*/artifacts")
     assert sorted(p.name for p in (artifacts / "rollouts").iterdir()) == ["step-000001.json", "step-000003.json"]
     [sample] = json.loads((artifacts / "rollouts/step-000001.json").read_text())

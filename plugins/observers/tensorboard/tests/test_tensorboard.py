@@ -79,9 +79,9 @@ def test_steps_that_a_resume_repeats_are_not_shown_twice(tmp_path):
 def test_a_run_that_starts_again_is_shown_once(tmp_path):
     killed = start(tmp_path)
     log(killed, [0, 1])  # killed before its first checkpoint
-    again = start(tmp_path)
-    log(again, [0, 1, 2], shift=10.0)
-    again.run_ended("finished")
+    second = start(tmp_path)
+    log(second, [0, 1, 2], shift=10.0)
+    second.run_ended("finished")
     assert scalars(tmp_path) == [(0, 10.0), (1, 10.25), (2, 10.5)]
     killed.run_ended("failed")
 

@@ -23,22 +23,22 @@ def pytest_itemcollected(item):
 @pytest.fixture(scope="session", params=[pytest.param("bwrap", marks=NO_BWRAP), "sandlock"])
 def launcher(request):
     """One sandbox after the other."""
-    one = SandboxLauncher(request.param, interpreter(None), LIMITS)
-    yield one
-    one.close()
+    instance = SandboxLauncher(request.param, interpreter(None), LIMITS)
+    yield instance
+    instance.close()
 
 
 @pytest.fixture(scope="session")
 def unisolated():
-    one = SandboxLauncher("limits", interpreter(None), LIMITS)
-    yield one
-    one.close()
+    instance = SandboxLauncher("limits", interpreter(None), LIMITS)
+    yield instance
+    instance.close()
 
 
 @pytest.fixture(scope="session")
 def run(launcher):
     """``run(program, ...)`` in the sandbox."""
-    return lambda *words, **named: asyncio.run(launcher.run(*words, **named))
+    return lambda *words, **options: asyncio.run(launcher.run(*words, **options))
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +47,8 @@ def code_reward(launcher):
     from rlhf_plugin_code.reward import CodeReward
 
     def make(**options):
-        one = CodeReward(CodeReward.Config(cpu_seconds=1, sandbox=launcher.sandbox, **options))
-        one._launcher = launcher
-        return one
+        reward = CodeReward(CodeReward.Config(cpu_seconds=1, sandbox=launcher.sandbox, **options))
+        reward._launcher = launcher
+        return reward
 
     return make

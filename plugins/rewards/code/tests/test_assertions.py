@@ -141,10 +141,10 @@ def test_values_return_as_they_were() -> None:
     point.x, point.other = (1, frozenset({b"a"})), None
     classes = {"__name__": __name__, "Point": Point}
     value = [None, True, 1, -0.0, 1e300, 2j, "\ud800", {(1,): {2}}, math.inf, point, [[]]]
-    again = unpack(pack(value, classes), classes)
-    assert vars(again.pop(9)) == vars(point)
+    result = unpack(pack(value, classes), classes)
+    assert vars(result.pop(9)) == vars(point)
     value.pop(9)
-    assert (again, [type(item) for item in again], str(again[3])) == (value, [type(item) for item in value], "-0.0")
+    assert (result, [type(item) for item in result], str(result[3])) == (value, [type(item) for item in value], "-0.0")
     assert math.isnan(unpack(pack(math.nan, {}), {}))
     endless = []
     endless.append(endless)

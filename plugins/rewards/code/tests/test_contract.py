@@ -38,11 +38,11 @@ def test_they_are_found_by_name() -> None:
 
 
 def test_the_check_names_the_sandbox_that_runs_use() -> None:
-    found = []
+    names = []
     from rlhf_plugin_code.checks import find_sandbox
 
-    find_sandbox(None, found.append)
-    assert found == ["bwrap" if shutil.which("bwrap") else "sandlock"]
+    find_sandbox(None, names.append)
+    assert names == ["bwrap" if shutil.which("bwrap") else "sandlock"]
 
 
 def test_the_check_warns_where_no_sandbox_is_installed(monkeypatch) -> None:

@@ -82,7 +82,7 @@ def test_printed_lines(out: str, passes: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "word", "why"),
+    ("run", "word", "reason"),
     [
         (Finished("exit", 1, 0.1, "5", "Traceback\nValueError: late", "n"), "error", "ValueError: late"),
         (Finished("exit", 3, 0.1, "5", "", "n"), "error", "it ended with status 3"),
@@ -92,9 +92,9 @@ def test_printed_lines(out: str, passes: bool) -> None:
         (Finished("output", -9, 0.1, "5", "", "n"), "output", "it wrote more than the limit"),
     ],
 )
-def test_a_program_that_fails(run: Finished, word: str, why: str) -> None:
+def test_a_program_that_fails(run: Finished, word: str, reason: str) -> None:
     verdict = stdin_verdict(StdinTest("", "5"), run, 1)
-    assert (verdict.word, verdict.reason) == (word, why)
+    assert (verdict.word, verdict.reason) == (word, reason)
 
 
 def test_lines_without_the_nonce_and_second_answers_are_no_answers() -> None:
@@ -189,8 +189,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_are_not_refused(run, name: str) -> None:
-    ended = run(RIGHT[name])
-    assert (ended.out, ended.err) == ("5\n", "")
+    result = run(RIGHT[name])
+    assert (result.out, result.err) == ("5\n", "")
 
 
 def test_a_byte_order_mark_before_the_fence() -> None:

@@ -49,7 +49,7 @@ def test_no_files_of_the_machine_are_read(run, launcher, tmp_path: Path) -> None
 def test_nothing_outside_is_changed(run, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("text")
-    before = file.stat()
+    old_stat = file.stat()
     lines = (
         "open({0!r}, 'w')", "os.unlink({0!r})", "os.rename({0!r}, {0!r} + 'x')", "os.truncate({0!r}, 0)",
         "os.chmod({0!r}, 0o777)", "os.utime({0!r}, (1, 1))", "os.chown({0!r}, 65534, 65534)",
@@ -58,7 +58,7 @@ def test_nothing_outside_is_changed(run, tmp_path: Path) -> None:
     assert allowed(run, [line.format(str(file)) for line in lines]) == []
     after = file.stat()
     assert file.read_text() == "text"
-    assert (before.st_mode, before.st_mtime_ns, before.st_uid) == (after.st_mode, after.st_mtime_ns, after.st_uid)
+    assert (old_stat.st_mode, old_stat.st_mtime_ns, old_stat.st_uid) == (after.st_mode, after.st_mtime_ns, after.st_uid)
     assert list(tmp_path.iterdir()) == [file]
     folders = ("/", "/dev", "/usr/lib", "/var/tmp", "/dev/shm", "/run")
     assert allowed(run, [f"open({folder + '/rlhf-code-new'!r}, 'w')" for folder in folders]) == []
@@ -76,7 +76,7 @@ def test_no_network(run) -> None:
 def test_a_pair_of_sockets_reaches_each_other_only(run, launcher, tmp_path: Path) -> None:
     """A socket of a pair could be connected to a socket in a folder that is shown, such as the interpreter's."""
     path = str(tmp_path / "socket")
-    shown = SandboxLauncher(
+    instance = SandboxLauncher(
         launcher.sandbox, replace(interpreter(None), paths=(*interpreter(None).paths, str(tmp_path))), LIMITS
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
@@ -91,9 +91,9 @@ def test_a_pair_of_sockets_reaches_each_other_only(run, launcher, tmp_path: Path
         program = "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
         program += "".join(ATTEMPT.format(line) for line in lines) + "a.send(b'ok')\nprint(b.recv(9))"
         try:
-            assert asyncio.run(shown.run(program)).out.split() == ["refused"] * 4 + ["b'ok'"]
+            assert asyncio.run(instance.run(program)).out.split() == ["refused"] * 4 + ["b'ok'"]
         finally:
-            shown.close()
+            instance.close()
         with pytest.raises(BlockingIOError):
             server.recv(9)
 
@@ -101,14 +101,14 @@ def test_a_pair_of_sockets_reaches_each_other_only(run, launcher, tmp_path: Path
 def test_no_other_process_is_touched(run) -> None:
     victim = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        before = psutil.Process(victim.pid).nice(), os.sched_getaffinity(victim.pid)
+        old_values = psutil.Process(victim.pid).nice(), os.sched_getaffinity(victim.pid)
         lines = (
             "os.kill({0}, 9)", "os.killpg({0}, 9)", "os.setpriority(os.PRIO_PROCESS, {0}, 19)",
             "os.sched_setaffinity({0}, [0])", "resource.prlimit({0}, resource.RLIMIT_NOFILE, (9, 9))",
         )  # fmt: skip
         assert allowed(run, [line.format(victim.pid) for line in lines]) == []
         assert victim.poll() is None
-        assert (psutil.Process(victim.pid).nice(), os.sched_getaffinity(victim.pid)) == before
+        assert (psutil.Process(victim.pid).nice(), os.sched_getaffinity(victim.pid)) == old_values
     finally:
         victim.kill()
         victim.communicate()
@@ -128,9 +128,9 @@ def test_no_process_is_started(run) -> None:
 @pytest.fixture
 def impatient(launcher):
     """The sandbox with a short limit of wall time."""
-    one = SandboxLauncher(launcher.sandbox, interpreter(None), replace(LIMITS, wall_seconds=1.5))
-    yield one
-    one.close()
+    instance = SandboxLauncher(launcher.sandbox, interpreter(None), replace(LIMITS, wall_seconds=1.5))
+    yield instance
+    instance.close()
 
 
 def test_nothing_stays_behind(impatient) -> None:
@@ -164,10 +164,10 @@ def test_threads_work_and_are_limited(run) -> None:
         "    while True:\n        threading.Thread(target=time.sleep, args=(9,)).start()\n        n += 1\n"
         "except (RuntimeError, MemoryError):\n    os.write(1, str(n).encode())\n    time.sleep(9)"
     )
-    ended = run(bomb)
-    assert ended.end == "threads" or int(ended.out) < 64  # the limit of the kernel does not hold for root
+    result = run(bomb)
+    assert result.end == "threads" or int(result.out) < 64  # the limit of the kernel does not hold for root
     small = bomb.replace("n = 0", "n = 0\nthreading.stack_size(2**15)")
-    assert run(small).end == "threads" or int(ended.out) < 64
+    assert run(small).end == "threads" or int(result.out) < 64
 
 
 def test_memory(run) -> None:
@@ -175,9 +175,9 @@ def test_memory(run) -> None:
         "bytearray(300 * 2**20)", "[bytearray(2**20) for _ in range(300)]",
         "__import__('mmap').mmap(-1, 300 * 2**20)",
     ):  # fmt: skip
-        ended = run(f"try:\n    x = {line}\nexcept OSError as error:\n    raise MemoryError\nprint('done')")
-        assert ended.out == ""
-        assert "MemoryError" in ended.err
+        result = run(f"try:\n    x = {line}\nexcept OSError as error:\n    raise MemoryError\nprint('done')")
+        assert result.out == ""
+        assert "MemoryError" in result.err
     lines = ["os.memfd_create('x')", "resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))"]
     assert allowed(run, lines) == []
 
@@ -188,8 +188,8 @@ def test_disk(run, launcher) -> None:
         "n = 0\ntry:\n    for i in range(100):\n        with open(str(i), 'wb') as file:\n"
         "            for _ in range(100): n += file.write(bytes(2**14))\nexcept OSError: pass\nprint(n)"
     )
-    written = int(run(program).out)
-    assert written == 0 if launcher.sandbox == "sandlock" else 2**19 < written <= 2**20
+    size = int(run(program).out)
+    assert size == 0 if launcher.sandbox == "sandlock" else 2**19 < size <= 2**20
     if launcher.sandbox == "bwrap":
         assert run("import os\nprint(os.listdir('.'))").out == "[]\n"  # a new folder for each start
         empty = "import os\nfor i in range(10**7): os.close(os.open(str(i), os.O_CREAT | os.O_WRONLY))"
@@ -199,17 +199,17 @@ def test_disk(run, launcher) -> None:
 
 
 def test_output(run) -> None:
-    ended = run("while True: print('x' * 1000)")
-    assert ended.end == "output"
-    assert len(ended.out) < 300_000
-    ended = run("import sys\nfor i in range(10000): sys.stderr.write('x' * 1000)\nprint('end')")
-    assert (ended.out, len(ended.err)) == ("end\n", 4096)
+    result = run("while True: print('x' * 1000)")
+    assert result.end == "output"
+    assert len(result.out) < 300_000
+    result = run("import sys\nfor i in range(10000): sys.stderr.write('x' * 1000)\nprint('end')")
+    assert (result.out, len(result.err)) == ("end\n", 4096)
 
 
 def test_processor_time(run) -> None:
-    ended = run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
-    assert (ended.end, ended.code != 0) == ("exit", True)
-    assert ended.seconds > 0.9
+    result = run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
+    assert (result.end, result.code != 0) == ("exit", True)
+    assert result.seconds > 0.9
 
 
 def test_the_environment_holds_no_secret_and_is_always_the_same(run, monkeypatch) -> None:

@@ -36,18 +36,18 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-def programs(one: SandboxLauncher) -> list[psutil.Process]:
-    process = one._process
+def programs(instance: SandboxLauncher) -> list[psutil.Process]:
+    process = instance._process
     assert process is not None
-    found = psutil.Process(process._process.pid).children(recursive=True)
-    return [child for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    children = psutil.Process(process._process.pid).children(recursive=True)
+    return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture
 def fresh(launcher):
-    one = SandboxLauncher(launcher.sandbox, interpreter(None), LIMITS)
-    yield one
-    one.close()
+    instance = SandboxLauncher(launcher.sandbox, interpreter(None), LIMITS)
+    yield instance
+    instance.close()
 
 
 def test_the_probe_finds_nothing_in_a_sandbox(launcher) -> None:
@@ -55,9 +55,9 @@ def test_the_probe_finds_nothing_in_a_sandbox(launcher) -> None:
 
 
 def test_the_probe_finds_what_limits_allow(unisolated) -> None:
-    found = asyncio.run(probe(unisolated, LIMITS.memory))
-    assert found == ("read", "write", "create", "signal_outside")
-    assert set(found) < set(NAMES)
+    names = asyncio.run(probe(unisolated, LIMITS.memory))
+    assert names == ("read", "write", "create", "signal_outside")
+    assert set(names) < set(NAMES)
 
 
 @pytest.fixture
@@ -95,14 +95,14 @@ def test_no_program_outlives_a_launcher_process_that_is_killed(sandbox: str) -> 
         "for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
         "print('ready', file=sys.stderr, flush=True)\ntime.sleep(600)"
     )
-    one = SandboxLauncher(sandbox, interpreter(None), replace(LIMITS, wall_seconds=60.0))
+    instance = SandboxLauncher(sandbox, interpreter(None), replace(LIMITS, wall_seconds=60.0))
 
     async def scenario() -> list[psutil.Process]:
-        task = asyncio.create_task(one.run(program))
-        await until(lambda: one._process is not None and any(p.num_threads() > 1 for p in programs(one)))
+        task = asyncio.create_task(instance.run(program))
+        await until(lambda: instance._process is not None and any(p.num_threads() > 1 for p in programs(instance)))
         await asyncio.sleep(0.2)  # until after the calls that follow the thread
-        left = programs(one)
-        os.kill(one._process._process.pid, signal.SIGKILL)
+        left = programs(instance)
+        os.kill(instance._process._process.pid, signal.SIGKILL)
         with pytest.raises(RewardError):
             await task
         await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in left))
@@ -111,7 +111,7 @@ def test_no_program_outlives_a_launcher_process_that_is_killed(sandbox: str) -> 
     try:
         assert asyncio.run(scenario())
     finally:
-        one.close()
+        instance.close()
 
 
 DRIVER = """
@@ -176,8 +176,8 @@ def test_programs_run_at_the_same_time(fresh) -> None:
         running = [asyncio.create_task(fresh.run("import time\ntime.sleep(600)")) for _ in range(4)]
         per_program = 2 if fresh.sandbox == "bwrap" else 1  # bwrap has a process of its own
         await until(lambda: fresh._process is not None and len(programs(fresh)) >= 4 * per_program)
-        for one in running:
-            one.cancel()
+        for task in running:
+            task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     asyncio.run(scenario())
@@ -223,9 +223,9 @@ def test_wrong_options(options) -> None:
         CodeReward.Config(**options)
 
 
-@pytest.mark.parametrize(("python", "why"), [("python3", "no absolute path"), ("/bin/true", "does not run Python")])
-def test_an_interpreter_that_is_none(python: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+@pytest.mark.parametrize(("python", "message"), [("python3", "no absolute path"), ("/bin/true", "does not run Python")])
+def test_an_interpreter_that_is_none(python: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         CodeReward(CodeReward.Config(interpreter=python))
 
 
@@ -291,6 +291,6 @@ def test_without_root(launcher) -> None:
     )
     if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
         pytest.skip("needs folders of packages that every user can read")
-    found, end, *threads = done.stdout.split()
-    assert found == "()", done.stderr
+    names, end, *threads = done.stdout.split()
+    assert names == "()", done.stderr
     assert (end == "exit" and int(threads[0]) < 64) if launcher.sandbox == "bwrap" else end == "threads"

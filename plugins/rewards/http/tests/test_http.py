@@ -26,14 +26,14 @@ def no_pause(monkeypatch):
 
 @pytest.fixture
 def server():
-    with RewardServer() as one:
-        yield one
+    with RewardServer() as instance:
+        yield instance
 
 
 @pytest.fixture
 def other():
-    with RewardServer() as one:
-        yield one
+    with RewardServer() as instance:
+        yield instance
 
 
 def group(*answers: str, **columns) -> Group:
@@ -42,13 +42,13 @@ def group(*answers: str, **columns) -> Group:
     return Group(row, 0, [Trajectory(row, t, (0, n)) for n, t in enumerate(turns)])
 
 
-def made(*servers: RewardServer | str, **options) -> HttpReward:
-    urls = tuple(one if isinstance(one, str) else one.url for one in servers)
+def make_reward(*servers: RewardServer | str, **options) -> HttpReward:
+    urls = tuple(address if isinstance(address, str) else address.url for address in servers)
     return HttpReward(HttpReward.Config(urls=urls, **options))
 
 
-def score(one: HttpReward, *answers: str, **columns) -> list[RewardResult]:
-    return asyncio.run(one.score(group(*answers, **columns)))
+def score(reward: HttpReward, *answers: str, **columns) -> list[RewardResult]:
+    return asyncio.run(reward.score(group(*answers, **columns)))
 
 
 def closed() -> str:
@@ -63,22 +63,22 @@ def test_it_is_found_by_name() -> None:
 
 
 def test_a_group_is_one_request_with_queries_prompts_and_labels(server) -> None:
-    assert [r.value for r in score(made(server), "a", "bcd", answer="4")] == [3.0, 5.0]
+    assert [r.value for r in score(make_reward(server), "a", "bcd", answer="4")] == [3.0, 5.0]
     assert server.asked == [{"query": ["Q:a", "Q:bcd"], "prompts": ["Q:", "Q:"], "labels": ["4", "4"]}]
 
 
 @pytest.mark.parametrize(
-    ("columns", "label", "sent"),
+    ("columns", "label", "value"),
     [({"label": 1, "answer": 2}, None, 1), ({}, None, ""), ({"label": 1, "gold": [7]}, "gold", [7])],
 )
-def test_labels_are_the_column_asked_for(server, columns, label, sent) -> None:
-    score(made(server, label=label), "a", **columns)
-    assert server.asked[0]["labels"] == [sent]
+def test_labels_are_the_column_asked_for(server, columns, label, value) -> None:
+    score(make_reward(server, label=label), "a", **columns)
+    assert server.asked[0]["labels"] == [value]
 
 
 def test_a_missing_column_is_named(server) -> None:
     with pytest.raises(RewardError, match=r"sends the column 'gold' as labels; the row has \['answer'\]"):
-        score(made(server, label="gold"), "a", answer="4")
+        score(make_reward(server, label="gold"), "a", answer="4")
 
 
 def test_scores_and_logs_are_kept_beside_the_rewards(server) -> None:
@@ -86,7 +86,7 @@ def test_scores_and_logs_are_kept_beside_the_rewards(server) -> None:
         200,
         json.dumps({"rewards": [1, 2.5], "scores": [0, 1], "extra_logs": {"len": [3, 4]}}).encode(),
     )
-    assert score(made(server), "a", "b") == [
+    assert score(make_reward(server), "a", "b") == [
         RewardResult(1.0, 0.0, info={"len": 3.0}),
         RewardResult(2.5, 1.0, info={"len": 4.0}),
     ]
@@ -94,44 +94,44 @@ def test_scores_and_logs_are_kept_beside_the_rewards(server) -> None:
 
 def test_the_token_is_sent_and_never_shown(server, monkeypatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
-    one = made(server, token_env="REWARD_TOKEN")
-    score(one, "a")
+    reward = make_reward(server, token_env="REWARD_TOKEN")
+    score(reward, "a")
     assert server.headers[0]["Authorization"] == "Bearer s3cret"
-    assert "s3cret" not in repr(one.config)
+    assert "s3cret" not in repr(reward.config)
 
 
 def test_a_server_of_this_machine_is_not_asked_through_a_proxy(server, monkeypatch) -> None:
     monkeypatch.setattr("os.environ", {**os.environ, "HTTP_PROXY": closed()})
     exempt_loopback()
-    assert [r.value for r in score(made(server), "a")] == [3.0]
+    assert [r.value for r in score(make_reward(server), "a")] == [3.0]
 
 
 def test_a_token_that_is_not_set_is_refused(server, monkeypatch) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="token_env = 'REWARD_TOKEN', but this environment variable is not set"):
-        made(server, token_env="REWARD_TOKEN")
+        make_reward(server, token_env="REWARD_TOKEN")
 
 
 def test_special_tokens_are_sent_if_asked(server) -> None:
     """The text of all tokens, so that a reward model can read them again."""
     names = {1: "<user>Q:", 2: "A<end>"}
     tokens = Tokens(lambda _: [], lambda ids: "".join(names[i] for i in ids))
-    one = made(server, special_tokens=True)
-    assert (one.reads, made(server).reads) == ("tokens", "text")
+    reward = make_reward(server, special_tokens=True)
+    assert (reward.reads, make_reward(server).reads) == ("tokens", "text")
 
-    async def asked() -> None:
-        await one.setup(RewardContext(tokens=tokens))
-        await one.score(group("A"))
+    async def ask() -> None:
+        await reward.setup(RewardContext(tokens=tokens))
+        await reward.score(group("A"))
 
-    asyncio.run(asked())
+    asyncio.run(ask())
     assert server.asked[0]["query"] == ["<user>Q:A<end>"]
     assert server.asked[0]["prompts"] == ["<user>Q:"]
 
 
 def test_servers_are_asked_in_turn(server, other) -> None:
-    one = made(server, other)
+    reward = make_reward(server, other)
     for _ in range(4):
-        score(one, "a")
+        score(reward, "a")
     assert (len(server.asked), len(other.asked)) == (2, 2)
 
 
@@ -143,9 +143,9 @@ def test_a_server_that_fails_is_left_out_and_named_once(server, other, failure, 
         "slow": lambda q: (other.leave.wait(60), lengths(q))[1],
     }[failure]
     url = closed() if failure == "closed" else other.url
-    one = made(url, server, timeout=1.0 if failure == "slow" else 20.0)
+    reward = make_reward(url, server, timeout=1.0 if failure == "slow" else 20.0)
     with caplog.at_level(logging.WARNING):
-        assert [score(one, "a")[0].value for _ in range(3)] == [3.0] * 3
+        assert [score(reward, "a")[0].value for _ in range(3)] == [3.0] * 3
     assert len(server.asked) == 3
     assert len(other.asked) == (failure != "closed"), "not asked again while it is left out"
     [line] = caplog.messages
@@ -155,12 +155,12 @@ def test_a_server_that_fails_is_left_out_and_named_once(server, other, failure, 
 
 def test_a_server_that_answers_again_is_used_again(server) -> None:
     server.reply = lambda _: (503, b"")
-    one = made(server, attempts=2)
+    reward = make_reward(server, attempts=2)
     with pytest.raises(RewardError, match=r"no server answered in 2 attempts: http.*HTTP status 503"):
-        score(one, "a")
+        score(reward, "a")
     assert len(server.asked) == 2
     server.reply = lengths
-    assert score(one, "a")[0].value == 3.0
+    assert score(reward, "a")[0].value == 3.0
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_server_that_answers_again_is_used_again(server) -> None:
 def test_an_answer_that_is_not_understood_is_an_error_at_once(server, status, body, message) -> None:
     server.reply = lambda _: (status, body)
     with pytest.raises(RewardError, match=message):
-        score(made(server), "a")
+        score(make_reward(server), "a")
     assert len(server.asked) == 1
 
 

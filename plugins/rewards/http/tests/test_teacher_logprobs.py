@@ -32,8 +32,8 @@ def no_pause(monkeypatch):
 
 @pytest.fixture
 def server():
-    with TeacherServer(BYTES.encode, token_score) as one:
-        yield one
+    with TeacherServer(BYTES.encode, token_score) as instance:
+        yield instance
 
 
 def reward(*addresses: str, **options) -> TeacherReward:
@@ -49,8 +49,8 @@ def answered(*ids: int, **turn) -> list[Turn]:
     return [Turn([3, 4], False), Turn(list(ids), True, **turn)]
 
 
-def score(one: TeacherReward, *samples: list[Turn]) -> list[RewardResult]:
-    return asyncio.run(one.score(group(*samples)))
+def score(teacher: TeacherReward, *samples: list[Turn]) -> list[RewardResult]:
+    return asyncio.run(teacher.score(group(*samples)))
 
 
 class TestTeacher(RewardContract):
@@ -62,24 +62,24 @@ class TestTeacher(RewardContract):
         self.configs = (TeacherReward.Config(urls=(server.url,)),)
 
 
-@pytest.mark.parametrize("most", [16_384, 12])
-def test_the_steps_are_the_models_logprobs_of_the_sampled_tokens(tmp_path, monkeypatch, most) -> None:
+@pytest.mark.parametrize("limit", [16_384, 12])
+def test_the_steps_are_the_models_logprobs_of_the_sampled_tokens(tmp_path, monkeypatch, limit) -> None:
     """Of one turn, of several, and of contexts that were rewritten; in one request, and in several."""
-    monkeypatch.setattr(teacher_logprobs, "REQUEST", most)
+    monkeypatch.setattr(teacher_logprobs, "REQUEST", limit)
     model = tiny_model(tmp_path / "model", seed=3)
-    several = [*answered(5, 6), Turn([7, 8, 9], False), Turn([10], True), Turn([11], False)]
+    turns = [*answered(5, 6), Turn([7, 8, 9], False), Turn([10], True), Turn([11], False)]
     fresh = [*answered(5), Turn([12, 13], False, fresh=True), Turn([14, 15], True)]
     with TeacherServer.of_model(model) as server:
-        results = score(reward(server.url, model="m"), answered(5, 6, 7), several, fresh, answered())
-        sent = [ids for question in server.asked for ids in question["prompt"]]
-    assert sorted(sent) == sorted([[3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8, 9, 10], [3, 4, 5], [12, 13, 14, 15]])
+        results = score(reward(server.url, model="m"), answered(5, 6, 7), turns, fresh, answered())
+        prompts = [ids for question in server.asked for ids in question["prompt"]]
+    assert sorted(prompts) == sorted([[3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8, 9, 10], [3, 4, 5], [12, 13, 14, 15]])
     assert {question["model"] for question in server.asked} == {"m"}
-    assert len(server.asked) == (1 if most > 12 else 3)
+    assert len(server.asked) == (1 if limit > 12 else 3)
     plain = model_score(model)
-    whole, first, second = plain([3, 4, 5, 6, 7, 8, 9, 10]), plain([3, 4, 5]), plain([12, 13, 14, 15])
+    full, first, second = plain([3, 4, 5, 6, 7, 8, 9, 10]), plain([3, 4, 5]), plain([12, 13, 14, 15])
     expected = [
         [(1, n, v) for n, v in enumerate(plain([3, 4, 5, 6, 7])[1:])],
-        [(1, 0, whole[1]), (1, 1, whole[2]), (3, 0, whole[6])],
+        [(1, 0, full[1]), (1, 1, full[2]), (3, 0, full[6])],
         [(1, 0, first[1]), (3, 0, second[1]), (3, 1, second[2])],
         [],
     ]
@@ -129,9 +129,9 @@ def test_the_next_server_is_asked_and_the_key_comes_from_the_environment(server,
     monkeypatch.setenv("TEACHER_KEY", "secret")
     with TeacherServer(BYTES.encode, token_score) as busy:
         busy.status = 503
-        one = reward(busy.url, server.url, token_env="TEACHER_KEY")
+        teacher = reward(busy.url, server.url, token_env="TEACHER_KEY")
         with caplog.at_level(logging.WARNING):
-            [result] = score(one, answered(5, 6))
+            [result] = score(teacher, answered(5, 6))
     assert [step[2] for step in result.steps] == token_score([3, 4, 5, 6])[1:]
     assert server.headers[0]["Authorization"] == "Bearer secret"
     assert "reward 'teacher'" in caplog.text
@@ -140,8 +140,8 @@ def test_the_next_server_is_asked_and_the_key_comes_from_the_environment(server,
         reward(server.url, token_env="NO_KEY")
 
 
-def setup(one: TeacherReward) -> None:
-    asyncio.run(one.setup(RewardContext(tokens=BYTES)))
+def setup(teacher: TeacherReward) -> None:
+    asyncio.run(teacher.setup(RewardContext(tokens=BYTES)))
 
 
 def test_every_server_is_probed_before_the_first_sample(server) -> None:

@@ -15,19 +15,19 @@ Reply = str | Answer
 """The judge's text, or the whole answer."""
 
 
-def answers_in(asked: dict[str, Any]) -> list[str]:
+def answers_in(request: dict[str, Any]) -> list[str]:
     """The texts between the marks in the user's message."""
-    found = re.findall(r"<(answer-[0-9a-f]{16})>\n(.*?)\n</\1>", asked["messages"][1]["content"], re.DOTALL)
-    return [text for _, text in found]
+    matches = re.findall(r"<(answer-[0-9a-f]{16})>\n(.*?)\n</\1>", request["messages"][1]["content"], re.DOTALL)
+    return [text for _, text in matches]
 
 
-def by_length(asked: dict[str, Any]) -> str:
+def by_length(request: dict[str, Any]) -> str:
     """The score is the number of characters, at most 10; the longer answer wins."""
-    lengths = [len(text) for text in answers_in(asked)]
+    lengths = [len(text) for text in answers_in(request)]
     if len(lengths) == 2:
         a, b = lengths
         return json.dumps({"reason": "length", "winner": "tie" if a == b else "A" if a > b else "B"})
-    names = re.findall(r"^- (\w+): ", asked["messages"][1]["content"], re.MULTILINE)
+    names = re.findall(r"^- (\w+): ", request["messages"][1]["content"], re.MULTILINE)
     return json.dumps({"reason": "length", "scores": {name: max(1, min(10, lengths[0])) for name in names}})
 
 

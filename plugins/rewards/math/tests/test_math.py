@@ -86,7 +86,7 @@ def test_places_are_an_order_and_a_restriction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "truth"),
+    ("answer", "truth"),
     [
         ("72", "72"), ("72.0", "72"), ("072", "72"), ("1,234,567", "1234567"), ("1{,}000", "1000"), ("$18", "18"),
         (r"\$18.00", "18"), ("18 dollars", "18"), ("18.", "18"), ("**18**", "18"), ("-0", "0"), (".5", "0.5"),
@@ -111,9 +111,9 @@ def test_places_are_an_order_and_a_restriction() -> None:
         ("21, 16 or 11", "11, 16, 21"),
     ],
 )  # fmt: skip
-def test_equal(given: str, truth: str) -> None:
-    assert equivalent(given, truth)
-    assert normalise(normalise(given)) == normalise(given)
+def test_equal(answer: str, truth: str) -> None:
+    assert equivalent(answer, truth)
+    assert normalise(normalise(answer)) == normalise(answer)
 
 
 def test_braces_around_the_number_of_a_percentage() -> None:
@@ -122,7 +122,7 @@ def test_braces_around_the_number_of_a_percentage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "truth"),
+    ("answer", "truth"),
     [
         ("72", "73"), ("72", "-72"), ("7.2", "72"), ("1/3", "0.333"), ("12", "1 2"), ("50%", "5"), ("50%", "0.5%"),
         ("(1, 2)", "(2, 1)"), ("(0,1)", "[0,1)"), ("(1, 2, 3)", "(1, 2)"), ("1, 1", "1, 2"), ("x", "y"), ("2x", "2"),
@@ -137,8 +137,8 @@ def test_braces_around_the_number_of_a_percentage() -> None:
         ("3", "3 ft 4 in"), ("1", "1 hour 30 minutes"),
     ],
 )  # fmt: skip
-def test_not_equal(given: str, truth: str) -> None:
-    assert not equivalent(given, truth)
+def test_not_equal(answer: str, truth: str) -> None:
+    assert not equivalent(answer, truth)
 
 
 def test_a_tolerance_is_relative_and_off_by_default() -> None:
@@ -217,8 +217,8 @@ def test_agreement_with_labelled_gsm8k_solutions() -> None:
         row = json.loads(line)
         solutions = [v for v in row.values() if isinstance(v, dict)]
         graded = values({}, *(s["solution"] for s in solutions), answer=row["ground_truth"])
-        for got, solution in zip(graded, solutions, strict=True):
-            agree += (got == 1.0) == solution["is_correct"]
+        for grade, solution in zip(graded, solutions, strict=True):
+            agree += (grade == 1.0) == solution["is_correct"]
             total += 1
     print(f"agreement with is_correct: {agree} of {total} = {agree / total:.4f}")
     assert total >= 4000
@@ -243,7 +243,7 @@ def test_boxes_that_are_joined_are_one_answer(text: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "truth"),
+    ("answer", "truth"),
     [
         (r"5 \geq x", r"x \leq 5"), ("x >= 5", r"x \ge 5"),
         (r"(-\infty, 2) \cup (5, \infty)", r"(5, \infty) \cup (-\infty, 2)"),
@@ -252,12 +252,12 @@ def test_boxes_that_are_joined_are_one_answer(text: str, answer: str) -> None:
         (r"-2 \le x \le 7", "[-2,7]"), (r"6 \text{ and } 8", "6, 8"), (r"(x, y) = (3, 2)", "(3,2)"),
     ],
 )  # fmt: skip
-def test_structures_are_compared_by_math_verify(given: str, truth: str) -> None:
-    assert equivalent(given, truth)
+def test_structures_are_compared_by_math_verify(answer: str, truth: str) -> None:
+    assert equivalent(answer, truth)
 
 
 @pytest.mark.parametrize(
-    ("given", "truth"),
+    ("answer", "truth"),
     [
         (r"x < 5", r"x \leq 5"), (r"5 \leq x", r"x \leq 5"),
         (r"(-\infty, 2) \cup (5, \infty)", r"(-\infty, 2] \cup (5, \infty)"),
@@ -267,8 +267,8 @@ def test_structures_are_compared_by_math_verify(given: str, truth: str) -> None:
         (r"(0.3333333, 1) \cup (2, 3)", r"(\frac{1}{3}, 1) \cup (2, 3)"),
     ],
 )  # fmt: skip
-def test_structures_that_differ(given: str, truth: str) -> None:
-    assert not equivalent(given, truth)
+def test_structures_that_differ(answer: str, truth: str) -> None:
+    assert not equivalent(answer, truth)
 
 
 @pytest.mark.parametrize(

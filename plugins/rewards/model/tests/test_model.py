@@ -30,38 +30,38 @@ def group(*last: int) -> Group:
     return Group(row, 0, [Trajectory(row, t, (0, i)) for i, t in enumerate(turns)])
 
 
-def score(asked: Group, **config) -> list[tuple[str, list[int]]]:
+def score(samples: Group, **config) -> list[tuple[str, list[int]]]:
     """The calls of the role; the role returns the sum of the tokens."""
-    seen: list[tuple[str, list[int]]] = []
+    calls: list[tuple[str, list[int]]] = []
 
     async def score_with_role(role, ids):
-        seen.extend((role, list(i)) for i in ids)
+        calls.extend((role, list(i)) for i in ids)
         return [float(sum(i)) for i in ids]
 
-    score_groups("model", asked, options=config, score_with_role=score_with_role)
-    return seen
+    score_groups("model", samples, options=config, score_with_role=score_with_role)
+    return calls
 
 
 def test_the_role_gets_the_tokens_of_the_last_context(model) -> None:
-    asked = group(6, 7)
-    assert score(asked, model=model()) == [("reward_model", [4, 5, 6]), ("reward_model", [4, 5, 7])]
-    assert [t.reward for t in asked.trajectories] == [15.0, 16.0]
+    samples = group(6, 7)
+    assert score(samples, model=model()) == [("reward_model", [4, 5, 6]), ("reward_model", [4, 5, 7])]
+    assert [t.reward for t in samples.trajectories] == [15.0, 16.0]
 
 
 def test_the_role_gets_the_images_of_the_last_context(model) -> None:
     """At their places in it: the image of an earlier context is not among them."""
-    asked = group(6, 7)
+    samples = group(6, 7)
     first, last = Image(b"first", 0, 1, [2]), Image(b"last", 1, 1, [5])
-    asked.trajectories[0].turns[0].images, asked.trajectories[0].turns[2].images = (first,), (last,)
-    asked.trajectories[0].turns.insert(3, Turn([8, 9, 9], False, images=(Image(b"more", 1, 2, [9]),)))
-    seen = []
+    samples.trajectories[0].turns[0].images, samples.trajectories[0].turns[2].images = (first,), (last,)
+    samples.trajectories[0].turns.insert(3, Turn([8, 9, 9], False, images=(Image(b"more", 1, 2, [9]),)))
+    calls = []
 
     async def score_with_role(role, ids, images=()):
-        seen.append((ids, images))
+        calls.append((ids, images))
         return [1.0] * len(ids)
 
-    score_groups("model", asked, options={"model": model()}, score_with_role=score_with_role)
-    assert seen == [([[4, 5, 8, 9, 9, 6], [4, 5, 7]], [(last, Image(b"more", 3, 2, [9])), ()])]
+    score_groups("model", samples, options={"model": model()}, score_with_role=score_with_role)
+    assert calls == [([[4, 5, 8, 9, 9, 6], [4, 5, 7]], [(last, Image(b"more", 3, 2, [9])), ()])]
 
 
 def test_a_model_of_steps_is_refused_before_it_is_loaded(model) -> None:
@@ -75,10 +75,10 @@ def test_a_model_of_steps_is_refused_before_it_is_loaded(model) -> None:
 
 
 def test_outputs_are_normalised_by_the_saved_mean_and_std(model) -> None:
-    asked = group(6)
-    score(asked, model=model(mean=5.0, std=2.0), normalise=True)
-    assert asked.trajectories[0].reward == 5.0
-    assert asked.trajectories[0].rewards["model"].info == {"output": 15.0}
+    samples = group(6)
+    score(samples, model=model(mean=5.0, std=2.0), normalise=True)
+    assert samples.trajectories[0].reward == 5.0
+    assert samples.trajectories[0].rewards["model"].info == {"output": 15.0}
 
 
 @pytest.mark.parametrize("settings", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": "1", "std": 1.0}])
@@ -90,9 +90,9 @@ def test_normalisation_without_mean_and_std_is_refused(model, settings: dict) ->
 @pytest.mark.parametrize("settings", [{"vocab_size": 100}, {"vocab_size": None, "text_config": {"vocab_size": 100}}])
 def test_a_token_outside_the_vocabulary_is_refused(model, settings: dict) -> None:
     """The size stands in a table of its own where a model also reads images."""
-    asked = group(6, 100)
-    score(asked, model=model(**settings))
-    assert "token 100 is outside the vocabulary" in asked.trajectories[0].error
+    samples = group(6, 100)
+    score(samples, model=model(**settings))
+    assert "token 100 is outside the vocabulary" in samples.trajectories[0].error
 
 
 def test_a_reward_model_that_does_not_exist_is_an_error(tmp_path) -> None:

@@ -29,7 +29,7 @@ def replies(message):
     return results or [{"role": "user", "content": "Go on."}]
 
 
-def add(**more):
+def add(**fields):
     number = {"type": "integer"}
     return {
         "type": "function",
@@ -37,6 +37,6 @@ def add(**more):
             "name": "add",
             "description": "Adds two numbers.",
             "parameters": {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]},
-            **more,
+            **fields,
         },
     }

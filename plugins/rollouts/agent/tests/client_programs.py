@@ -34,18 +34,18 @@ def pydantic_ai(task, base_url, api_key):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     agent = Agent(OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key=api_key)))
-    asked = []
+    calls = []
 
     @agent.tool_plain
     def add(a: int, b: int) -> int:
         """Adds two numbers."""
-        asked.append((a, b))
+        calls.append((a, b))
         return a + b
 
     for _ in range(3):
         with contextlib.suppress(UsageLimitExceeded):
             agent.run_sync(ASK, usage_limits=UsageLimits(request_limit=4))
-    return float(len(asked))
+    return float(len(calls))
 
 
 async def openai_agents(task, base_url, api_key):
@@ -56,25 +56,25 @@ async def openai_agents(task, base_url, api_key):
     set_default_openai_client(AsyncOpenAI(base_url=base_url, api_key=api_key))
     set_tracing_disabled(True)
     sub = Agent(name="sub", instructions="Subagent.", model="policy")
-    called = []
+    calls = []
 
     @function_tool
     async def add(a: int, b: int) -> str:
         """Adds two numbers."""
-        called.append((a, b))
-        if len(called) == 1:
+        calls.append((a, b))
+        if len(calls) == 1:
             await Runner.run(sub, "Add.", max_turns=1)
         return str(a + b)
 
     main = Agent(name="main", instructions="Add.", model="policy", tools=[add])
-    while not called:
+    while not calls:
         with contextlib.suppress(MaxTurnsExceeded):
             await Runner.run(main, ASK, max_turns=4)
     streamed = Runner.run_streamed(main, ASK, max_turns=2)
     with contextlib.suppress(MaxTurnsExceeded):
         async for _ in streamed.stream_events():
             pass
-    return float(len(called))
+    return float(len(calls))
 
 
 def smolagents(task, base_url, api_key):

@@ -30,17 +30,17 @@ class Laboratory(shared.Laboratory):
 
 @pytest.fixture(scope="session")
 def laboratories(tmp_path_factory):
-    made = {}
+    cache = {}
 
     def make(template, call=CALL):
-        if (template, call) not in made:
+        if (template, call) not in cache:
             folder = tmp_path_factory.mktemp("agent") / "model"
-            made[template, call] = Laboratory(talking_model(folder, template, call))
-        return made[template, call]
+            cache[template, call] = Laboratory(talking_model(folder, template, call))
+        return cache[template, call]
 
     yield make
-    for each in made.values():
-        each.close()
+    for instance in cache.values():
+        instance.close()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ def chat(task, base_url, api_key):
     messages = [ASK]
     for _ in range(2):
         answer = client.chat.completions.create(model="policy", messages=messages, tools=[add()], logprobs=True)
-        _written(task, answer.choices[0].logprobs, answer.usage)
+        _record(task, answer.choices[0].logprobs, answer.usage)
         message = answer.choices[0].message
         messages.append(message)
         messages += _results(message) or [ASK]
@@ -25,9 +25,9 @@ def chat(task, base_url, api_key):
     ) as stream:
         for _ in stream:
             pass
-        whole = stream.get_final_completion()
-    _written(task, whole.choices[0].logprobs, whole.usage)
-    client.chat.completions.create(model="policy", messages=[*messages, whole.choices[0].message, ASK])
+        completion = stream.get_final_completion()
+    _record(task, completion.choices[0].logprobs, completion.usage)
+    client.chat.completions.create(model="policy", messages=[*messages, completion.choices[0].message, ASK])
     assert [m.id for m in client.models.list()] == ["policy"]
     with pytest.raises(BadRequestError, match="n is 64"):
         client.chat.completions.create(model="policy", messages=messages, n=64)
@@ -45,17 +45,17 @@ async def responses(task, base_url, api_key):
         items += _outputs(answer) or [dict(ASK)]
     async with client.responses.stream(model="policy", input=items, tools=[FLAT], instructions="Be brief.") as stream:
         kinds = [event.type async for event in stream]
-        whole = await stream.get_final_response()
+        response = await stream.get_final_response()
     assert kinds[-1] in ("response.completed", "response.incomplete"), kinds
-    assert sum(kind == "response.output_item.done" for kind in kinds) == len(whole.output)
-    items += [{"type": "item_reference", "id": item.id} for item in whole.output]
-    items += _outputs(whole) or [dict(ASK)]
+    assert sum(kind == "response.output_item.done" for kind in kinds) == len(response.output)
+    items += [{"type": "item_reference", "id": item.id} for item in response.output]
+    items += _outputs(response) or [dict(ASK)]
     await client.responses.create(model="policy", input=items, tools=[FLAT], instructions="Be brief.")
     with pytest.raises(BadRequestError, match=r"input\[0\]\.id is 'msg_1'; allowed: the id of an item"):
         await client.responses.create(model="policy", input=[{"type": "item_reference", "id": "msg_1"}])
 
 
-def _written(task, logprobs, usage):
+def _record(task, logprobs, usage):
     ids = [int(t.token.removeprefix("token_id:")) for t in logprobs.content]
     assert usage.completion_tokens == len(ids)
     note(task, ids, [t.logprob for t in logprobs.content])

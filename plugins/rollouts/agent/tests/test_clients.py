@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rlhf_testing.chat_templates import HERMES, QWEN3
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def uses(name, **options):
-    return {"program": f"file:{HERE / name.partition(':')[0]}:{name.partition(':')[2]}", **options}
+    return {"program": f"file:{FOLDER / name.partition(':')[0]}:{name.partition(':')[2]}", **options}
 
 
 def test_openai_chat(lab, wire):
@@ -31,7 +31,7 @@ def test_openai_responses(thinking, wire):
     assert all("Be brief." in text for text in thinking.text(trajectory))
     assert trajectory.info["rollout/sequences/rewritten"] == 0
     used = [len(t.ids) for t in trajectory.turns if t.sampled]
-    assert [given for _, given in wire()] == used[:2]
+    assert [count for _, count in wire()] == used[:2]
 
 
 @pytest.mark.parametrize("template", [HERMES, pytest.param(QWEN3, marks=pytest.mark.full)])
@@ -42,7 +42,7 @@ def test_anthropic(laboratories, wire, template):
     sampled = [t for t in trajectory.turns if t.sampled]
     assert sampled[-1].reward == 0.5
     *turns, stopped = wire()
-    assert [given for *_, given in turns] == [len(t.ids) for t in sampled[:-1]]
+    assert [count for *_, count in turns] == [len(t.ids) for t in sampled[:-1]]
     for (reason, calls, *_), turn in zip(turns, sampled, strict=False):
         assert reason == ("max_tokens" if turn.finish == "length" else "tool_use" if calls else "end_turn")
     assert sum(calls for _, calls, *_ in turns) == trajectory.info["rollout/calls/add"]
@@ -55,7 +55,7 @@ def test_anthropic(laboratories, wire, template):
     assert stopped[0] in ("stop_sequence", "end_turn", "max_tokens")
 
 
-TOGETHER = (
+PACKAGES = (
     "langchain-openai==1.7.3",
     "pydantic-ai-slim[openai]==2.68.0",
     "openai-agents==0.24.0",
@@ -78,7 +78,7 @@ def client(laboratory, python, name, **options):
 @pytest.mark.parametrize("template", [HERMES, QWEN3])
 def test_langchain(laboratories, python_with, template):
     """Streamed and not; arguments are written anew, reasoning is dropped."""
-    trajectory, texts = client(laboratories(template), python_with("clients", *TOGETHER), "langchain")
+    trajectory, texts = client(laboratories(template), python_with("clients", *PACKAGES), "langchain")
     assert sum(t.sampled for t in trajectory.turns) == 4
     assert template is QWEN3 or len(texts) == 1
 
@@ -86,7 +86,7 @@ def test_langchain(laboratories, python_with, template):
 @pytest.mark.full
 @pytest.mark.parametrize("template", [HERMES, QWEN3])
 def test_pydantic_ai(laboratories, python_with, template):
-    _, texts = client(laboratories(template), python_with("clients", *TOGETHER), "pydantic_ai")
+    _, texts = client(laboratories(template), python_with("clients", *PACKAGES), "pydantic_ai")
     assert len(texts) >= 3, "three conversations; one more where it takes <think> out of the content"
     assert any("<tool_response>\n3\n</tool_response>" in text for text in texts)
 
@@ -94,7 +94,7 @@ def test_pydantic_ai(laboratories, python_with, template):
 @pytest.mark.full
 @pytest.mark.parametrize("template", [HERMES, QWEN3])
 def test_openai_agents(laboratories, python_with, template):
-    _, texts = client(laboratories(template), python_with("clients", *TOGETHER), "openai_agents")
+    _, texts = client(laboratories(template), python_with("clients", *PACKAGES), "openai_agents")
     assert sum("Subagent." in text for text in texts) == 1
     assert any("<tool_response>\n3\n</tool_response>" in text for text in texts)
 
@@ -102,7 +102,7 @@ def test_openai_agents(laboratories, python_with, template):
 @pytest.mark.full
 def test_smolagents(laboratories, python_with):
     """It writes its own answers anew, so each step begins a sequence."""
-    trajectory, texts = client(laboratories(HERMES, CODE), python_with("clients", *TOGETHER), "smolagents")
+    trajectory, texts = client(laboratories(HERMES, CODE), python_with("clients", *PACKAGES), "smolagents")
     assert len(texts) == sum(t.sampled for t in trajectory.turns) > 1
 
 

@@ -27,10 +27,12 @@ def run(lab, program, wire, body, **settings):
 
 def begun(trajectory):
     """{reason: how many sequences it begins}, as the sample reports them."""
-    found = {name.rpartition("/")[2]: n for name, n in trajectory.info.items() if name.startswith("rollout/sequences/")}
-    assert sorted(found) == ["again", "conversation", "reasoning", "rewritten", "template", "tools"]
-    assert sum(found.values()) == trajectory.info["rollout/sequences"] - 1
-    return {reason: n for reason, n in found.items() if n}
+    counts = {
+        name.rpartition("/")[2]: n for name, n in trajectory.info.items() if name.startswith("rollout/sequences/")
+    }
+    assert sorted(counts) == ["again", "conversation", "reasoning", "rewritten", "template", "tools"]
+    assert sum(counts.values()) == trajectory.info["rollout/sequences"] - 1
+    return {reason: n for reason, n in counts.items() if n}
 
 
 def test_a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled(lab, program, wire):
@@ -51,8 +53,8 @@ for _ in range(4):
     assert text.count("<tool_response>\n3\n</tool_response>") == sum(
         len(a["choices"][0]["message"].get("tool_calls", [])) for [a] in wire()[:3]
     )
-    made = sum(len(a["choices"][0]["message"].get("tool_calls") or []) for [a] in wire())
-    assert made == trajectory.info["rollout/calls/add"] + trajectory.info["rollout/calls_unknown"] > 0
+    call_count = sum(len(a["choices"][0]["message"].get("tool_calls") or []) for [a] in wire())
+    assert call_count == trajectory.info["rollout/calls/add"] + trajectory.info["rollout/calls_unknown"] > 0
     assert begun(trajectory) == {}
     used = [a["usage"] for [a] in wire()]
     assert [u["prompt_tokens"] for u in used[1:]] > [u["total_tokens"] for u in used[:-1]]
@@ -83,8 +85,8 @@ results = [{"role": "tool", "tool_call_id": c["id"], "content": str(n)} for n, c
 say([USER, message, *results], tools=[add()])
 """
     _, texts = run(lab, program, wire, body)
-    *_, before, _ = wire()
-    ids = [c["id"] for c in before[0]["choices"][0]["message"]["tool_calls"]]
+    *_, entry, _ = wire()
+    ids = [c["id"] for c in entry[0]["choices"][0]["message"]["tool_calls"]]
     assert len(set(ids)) == len(ids)
     assert "<tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_response>" in texts[-1]
 
@@ -96,11 +98,11 @@ for _ in range(40):
     if message.get("tool_calls"): say([USER, message, *replies(message)], tools=[add()], parallel_tool_calls=False)
 """
     trajectory, _ = run(lab, program, wire, body)
-    several = [turn for turn in trajectory.turns if turn.sampled and turn.text.count("</tool_call>") > 1]
-    assert several, "the policy did make several calls"
-    given = [len(answer["choices"][0]["message"].get("tool_calls") or []) for [answer] in wire()]
-    assert max(given) == 1
-    assert sum(given) == trajectory.info["rollout/calls/add"]
+    turns = [turn for turn in trajectory.turns if turn.sampled and turn.text.count("</tool_call>") > 1]
+    assert turns, "the policy did make several calls"
+    counts = [len(answer["choices"][0]["message"].get("tool_calls") or []) for [answer] in wire()]
+    assert max(counts) == 1
+    assert sum(counts) == trajectory.info["rollout/calls/add"]
     assert begun(trajectory) == {"again": 39}, "an answer of which the client gets one call is still continued"
 
 
@@ -115,8 +117,8 @@ say([USER, first, {"role": "user", "content": "And?"}, edited, {"role": "user", 
     assert [t.sampled for t in trajectory.turns] == [False, True, False, True, False, True]
     assert [t.fresh for t in trajectory.turns] == [False] * 4 + [True, False]
     first = trajectory.turns[:2]
-    kept = [i for t in first for i in t.ids]
-    assert list(trajectory.turns[4].ids)[: len(kept)] == kept, "its tokens are context as they were sampled"
+    ids = [i for t in first for i in t.ids]
+    assert list(trajectory.turns[4].ids)[: len(ids)] == ids, "its tokens are context as they were sampled"
     assert begun(trajectory) == {"rewritten": 1}
     assert len(texts) == 2
 
@@ -206,8 +208,8 @@ def test_reasoning_that_a_client_drops_is_treated_as_the_template_treats_it(thin
     assert trajectory.turns[last - 1].fresh == (not tools)
     if not tools:
         assert begun(trajectory)["reasoning"] == 1
-    before = texts[-1].split("<tool_response>")[0]
-    assert ("<|im_start|>assistant\n<think>\nhm" in before) == tools
+    prefix = texts[-1].split("<tool_response>")[0]
+    assert ("<|im_start|>assistant\n<think>\nhm" in prefix) == tools
 
 
 def test_reasoning_that_was_dropped_long_ago_is_not_forgotten(thinking, program, wire):

@@ -47,11 +47,13 @@ REFUSED = {
 
 
 def test_bad_requests_are_errors_of_the_api_and_the_sample_goes_on(lab, program, wire):
-    calls = "\n".join(f"note(task, {name!r}, *ask(base_url, api_key, {how}))" for name, (how, *_) in REFUSED.items())
+    calls = "\n".join(
+        f"note(task, {name!r}, *ask(base_url, api_key, {arguments}))" for name, (arguments, *_) in REFUSED.items()
+    )
     trajectory = lab.one(program(f"{calls}\nask(base_url, api_key)"), {"wire": wire.path})
     assert trajectory.status != "failed", trajectory.error
-    got = {name: (status, answer["error"]["code"]) for name, status, answer in wire()}
-    assert got == {name: (status, code) for name, (_, status, code) in REFUSED.items()}
+    results = {name: (status, answer["error"]["code"]) for name, status, answer in wire()}
+    assert results == {name: (status, code) for name, (_, status, code) in REFUSED.items()}
     for name, _, answer in wire():
         assert ("fewer tokens than" in answer["error"]["message"]) == ("forced" in name), "the reason is told"
         assert set(answer["error"]) == {"message", "type", "param", "code"}
@@ -108,9 +110,9 @@ note(task, "by key", *ask(root + "/v1", api_key))
 """
     trajectory = lab.one(program(body), {"wire": wire.path})
     assert trajectory.status != "failed", trajectory.error
-    got = {name: status for name, status, _ in wire()}
-    assert got.pop("models") in (401, 404, 405)
-    assert got == {"foreign": 401, "foreign path": 401, "no key": 401, "by path": 200, "by key": 200}
+    statuses = {name: status for name, status, _ in wire()}
+    assert statuses.pop("models") in (401, 404, 405)
+    assert statuses == {"foreign": 401, "foreign path": 401, "no key": 401, "by path": 200, "by key": 200}
     assert "Bearer" not in str(wire())
 
 
@@ -163,16 +165,16 @@ note(task, *ask(base_url, api_key, stop=["is"], n=2, max_completion_tokens=6))
 """
     trajectory = lab.one(program(body), {"wire": wire.path})
     assert trajectory.status != "failed", trajectory.error
-    (_, first), (_, both) = wire()
+    (_, first), (_, second) = wire()
     sampled = [t for t in trajectory.turns if t.sampled]
     assert [t.temperature for t in sampled] == [0.5, 1.0, 1.0]
     tokens = first["choices"][0]["logprobs"]["content"]
     assert [f"token_id:{i}" for i in sampled[0].ids] == [t["token"] for t in tokens]
     assert list(sampled[0].logprobs) == [t["logprob"] for t in tokens]
     assert len(sampled[0].ids) <= 2
-    assert [c["index"] for c in both["choices"]] == [0, 1]
-    assert both["usage"]["completion_tokens"] == len(sampled[1].ids) + len(sampled[2].ids)
-    assert all("is" not in (c["message"]["content"] or "") for c in both["choices"])
+    assert [c["index"] for c in second["choices"]] == [0, 1]
+    assert second["usage"]["completion_tokens"] == len(sampled[1].ids) + len(sampled[2].ids)
+    assert all("is" not in (c["message"]["content"] or "") for c in second["choices"])
     assert len(lab.text(trajectory)) == 3, "three answers to one prompt"
 
 

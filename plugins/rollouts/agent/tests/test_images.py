@@ -10,7 +10,7 @@ from rlhf_testing.image_models import drawing, tiny_image_model
 
 RED, BLUE = drawing(40, 24, "red"), drawing(24, 40, "blue")
 
-SHOWN = """
+PREAMBLE = """
 def shown(image):
     url = f"data:image/png;base64,{image}"
     parts = [FORM, {"type": "text", "text": "colour?"}]
@@ -49,9 +49,9 @@ FORMS = {
 }
 
 
-def shows(then: str, form: str = "url") -> str:
+def shows(lines: str, form: str = "url") -> str:
     images = [base64.b64encode(image).decode() for image in (RED, BLUE)]
-    return (SHOWN + then).replace("IMAGES", repr(images)).replace("FORM", FORMS[form])
+    return (PREAMBLE + lines).replace("IMAGES", repr(images)).replace("FORM", FORMS[form])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -66,10 +66,10 @@ def test_a_conversation_that_goes_on_twice_from_one_answer_keeps_its_images(lab,
     """The second time, the answer is context, in one turn with what came before it."""
     trajectory = lab.one(program(shows(GOES_ON_TWICE)))
     assert trajectory.status != "failed", trajectory.error
-    first, answer, second, _, again, _ = trajectory.turns
+    first, answer, second, _, third, _ = trajectory.turns
     assert [t.sampled for t in trajectory.turns] == [False, True] * 3
-    assert again.fresh
-    assert again.ids[: len(first.ids) + len(answer.ids)] == first.ids + answer.ids
+    assert third.fresh
+    assert third.ids[: len(first.ids) + len(answer.ids)] == first.ids + answer.ids
     assert [i.data for i in second.images] == [BLUE]
-    assert again.images == first.images
+    assert third.images == first.images
     assert first.images[0].data == RED

@@ -220,6 +220,6 @@ def test_a_row_that_is_no_json(lab, program):
 def test_no_descriptor_is_left_open(lab, program):
     options = program(ASKS)
     lab.one(options)
-    before = len(os.listdir("/proc/self/fd"))
+    count = len(os.listdir("/proc/self/fd"))
     lab.one(options)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(os.listdir("/proc/self/fd")) <= count

@@ -53,8 +53,8 @@ def test_samples_that_were_not_recorded_are_refused(folder):
 def test_damaged_and_missing_recordings_name_the_place(folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
         play(tmp_path / "nowhere", 0, 0)
-    whole = (folder / "step-000002.arrow").read_bytes()
-    (folder / "step-000003.arrow").write_bytes(whole[:-200])
+    content = (folder / "step-000002.arrow").read_bytes()
+    (folder / "step-000003.arrow").write_bytes(content[:-200])
     with pytest.raises(ConfigError, match=r"step-000003.arrow is not a recorded sample"):
         play(folder, 0, 0)
     (folder / "step-000003.arrow").unlink()
@@ -70,9 +70,9 @@ def test_damaged_and_missing_recordings_name_the_place(folder, tmp_path):
 
 def test_a_file_of_json_lines_is_a_recording_too(tmp_path):
     write_lines(tmp_path / "samples.jsonl", [group(0, 2, 5)])
-    whole = tmp_path / "step-000001.arrow"
-    write_groups(whole, [group(0, 2, 5)])
-    assert play(tmp_path / "samples.jsonl", 0, 1) == play(whole, 0, 1)
+    recording = tmp_path / "step-000001.arrow"
+    write_groups(recording, [group(0, 2, 5)])
+    assert play(tmp_path / "samples.jsonl", 0, 1) == play(recording, 0, 1)
 
 
 def test_a_text_with_half_a_character_is_replayed(tmp_path):

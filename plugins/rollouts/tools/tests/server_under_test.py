@@ -13,27 +13,27 @@ from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-NOTHING = {"type": "object"}
+ANY_OBJECT = {"type": "object"}
 FAR = {"type": "object", "properties": {"n": {"$ref": "http://127.0.0.1:9/schema.json"}}}
 
 FROZEN = threading.Event()
 """Ends the call of ``freeze``, which blocks the whole server."""
 
 
-def tool(name: str, schema=NOTHING, output=None) -> types.Tool:
+def tool(name: str, schema=ANY_OBJECT, output=None) -> types.Tool:
     return types.Tool(name=name, description=f"Tool {name}.", input_schema=schema, output_schema=output)
 
 
 TOOLS = {
-    "good": [tool("double", NUMBER), tool("structured", NOTHING, NUMBER)],
+    "good": [tool("double", NUMBER), tool("structured", ANY_OBJECT, NUMBER)],
     "bad": [
         *(tool(name) for name in ("die", "fail", "refuse", "silent", "picture", "slow", "freeze", "secret")),
-        tool("lie", NOTHING, NUMBER),
-        tool("omit", NOTHING, NUMBER),
+        tool("lie", ANY_OBJECT, NUMBER),
+        tool("omit", ANY_OBJECT, NUMBER),
         tool("far", FAR),
     ],
     "input": [tool("broken", {"type": "object", "properties": {"n": {"type": "integr"}}})],
-    "output": [tool("broken", NOTHING, {"type": "object", "required": "n"})],
+    "output": [tool("broken", ANY_OBJECT, {"type": "object", "required": "n"})],
 }
 
 
@@ -53,8 +53,8 @@ def listing(mode: str, folder: str = ""):
     return list_tools
 
 
-def text(answer: str, **more) -> types.CallToolResult:
-    return types.CallToolResult(content=[types.TextContent(type="text", text=answer)], **more)
+def text(answer: str, **fields) -> types.CallToolResult:
+    return types.CallToolResult(content=[types.TextContent(type="text", text=answer)], **fields)
 
 
 async def call_tool(_, params) -> types.CallToolResult:
@@ -90,9 +90,9 @@ def server(*mode: str) -> Server:
 
 
 async def main() -> None:
-    made = server(*sys.argv[1:])
-    async with stdio_server() as (read, write):
-        await made.run(read, write, made.create_initialization_options())
+    instance = server(*sys.argv[1:])
+    async with stdio_server() as (reader, write):
+        await instance.run(reader, write, instance.create_initialization_options())
 
 
 if __name__ == "__main__":

@@ -20,34 +20,34 @@ from tests import orphans
 FILE = Path(__file__).parent / "functions_under_test.py"
 
 
-def named(name: str) -> str:
+def address(name: str) -> str:
     return f"file:{FILE}:{name}"
 
 
 def function(name: str) -> PythonFunction:
-    return PythonFunction(FunctionSource.of(named(name)))
+    return PythonFunction(FunctionSource.of(address(name)))
 
 
 def toolbox(*names: str, **options) -> Toolbox:
-    config = ToolsConfig(functions=tuple(map(named, names)), **options)
+    config = ToolsConfig(functions=tuple(map(address, names)), **options)
     return Toolbox(config, {source: PythonFunction(source) for source in map(FunctionSource.of, config.functions)})
 
 
-def calls(*asked: tuple[str, str]) -> list[dict]:
+def calls(*requests: tuple[str, str]) -> list[dict]:
     return [
         {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for n, (name, arguments) in enumerate(asked)
+        for n, (name, arguments) in enumerate(requests)
     ]
 
 
-def answered(*asked: tuple[str, str], offer: tuple[str, ...] = (), **options) -> list[str]:
+def answered(*requests: tuple[str, str], offer: tuple[str, ...] = (), **options) -> list[str]:
     """The results of the calls in one answer."""
 
     async def run() -> list[str]:
-        box = toolbox(*(offer or dict.fromkeys(name for name, _ in asked)), **options)
+        box = toolbox(*(offer or dict.fromkeys(name for name, _ in requests)), **options)
         await box.start()
         try:
-            return [message["content"] for message in await box.answer(calls(*asked))]
+            return [message["content"] for message in await box.answer(calls(*requests))]
         finally:
             await box.close()
 
@@ -137,8 +137,8 @@ WRONG = {
 
 
 def test_a_call_that_is_wrong_is_told_to_the_policy() -> None:
-    for told, (call, message) in zip(answered(*WRONG, offer=("add", "norm"), parallel=1), WRONG.items(), strict=True):
-        assert message in told, call
+    for answer, (call, message) in zip(answered(*WRONG, offer=("add", "norm"), parallel=1), WRONG.items(), strict=True):
+        assert message in answer, call
 
 
 RESULTS = {
@@ -155,23 +155,23 @@ RESULTS = {
 
 
 def test_results_are_text_or_json() -> None:
-    told = answered(*(("give", f'{{"what": "{what}"}}') for what in RESULTS), max_result=100, parallel=1)
-    for got, (what, result) in zip(told, RESULTS.items(), strict=True):
-        assert got.startswith(result) if result.startswith("Error") else got == result, what
+    answers = answered(*(("give", f'{{"what": "{name}"}}') for name in RESULTS), max_result=100, parallel=1)
+    for answer, (name, result) in zip(answers, RESULTS.items(), strict=True):
+        assert answer.startswith(result) if result.startswith("Error") else answer == result, name
 
 
 def test_errors_of_functions_are_told_and_the_process_lives_on() -> None:
-    asked = [("fail", '{"message": "no such city"}'), ("leave", '{"code": 4}'), ("fork", "{}")]
-    before, *told, after = answered(("worker", "{}"), *asked, ("worker", "{}"), parallel=1)
-    assert told == [
+    requests = [("fail", '{"message": "no such city"}'), ("leave", '{"code": 4}'), ("fork", "{}")]
+    pid, *answers, after = answered(("worker", "{}"), *requests, ("worker", "{}"), parallel=1)
+    assert answers == [
         "Error: 'fail' raised ValueError: no such city",
         "Error: 'leave' raised SystemExit: 4",
         "child True",
     ]
-    assert before == after != str(os.getpid())
+    assert pid == after != str(os.getpid())
 
 
-def ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def test_a_call_over_its_timeout_is_killed_with_what_it_started_and_told(tmp_pat
         await box.start()
         try:
             first = await box.answer(calls(("sleep", f'{{"file": "{file}"}}')))
-            while not all(map(ended, map(int, file.read_text().split()))):
+            while not all(map(has_ended, map(int, file.read_text().split()))):
                 await asyncio.sleep(0.01)
             return [m["content"] for m in [*first, *await box.answer(calls(("add", '{"a": 1}')))]]
         finally:
@@ -251,7 +251,7 @@ def test_a_failure_stops_the_other_calls_of_the_answer(tmp_path) -> None:
             waiting = asyncio.create_task(box.answer(calls(("sleep", f'{{"file": "{file}"}}'), ("crash", "{}"))))
             with pytest.raises(RolloutError):
                 await waiting
-            while not all(map(ended, map(int, file.read_text().split()))):
+            while not all(map(has_ended, map(int, file.read_text().split()))):
                 await asyncio.sleep(0.01)
         finally:
             await box.close()
@@ -274,8 +274,8 @@ def test_a_worker_that_cannot_start_is_a_failed_sample(tmp_path) -> None:
 
 
 def test_async_functions_run_on_the_event_loop_at_once_and_are_cancelled() -> None:
-    asked = [("meet", '{"name": "a"}'), ("meet", '{"name": "b"}'), ("wait", "{}"), ("refuse", "{}")]
-    assert answered(*asked, timeout=1.0) == [
+    requests = [("meet", '{"name": "a"}'), ("meet", '{"name": "b"}'), ("wait", "{}"), ("refuse", "{}")]
+    assert answered(*requests, timeout=1.0) == [
         "a of ['a', 'b']",
         "b of ['a', 'b']",
         "Error: 'wait' took longer than 1 s and was stopped",
@@ -286,7 +286,7 @@ def test_async_functions_run_on_the_event_loop_at_once_and_are_cancelled() -> No
 def test_functions_of_one_name_are_refused(tmp_path) -> None:
     other = tmp_path / "other.py"
     other.write_text('def add() -> int:\n    """Another."""\n    return 1\n')
-    config = ToolsConfig(functions=(named("add"), f"file:{other}:add"))
+    config = ToolsConfig(functions=(address("add"), f"file:{other}:add"))
 
     async def run() -> None:
         with pytest.raises(ConfigError, match=r"functions_under_test.py:add and .*other.py:add both have a tool 'add'"):

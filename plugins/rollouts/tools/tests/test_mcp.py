@@ -93,7 +93,7 @@ def test_tools_of_a_server_are_listed_called_and_their_arguments_checked() -> No
             assert await ask(box, "double", '{"n": 21}') == "42"
             assert await ask(box, "structured") == '{"n": 3}'
             assert await ask(box, "double", f'{{"n": {10**60}}}') == "2" + "0" * 49 + "\n[cut: 50 of 61 characters]"
-            for arguments, told in {
+            for arguments, expected in {
                 '{"n": "21"}': "Error: invalid arguments for 'double': n: '21' is not of type 'integer'",
                 '{"m": 1, "n": 1}': "Error: invalid arguments for 'double': Additional properties are not allowed",
                 "{}": "Error: invalid arguments for 'double': 'n' is a required property",
@@ -101,7 +101,7 @@ def test_tools_of_a_server_are_listed_called_and_their_arguments_checked() -> No
                 '{"n": 1': "Error: invalid arguments for 'double': not JSON: Expecting",
                 '{"n": NaN}': "Error: invalid arguments for 'double': not JSON: NaN is not JSON",
             }.items():
-                assert (await ask(box, "double", arguments)).startswith(told)
+                assert (await ask(box, "double", arguments)).startswith(expected)
 
     with over_http("bad") as (url, _):
         run(check(url))
@@ -113,8 +113,8 @@ def test_what_a_server_does_wrong_is_told() -> None:
             assert await ask(box, "fail") == "Error: no such city"
             assert await ask(box, "silent") == "Error: 'silent' failed and does not say why"
             assert (await ask(box, "refuse")).startswith("Error: 'refuse': ")
-            told = await ask(box, "picture")
-            assert told == "Error: 'picture' returned content of type 'image'; only text can be shown to you"
+            answer = await ask(box, "picture")
+            assert answer == "Error: 'picture' returned content of type 'image'; only text can be shown to you"
             lie = "Error: MCP server 'one' breaks its own declaration of "
             assert (await ask(box, "lie")).startswith(lie + "'lie': Invalid structured content")
             assert (await ask(box, "omit")).startswith(lie + "'omit': Tool omit has an output schema but did not")

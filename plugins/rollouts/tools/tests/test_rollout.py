@@ -27,7 +27,7 @@ FORGETFUL = HERMES.replace("+ m.content }}", "+ (m.content if loop.last else '')
 """It drops the content of an answer once a message follows."""
 
 
-def named(*names: str) -> tuple[str, ...]:
+def addresses(*names: str) -> tuple[str, ...]:
     return tuple(f"file:{FILE}:{name}" for name in names)
 
 
@@ -68,9 +68,9 @@ def tokenizer(tmp_path_factory):
 def template_of(tokenizer, chat_template=HERMES):
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(str(tokenizer))
-    loaded.chat_template = chat_template
-    return Template(loaded, DataSection(system="Be brief."))
+    instance = AutoTokenizer.from_pretrained(str(tokenizer))
+    instance.chat_template = chat_template
+    return Template(instance, DataSection(system="Be brief."))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def play(template, config, *texts, samples=1, max_tokens=4000, max_new_tokens=50
 
 
 def config(*names: str, **options) -> ToolsConfig:
-    return ToolsConfig(functions=named(*names), **options)
+    return ToolsConfig(functions=addresses(*names), **options)
 
 
 def test_it_is_found_by_name() -> None:
@@ -102,14 +102,14 @@ def test_it_is_found_by_name() -> None:
 
 def test_the_tokens_are_those_of_the_templates_render(template) -> None:
     texts = ["I add." + "\n" + call("add", '{"a": 2, "b": 3}') + "<eos>", "It is 5.<eos>"]
-    [trajectory], asked = play(template, config("add"), *texts)
+    [trajectory], requests = play(template, config("add"), *texts)
     assert trajectory.status == "ok", trajectory.error
     assert [(t.sampled, t.fresh) for t in trajectory.turns] == [
         (False, False), (True, False), (False, False), (True, False),
     ]  # fmt: skip
     assert trajectory.answer == "It is 5."
     schema = ToolsRollout(config("add"))._new()._plain[0].schema
-    whole = template.chat.with_tools([schema]).text(
+    render = template.chat.with_tools([schema]).text(
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "2+3?"},
@@ -124,20 +124,20 @@ def test_the_tokens_are_those_of_the_templates_render(template) -> None:
         answer=False,
     )
     ids = [i for turn in trajectory.turns for i in turn.ids]
-    assert template.tokenizer.decode(ids) + "\n" == whole
-    assert json.dumps(schema["function"]["parameters"]["required"]) in whole
-    assert asked[1][0] == ids[: -len(trajectory.turns[-1].ids)], "sampled tokens are passed on as they are"
+    assert template.tokenizer.decode(ids) + "\n" == render
+    assert json.dumps(schema["function"]["parameters"]["required"]) in render
+    assert requests[1][0] == ids[: -len(trajectory.turns[-1].ids)], "sampled tokens are passed on as they are"
 
 
 def test_several_calls_of_an_answer_are_executed_and_their_results_are_in_order(template) -> None:
-    called = [
+    calls = [
         call("add", '{"a": 1}'),
         call("fail", '{"message": "no"}'),
         call("now"),
         call("later"),
         call("add", '{"a": "1"}'),
     ]
-    [trajectory], _ = play(template, config("add", "fail", "now"), "\n".join(called) + "<eos>", "done<eos>")
+    [trajectory], _ = play(template, config("add", "fail", "now"), "\n".join(calls) + "<eos>", "done<eos>")
     results = trajectory.turns[2].text.split("<tool_response>\n")[1:]
     assert [r.partition("\n</tool_response>")[0] for r in results] == [
         "2",
@@ -190,10 +190,10 @@ def test_an_answer_that_is_cut_off_calls_nothing(template) -> None:
 
 def test_results_that_leave_no_room_are_left_out(template) -> None:
     text = call("long") + "<eos>"
-    [trajectory], asked = play(template, config("long"), text, "never<eos>")
-    room = len(asked[1][0])
+    [trajectory], requests = play(template, config("long"), text, "never<eos>")
+    room = len(requests[1][0])
     for left, turns, status in ((room, 2, "truncated"), (room + 1, 4, "truncated"), (room + 6, 4, "ok")):
-        [trajectory], asked = play(template, config("long"), text, "never<eos>", max_tokens=left)
+        [trajectory], requests = play(template, config("long"), text, "never<eos>", max_tokens=left)
         assert (len(trajectory.turns), trajectory.status) == (turns, status)
         assert trajectory.turns[-1].sampled
         assert trajectory.info["rollout/no_room"] == float(turns == 2)
@@ -203,11 +203,11 @@ def test_results_that_leave_no_room_are_left_out(template) -> None:
 
 def test_a_template_that_rewrites_history_begins_a_new_sequence(tokenizer) -> None:
     template = template_of(tokenizer, FORGETFUL)
-    [trajectory], asked = play(template, config("now"), "Let me see." + call("now") + "<eos>", "It is noon.<eos>")
+    [trajectory], requests = play(template, config("now"), "Let me see." + call("now") + "<eos>", "It is noon.<eos>")
     assert [t.fresh for t in trajectory.turns] == [False, False, True, False]
-    assert "Let me see." not in template.decode(asked[1][0])
-    assert asked[1][0] == list(trajectory.turns[2].ids)
-    limit = len(asked[1][0]) + 20
+    assert "Let me see." not in template.decode(requests[1][0])
+    assert requests[1][0] == list(trajectory.turns[2].ids)
+    limit = len(requests[1][0]) + 20
     [trajectory], _ = play(
         template, config("now"), "Let me see." + call("now") + "<eos>", "Noon.<eos>", max_tokens=limit
     )

@@ -117,8 +117,8 @@ def test_log_probs_of_calls_and_answers_are_the_models_own(model, tmp_path, caps
         position = 0
         for turn in sample["turns"]:
             if turn["sampled"]:
-                own = logprobs[position - 1 : position - 1 + len(turn["ids"])]
-                assert (own - torch.tensor(turn["logprobs"])).abs().max() < 1e-5
+                reference = logprobs[position - 1 : position - 1 + len(turn["ids"])]
+                assert (reference - torch.tensor(turn["logprobs"])).abs().max() < 1e-5
             position += len(turn["ids"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(abs(line["policy/kl_generator"]) < 1e-5 for line in lines)

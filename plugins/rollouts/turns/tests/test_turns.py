@@ -195,10 +195,10 @@ def test_sampling_is_replaced_for_this_sample_from_its_next_turn() -> None:
     first = Context("aaaa", "bbbb", env=Scripted("", EnvStep("o", sampling=short), EnvStep(done=True)), sampling=shared)
     second = Context("aaaa", "bbbb", env=Scripted("", EnvStep("o"), EnvStep(done=True)), sampling=shared)
 
-    async def both():
+    async def run_pair():
         return await asyncio.gather(MultiTurn().run(ROW, 0, first), MultiTurn().run(ROW, 1, second))
 
-    turns_first, turns_second = asyncio.run(both())
+    turns_first, turns_second = asyncio.run(run_pair())
     assert [t.text for t in turns_first if t.sampled] == ["aaaa", "bb"]
     assert [t.text for t in turns_second if t.sampled] == ["aaaa", "bbbb"]
     assert [s for _, s, _ in first.asked] == [shared, short]

@@ -20,8 +20,8 @@ ENVIRONMENTS = Path(__file__).parent / "environments"
 @pytest.fixture(scope="session")
 def python(tmp_path_factory):
     """``RLHF_TEST_ENVIRONMENTS`` names a folder in which the environment is kept."""
-    kept = os.environ.get("RLHF_TEST_ENVIRONMENTS")
-    folder = (Path(kept) if kept else tmp_path_factory.getbasetemp()) / "verifiers"
+    setting = os.environ.get("RLHF_TEST_ENVIRONMENTS")
+    folder = (Path(setting) if setting else tmp_path_factory.getbasetemp()) / "verifiers"
     if not folder.exists():
         isolate(Plugins.discover().resolve("rollout", "verifiers"), folder, sys.executable, [])
     return str(folder / "bin" / "python")
@@ -45,9 +45,9 @@ class Laboratory(laboratory.Laboratory):
 
 @pytest.fixture(scope="session")
 def laboratory_of(tmp_path_factory, python):
-    made = Laboratory(laboratory.talking_model(tmp_path_factory.mktemp("verifiers") / "model", HERMES), python)
-    yield made
-    made.close()
+    instance = Laboratory(laboratory.talking_model(tmp_path_factory.mktemp("verifiers") / "model", HERMES), python)
+    yield instance
+    instance.close()
 
 
 @pytest.fixture

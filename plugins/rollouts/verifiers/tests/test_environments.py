@@ -36,30 +36,30 @@ def test_a_conversation_is_one_sequence_with_the_rubrics_reward(lab):
 def test_tools_are_offered_called_and_counted(lab):
     samples = ok(lab.played({"kind": "tools"}, range(4), samples=3))
     texts = [lab.text(t) for t in samples]
-    assert all(len(found) == 1 for found in texts)
+    assert all(len(sequences) == 1 for sequences in texts)
     assert any("<tool_response>\n3\n</tool_response>" in text for [text] in texts)
     for sample in samples:
         assert sample.info["env/add_calls"] == sample.info["rollout/calls/add"]
 
 
 def test_samples_share_a_process_and_examples_are_those_of_their_split(lab, tmp_path):
-    where = tmp_path / "loaded"
+    log = tmp_path / "loaded"
     os.environ["JUDGE_KEY"] = "k"
     rows = [{"prompt": "", "index": 1, "split": "eval"}, {"prompt": "2+1=", "index": 2}, {"prompt": "", "index": 3}]
     options = {"environment": ("JUDGE_KEY",), "concurrency": 4}
-    samples = ok(lab.played({"kind": "single", "where": str(where)}, rows, options, samples=3))
+    samples = ok(lab.played({"kind": "single", "where": str(log)}, rows, options, samples=3))
     del os.environ["JUDGE_KEY"]
-    [loaded] = map(json.loads, where.read_text().splitlines())
-    assert loaded["key"] == "k"
-    asked = [question for t in samples for question in ("5+1=", "2+1=", "3+1=") if question in lab.text(t)[0]]
-    assert asked == ["5+1="] * 3 + ["2+1="] * 3 + ["3+1="] * 3
+    [entry] = map(json.loads, log.read_text().splitlines())
+    assert entry["key"] == "k"
+    questions = [question for t in samples for question in ("5+1=", "2+1=", "3+1=") if question in lab.text(t)[0]]
+    assert questions == ["5+1="] * 3 + ["2+1="] * 3 + ["3+1="] * 3
     assert len({t.turns[-1].text for t in samples}) > 1
 
 
 def test_several_processes_share_the_samples(lab, tmp_path):
-    where = tmp_path / "loaded"
-    ok(lab.played({"kind": "single", "where": str(where)}, range(4), {"processes": 2}))
-    assert len(where.read_text().splitlines()) == 2
+    log = tmp_path / "loaded"
+    ok(lab.played({"kind": "single", "where": str(log)}, range(4), {"processes": 2}))
+    assert len(log.read_text().splitlines()) == 2
 
 
 def test_a_conversation_that_becomes_too_long_is_truncated_and_an_empty_answer_ends_it(lab):
@@ -69,9 +69,9 @@ def test_a_conversation_that_becomes_too_long_is_truncated_and_an_empty_answer_e
     assert long
     assert {t.turns[-1].finish for t in long} == {"length"}
     assert min(sum(len(turn.ids) for turn in t.turns) for t in long) > 230
-    others = [t.turns[-1].text for t in samples if t.status == "ok"]
-    assert others == [""] * len(others)
-    assert others
+    endings = [t.turns[-1].text for t in samples if t.status == "ok"]
+    assert endings == [""] * len(endings)
+    assert endings
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_a_row_that_names_no_example(lab):
 
 @pytest.mark.parametrize("fails", ["waits", "hangs"])
 def test_a_reward_that_hangs_is_ended_at_the_deadline_and_the_next_sample_is_played(lab, fails, tmp_path):
-    where = tmp_path / "loaded"
-    rollout = lab.rollout(args={"kind": "single", "fails": fails, "where": str(where)})
+    log = tmp_path / "loaded"
+    rollout = lab.rollout(args={"kind": "single", "fails": fails, "where": str(log)})
     lab.main.run(rollout._processes[0]._running())
     [[sample]] = [g.trajectories for g in lab.groups(rollout, [{"prompt": "", "index": 0}], deadline=8.0)]
     assert "took over stream.rollout_deadline" in sample.error
-    until = time.monotonic() + 20
-    while fails == "hangs" and rollout._processes[0]._started is not None and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while fails == "hangs" and rollout._processes[0]._started is not None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert (rollout._processes[0]._started is None) == (fails == "hangs"), "only a blocked process is killed"
     assert rollout._processes[0].samples == 0

@@ -47,6 +47,6 @@ def test_nothing_outlives_a_command_for_rows_that_is_killed(pids):
 
 def test_what_an_environment_started_ends_with_the_event_loop(pids):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(pids), "ends"])
-    away = orphans.left(pids)
+    survivors = orphans.left(pids)
     assert driver.wait() == 0
-    assert orphans.end(away)
+    assert orphans.end(survivors)

@@ -82,7 +82,7 @@ def load_environment(kind: str = "turns", fails: str = "", where: str = "", **op
     functions = [right, length, *(f for f in FUNCTIONS if f.__name__ == fails)]
     rubric = vf.Rubric(funcs=functions, weights=[1.0, 0.25, *[0.0] * (len(functions) - 2)])
     data = {"dataset": rows(0, 4), "eval_dataset": rows(4, 6), "system_prompt": "Add.", "rubric": rubric, **options}
-    made = {
+    environment_class = {
         "single": vf.SingleTurnEnv,
         "turns": Talk,
         "broken": Broken,
@@ -92,4 +92,4 @@ def load_environment(kind: str = "turns", fails: str = "", where: str = "", **op
         data = {"max_turns": 3, **data}
     if kind == "tools":
         data |= {"tools": [add], "max_turns": 4}
-    return made(**data)
+    return environment_class(**data)
