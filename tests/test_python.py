@@ -91,14 +91,14 @@ def test_a_resume_with_the_same_objects_equals_an_uninterrupted_run(shop):
     retry = train(shop, "parts", steps=4, data=iter(PROMPTS), resume=True, options={**OPTIONS, "checkpoint.every": 2})
     assert finished(retry).lines() == finished(baseline).lines()
     assert finished(retry).weights == finished(baseline).weights
-    assert len(list((retry.output / "given").iterdir())) == 1
+    assert len(list((retry.output / "objects").iterdir())) == 1
 
 
 def test_a_resume_with_other_rows_is_refused_and_leaves_the_run_as_it_was(shop):
     first = train(shop, "out", steps=1)
     with pytest.raises(CheckpointError, match=r"data\.train\.0\.path: was "):
         train(shop, "out", steps=2, data=PROMPTS[:5], resume=True)
-    assert len(list((first.output / "given").iterdir())) == 1
+    assert len(list((first.output / "objects").iterdir())) == 1
     assert train(shop, "out", steps=2, resume=True).metrics[-1]["step"] == 2
 
 
@@ -111,7 +111,7 @@ def test_a_model_object_is_saved_once_and_left_alone(shop):
     result = train(shop, "out", model=model, tokenizer=tokenizer)
     assert finished(result).weights == finished(train(shop, "path")).weights
     assert all(torch.equal(a, b) for a, b in zip(initial, model.parameters(), strict=True))
-    assert result.config.policy.model.startswith(str(result.output / "given" / "model-"))
+    assert result.config.policy.model.startswith(str(result.output / "objects" / "model-"))
 
 
 def test_an_offline_algorithm_needs_no_reward(shop):
@@ -205,10 +205,10 @@ def test_a_folder_with_a_run_is_refused_before_objects_are_written(shop):
     first = train(shop, "out", steps=1)
     with pytest.raises(ConfigError, match=r"already holds a run"):
         train(shop, "out", data=PROMPTS[:3])
-    assert len(list((first.output / "given").iterdir())) == 1
+    assert len(list((first.output / "objects").iterdir())) == 1
     rerun = train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True)
     assert rerun.metrics[0]["epoch"] == pytest.approx(4 / 6)
-    assert [str(path) for path in (rerun.output / "given").iterdir()] == [rerun.config.data.train[0].path]
+    assert [str(path) for path in (rerun.output / "objects").iterdir()] == [rerun.config.data.train[0].path]
 
 
 def test_starts_at_the_same_time_have_their_rows(shop, monkeypatch):

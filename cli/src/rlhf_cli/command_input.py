@@ -24,7 +24,7 @@ def positive(text: str) -> int:
     return natural(text, minimum=1)
 
 
-def add_given_answers(parser: argparse.ArgumentParser, model: str) -> None:
+def add_dataset_answers(parser: argparse.ArgumentParser, model: str) -> None:
     """Flags of a command that scores answers in the data. ``model``: whose tokenizer is used without one."""
     add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
     text = f"whose tokenizer and chat template are used; if absent those of {model}"

@@ -437,12 +437,12 @@ def test_the_preview_shows_images_as_their_size(data):
 
 def test_objects_of_a_python_program_become_files(models, tmp_path):
     import numpy
-    from rlhf_runtime.python.given_files import GivenFiles
+    from rlhf_runtime.python.object_files import ObjectFiles
 
     pixels = numpy.zeros((24, 40, 3), numpy.uint8)
     values = [opened(RED)[0], pixels, BLUE, [str(tmp_path / "red.png")]]
     (tmp_path / "red.png").write_bytes(RED)
-    path = GivenFiles(tmp_path / "run").rows("train", [{"prompt": "hi", "images": value} for value in values])
+    path = ObjectFiles(tmp_path / "run").rows("train", [{"prompt": "hi", "images": value} for value in values])
     section = DataSection(train=(SourceSection(path=path),), shuffle=False)
     rows = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
     images = [rows.template.encode_prompt(row).images[0] for row in rows.take(4)]
@@ -451,7 +451,7 @@ def test_objects_of_a_python_program_become_files(models, tmp_path):
     assert pictures[0].tobytes() == pictures[3].tobytes() == opened(RED)[0].tobytes()
     assert images[2].data == BLUE
     with pytest.raises(DataError, match=r"row 1, 'vectors'.*pixels of mode 'F'; give 8 bits per colour"):
-        GivenFiles(tmp_path / "other").rows("train", [{"prompt": "hi"}, {"vectors": numpy.ones((3, 4), "float32")}])
+        ObjectFiles(tmp_path / "other").rows("train", [{"prompt": "hi"}, {"vectors": numpy.ones((3, 4), "float32")}])
 
 
 def test_an_environments_images_cross_a_process():

@@ -214,10 +214,9 @@ def swap(bucket):
 
 def withhold(name):
     def lose(bucket):
-        pairs = [
-            (pair, mark) for pair, mark in zip(bucket.tensors, bucket.fingerprints, strict=True) if pair[0] != name
-        ]
-        return Bucket(tuple(p for p, _ in pairs), tuple(m for _, m in pairs))
+        marked = zip(bucket.tensors, bucket.fingerprints, strict=True)
+        rest = [(pair, mark) for pair, mark in marked if pair[0] != name]
+        return Bucket(tuple(p for p, _ in rest), tuple(m for _, m in rest))
 
     return lose
 

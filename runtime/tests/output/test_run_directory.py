@@ -20,7 +20,7 @@ from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import check_folder
-from rlhf_runtime.python.given_files import GivenFiles
+from rlhf_runtime.python.object_files import ObjectFiles
 from safetensors import safe_open
 
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
@@ -220,7 +220,7 @@ def test_a_resume_deletes_what_a_process_that_died_while_writing_left(tmp_path, 
     writers = {
         "skipped batch": lambda: RunDirectory.create(tmp_path, resume=True).keep_batch(1, "gradient is nan", batch),
         "precomputed values": lambda: values.save(tmp_path / "precomputed" / "reference.safetensors", "model"),
-        "rows given in Python": lambda: GivenFiles(tmp_path).rows("train", [{"prompt": "x" * 20_000}]),
+        "rows given in Python": lambda: ObjectFiles(tmp_path).rows("train", [{"prompt": "x" * 20_000}]),
     }
     child = os.fork()
     if child == 0:
@@ -231,7 +231,7 @@ def test_a_resume_deletes_what_a_process_that_died_while_writing_left(tmp_path, 
             writers[kind]()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
-    folder = tmp_path / {"s": "skipped", "p": "precomputed", "r": "given"}[kind[0]]
+    folder = tmp_path / {"s": "skipped", "p": "precomputed", "r": "objects"}[kind[0]]
     assert list(folder.iterdir())
     RunDirectory.create(tmp_path, resume=True).close()
     assert list(folder.iterdir()) == []
@@ -434,7 +434,7 @@ def test_a_check_leaves_the_lock_of_an_earlier_run_as_it_is(tmp_path):
 
 
 def test_a_new_run_deletes_what_an_earlier_one_was_given_and_it_does_not_read(tmp_path):
-    folder = tmp_path / "given"
+    folder = tmp_path / "objects"
     folder.mkdir()
     (folder / "model-0123456789ab").mkdir()
     names = ("train-0123456789ab.jsonl", "train-ba9876543210.jsonl", "notes.txt")

@@ -11,7 +11,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import overrides
 
-from rlhf_cli.command_input import add_given_answers
+from rlhf_cli.command_input import add_dataset_answers
 from rlhf_cli.command_output import note, require_new_file
 
 
@@ -27,7 +27,7 @@ class ScoreCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_given_answers(parser, "a reward's model")
+        add_dataset_answers(parser, "a reward's model")
         text = "written as JSON lines"
         parser.add_argument(
             "-o", "--output", dest="file", type=path_argument, required=True, metavar="FILE.jsonl", help=text

@@ -20,7 +20,7 @@ from rlhf_runtime.checkpoint.saved_groups import group_lines
 from rlhf_runtime.checks.parts import check_parts, column_problems, refuse
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.given_answers import GivenAnswers
+from rlhf_runtime.data.dataset_answers import DatasetAnswers
 from rlhf_runtime.data.image_tokens import image_tokens
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
@@ -91,7 +91,7 @@ def score_answers(
     for text in data.notes:
         note(text)
     sources = data.sources["eval"]
-    answers = GivenAnswers(sources, columns, data.template, plugins_of_run.config.data)
+    answers = DatasetAnswers(sources, columns, data.template, plugins_of_run.config.data)
     rows = first_rows(sources, config.eval.max_rows)
     total = len(rows)
     file = PartialFile(output, _facts(plugins_of_run, sources, answers.columns))

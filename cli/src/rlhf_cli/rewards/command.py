@@ -13,7 +13,7 @@ from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import overrides
 
 from rlhf_cli.command_group import CommandGroup
-from rlhf_cli.command_input import add_given_answers
+from rlhf_cli.command_input import add_dataset_answers
 from rlhf_cli.command_output import note
 
 
@@ -30,7 +30,7 @@ class RewardsTryCommand(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_given_answers(parser, "a reward's model, or of RUN")
+        add_dataset_answers(parser, "a reward's model, or of RUN")
         parser.add_argument("--step", type=int, metavar="N", help="recorded samples of this step (default: the last)")
         probes = "rows for which answers that try to cheat are scored (default: 8; 0: none)"
         parser.add_argument("--probes", type=int, default=8, metavar="N", help=probes)

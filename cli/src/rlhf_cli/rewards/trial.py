@@ -15,7 +15,7 @@ from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.saved_groups import read_groups
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.given_answers import GivenAnswers
+from rlhf_runtime.data.dataset_answers import DatasetAnswers
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import start_scorer
 from rlhf_runtime.observe.progress import phase
@@ -70,12 +70,13 @@ def try_rewards(
         note(text)
     sources, left_out = data.sources["eval"], Counter[str]()
     if file is None:
-        answers = GivenAnswers(sources, columns, data.template, plugins_of_run.config.data)
+        answers = DatasetAnswers(sources, columns, data.template, plugins_of_run.config.data)
         groups = [answers.group(number, left_out) for number in first_rows(sources, config.eval.max_rows)]
     else:
         groups = read_groups(file, _finder(sources))
         for trajectory in (t for group in groups for t in group.trajectories):
             trajectory.status, trajectory.error = "ok", ""
+            trajectory.reward = trajectory.score = None  # an answer that has a reward is not scored
     groups = [group for group in groups if group.trajectories]
     if not groups:
         raise DataError(f"there is no answer to score{': ' + str(dict(left_out)) if left_out else ''}.")

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 """Version of the layout of ``manifest.json``. A reader refuses other versions."""
-GIVEN_FILES = "given"
-"""The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
-_GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
+OBJECTS = "objects"
+"""The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.object_files`)."""
+_OBJECT_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
 _STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
 _OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
 """Folders whose files are named by steps."""
@@ -109,7 +109,7 @@ class RunDirectory:
             require_free(path, resume, overwrite)
             if not resume:
                 clear(path, () if overwrite else ("precomputed",))
-            for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed", GIVEN_FILES))):
+            for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed", OBJECTS))):
                 remove_leftovers(folder)
         except BaseException:
             if lock is not None:
@@ -120,12 +120,12 @@ class RunDirectory:
     # ------------------------------------------------------------------------------------- records
 
     def write_config(self, toml: str) -> None:
-        """Write ``config.toml``, the resolved run file. A new run deletes the folder ``given`` of an earlier run (rows
-        and models given in Python), except the files that the new run reads itself."""
+        """Write ``config.toml``, the resolved run file. A new run deletes the folder ``objects`` of an earlier run
+        (rows and models given in Python), except the files that the new run reads itself."""
         write_atomic(self.path / "config.toml", toml)
-        files = [] if self.resumed else sorted((self.path / GIVEN_FILES).glob("*"))
+        files = [] if self.resumed else sorted((self.path / OBJECTS).glob("*"))
         for old in files:
-            if _GIVEN_NAME.fullmatch(old.name) and old.name not in toml:
+            if _OBJECT_NAME.fullmatch(old.name) and old.name not in toml:
                 _remove(old)
 
     def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **facts: Any) -> None:

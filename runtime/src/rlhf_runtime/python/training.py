@@ -26,7 +26,7 @@ from rlhf_runtime.output.folder_lock import BusyFolderError, FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_folder import check_folder, default_folder
 from rlhf_runtime.python.components import observer_entries, reward_entries
-from rlhf_runtime.python.given_files import GivenFiles
+from rlhf_runtime.python.object_files import ObjectFiles
 from rlhf_runtime.python.result import MetricRows, Result
 from rlhf_runtime.setup import build
 
@@ -101,11 +101,11 @@ def train(
 
     Args:
         algorithm: name of the algorithm's plugin.
-        model: a folder or a hub name; or a loaded model of transformers. An object is saved once to ``given/`` of the
+        model: a folder or a hub name; or a loaded model of transformers. An object is saved once to ``objects/`` of the
             run's folder and read from there; the object itself is not trained.
         tokenizer: the tokenizer of a model that is given as an object.
         data: rows to train on: paths of files, a list of dicts, a ``datasets.Dataset``, a pandas frame, or any iterable
-            of dicts. Objects are written once to ``given/`` of the run's folder before the run starts; an iterable is
+            of dicts. Objects are written once to ``objects/`` of the run's folder before the run starts; an iterable is
             read to its end. The run reads that file, so the order of rows, a resume and ``rlhf train
             OUTPUT/config.toml`` work as with a file. Allowed values are those of JSON: text, numbers, booleans, None,
             lists and dicts.
@@ -208,13 +208,13 @@ class Objects:
             lock.release()
 
 
-def _lock_folder(run: RunSection, has_output: bool) -> tuple[str, GivenFiles, FolderLock]:
+def _lock_folder(run: RunSection, has_output: bool) -> tuple[str, ObjectFiles, FolderLock]:
     """The run's folder, made and locked. Where the user named none and another start was faster, it is the next one."""
     while True:
         output = run.output if has_output else str(default_folder(run.resume or run.overwrite))
         try:
             check_folder(output, run.resume, run.overwrite)
-            files = GivenFiles(output)
+            files = ObjectFiles(output)
             Path(output).mkdir(parents=True, exist_ok=True)
             return output, files, FolderLock(Path(output))
         except BusyFolderError:

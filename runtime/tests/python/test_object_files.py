@@ -11,7 +11,7 @@ import pytest
 from rlhf.errors import ConfigError, DataError
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.loading import load_source
-from rlhf_runtime.python.given_files import GivenFiles
+from rlhf_runtime.python.object_files import ObjectFiles
 from rlhf_testing.tiny import tiny_model
 
 ROWS = [
@@ -26,8 +26,8 @@ def read(path: str) -> list[dict]:
 
 
 def test_rows_are_read_back_as_they_were_given(tmp_path):
-    path = GivenFiles(tmp_path / "run").rows("train", ROWS)
-    assert Path(path).parent == tmp_path / "run" / "given"
+    path = ObjectFiles(tmp_path / "run").rows("train", ROWS)
+    assert Path(path).parent == tmp_path / "run" / "objects"
     assert read(path) == ROWS
 
 
@@ -46,7 +46,7 @@ def test_the_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", force)
     monkeypatch.setattr(os, "rename", named)
-    assert read(GivenFiles(tmp_path).rows("train", ROWS)) == ROWS
+    assert read(ObjectFiles(tmp_path).rows("train", ROWS)) == ROWS
 
 
 def test_an_iterable_is_read_once(tmp_path):
@@ -57,25 +57,25 @@ def test_an_iterable_is_read_once(tmp_path):
             reads.append(row)
             yield row
 
-    assert read(GivenFiles(tmp_path).rows("train", rows())) == ROWS
+    assert read(ObjectFiles(tmp_path).rows("train", rows())) == ROWS
     assert reads == ROWS
 
 
 def test_a_file_is_named_by_its_content(tmp_path):
-    files = GivenFiles(tmp_path)
+    files = ObjectFiles(tmp_path)
     first = files.rows("train", ROWS)
     assert files.rows("train", iter(ROWS)) == first
     assert files.rows("train", ROWS[:1]) != first
-    assert sorted(p.suffix for p in (tmp_path / "given").iterdir()) == [".jsonl", ".jsonl"]
+    assert sorted(p.suffix for p in (tmp_path / "objects").iterdir()) == [".jsonl", ".jsonl"]
 
 
 def test_a_dataset_keeps_its_selected_rows_and_its_types(tmp_path):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list([{"prompt": str(n), "n": n} for n in range(5)])
-    path = GivenFiles(tmp_path).rows("train", dataset.select([3, 1]))
+    path = ObjectFiles(tmp_path).rows("train", dataset.select([3, 1]))
     assert read(path) == [{"prompt": "3", "n": 3}, {"prompt": "1", "n": 1}]
-    assert GivenFiles(tmp_path).rows("train", datasets.Dataset.from_list(read(path))) == path
-    assert [p.name for p in (tmp_path / "given").iterdir()] == [Path(path).name]
+    assert ObjectFiles(tmp_path).rows("train", datasets.Dataset.from_list(read(path))) == path
+    assert [p.name for p in (tmp_path / "objects").iterdir()] == [Path(path).name]
 
 
 def test_a_pandas_frame_is_its_rows_without_the_index(tmp_path):
@@ -83,9 +83,9 @@ def test_a_pandas_frame_is_its_rows_without_the_index(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "a"}], "n": 1, "x": 0.5}, {"prompt": [], "n": 2, "x": None}]
     pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
     for frame in (pandas.DataFrame(rows, index=["i", "j"]), pandas.read_parquet(tmp_path / "a.parquet")):
-        assert read(GivenFiles(tmp_path).rows("train", frame)) == rows
+        assert read(ObjectFiles(tmp_path).rows("train", frame)) == rows
     with pytest.raises(DataError, match="row 0, 'day': got Timestamp"):
-        GivenFiles(tmp_path).rows("train", pandas.DataFrame({"day": pandas.to_datetime(["2020-01-01"])}))
+        ObjectFiles(tmp_path).rows("train", pandas.DataFrame({"day": pandas.to_datetime(["2020-01-01"])}))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_pandas_frame_is_its_rows_without_the_index(tmp_path):
     ],
 )
 def test_a_row_that_json_does_not_give_back_is_refused(tmp_path, rows, problem):
-    files = GivenFiles(tmp_path / "run")
+    files = ObjectFiles(tmp_path / "run")
     with pytest.raises(DataError, match=problem):
         files.rows("train", rows)
     files.remove()
@@ -110,19 +110,19 @@ def test_a_row_that_json_does_not_give_back_is_refused(tmp_path, rows, problem):
 
 
 def test_what_was_written_is_removed_with_the_folders_that_were_made_for_it(tmp_path):
-    files = GivenFiles(tmp_path / "runs" / "1")
+    files = ObjectFiles(tmp_path / "runs" / "1")
     files.rows("train", ROWS)
     files.remove()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_removing_leaves_the_files_of_an_earlier_run(tmp_path):
-    old_path = GivenFiles(tmp_path).rows("train", ROWS)
-    files = GivenFiles(tmp_path)
+    old_path = ObjectFiles(tmp_path).rows("train", ROWS)
+    files = ObjectFiles(tmp_path)
     assert files.rows("train", ROWS) == old_path
     files.rows("eval", ROWS)
     files.remove()
-    assert [str(p) for p in (tmp_path / "given").iterdir()] == [old_path]
+    assert [str(p) for p in (tmp_path / "objects").iterdir()] == [old_path]
 
 
 @pytest.fixture(scope="module")
@@ -138,27 +138,27 @@ def test_a_model_is_saved_with_its_tokenizer_and_named_by_its_weights(tmp_path, 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = loaded
-    path = GivenFiles(tmp_path).model(model, tokenizer)
+    path = ObjectFiles(tmp_path).model(model, tokenizer)
     saved = AutoModelForCausalLM.from_pretrained(path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
-    assert GivenFiles(tmp_path).model(model, tokenizer) == path
+    assert ObjectFiles(tmp_path).model(model, tokenizer) == path
     weight = next(saved.parameters())
     with torch.no_grad():
         weight.add_(1)
-    assert GivenFiles(tmp_path).model(saved, tokenizer) != path
+    assert ObjectFiles(tmp_path).model(saved, tokenizer) != path
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, loaded):
     with pytest.raises(ConfigError, match=r"a Qwen3ForCausalLM object comes without its tokenizer\. Give it too"):
-        GivenFiles(tmp_path).model(loaded[0], None)
+        ObjectFiles(tmp_path).model(loaded[0], None)
 
 
 def test_an_object_that_is_not_a_model_or_tokenizer_is_refused(tmp_path, loaded):
     with pytest.raises(ConfigError, match=r"model: a dict object is no model of transformers"):
-        GivenFiles(tmp_path).model({}, loaded[1])
+        ObjectFiles(tmp_path).model({}, loaded[1])
     with pytest.raises(ConfigError, match=r"tokenizer: got str 'path'; give a tokenizer of transformers"):
-        GivenFiles(tmp_path).model(loaded[0], "path")
+        ObjectFiles(tmp_path).model(loaded[0], "path")
 
 
 def test_a_model_with_adapters_is_refused(tmp_path, loaded):
@@ -167,16 +167,16 @@ def test_a_model_with_adapters_is_refused(tmp_path, loaded):
 
     adapted = peft.get_peft_model(copy.deepcopy(loaded[0]), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match=r"has adapters \(peft\)\. Merge them first, model\.merge_and_unload\(\)"):
-        GivenFiles(tmp_path).model(adapted, loaded[1])
+        ObjectFiles(tmp_path).model(adapted, loaded[1])
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.output .*file.* cannot be written to"):
-        GivenFiles(tmp_path / "file").rows("train", ROWS)
+        ObjectFiles(tmp_path / "file").rows("train", ROWS)
 
 
 def test_rows_keep_text_beyond_ascii_readable(tmp_path):
-    path = GivenFiles(tmp_path).rows("train", [{"prompt": "ä"}])
+    path = ObjectFiles(tmp_path).rows("train", [{"prompt": "ä"}])
     assert json.loads(Path(path).read_text(encoding="utf-8")) == {"prompt": "ä"}
     assert "ä" in Path(path).read_text(encoding="utf-8")

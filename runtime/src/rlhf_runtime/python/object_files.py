@@ -1,4 +1,4 @@
-"""Writes rows and models that are given as objects to the folder ``given`` of a run, which reads them like any file.
+"""Writes rows and models that are given as objects to the folder ``objects`` of a run, which reads them like any file.
 
 Names hold a hash of the content, so a resume that is given the same objects finds the same files. So would another
 start in that folder: the folder is locked from the first file on.
@@ -24,13 +24,13 @@ from rlhf_runtime.checkpoint.atomic_files import TEMPORARY, sync_tree
 from rlhf_runtime.data.columnar_sources import content_hash
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
 from rlhf_runtime.output.folder_lock import LOCK
-from rlhf_runtime.output.run_directory import GIVEN_FILES
+from rlhf_runtime.output.run_directory import OBJECTS
 
 DIGITS = 12
 """Number of hexadecimal digits of the content's SHA-256 in a file's name."""
 
 
-class GivenFiles:
+class ObjectFiles:
     """The objects of one run as files. :meth:`remove` deletes them if the run does not start.
 
     Args:
@@ -40,9 +40,7 @@ class GivenFiles:
     def __init__(self, output: Path | str) -> None:
         self.output = Path(output).absolute()
         self._new: list[Path] = []
-        self._made_folders = [
-            f for f in (self.output / GIVEN_FILES, self.output, *self.output.parents) if not f.exists()
-        ]
+        self._made_folders = [f for f in (self.output / OBJECTS, self.output, *self.output.parents) if not f.exists()]
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
         """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, anything else as
@@ -81,7 +79,7 @@ class GivenFiles:
     def _keep(self, name: str, suffix: str, write: Any) -> str:
         """Call ``write(path)``, which makes a file or folder and returns the SHA-256 of its content, and rename the
         result to its final name."""
-        folder = self.output / GIVEN_FILES
+        folder = self.output / OBJECTS
         try:
             folder.mkdir(parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))

@@ -37,7 +37,7 @@ def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names or defaults)
 
 
-class GivenAnswers:
+class DatasetAnswers:
     """Groups of given answers: one group per row, in the order of the sources.
 
     Raises DataError, with file and line, for unusable answers that ``data.bad_rows`` or ``data.too_long`` do not drop.

@@ -7,7 +7,7 @@ import pytest
 from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.given_answers import GivenAnswers
+from rlhf_runtime.data.dataset_answers import DatasetAnswers
 
 
 def answers(tmp_path, tokenizer, rows, columns=(), **options):
@@ -16,7 +16,7 @@ def answers(tmp_path, tokenizer, rows, columns=(), **options):
     sources = (SourceSection(path=str(path)),)
     section = DataSection(train=sources, eval=sources, **options)
     data = TrainData(section, tokenizer, "prompts", 0)
-    return GivenAnswers(data.sources["eval"], columns, data.template, section)
+    return DatasetAnswers(data.sources["eval"], columns, data.template, section)
 
 
 def message_of(content, role="assistant"):
