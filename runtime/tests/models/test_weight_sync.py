@@ -214,9 +214,8 @@ def swap(bucket):
 
 def withhold(name):
     def lose(bucket):
-        marked = zip(bucket.tensors, bucket.fingerprints, strict=True)
-        rest = [(pair, mark) for pair, mark in marked if pair[0] != name]
-        return Bucket(tuple(p for p, _ in rest), tuple(m for _, m in rest))
+        rest = [(p, mark) for p, mark in zip(bucket.tensors, bucket.fingerprints, strict=True) if p[0] != name]
+        return Bucket(tuple(p for p, _ in rest), tuple(mark for _, mark in rest))
 
     return lose
 
