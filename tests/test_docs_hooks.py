@@ -72,8 +72,8 @@ def test_the_first_example_of_a_page_is_a_reward_that_passes_its_suite(tmp_path,
 
 @pytest.mark.parametrize("kind", ["rollout", "advantage"])
 def test_the_example_that_samples_more_than_it_trains_on_passes_its_suites(tmp_path, kind, capsys):
-    written = (FOLDER / "rollout.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
-    (tmp_path / "vine.py").write_text(re.search(r"```python\n(.*?)```", written, re.DOTALL)[1])
+    page = (FOLDER / "rollout.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
+    (tmp_path / "vine.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     assert main(["plugins", "check", f"file:{tmp_path / 'vine.py'}", "--kind", kind]) == 0, capsys.readouterr()
 
 

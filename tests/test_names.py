@@ -1,5 +1,6 @@
 """Variables, parameters, functions, fields and attributes are named by nouns of the field or by verbs, never by
-participles, pronouns, adverbs or prepositions. A class's name means one class."""
+participles, pronouns, adverbs or prepositions. Outside `src` this holds for variables of functions. A class's name
+means one class."""
 
 from __future__ import annotations
 
@@ -37,6 +38,9 @@ KEPT = {
 """{member of a class: why it keeps its name}."""
 FILES = {"ComponentConfig", "Saved"}
 """Classes whose fields are keys of files, which keep their names: run files that users write, and checkpoints."""
+
+OTHERS = ("benchmarks", "cli", "core", "docs", "examples", "libraries", "plugins", "runtime", "testing", "tests")
+"""Folders whose tests, benchmarks and examples are held to the rule in the variables of their functions."""
 
 ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}
 
@@ -126,6 +130,28 @@ def _within(): _NOTHING = 1
 def test_names_are_nouns_or_verbs(room):
     lines = hits(room)
     assert not lines, "\n".join(["name each by a noun of the field that says what the value is, or by a verb:", *lines])
+
+
+def local_names(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of each variable with such a name that is neither a name of the module nor a field of a class."""
+    fields = {
+        node
+        for body in (module, *(node for node in ast.walk(module) if isinstance(node, ast.ClassDef)))
+        for statement in body.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For)
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(module):
+        match node:
+            case ast.Name(id=str(name), ctx=ast.Store()) if name.lstrip("_") in NAMES and node not in fields:
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize("folder", OTHERS)
+def test_variables_of_tests_benchmarks_and_examples_are_nouns(folder):
+    files = [path for path in python_files(ROOT / folder) if "src" not in path.relative_to(ROOT).parts]
+    lines = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in files for line, name in local_names(tree(path))]
+    assert not lines, "\n".join(["name each by a noun of the field that says what the value is:", *lines])
 
 
 def test_names_that_are_kept_exist():

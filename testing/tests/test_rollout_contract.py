@@ -80,9 +80,9 @@ class Branches(SingleTurn):
     async def run(self, row, seed, ctx):
         prompt = ctx.encode_prompt(row)
         first, second = await ctx.generate_each([([prompt], ctx.sampling)] * 2)
-        one, other = await ctx.score(row, [[prompt, first], [prompt, second]])
+        left, right = await ctx.score(row, [[prompt, first], [prompt, second]])
         context = Turn(prompt.ids, sampled=False, fresh=True)
-        return [prompt, replace(first, reward=one - other), context, replace(second, reward=other - one)]
+        return [prompt, replace(first, reward=left - right), context, replace(second, reward=right - left)]
 
 
 class TestBranches(RolloutContract):

@@ -521,8 +521,8 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
     [
         ("demonstrations", {"conversations": [{"from": ["x"], "value": "x"}, GPT]}, "a turn is from"),
         *(
-            ("demonstrations", {"conversations": [HUMAN, {"from": "function_call", "value": value}]}, said)
-            for value, said in (
+            ("demonstrations", {"conversations": [HUMAN, {"from": "function_call", "value": value}]}, problem)
+            for value, problem in (
                 ("f(1)", "must be the JSON of {name, arguments} or a list of them, got str 'f(1)'"),
                 ("[]", "must be the JSON of"),
                 ('{"arguments": {}}', "a tool call must be {id, type, function: {name, arguments}}"),
@@ -532,8 +532,8 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
         ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": "1"}]}, "a rating is -1"),
         ("steps", {"question": {"problem": "p"}, "label": {"steps": [1]}}, "step 1: must have completions"),
         *(
-            ("steps", {"question": {"problem": "p"}, "label": {"steps": [step]}}, said)
-            for step, said in (
+            ("steps", {"question": {"problem": "p"}, "label": {"steps": [step]}}, problem)
+            for step, problem in (
                 ({"completions": 5}, "step 1: completions must be"),
                 ({"completions": [1], "chosen_completion": 0}, "step 1: completions must be"),
                 ({"completions": [], "chosen_completion": -1}, "step 1: no completion was chosen"),

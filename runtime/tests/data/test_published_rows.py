@@ -208,10 +208,10 @@ def test_naming_another_column_loses_neither_context_nor_system_message(read, ch
 def test_what_is_refused_says_the_option(read, chat, chars):
     with pytest.raises(DataError, match=r"no column 'prompt'.* 'dialog' holds conversations: --data\.messages dialog"):
         read(chat, "demonstrations", {"dialog": [Q, A]})
-    both = (
+    advice = (
         r"need a chat template, but none .* data\.chat_template\. 'dialog' holds conversations: --data\.messages dialog"
     )
-    with pytest.raises(DataError, match=both):
+    with pytest.raises(DataError, match=advice):
         read(chars, "demonstrations", {"dialog": [Q, A]})
     with pytest.raises(DataError, match="These are pairs: make two rows of each"):  # ultrafeedback_binarized for KTO
         read(chat, "labels", {"prompt": "q", "chosen": [Q, A], "rejected": [Q, A], "messages": [Q, A]})

@@ -27,8 +27,8 @@ FOLDER = Path(__file__).parent
     [
         ("killed", -signal.SIGKILL),
         *(
-            pytest.param(how, code, marks=pytest.mark.full)
-            for how, code in (("ends", 0), ("raises", 1), ("forgets", 3))
+            pytest.param(mode, code, marks=pytest.mark.full)
+            for mode, code in (("ends", 0), ("raises", 1), ("forgets", 3))
         ),
     ],
 )

@@ -14,8 +14,8 @@ launcher = RayLauncher()
 try:
     launcher.place({"policy": Place(2, 3)})
     policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), "", world_size=2))
-    found = policy.call("where", [()] * 2)
+    facts = policy.call("where", [()] * 2)
 finally:
     launcher.shutdown()
-threads = [f["OMP_NUM_THREADS"] for f in found]
+threads = [f["OMP_NUM_THREADS"] for f in facts]
 print(json.dumps({"threads": threads, "mine": os.environ.get("OMP_NUM_THREADS")}), flush=True)

@@ -76,5 +76,5 @@ def main(scenario: Callable[[RayLauncher], dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    for each in (spread, differs, loses_a_node):
-        main(each)
+    for scenario in (spread, differs, loses_a_node):
+        main(scenario)
