@@ -188,6 +188,14 @@ def test_replacing_a_configured_entry_is_an_error_naming_both(write):
     assert "--reward length replaces reward.0 (use = 'math'), for which weight is set (run.toml, line 4)" in message
 
 
+def test_a_source_of_a_runs_own_file_is_replaced(write):
+    """A resolved run file states the defaults of every source."""
+    source = '[[data.train]]\npath = "a.jsonl"\nname = ""\nsplit = "train"\n'
+    assert load(write(f'algorithm = "x"\n{source}'), [("data.train", "b.jsonl")]).data.train[0].path == "b.jsonl"
+    message = refused(write(f'algorithm = "x"\n{source}max_rows = 5\n'), [("data.train", "b.jsonl")])
+    assert "replaces data.train.0 (path = 'a.jsonl'), for which max_rows is set (run.toml, line 6)" in message
+
+
 def test_fields_of_a_replaced_plugin_are_an_error_naming_both(write):
     path = write('[algorithm]\nuse = "grpo"\n[algorithm.loss]\nuse = "ppo"\nclip_high = 0.3\n')
     message = refused(path, [("algorithm.loss.use", "gspo")])

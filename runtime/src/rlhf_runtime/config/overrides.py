@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.errors import did_you_mean
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.flag_values import NO_VALUE, FlagText, PythonValue, item_of, model_of, toml_value
 from rlhf_runtime.config.problems import leaves, origin
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
@@ -60,8 +61,11 @@ class Overrides:
         parent = self.data.setdefault(section, {}) if section else self.data
         if not isinstance(parent, dict):
             return  # reported when the section is validated
+        # A run's own config.toml states the defaults of its sources.
+        defaults = {n: f.default for n, f in SourceSection.model_fields.items()} if section == "data" else {}
         for i, entry in enumerate(parent.get(name) or ()):
-            extra = sorted(set(entry) - {field}) if isinstance(entry, dict) else []
+            options = set(entry) - {field} if isinstance(entry, dict) else set()
+            extra = sorted(n for n in options if n not in defaults or entry[n] != defaults[n])
             if extra:
                 first = f"{key}.{i}.{extra[0]}"
                 words = " ".join(text for text in texts if isinstance(text, str))
