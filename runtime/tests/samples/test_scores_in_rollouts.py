@@ -23,7 +23,7 @@ from rlhf.interfaces import Reward
 from rlhf.types import RewardResult
 
 class Teacher(Reward):
-    teaches = True
+    is_teacher = True
 
     async def score(self, group):
         return [RewardResult(None, steps=((1, 0, -0.5), (2, 0, -1.5))) for _ in group.trajectories]

@@ -326,7 +326,7 @@ def test_turns_that_a_rollout_drops_count_as_sampled(main):
             return [prompt, first]
 
     rollouts = Rollouts(First(), CountingGenerator(), PlainTemplate(), OneForAll(), main)
-    rollouts.run(rows(1, 1), 0, settings(samples=2, given_sources=("other",)))
+    rollouts.run(rows(1, 1), 0, settings(samples=2, demonstration_sources=("other",)))
     rollouts.run(rows(1, 1), 0, settings(purpose="eval"))
     assert rollouts.sampled_tokens == 2 * 2 * 3 * 2
 

@@ -191,7 +191,7 @@ class VirtualRollouts(Rollouts):
         sample = self._speeds.group(index[0]).sample(index, settings.answers)
         await asyncio.sleep(sample.opening)
         for number, turn in enumerate(sample.turns):
-            await parts[0].generate((*index, number), turn.tokens)
+            await parts[0].generate((*index, number), [turn.tokens])
             await asyncio.sleep(turn.after)
         return [Trajectory(row, [], index)]
 
