@@ -1,4 +1,4 @@
-"""One thread per test process: the models of the tests are too small for two, and `make test` runs more than one a core.
+"""One thread per test process: the models of the tests are too small for two, and every core has a process already.
 
 anyio is a pytest plugin, so pytest parses each of its files when it is imported. Python 3.11 raises `SystemError: AST
 constructor recursion depth mismatch` where the garbage collector runs during such a parse and frees something that
