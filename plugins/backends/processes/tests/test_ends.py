@@ -80,7 +80,7 @@ def test_a_worker_ends_with_a_killed_guard(pair):
     started = [psutil.Process(pid) for pid in (pair.call("starts", [()] * 2)[0])]
     started[0].parent().kill()
     assert psutil.wait_procs(started[:1], timeout=60)[1] == []
-    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during nothing\(\)"):
+    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during world_size\(\)"):
         pair.call("world_size", [()] * 2)
     started[1].kill()
 
