@@ -85,7 +85,7 @@ class Shaped(Fake):
         ([("env", "game"), ("env.max_turns", "30")], True, "answer_tokens=2047, most_tokens=2047"),
     ],
 )
-def test_an_algorithms_misfits_with_the_shape_of_the_run_are_reported(flags, needs_env, shape):
+def test_an_algorithms_conflicts_with_the_shape_of_the_run_are_reported(flags, needs_env, shape):
     assert shape in messages([*BASE, *flags], Shaped(), needs_env=needs_env)
 
 
