@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import rlhf
 from rlhf.errors import ConfigError
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
+from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.report.page import SAMPLES, RecordedGroup, answer_rows, chosen, report
+from rlhf_testing.image_models import drawing, tiny_image_model
 
 from tests.runs import REWARD, Finished, Workshop
+from tests.test_image_runs import SHOWS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [
@@ -108,7 +112,7 @@ def test_samples_have_rewards_advantages_and_log_probs_of_their_tokens(whole: Fi
         names = {"policy/logprobs", "reference/logprobs", "critic/values", "advantages"}
         assert {name: len(v) for name, v in sample["values"].items()} == dict.fromkeys(names, len(turn["ids"]))
         assert {*sample["rewards"]} == {"reward", "short"}
-        assert data["prompts"][sample["prompt"]] == recorded["prompt"]
+        assert data["prompts"][sample["prompt"]] == {"text": recorded["prompt"], "images": []}
     assert section["note"] == ""
     answers = [sample for sample in section["samples"] if sample["kind"] == "evaluation"]
     assert [(s["step"], s["row"]) for s in answers] == [(step, row) for step in (2, 4) for row in range(3)]
@@ -368,6 +372,59 @@ def test_a_browser_shows_every_part(whole: Finished, browse, width: int, dark: b
     assert layout["rows"] == len([*whole.samples()]) + 6
     assert layout["ground"] == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
     assert layout["sections"] == "curves time timeline samples compare evaluations left-out options plugins"
+
+
+@pytest.fixture(scope="module")
+def image_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A question about two images of one size, answered in two turns with an image between them."""
+    folder = tmp_path_factory.mktemp("images")
+    for colour in ("red", "blue"):
+        (folder / f"{colour}.png").write_bytes(drawing(1000, 500, colour))
+    shop = Workshop(folder, tiny_image_model(folder / "model", "qwen3_vl"), folder / "rows.jsonl")
+    shop.rows(
+        "rows.jsonl", [{"prompt": "c", "images": f"{colour}.png", "answer": colour} for colour in ("red", "blue")]
+    )
+    env = {"use": f"file:{shop.file('shows.py', SHOWS)}", "max_turns": 2}
+    data = {"max_tokens": 1024, "batch_size": 2}
+    return shop.train(
+        "grpo", "images", rollout={"use": "multi_turn"}, env=env, reward=None, data=data, run={"steps": 2}
+    )
+
+
+def test_rows_with_one_text_and_different_images_are_different_prompts(image_run: Finished) -> None:
+    data = values(image_run.path / "report.html")
+    samples = data["runs"][0]["samples"]["samples"]
+    assert {(sample["row"], sample["prompt"]) for sample in samples} in ({(0, 0), (1, 1)}, {(0, 1), (1, 0)})
+    assert len({prompt["text"] for prompt in data["prompts"]}) == 1
+    (first,), (second,) = (prompt["images"] for prompt in data["prompts"])
+    answered = {turn["speaker"] for sample in samples for turn in sample["turns"] if "images" in turn}
+    assert answered == {"environment"}
+    sizes = [image_size(b64decode(url.removeprefix("data:image/jpeg;base64,"))) for url in data["images"]]
+    assert (sizes[first], sizes[second]) == ((400, 200), (400, 200))
+    assert data["images"][first] != data["images"][second]
+
+
+def test_images_above_the_limit_are_named_by_their_size(image_run: Finished, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("rlhf_runtime.report.page.IMAGES", 1)
+    report([image_run.path], tmp_path / "page.html")
+    data = values(tmp_path / "page.html")
+    assert [bool(url) for url in data["images"]] == [True] + [False] * (len(data["images"]) - 1)
+    assert all("[image 1000x500]" in prompt["text"] for prompt in data["prompts"])
+
+
+LOADED = """
+const images = [...document.querySelectorAll("#samples .detail img")];
+const kinds = images.map((image) => image.parentElement.parentElement.className);
+document.title = JSON.stringify(images.map((image, n) => [image.naturalWidth, kinds[n]]));
+"""
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_images_of_a_sample(image_run: Finished, browse) -> None:
+    images = json.loads(browse(image_run.path / "report.html", LOADED))
+    assert [400, "text-block"] in images
+    assert any(place == "environment" for _, place in images)
+    assert all(width for width, _ in images)
 
 
 USE = """

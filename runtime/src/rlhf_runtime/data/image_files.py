@@ -84,6 +84,18 @@ def image_size(data: bytes) -> tuple[int, int]:
         return image.size
 
 
+def thumbnail(data: bytes, size: int) -> bytes:
+    """An image file as JPEG, not wider and not higher than ``size`` pixels."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        small = image.convert("RGB")
+    small.thumbnail((size, size))
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=80)
+    return file.getvalue()
+
+
 def data_url(data: bytes) -> str:
     """An image file as a ``data:`` URL."""
     kind = "png" if data.startswith(b"\x89PNG") else "jpeg" if data.startswith(b"\xff\xd8") else "webp"

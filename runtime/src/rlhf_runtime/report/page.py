@@ -4,12 +4,14 @@ of a large one those that say most."""
 from __future__ import annotations
 
 import datetime
+import hashlib
 import html
 import itertools
 import json
 import math
 import random
 import re
+from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from rlhf_hub.published import model_folder
 
 from rlhf_runtime.checkpoint.atomic_files import replace_file
 from rlhf_runtime.checkpoint.sample_table import read_columns
+from rlhf_runtime.data.image_files import data_url, thumbnail
 from rlhf_runtime.observe.sample_lines import shortened
 from rlhf_runtime.output.run_folder import REPORT, is_report
 from rlhf_runtime.report.recorded_samples import RecordedSample, recorded_steps, samples_with_values
@@ -49,7 +52,9 @@ def report(runs: Sequence[Path], page: Path) -> None:
         rest = len(problems) - MOST_PROBLEMS
         values[-1]["problems"] = problems[:MOST_PROBLEMS] + ([f"{rest} further problems"] if rest > 0 else [])
     time = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
-    data = {"time": time, "version": rlhf.__version__, "prompts": list(selection.prompts), "runs": values}
+    prompts = [{"text": text, "images": images} for text, images in selection.prompts]
+    data = {"time": time, "version": rlhf.__version__, "prompts": prompts, "runs": values}
+    data["images"] = selection.images
     title = ", ".join(run["name"] for run in values)
     text = _filled({"title": html.escape(title), "data": script_json(data)})
     replace_file(page, lambda file: file.write(text))
@@ -107,6 +112,8 @@ def try_report(run: Path, note: Callable[[str], None]) -> Path | None:
 T = TypeVar("T")
 SAMPLES, TOKENS, CHARACTERS = 2000, 250_000, 6000
 """Samples of all runs; tokens of them that are shown with their values; characters of one text."""
+IMAGES, PIXELS = 300, 400
+"""Different images of all runs, and the width or height of one. Of further images the page shows the size only."""
 STEPS, EVALUATIONS, ANSWERS = 2000, 8, 100
 """Steps of a run among whose samples the page chooses; its evaluations, and answers of one of them."""
 SHARES = (0.2, 0.3)
@@ -138,8 +145,12 @@ class ShownSamples:
     """
 
     def __init__(self, runs: int) -> None:
-        self.prompts: dict[str, int] = {}
-        """{text of a prompt: its number}."""
+        self.prompts: dict[tuple[str, tuple[int, ...]], int] = {}
+        """{(text of a prompt, numbers of its images): its number}."""
+        self.images: list[str] = []
+        """A ``data:`` URL of each image, by its number. Empty: it is not shown."""
+        self._numbers: dict[str, int] = {}
+        """{hash of an image: its number}."""
         self._max_samples, self._tokens = SAMPLES // runs, TOKENS // runs
 
     def samples(self, record: RunRecord, number: int) -> dict[str, Any]:
@@ -188,17 +199,20 @@ class ShownSamples:
     def _values(self, sample: RecordedSample, line: Mapping[str, Any], with_tokens: bool) -> dict[str, Any]:
         of_tokens = {name: _short(values) for name, values in (line.get("token_values") or {}).items()}
         advantages = [value for value in of_tokens.get("advantages", ()) if value is not None]
+        opening = len(line["turns"]) - len(sample.turns)
+        images = [[self._image_number(image["data"]) for image in turn.get("images") or ()] for turn in line["turns"]]
         sampled = (turn for turn in line["turns"] if turn["sampled"])
         turns = []
-        for turn in sample.turns:
+        for turn, numbers in zip(sample.turns, images[opening:], strict=True):
             entry = {"speaker": turn.speaker, "tokens": turn.tokens, "text": _cut(_text(turn.messages or turn.text))}
             entry |= {name: n for name, n in (("reward", turn.reward), ("score", turn.score)) if n is not None}
+            entry |= {"images": numbers} if numbers else {}
             tokens = next(sampled) if turn.speaker == "policy" else None
             if tokens is not None and with_tokens:
                 entry["ids"] = [int(token) for token in tokens["ids"]]
                 entry |= {"logprobs": _short(tokens["logprobs"])} if tokens["logprobs"] is not None else {}
             turns.append(entry)
-        prompt = _cut(_text(sample.prompt))
+        prompt = (_cut(_text(sample.prompt)), tuple(itertools.chain(*images[:opening])))
         values = {
             "step": sample.step, "group": sample.group, "sample": sample.sample, "source": sample.source,
             "row": sample.row, "prompt": self.prompts.setdefault(prompt, len(self.prompts)), "turns": turns,
@@ -211,6 +225,14 @@ class ShownSamples:
             "advantage": sum(advantages) / len(advantages) if advantages else None,
         }  # fmt: skip
         return {**values, **{name: value for name, value in extras.items() if value not in ({}, "", None)}}
+
+    def _image_number(self, data: str) -> int:
+        """The number of an image, in base64. Samples of a prompt have the same ones, so each is kept once."""
+        number = self._numbers.setdefault(hashlib.sha256(data.encode()).hexdigest(), len(self.images))
+        if number == len(self.images):
+            is_shown = number < IMAGES
+            self.images.append(data_url(thumbnail(b64decode(data), PIXELS)) if is_shown else "")
+        return number
 
 
 def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGroup]:

@@ -357,6 +357,9 @@ function showTimelines() {
 
 // ------------------------------------------------------------------------------------------------ samples
 
+const promptText = (key) => data.prompts[key].text;
+const pictures = (numbers) => numbers?.length
+  ? make("div", { class: "pictures" }, numbers.map((n) => data.images[n] && make("img", { src: data.images[n], alt: "" }))) : null;
 const answer = (sample) => sample.turns.map((turn) => turn.text).join("\n");
 const oneLine = (text) => text.slice(0, 200).replace(/\s+/g, " ");
 const wheres = (sample) => `${runs.length > 1 ? runs[sample.run].label + ", " : ""}`
@@ -387,7 +390,7 @@ function tokenView(sample) {
   const legend = make("span", { class: "faint" });
   const spans = [];
   for (const turn of sample.turns) {
-    if (!turn.ids) { box.append(make("div", { class: "environment" }, turn.text)); continue; }
+    if (!turn.ids) { box.append(make("div", { class: "environment" }, pictures(turn.images), turn.text)); continue; }
     for (const id of turn.ids) {
       spans.push(make("span", {}, (texts[id] ?? `\u27e8${id}\u27e9`) || "\u27e8\u27e9"));
       spans.at(-1).id = id;
@@ -430,11 +433,13 @@ function tokenView(sample) {
   return sources.length ? [make("div", { class: "bar" }, field, legend), box, readout, note] : [box];
 }
 
+const promptView = (key) => make("div", { class: "text-block" }, pictures(data.prompts[key].images), promptText(key));
+
 function sampleView(sample, withPrompt = true) {
   const rewards = Object.entries(sample.rewards).map(([name, value]) =>
     make("div", {}, `${name} ${value === null ? "does not apply" : number(value)}`, sample.findings?.[name] ? `: ${sample.findings[name]}` : ""));
   const turns = sample.turns.some((turn) => turn.ids) ? tokenView(sample) : sample.turns.map((turn) =>
-    make("div", { class: `text-block ${turn.speaker}` }, turn.text));
+    make("div", { class: `text-block ${turn.speaker}` }, pictures(turn.images), turn.text));
   const marks = sample.turns.filter((turn) => turn.reward !== undefined || turn.score !== undefined).map((turn, n) =>
     `turn ${n + 1}: ${[["reward", turn.reward], ["score", turn.score]].filter(([, v]) => v !== undefined).map(([k, v]) => `${k} ${number(v)}`).join(", ")}`);
   const info = Object.entries(sample.info ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
@@ -445,7 +450,7 @@ function sampleView(sample, withPrompt = true) {
       ["advantage", sample.advantage === undefined ? "" : number(sample.advantage)],
       ["status", `${sample.status}, ${many(sample.length, "token")}`], ["error", sample.error], ["turns", marks.join("; ")], ["numbers", info],
     ]),
-    withPrompt ? [make("h3", {}, "prompt"), make("div", { class: "text-block" }, data.prompts[sample.prompt])] : null,
+    withPrompt ? [make("h3", {}, "prompt"), promptView(sample.prompt)] : null,
     make("h3", {}, sample.turns.length > 1 ? "turns" : "answer"), turns);
 }
 
@@ -467,7 +472,7 @@ function showSamples() {
     ["tokens", (s) => s.length, "number"],
     ["status", (s) => s.status, ""],
     ["answer", (s) => oneLine(answer(s)), "text"],
-    ["prompt", (s) => oneLine(data.prompts[s.prompt]), "text"],
+    ["prompt", (s) => oneLine(promptText(s.prompt)), "text"],
   ];
   const only = (name, values, text = String) => values.length > 1
     ? choice(name, [["", "all"], ...values.map((value) => [value, text(value)])], () => fill()) : [{ value: "" }, null];
@@ -480,7 +485,7 @@ function showSamples() {
   const search = make("input", { type: "search", placeholder: "text", "aria-label": "samples whose prompt or answer has this text" });
   const texts = new Map();
   const textOf = (s) => {
-    if (!texts.has(s)) texts.set(s, `${data.prompts[s.prompt]}\n${answer(s)}\n${s.error ?? ""}`.toLowerCase());
+    if (!texts.has(s)) texts.set(s, `${promptText(s.prompt)}\n${answer(s)}\n${s.error ?? ""}`.toLowerCase());
     return texts.get(s);
   };
   const count = make("p", { class: "faint", "aria-live": "polite" });
@@ -587,14 +592,14 @@ function showComparison() {
     return make("div", { class: "detail", tabindex: 0 }, make("h3", {}, `${wheres(list[0])}: ${many(list.length, "answer")}`,
       rewards.length ? `, mean reward ${number(mean)}` : ""), list.map((s) => sampleView(s, false)));
   };
-  const text = make("div", { class: "text-block" });
+  const text = make("div");
   const draw = () => {
     const places = prompts.get(Number(prompt.value));
     columns.replaceChildren(side(before.value, places), side(after.value, places));
   };
   const pick = (kind) => {
     const places = [...prompts.get(Number(prompt.value))];
-    text.textContent = data.prompts[prompt.value];
+    text.replaceChildren(promptView(prompt.value));
     for (const select of [before, after]) {
       select.replaceChildren(...places.map(([key, [sample]]) => make("option", { value: key }, wheres(sample))));
     }
@@ -605,7 +610,7 @@ function showComparison() {
   };
   const [prompt, promptField] = choice("Prompt", several.map(([key, places]) => {
     const [sample] = [...places.values()][0];
-    return [key, `${sample.source} ${sample.row}: ${oneLine(data.prompts[key]).slice(0, 70)} (${places.size})`];
+    return [key, `${sample.source} ${sample.row}: ${oneLine(promptText(key)).slice(0, 70)} (${places.size})`];
   }), pick);
   const [before, beforeField] = choice("Left", [], draw);
   const [after, afterField] = choice("Right", [], draw);
@@ -638,7 +643,7 @@ function showEvaluations() {
     return make("td", { class: "cell", style: `background:rgba(var(--high), ${(0.5 * share).toFixed(3)})` }, number(mean, 3));
   };
   const body = [...rows].map(([prompt, places]) => make("tr", {}, make("td", { class: "text" },
-    make("button", { type: "button", onclick: () => showPrompt(prompt), title: "compare its answers" }, oneLine(data.prompts[prompt]).slice(0, 80))),
+    make("button", { type: "button", onclick: () => showPrompt(prompt), title: "compare its answers" }, oneLine(promptText(prompt)).slice(0, 80))),
   keys.map((key) => cell(places.get(key)))));
   const head = keys.map((key) => {
     const [run, , step] = key.split("|");
