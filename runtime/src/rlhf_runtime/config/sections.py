@@ -142,8 +142,8 @@ class ModelSection(ComponentConfig):
 class PlacementSection(ComponentConfig):
     """Processes and devices of one role, ``[placement.ROLE]``; ``[placement.generator]`` is for the engines."""
 
-    ranks: Count = 1
-    """Processes of the role; engines of the generator."""
+    ranks: Count | None = None
+    """Processes of the role; engines of the generator. Default: 1, or with ``share`` as many as the devices hold."""
     devices: Count = 1
     """Devices per rank: GPUs, or CPU cores where there are none."""
     share: str | None = None
