@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from rlhf.control_groups import usable_cores
 from rlhf.errors import CheckpointError, ConfigError, RlhfError
 from rlhf.paths import disk_is_full
 from rlhf.saved import Counter, Saved, SavedPart, validated
@@ -378,4 +379,4 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _threads(items: list[Any]) -> int:
     """Number of threads that hash files. Hashing releases the interpreter lock, so shards are hashed in parallel."""
-    return max(1, min(8, len(items), os.cpu_count() or 1))
+    return max(1, min(8, len(items), usable_cores()))
