@@ -56,6 +56,12 @@ def test_ranks_are_placed_on_the_cores_of_the_control_group(monkeypatch):
     assert launcher.this_machine(None, []).resources == {"CPU": 1.0}
 
 
+def test_a_folder_for_the_output_of_workers_that_cannot_be_made(tmp_path):
+    (tmp_path / "workers").touch()
+    with pytest.raises(ConfigError, match=r"worker policy-0 .*/policy-0.log: File exists\. .* --launcher.reports"):
+        launcher.open_log(tmp_path / "workers", "policy-0")
+
+
 def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)

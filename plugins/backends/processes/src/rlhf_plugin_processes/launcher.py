@@ -34,14 +34,23 @@ def open_log(folder: Path | None, worker: str) -> tuple[Descriptor, str]:
 
     Args:
         folder: None: the file has no name in any folder, and goes with the run.
+
+    Raises ConfigError where the file cannot be made.
     """
     if folder is None:
         with tempfile.TemporaryFile(prefix="rlhf-") as file:
             nameless = Descriptor(os.dup(file.fileno()))
         return nameless, f"/proc/{os.getpid()}/fd/{nameless.number}"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{slug(worker)}.log"
-    return Descriptor(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)), str(path.absolute())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as cause:
+        raise ConfigError(
+            f"the output of worker {worker} cannot be written to {path}: {cause.strerror}. Free some space there, give "
+            "access to it, or name another folder with --launcher.reports."
+        ) from cause
+    return Descriptor(descriptor), str(path.absolute())
 
 
 class OutputPrinter:
