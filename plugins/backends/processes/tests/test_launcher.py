@@ -51,11 +51,6 @@ def test_more_ranks_than_devices_are_refused():
         ProcessesLauncher(ProcessesConfig(cpus=2)).place({"policy": Place(3)})
 
 
-def test_ranks_are_placed_on_the_cores_of_the_control_group(monkeypatch):
-    monkeypatch.setattr(launcher, "usable_cores", lambda: 1)
-    assert launcher.this_machine(None, []).resources == {"CPU": 1.0}
-
-
 def test_a_folder_for_the_output_of_workers_that_cannot_be_made(tmp_path):
     (tmp_path / "workers").touch()
     with pytest.raises(ConfigError, match=r"worker policy-0 .*/policy-0.log: File exists\. .* --launcher.reports"):

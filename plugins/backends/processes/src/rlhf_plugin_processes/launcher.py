@@ -13,7 +13,7 @@ from typing import IO, Annotated, Any, ClassVar
 
 import cloudpickle
 from pydantic import Field
-from rlhf.control_groups import usable_cores
+from rlhf.control_groups import allowed_cores
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Generator, Place
 from rlhf.plugins import Resolved
@@ -220,7 +220,7 @@ def this_machine(cpus: int | None, gpus: Sequence[str]) -> ClusterNode:
         )
     if gpus:  # one core for each rank at least, which check_fits asks for; cores are not reserved
         return ClusterNode("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})
-    return ClusterNode("here", "this machine", {"CPU": float(cpus or usable_cores())})
+    return ClusterNode("here", "this machine", {"CPU": float(cpus or allowed_cores())})
 
 
 def gpus_of(allocation: Allocation, bundles: Sequence[int], gpus: Sequence[str]) -> list[str] | None:
