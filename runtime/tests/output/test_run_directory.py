@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import pytest
 import torch
+from rlhf.control_groups import MachineMemory
 from rlhf.errors import ConfigError
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf_runtime.models.precompute import ValueTable
 from rlhf_runtime.output import run_directory as module
-from rlhf_runtime.output.control_groups import MachineMemory
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_directory import RunDirectory
@@ -66,9 +66,11 @@ def test_a_new_run_records_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "gib"), [(None, 8.0), (3 * 2**30, 3.0)])
-def test_the_memory_of_a_run_is_that_of_its_control_group(monkeypatch, limit, gib):
+def test_memory_and_cores_of_a_run_are_those_of_its_control_group(monkeypatch, limit, gib):
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
     monkeypatch.setattr(module, "machine_memory", lambda: MachineMemory(8 * 2**30, 6 * 2**30, limit))
     assert module.environment()["memory_gib"] == gib
+    assert module.environment()["cores"] == 3
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):

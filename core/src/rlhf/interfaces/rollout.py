@@ -156,7 +156,8 @@ class RolloutContext(ABC):
         not count.
 
         A rollout that also sets :attr:`~rlhf.types.Turn.reward` gives the sample's reward by this: the run does not
-        score the sample again.
+        score the sample again, and ``reward/mean`` is the mean of these sums. Where they are credit, :meth:`report`
+        the score of the answer that is returned.
 
         Raises RolloutError: the run has no ``[[reward]]``. RewardError: a reward failed, or none applies to an answer.
         """

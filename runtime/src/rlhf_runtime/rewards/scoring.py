@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rlhf.control_groups import usable_cores
 from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
 from rlhf.interfaces import Component, ComponentConfig, ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.tokens import Tokens
@@ -139,7 +139,7 @@ class Scorer:
         self._turn_credit = turn_credit
         self.calls: list[RewardCall] | None = None
         """A list gets every call; None: calls are not recorded."""
-        size = workers or min(4, os.cpu_count() or 1)
+        size = workers or min(4, usable_cores())
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
             raise ConfigError(f"two rewards are called {repeated[0]!r}; give each [[reward]] section its own `name`")
