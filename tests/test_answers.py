@@ -125,6 +125,7 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         (("eval", "--model", "m", "--reward", "math"), "no data is named. Set --data"),
         (("eval", "--model", "m", "--data", "x.jsonl"), "no reward is named"),
         (("eval", "--model", "m", "--data", "b", "--algo", "sft", "--save", "c"), "with --algo nothing is answered"),
+        (("eval", "--model", "m", "--data", "b", "--algo", "sft", "--reward", "math"), "--reward scores answers, and"),
         (("generate", "--model", "m"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--data", "b"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--tepm", "1"), "no flag --tepm"),
