@@ -9,7 +9,7 @@ import pytest
 from rlhf_cli.main import main, split_dotted
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import REWARD, Say, Workshop
+from tests.runs import PAIRS, REWARD, Say, Workshop
 
 SHORT = ("--sampling.max_new_tokens", "4", "--data.max_tokens", "16", "--policy.dtype", "fp32")
 
@@ -144,6 +144,13 @@ def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str
     code, _, err = say(*words)
     assert code == 2
     assert message in err
+
+
+def test_losses_of_a_head_that_nobody_trained_are_refused(shop: Workshop, say: Say) -> None:
+    pairs = shop.rows("pairs.jsonl", PAIRS)
+    code, out, err = say("eval", "--model", shop.model, "--data", pairs, "--algo", "reward_model")
+    assert (code, out) == (2, "")
+    assert "has no 'scalar' head, so its losses would be random. Name a model that the algorithm trained" in err
 
 
 @pytest.mark.parametrize(
