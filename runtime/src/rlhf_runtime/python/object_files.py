@@ -67,9 +67,9 @@ class ObjectFiles:
 
     def remove(self) -> None:
         """Delete the files that were written, and the folders that were made for them if they are empty. Called while
-        the folder is locked."""
+        the folder is locked. What cannot be deleted stays: on NFS, a model that this process has open."""
         for path in self._new:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         if self.output in self._made_folders:
             (self.output / LOCK).unlink(missing_ok=True)
         for folder in self._made_folders:
