@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tomllib
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from rlhf.control_groups import MachineMemory
 from rlhf.errors import ConfigError
 from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf_runtime.checkpoint.atomic_files import delete_old, discard_folder, publish_folder, remove_leftovers
 from rlhf_runtime.models.precompute import ValueTable
 from rlhf_runtime.output import run_directory as module
 from rlhf_runtime.output.folder_lock import FolderLock
@@ -260,6 +262,26 @@ def test_a_reader_keeps_no_model_or_export_from_being_replaced(tmp_path, monkeyp
             assert not directory.model.exists()
     RunDirectory.create(tmp_path, resume=True).close()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".saving", ".discarded"))]
+
+
+def test_a_folder_is_deleted_again_while_a_reader_has_a_file_of_the_old_one_open(tmp_path, monkeypatch):
+    """On NFS such a file stays in its folder until it is closed."""
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    path, notes = tmp_path / "model", []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        for _ in range(3):
+            publish_folder(path, lambda folder: (folder / "1").touch())
+            discard_folder(path)
+            assert not path.exists()
+        publish_folder(path, lambda folder: (folder / "1").touch())
+        delete_old(path, notes.append)
+    assert Path(notes[0].partition(" is no longer needed")[0]).is_dir(), "the user can delete it by this name"
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_exports_are_whole_rotated_and_replaced(tmp_path):

@@ -139,6 +139,8 @@ class TrainerFacts:
     """None: not known."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each one once, at its start."""
+    random_head: bool = False
+    """The checkpoint has no head of the role's kind, so the outputs are random until the role is trained."""
     experts: ExpertLayers | None = None
     """The trainer sends tokens to recorded experts (token column ``experts``, :mod:`rlhf.ops.experts`) of these layers.
     None: it does not."""

@@ -152,8 +152,8 @@ class RolloutContext(ABC):
 
     async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
         """The rewards that the run's ``[[reward]]`` sections give to these answers, as to the samples of one prompt:
-        their weighted sums. Each answer is all of its turns, the prompt first; rewards that its turns have already do
-        not count.
+        their weighted sums, with the values of steps. Each answer is all of its turns, the prompt first; rewards that
+        its turns have already do not count.
 
         A rollout that also sets :attr:`~rlhf.types.Turn.reward` gives the sample's reward by this: the run does not
         score the sample again, and ``reward/mean`` is the mean of these sums. Where they are credit, :meth:`report`

@@ -123,6 +123,20 @@ def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch
         torch.testing.assert_close(by_peft(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{"trained": False}, {}, {"lora": LoraOptions(rank=2, targets=("v_proj",))}])
+def test_a_reward_model_that_peft_wrote_is_read_with_its_head(tmp_path, make_trainer, make_batch, options):
+    """PEFT writes no config.json: that of the base says that the model is a language model."""
+    base, folder = tiny_model(tmp_path / "base"), tmp_path / "foreign"
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["v_proj"], init_lora_weights=False, task_type="SEQ_CLS")
+    model = peft.get_peft_model(AutoModelForSequenceClassification.from_pretrained(base, num_labels=1), config)
+    model.save_pretrained(folder)
+    TorchTrainer.check_files(spec(folder, "reward", "scalar", trained=False))
+    head = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
+    trainer = make_trainer(folder, head="scalar", **options)
+    assert torch.equal(trainer.loaded_model.head.weight, head)
+    assert not trainer.facts().random_head
+
+
 def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batch):
     base, folder = tiny_model(tmp_path / "base"), tmp_path / "foreign"
     config = peft.LoraConfig(

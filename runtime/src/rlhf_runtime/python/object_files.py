@@ -68,9 +68,10 @@ class ObjectFiles:
 
     def remove(self) -> None:
         """Delete the files that were written, and the folders that were made for them if they are empty. The folder to
-        which ``runs/latest`` links stays for the next start. Called while the folder is locked."""
+        which ``runs/latest`` links stays for the next start, and so does what cannot be deleted: on NFS, a model that
+        this process has open. Called while the folder is locked."""
         for path in self._new:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         if self.output in self._made_folders and not is_latest(self.output):  # the lock's file keeps its folder
             (self.output / LOCK).unlink(missing_ok=True)
         for folder in self._made_folders:
