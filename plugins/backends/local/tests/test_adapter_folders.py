@@ -9,9 +9,11 @@ import peft
 import pytest
 import torch
 from rlhf.errors import ConfigError, ModelError
-from rlhf.interfaces import ModelSpec
-from rlhf.types import RoleSpec
+from rlhf.interfaces import GeneratorSpec, ModelSpec
+from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.config import LoraOptions
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
@@ -87,6 +89,30 @@ def test_training_goes_on_with_the_adapter_and_its_start_is_the_reference(
     assert config["base_model_name_or_path"] == str(base), "the base, not the adapter that it started from"
     frozen = make_trainer(tmp_path / "two" / "adapter", trained=False)
     torch.testing.assert_close(logprobs(frozen, batch), logprobs(second, batch), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_the_base_are_those_of_the_start_also_while_the_average_is_evaluated(
+    tmp_path, make_trainer, exported, kind, nll
+):
+    lora = KINDS[kind]
+    first, batch = exported(lora, tiny_model(tmp_path / "base"), tmp_path / "one")
+    trainer = make_trainer(tmp_path / "one" / "adapter", lora=lora, lr=0.02, ema_decay=0.5)
+    trainer.update([batch], nll, {}, {})
+    trainer.use_view("ema")
+    generator = TransformersGenerator(None, GeneratorSpec((1,), str))
+    generator.load(trainer, 0)
+    requests = [GenerationRequest((5, 6, 7), n, Sampling(12), base=base) for n, base in enumerate((True, False, True))]
+    turns = dict(generator.generate(requests))
+    for number, request in enumerate(requests):
+        ids = [*request.ids, *turns[number].ids]
+        row = pack([UnitData([SequenceData(ids, {"loss_mask": [n > 0 for n in range(len(ids))]})])])
+        expected = logprobs(first if request.base else trainer, row)[len(request.ids) :]
+        torch.testing.assert_close(torch.tensor(turns[number].logprobs), expected, atol=1e-5, rtol=0)
+    assert trainer.current_view == "ema"
+    generator.load(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), 0)
+    with pytest.raises(ConfigError, match="request 0 is for the policy's base, which this generator does not have"):
+        generator.generate(requests)
 
 
 def test_all_weights_of_the_merged_model_are_trained_without_lora(tmp_path, make_trainer, exported):

@@ -40,9 +40,12 @@ class SampleContext(RolloutContext):
         scorer: Scorer,
         log: TurnLog,
         slice: Slice,
+        needs_base: bool = False,
     ) -> None:
+        """``needs_base``: of the rollout."""
         self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
         self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
+        self._needs_base = needs_base
         self.gives_rewards = False
         """Whether the rollout scores answers itself."""
         self._envs: list[Env] = []
@@ -123,18 +126,33 @@ class SampleContext(RolloutContext):
         return turn
 
     async def generate_each(
-        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+        self,
+        requests: Sequence[tuple[list[Turn], Sampling]],
+        first_number: int = 0,
+        training: bool = True,
+        base: bool = False,
     ) -> list[Turn]:
         if self._generating:
             raise RolloutError(
                 "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
                 "turn before asking for the next, or ask for several at once: ctx.generate_each()"
             )
+        if base and training:
+            raise RolloutError(
+                "the rollout asks for turns of the base, which are not the policy's and cannot be trained on; ask for "
+                "them with training = False"
+            )
+        if base and not self._needs_base:
+            raise RolloutError(
+                "the rollout asks for turns of the base, but it declares needs_base = False; set it to True"
+            )
         for _, sampling in requests:
             check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
             if training and self.training and not self._settings.is_greedy(self.index[1]):
                 _check_distribution(sampling, self.sampling)
-        batch = {n: self._request(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)}
+        batch = {
+            n: self._request(turns, sampling, n, base) for n, (turns, sampling) in enumerate(requests, first_number)
+        }
         log = {number: self._log.find(number, request) for number, request in batch.items()}
         rest = {number: batch[number] for number, turn in log.items() if turn is None}
         if rest:
@@ -158,7 +176,7 @@ class SampleContext(RolloutContext):
                     "turns to return"
                 )
 
-    def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int) -> GenerationRequest:
+    def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int, base: bool) -> GenerationRequest:
         if self._settings.is_greedy(self.index[1]):
             sampling = greedy_sampling(sampling)  # also where an environment or a program asks for another temperature
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
@@ -175,7 +193,7 @@ class SampleContext(RolloutContext):
             raise RolloutError(
                 f"the context has {len(images)} images, over data.max_images = {self._settings.max_images}"
             )
-        return GenerationRequest(ids, seed, sampling, images)
+        return GenerationRequest(ids, seed, sampling, images, base)
 
     async def _generate(self, batch: Mapping[int, GenerationRequest]) -> list[Turn]:
         self._generating = True
@@ -301,5 +319,5 @@ class TurnLog:
 
 
 def checksum(request: GenerationRequest) -> int:
-    """CRC-32 of the context, its images included, and the sampling parameters."""
+    """CRC-32 of the context, its images and weights included, and the sampling parameters."""
     return zlib.crc32(repr(request.sampling).encode(), zlib.crc32(request.context_key))
