@@ -284,6 +284,22 @@ def test_a_folder_is_deleted_again_while_a_reader_has_a_file_of_the_old_one_open
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_comes_back_where_it_cannot_be_replaced(tmp_path, monkeypatch):
+    path, rename = tmp_path / "model", os.rename
+    publish_folder(path, lambda folder: (folder / "old").touch())
+
+    def refuse_new(source, target):
+        if Path(source).name == ".saving-model":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_new)
+    with pytest.raises(OSError, match="Input/output error"):
+        publish_folder(path, lambda folder: (folder / "new").touch())
+    assert [file.name for file in path.iterdir()] == ["old"]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["model"]
+
+
 def test_exports_are_whole_rotated_and_replaced(tmp_path):
     def fail(folder):
         (folder / "half").write_text("x")

@@ -71,6 +71,8 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
         old = _set_aside(path)
         os.rename(temporary, path)
     except BaseException:
+        if old is not None:
+            os.rename(old, path)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_file(path.parent)

@@ -133,10 +133,10 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     with ExitStack() as resources:
         resources.callback(launcher.shutdown)
         roles = launch_roles(prepared, launcher)
-        for role in roles.values():
-            if role.facts.random_head:
+        for model in roles.values():
+            if model.facts.random_head:
                 raise ConfigError(
-                    f"--algo {name}: the model {role.spec.path!r} has no {role.spec.role.head!r} head, so its losses "
+                    f"--algo {name}: the model {model.spec.path!r} has no {model.spec.role.head!r} head, so its losses "
                     "would be random. Name a model that the algorithm trained."
                 )
         with phase("evaluating"):

@@ -53,6 +53,8 @@ class SampleContext(RolloutContext):
         self._last: Turn | None = None
         """The turn that was sampled last."""
         self._generating = False
+        self._numbers: set[int] = set()
+        """Of the turns so far."""
         self._side_turns: list[Turn] = []
         """Turns that are not returned."""
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
@@ -137,6 +139,13 @@ class SampleContext(RolloutContext):
                 "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
                 "turn before asking for the next, or ask for several at once: ctx.generate_each()"
             )
+        numbers = range(first_number, first_number + len(requests))
+        if repeated := self._numbers.intersection(numbers):
+            raise RolloutError(
+                f"the rollout asks for turn {min(repeated)} of its sample a second time, and turns with one number are "
+                "drawn with one seed. Give each turn another number: turn_number of ctx.generate(), first_number of "
+                "ctx.generate_each()"
+            )
         if base and training:
             raise RolloutError(
                 "the rollout asks for turns of the base, which are not the policy's and cannot be trained on; ask for "
@@ -153,6 +162,7 @@ class SampleContext(RolloutContext):
         batch = {
             n: self._request(turns, sampling, n, base) for n, (turns, sampling) in enumerate(requests, first_number)
         }
+        self._numbers.update(numbers)
         log = {number: self._log.find(number, request) for number, request in batch.items()}
         rest = {number: batch[number] for number, turn in log.items() if turn is None}
         if rest:
