@@ -1,4 +1,4 @@
-"""Talk to a model, or to two beside each other."""
+"""Chat with a model, or with two side by side."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class ChatCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("model", metavar="MODEL_OR_RUN", help="a model: a folder or a hub name; or a run")
-        parser.add_argument("other", nargs="?", metavar="OTHER", help="a second one, which is asked the same")
+        parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, which gets the same messages")
         parser.add_argument("--system", metavar="TEXT", help="system message; default: that of the run")
         parser.add_argument(
-            "--temperature", default="0", metavar="T", help="0 (default): each token is the most likely one"
+            "--temperature", default="0", metavar="T", help="0 (default): greedy, the most likely token"
         )
         parser.add_argument("--max-tokens", default="512", metavar="N", help="longest answer in tokens (default: 512)")
 

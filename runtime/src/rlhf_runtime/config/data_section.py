@@ -97,8 +97,8 @@ class DataSection(ComponentConfig):
     system: str | None = None
     """System message before every prompt (chat), or text before every prompt (plain)."""
     input_template: str | None = None
-    """A format string with column names, e.g. ``"Q: {question}\\nA: "``, which makes the prompt in place of a column;
-    with a chat template, the user's message."""
+    """Format string with column names, e.g. ``"Q: {question}\\nA: "``, that makes the prompt instead of a column; with
+    a chat template, the user's message."""
     loss_on: Literal["completion", "assistant", "all"] = "completion"
     """Offline: train on the last answer, on all assistant turns, or on all tokens (continued pre-training)."""
     add_eos: bool = True

@@ -100,7 +100,7 @@ class RunSection(ComponentConfig):
     """Record a timeline of the first N steps in ``timeline.json``, which ui.perfetto.dev opens. A resume records N
     more. Default: none."""
     report: bool = True
-    """Write ``report.html`` in the run's folder at the end of the run, one page that shows it (`rlhf report`)."""
+    """At the end of the run, write ``report.html``, a page about the run, to its folder (`rlhf report`)."""
     peak_tflops: Positive | None = None
     """Peak of one device of the policy in TFLOP/s, for the metric ``throughput/mfu``. Default: the known bf16 peak of
     the GPU. Without a known peak there is no such metric."""
@@ -293,7 +293,7 @@ class StreamSection(ComponentConfig):
     """Seconds for the whole rollout of one sample, without the time of generation."""
     replay: PathText | None = None
     """Folder of a run: train on the samples that it trained on, batch by batch, and sample nothing. The other options
-    of this section must be its own. `rlhf replay` sets all that is needed."""
+    of this section must equal those of that run. `rlhf replay` sets everything that is needed."""
 
 
 class RewardSection(Choice):
