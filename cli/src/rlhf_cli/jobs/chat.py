@@ -24,9 +24,9 @@ WIDE = 100
 
 
 class ChatCommand(Command):
-    """Talk to a model: `rlhf chat MODEL_OR_RUN`, or to two at once: `rlhf chat RUN BASE`.
+    """Chat with a model: `rlhf chat MODEL_OR_RUN`, or with two at once: `rlhf chat RUN BASE`.
 
-    /reset forgets the conversation, /template shows what the model was given last, /quit ends. Each line of a pipe is
+    /reset forgets the conversation, /template shows the model's last input, /quit ends. Each line of a pipe is
     answered in one line, in which line breaks are written as \\n. Dotted flags of the run file work too, for example
     --policy.dtype fp32.
     """
