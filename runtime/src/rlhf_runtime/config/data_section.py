@@ -91,9 +91,9 @@ class DataSection(ComponentConfig):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, e.g. ``enable_thinking = false``."""
     earlier_answers: Literal["template", "sampled"] = "template"
-    """For rollouts with an environment, if the chat template changes an answer once a message follows (Qwen3 drops its
-    reasoning). ``template``: the run is refused. ``sampled``: the policy continues after the tokens that it sampled, a
-    context that the template itself would not render."""
+    """What happens in rollouts with an environment if the chat template changes an answer once a message follows (Qwen3
+    drops its reasoning). ``template``: the run is refused. ``sampled``: the policy continues after the tokens that it
+    sampled, a context that the template itself would not render."""
     system: str | None = None
     """System message before every prompt (chat), or text before every prompt (plain)."""
     input_template: str | None = None

@@ -158,9 +158,9 @@ class SyncSection(ComponentConfig):
     sampled with them. ``drain``: the weights wait until the answers are finished. ``restart``: the answers are sampled
     again from their first token."""
     keys: Literal["recompute", "keep"] = "recompute"
-    """With ``in_flight = "continue"``. ``recompute``: the generator recomputes keys and values of the tokens so far
-    with the new weights, so that log-probs of further tokens are those of the new policy. ``keep``: it continues at
-    once with the old ones. The log-probs are then those of a mixture of both policies."""
+    """Keys and values of the tokens so far, with ``in_flight = "continue"``. ``recompute``: the generator recomputes
+    them with the new weights, so that log-probs of further tokens are those of the new policy. ``keep``: it continues
+    at once with the old ones. The log-probs are then those of a mixture of both policies."""
     adapters: Literal["merged", "alone"] = "merged"
     """With ``trainer.lora``: what is sent after an update. ``merged``: the whole model with merged adapters, in the
     engine's number format. ``alone``: only the adapters; the engine computes with the base and separate adapters."""

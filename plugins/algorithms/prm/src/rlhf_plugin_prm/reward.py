@@ -49,7 +49,7 @@ class ProcessRewardConfig(ComponentConfig):
     """Subtracted from each step's probability before the aggregate: with 0.5, steps that are probably wrong get a
     negative value."""
     without_steps: Literal["skip", "last_token"] = "skip"
-    """An answer in which no step ends. ``skip``: it has no value (not applicable). ``last_token``: the model is read
+    """Value of an answer in which no step ends. ``skip``: none (not applicable). ``last_token``: the model is read
     after the last token, as if a step ended there."""
 
     open_step: Literal["skip", "close"] = "skip"
