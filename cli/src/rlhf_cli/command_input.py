@@ -27,7 +27,7 @@ def positive(text: str) -> int:
 def add_dataset_answers(parser: argparse.ArgumentParser, model: str) -> None:
     """Flags of a command that scores answers in the data. ``model``: whose tokenizer is used without one."""
     add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
-    text = f"whose tokenizer and chat template are used; if absent those of {model}"
+    text = f"model whose tokenizer and chat template are used (default: those of {model})"
     parser.add_argument("--model", metavar="MODEL", help=text)
     answers = "column with an answer or a list of them; may be given several times"
     parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)

@@ -35,7 +35,7 @@ def add_written_run_file(parser: argparse.ArgumentParser) -> None:
     """Flags of a command that writes a run file."""
     help_text = "file to write (default: standard output)"
     parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=help_text)
-    parser.add_argument("--force", action="store_true", help="replace the file where it exists")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def write_run_file(file: Path | None, text: str) -> None:

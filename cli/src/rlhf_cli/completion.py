@@ -1,4 +1,4 @@
-"""Write a script with which bash or zsh complete commands, flags, options and names of plugins."""
+"""Write a bash or zsh script that completes commands, flags, options and plugin names."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PLACES = ("policy", "generator")
 
 
 class CompletionCommand(Command):
-    """Write a script for completion in a shell: `rlhf completion bash > FILE`, which the shell then sources.
+    """Write a completion script, which the shell then sources: `rlhf completion bash > FILE`.
 
-    The script holds every command, flag, option of the run file and name of a plugin that is installed now, so that a
-    shell completes words without starting Python. Write it again after installing plugins.
+    The script contains every command, flag, option of the run file and installed plugin, so that the shell completes
+    words without starting Python. Write it again after installing plugins.
     """
 
     name = "completion"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+        parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
 
     def run(self, args: argparse.Namespace) -> int:
         try:

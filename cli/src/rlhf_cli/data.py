@@ -1,4 +1,4 @@
-"""Show rows as the model will see them; make data of recorded samples."""
+"""Show rows as the model will see them; turn recorded samples into data."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class DataExportCommand(Command):
         )
         parser.add_argument("--force", action="store_true", help="replace the output if it exists")
         parser.add_argument(
-            "--truncated", action="store_true", help="take answers that were cut off at their budget too"
+            "--truncated", action="store_true", help="include answers that were cut off at their budget"
         )
         for name, (form, kind, metavar, text) in OPTIONS.items():
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=f"{form}: {text}")

@@ -40,7 +40,7 @@ class PluginsListCommand(Command):
         parser.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(KINDS)}")
         parser.add_argument("--json", action="store_true", help="one JSON list of objects")
         parser.add_argument(
-            "--check", action="store_true", help="import each and say what is wrong; exit 1 if anything is"
+            "--check", action="store_true", help="import each plugin and report errors; exit 1 if there are any"
         )
 
     def run(self, args: argparse.Namespace) -> int:
@@ -78,13 +78,13 @@ def _table(columns: list[str], rows: list[dict[str, str]]) -> str:
 
 
 class PluginsShowCommand(Command):
-    """Show what a plugin is: its options, its needs or capabilities, its source."""
+    """Show a plugin: its options, its needs or capabilities, its source."""
 
     name = "show"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
-        parser.add_argument("--kind", help="where several kinds have the name")
+        parser.add_argument("--kind", help="needed if several kinds have a plugin of this name")
         parser.add_argument("--json", action="store_true", help="one JSON list of objects")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -127,10 +127,10 @@ class PluginsNewCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
         parser.add_argument("--kind", required=True, help=", ".join(KINDS))
-        like = f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})"
+        like = f"starting point of an algorithm: {', '.join(LIKE)} (default: {next(iter(LIKE))})"
         parser.add_argument("--like", help=like)
         parser.add_argument(
-            "--output", type=path_argument, default=Path(), metavar="DIR", help="folder to make it in (default: here)"
+            "--output", type=path_argument, default=Path(), metavar="DIR", help="parent folder (default: here)"
         )
 
     def run(self, args: argparse.Namespace) -> int:
@@ -156,16 +156,14 @@ class PluginsNewCommand(Command):
 
 
 class PluginsIsolateCommand(Command):
-    """Make a virtual environment with the packages of one plugin."""
+    """Create a virtual environment with the packages of one plugin."""
 
     name = "isolate"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:env.py")
-        parser.add_argument("--kind", help="where several kinds have the name")
-        parser.add_argument(
-            "--output", type=path_argument, required=True, metavar="DIR", help="folder to make; it must not exist"
-        )
+        parser.add_argument("--kind", help="needed if several kinds have a plugin of this name")
+        parser.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="new folder")
         parser.add_argument(
             "--python", default=sys.executable, metavar="PROGRAM", help="Python 3.11 or newer (default: that of rlhf)"
         )
@@ -175,7 +173,7 @@ class PluginsIsolateCommand(Command):
             action="append",
             default=[],
             metavar="REQUIREMENT",
-            help="install this too, e.g. --with 'heavy==1.2'; may be repeated",
+            help="install this too, e.g. --with 'heavy==1.2'; may be given several times",
         )
 
     def run(self, args: argparse.Namespace) -> int:
@@ -237,7 +235,7 @@ class PluginsCheckCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
-        parser.add_argument("--kind", help="where several kinds have the name")
+        parser.add_argument("--kind", help="needed if several kinds have a plugin of this name")
         parser.add_argument(
             "-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this"
         )

@@ -37,7 +37,7 @@ class TrainCommand(Command):
         group = parser.add_mutually_exclusive_group()
         group.add_argument("--quiet", action="store_true", help="show notes and errors only")
         group.add_argument(
-            "--json", action="store_true", help="one JSON object a step, as in metrics.jsonl, and one at the end"
+            "--json", action="store_true", help="one JSON object per step, as in metrics.jsonl, and one at the end"
         )
         parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, load no model, stop")
 

@@ -55,8 +55,8 @@ def rlhf_register_generator() -> list[type[i.Generator]]:  # type: ignore[empty-
 
 @hookspec
 def rlhf_register_curriculum() -> list[type[i.Curriculum]]:  # type: ignore[empty-body]
-    """Offer curricula: which rows a run trains on next, given what became of those before. Resolved on the driver,
-    where the run file names one."""
+    """Offer curricula: they choose the rows that a run trains on next. Resolved on the driver if the run file names
+    one."""
 
 
 @hookspec
@@ -112,5 +112,5 @@ def rlhf_register_command() -> list[type[i.Command]]:  # type: ignore[empty-body
 
 @hookspec
 def rlhf_register_check() -> list[type[i.Check]]:  # type: ignore[empty-body]
-    """Offer checks for ``rlhf doctor``, about the things that the plugin uses. Resolved when the command is called; it
-    runs all installed checks."""
+    """Offer checks for ``rlhf doctor`` of what the plugin uses. Resolved when the command is called; it runs all
+    installed checks."""

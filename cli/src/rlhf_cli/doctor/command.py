@@ -30,11 +30,11 @@ class Doctor(Command):
     folder of a run, compare the log-probs of its generator and its trainer: `rlhf doctor RUN`.
 
     Each check is shown when it ends: its name, the result (ok, warn, fail, skipped), what was found and what to do. The
-    exit code is 1 if a check fails. Packages are imported in child processes. Of environment variables only the names
+    exit code is 1 if a check fails. Packages are imported in child processes. Only the names of environment variables
     are shown.
 
-    Of a run's folder, the model is loaded and recomputes the log-probs of recorded samples: the difference by position
-    in the context, and what causes it.
+    For the folder of a run, the model is loaded and recomputes the log-probs of recorded samples. The report shows the
+    difference by position in the context, and its cause.
     """
 
     name = "doctor"
@@ -43,11 +43,11 @@ class Doctor(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
         parser.add_argument("--json", action="store_true", help="one JSON object")
-        parser.add_argument("--start", action="store_true", help="also start and stop services, such as a Ray")
-        parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for importing one package (default: 120)")
-        parser.add_argument("--step", type=int, metavar="N", help="of a run's folder: the step of the samples")
+        parser.add_argument("--start", action="store_true", help="also start and stop services, such as Ray")
+        parser.add_argument("--timeout", type=float, metavar="SECONDS", help="to import one package (default: 120)")
+        parser.add_argument("--step", type=int, metavar="N", help="for the folder of a run: step of the samples")
         parser.add_argument(
-            "--samples", type=int, metavar="N", help="of a run's folder: samples to compare (default: 32)"
+            "--samples", type=int, metavar="N", help="for the folder of a run: samples to compare (default: 32)"
         )
 
     def run(self, args: argparse.Namespace) -> int:

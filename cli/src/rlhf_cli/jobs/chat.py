@@ -1,4 +1,4 @@
-"""Talk to a model, or to two beside each other."""
+"""Chat with a model, or with two side by side."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WIDE = 100
 
 
 class ChatCommand(Command):
-    """Talk to a model: `rlhf chat MODEL_OR_RUN`, or to two at once: `rlhf chat RUN BASE`.
+    """Chat with a model: `rlhf chat MODEL_OR_RUN`, or with two at once: `rlhf chat RUN BASE`.
 
-    /reset forgets the conversation, /template shows what the model was given last, /quit ends. Each line of a pipe is
+    /reset forgets the conversation, /template shows the model's last input, /quit ends. Each line of a pipe is
     answered in one line, in which line breaks are written as \\n. Dotted flags of the run file work too, for example
     --policy.dtype fp32.
     """
@@ -36,10 +36,10 @@ class ChatCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("model", metavar="MODEL_OR_RUN", help="a model: a folder or a hub name; or a run")
-        parser.add_argument("other", nargs="?", metavar="OTHER", help="a second one, which is asked the same")
+        parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, which gets the same messages")
         parser.add_argument("--system", metavar="TEXT", help="system message; default: that of the run")
         parser.add_argument(
-            "--temperature", default="0", metavar="T", help="0 (default): each token is the most likely one"
+            "--temperature", default="0", metavar="T", help="0 (default): greedy, the most likely token"
         )
         parser.add_argument("--max-tokens", default="512", metavar="N", help="longest answer in tokens (default: 512)")
 

@@ -15,7 +15,7 @@ from rlhf_cli.command_output import note
 
 
 class ConvertCommand(Command):
-    """Convert a model of another format: `rlhf convert MODEL.gguf FOLDER`, or `rlhf convert BIN_FOLDER FOLDER`.
+    """Convert a model in another format: `rlhf convert MODEL.gguf FOLDER`, or `rlhf convert BIN_FOLDER FOLDER`.
 
     SOURCE is a GGUF file, or a folder with pickled weights (pytorch_model.bin). FOLDER becomes a folder with
     safetensors, config, tokenizer, chat template and generation config. It is loaded and compared with SOURCE before it
@@ -33,7 +33,7 @@ class ConvertCommand(Command):
             "--dtype",
             choices=("fp32", "bf16"),
             default="fp32",
-            help="number format of the weights: fp32 (default) holds every value of SOURCE exactly; bf16 takes half of "
+            help="number format of the weights: fp32 (default) holds every value of SOURCE exactly; bf16 takes half "
             "the space, and rounds",
         )
 

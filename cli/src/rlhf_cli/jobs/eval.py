@@ -40,7 +40,7 @@ class EvalCommand(Command):
         )
         parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
         parser.add_argument(
-            "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its rewards there"
+            "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its rewards to this file"
         )
 
     def run(self, args: argparse.Namespace) -> int:

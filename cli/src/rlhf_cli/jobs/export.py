@@ -27,9 +27,9 @@ class ExportCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of the run")
         choice = parser.add_mutually_exclusive_group(required=True)
-        choice.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
-        choice.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
-        choice.add_argument("--average", action="store_true", help="the mean of the weights of all kept checkpoints")
+        choice.add_argument("--step", type=int, metavar="N", help="checkpoint of this step")
+        choice.add_argument("--best", action="store_true", help="checkpoint of the best evaluation")
+        choice.add_argument("--average", action="store_true", help="mean of the weights of all kept checkpoints")
         parser.add_argument(
             "-o", "--output", type=path_argument, required=True, metavar="FOLDER", help="new folder for the model"
         )

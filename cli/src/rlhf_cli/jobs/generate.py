@@ -40,7 +40,7 @@ class GenerateCommand(Command):
         )
         parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
         parser.add_argument(
-            "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its tokens there"
+            "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its tokens to this file"
         )
 
     def run(self, args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from rlhf.paths import path_argument
 
 
 class MergeCommand(Command):
-    """Merge an adapter in PEFT's form into its base: `rlhf merge ADAPTER FOLDER`.
+    """Merge an adapter in PEFT format into its base: `rlhf merge ADAPTER FOLDER`.
 
     ADAPTER is a folder with adapter_config.json, such as model/adapter of a run with --trainer.lora.rank. Language
     models, reward models and critics are merged. FOLDER becomes a whole model. It must compute what base and adapter
@@ -26,7 +26,7 @@ class MergeCommand(Command):
         parser.add_argument("adapter", type=path_argument, metavar="ADAPTER", help="folder of the adapter")
         parser.add_argument("folder", type=path_argument, metavar="FOLDER", help="new folder for the model")
         parser.add_argument(
-            "--base", metavar="BASE", help="folder or hub name of the base, where it is not the one that ADAPTER names"
+            "--base", metavar="BASE", help="folder or hub name of the base, if not the one that ADAPTER names"
         )
         parser.add_argument(
             "--dtype", choices=("fp32", "bf16"), help="number format of the new weights; default: that of the base"

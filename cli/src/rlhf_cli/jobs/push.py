@@ -16,8 +16,8 @@ from rlhf_cli.command_output import note
 class PushCommand(Command):
     """Upload a model's folder to a hub: `rlhf push runs/1/model owner/name`.
 
-    The hub's own client uploads it, with the token of HF_TOKEN or `hf auth login`. The repository is made where there
-    is none, as a private one. HF_ENDPOINT names another hub.
+    The hub's own client uploads it, with the token of HF_TOKEN or `hf auth login`. A missing repository is created as
+    private. HF_ENDPOINT names another hub.
     """
 
     name = "push"
@@ -25,7 +25,7 @@ class PushCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("folder", type=path_argument, metavar="FOLDER", help="folder of a model, or of an adapter")
         parser.add_argument("repo", metavar="REPO", help="repository on the hub: owner/name")
-        parser.add_argument("--public", action="store_true", help="anyone may read a repository that is made")
+        parser.add_argument("--public", action="store_true", help="create a new repository as public")
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_hub.upload import push

@@ -14,7 +14,7 @@ FRAMEWORKS = ("openrlhf", "trl", "verl")
 
 
 class MigrateCommand(Command):
-    """Write a run file that does what a command of another framework does: `rlhf migrate openrlhf train.sh`.
+    """Translate a command of another framework into a run file: `rlhf migrate openrlhf train.sh`.
 
     The source is a shell script or a whole command in quotes; for trl also a configuration or a Python script. Nothing
     of it is executed. Each value of the file has a comment with the option that it comes from. At the end are the
@@ -25,17 +25,17 @@ class MigrateCommand(Command):
     name = "migrate"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("framework", choices=FRAMEWORKS, help="where the source comes from")
+        parser.add_argument("framework", choices=FRAMEWORKS, help="framework of the source")
         parser.add_argument("source", metavar="SOURCE", help="a file, or a command in quotes")
         parser.add_argument(
             "--set",
             action="append",
             default=[],
             metavar="NAME=VALUE",
-            help="value of a variable that the source does not state, or of an option in place of the source's; may be "
-            "given several times",
+            help="value of a variable that the source does not set, or of an option to override; may be given several "
+            "times",
         )
-        unknown = "list options that are unknown in the file, as work that stays to do, instead of refusing them"
+        unknown = "list unknown options in the file, as remaining work, instead of refusing them"
         parser.add_argument("--allow-unknown", action="store_true", help=unknown)
         add_written_run_file(parser)
 

@@ -1,4 +1,4 @@
-"""Write a run file to start from: the options that matter first, each with its meaning."""
+"""Write a first run file with the most important options, each with its meaning."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ class PlanCommand(Command):
             help="memory of one GPU, or of a CPU's host: 80GiB, 24GB; default: that of this machine",
         )
         parser.add_argument(
-            "--host-memory", metavar="SIZE", help="host memory of a node with GPUs, to check what is offloaded"
+            "--host-memory", metavar="SIZE", help="host memory of a node with GPUs, to check offloaded states"
         )
         parser.add_argument(
             "--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
         parser.add_argument(
-            "--speeds", metavar="RUN", type=Path, help="also show step times, from what the run in this folder measured"
+            "--speeds", metavar="RUN", type=Path, help="also show step times, from the speeds of the run in this folder"
         )
         for name, (metavar, meaning) in FLAGS.items():
             parser.add_argument(f"--{name}", metavar=metavar, help=f"step times: {meaning}")

@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError
 
 FLAGS = {
     "answer-tokens": ("MEAN[,P95]", "tokens of an answer (of each turn)"),
-    "tokens-per-second": ("N", "of one answer, however many its engine samples at once"),
+    "tokens-per-second": ("N", "of one answer, at any load of its engine"),
     "env-seconds": ("MEAN[,P95]", "of the environment after a turn"),
     "reward-seconds": ("MEAN[,P95]", "of scoring a group"),
     "learn-seconds": ("S", "of learning from a batch"),

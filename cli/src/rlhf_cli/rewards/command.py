@@ -1,4 +1,4 @@
-"""Look at rewards before a run trusts them."""
+"""Check rewards before a run uses them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RewardsTryCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_dataset_answers(parser, "a reward's model, or of RUN")
         parser.add_argument("--step", type=int, metavar="N", help="recorded samples of this step (default: the last)")
-        probes = "rows for which answers that try to cheat are scored (default: 8; 0: none)"
+        probes = "rows for which to score answers that try to cheat (default: 8; 0: none)"
         parser.add_argument("--probes", type=int, default=8, metavar="N", help=probes)
-        parser.add_argument("--html", type=path_argument, metavar="FILE", help="write the same as one page of HTML too")
+        parser.add_argument("--html", type=path_argument, metavar="FILE", help="also write an HTML page")
 
     def run(self, args: argparse.Namespace) -> int:
         run = Path(args.run_file) if args.run_file is not None and Path(args.run_file).is_dir() else None
@@ -81,7 +81,7 @@ class RewardsTryCommand(Command):
 
 
 class RewardsCommand(CommandGroup):
-    """Look at rewards before a run trusts them."""
+    """Check rewards before a run uses them."""
 
     name = "rewards"
     actions = (RewardsTryCommand,)

@@ -13,10 +13,11 @@ from rlhf.interfaces import Command
 
 
 class RunsCommand(Command):
-    """List the runs below a folder, newest first: how far each one is, its last reward or loss, and its best value.
+    """List the runs below a folder, newest first, with the progress, the last reward or loss, and the best value of
+    each.
 
-    A run is looked for in the folder itself and up to three folders below it. Its state is running, finished, stopped
-    (by a signal or by eval.patience) or failed (by an error, or killed). `rlhf show RUN` says more about one of them.
+    The folder and up to three levels below it are searched for runs. Its state is running, finished, stopped (by a
+    signal or by eval.patience) or failed (by an error, or killed). `rlhf show RUN` says more about one of them.
     """
 
     name = "runs"
@@ -25,7 +26,7 @@ class RunsCommand(Command):
         parser.add_argument(
             "folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help="where to look (default: runs)"
         )
-        parser.add_argument("--json", action="store_true", help="one JSON array with an object for each run")
+        parser.add_argument("--json", action="store_true", help="one JSON array with an object per run")
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_runtime.checkpoint.json_values import dumps

@@ -36,14 +36,12 @@ class SamplesCommand(Command):
         parser.add_argument("--step", type=positive, metavar="N", help="samples of this step (default: the last one)")
         parser.add_argument("--worst", type=positive, metavar="N", help="the N with the lowest reward")
         parser.add_argument("--best", type=positive, metavar="N", help="the N with the highest reward")
-        parser.add_argument(
-            "--random", type=positive, metavar="N", help="N drawn at random; the same ones at every call"
-        )
-        parser.add_argument("--sort-by", metavar="NAME", help="worst and best by this reward, or by `length`")
-        parser.add_argument("--source", metavar="NAME", help="only of this source of data")
-        parser.add_argument("--group", type=natural, metavar="N", help="only of this group: the answers to one prompt")
+        parser.add_argument("--random", type=positive, metavar="N", help="N drawn at random, the same in every call")
+        parser.add_argument("--sort-by", metavar="NAME", help="rank by this reward, or by `length`")
+        parser.add_argument("--source", metavar="NAME", help="only this data source")
+        parser.add_argument("--group", type=natural, metavar="N", help="only this group: the answers to one prompt")
         parser.add_argument("--full", action="store_true", help="show long texts whole")
-        parser.add_argument("--json", action="store_true", help="one JSON object a line for each sample")
+        parser.add_argument("--json", action="store_true", help="one JSON object per sample, one per line")
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_runtime.report.recorded_samples import check_sort, read_samples, samples_file, select

@@ -12,7 +12,7 @@ from rlhf.interfaces import Command
 
 
 class ReportCommand(Command):
-    """Write a page about a run: `rlhf report runs/3`, or about several, over each other: `rlhf report runs/3 runs/4`.
+    """Write a page about a run: `rlhf report runs/3`, or one that overlays several: `rlhf report runs/3 runs/4`.
 
     One HTML file, which opens without a network and without a server: curves, the time of a step, the timeline, samples
     with rewards and with log-probs and advantages of their tokens, answers of evaluations, what was left out and why,
@@ -28,7 +28,7 @@ class ReportCommand(Command):
             "--output",
             type=Path,
             metavar="FILE",
-            help="the page (default: report.html in the run's folder; for several runs, in this folder)",
+            help="the page (default: report.html in the run's folder; for several runs, in the current folder)",
         )
 
     def run(self, args: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ def add_access(parser: argparse.ArgumentParser, port: int) -> None:
     """Flags of a command that serves. ``port``: the default."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=port, help="0: any free port (default: %(default)s)")
-    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
+    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the clients' token")
 
 
 def _here_only(host: str) -> bool:

@@ -30,16 +30,16 @@ class ServeRewardCommand(Command):
         parser.add_argument(
             "--model",
             metavar="MODEL",
-            help="whose tokenizer turns texts into tokens; if absent that of a reward's model; rewards that read texts "
-            "only need none",
+            help="model whose tokenizer is used (default: that of a reward's model); rewards that read only text need "
+            "none",
         )
         add_access(parser, port=5000)
         parser.add_argument(
             "--label", metavar="COLUMN", help="column of the row that gets the label (default: both label and answer)"
         )
         for name, metavar, default, text in (
-            ("batch", "N", 256, "most samples that a model reads at once"),
-            ("queue", "N", 4096, "most samples that are under way at once; further requests get status 429"),
+            ("batch", "N", 256, "largest number of samples that a model reads at once"),
+            ("queue", "N", 4096, "largest number of samples under way; further requests get status 429"),
             ("max-mb", "MIB", 64, "largest request; a larger one gets status 413"),
         ):
             parser.add_argument(
@@ -47,11 +47,11 @@ class ServeRewardCommand(Command):
             )
         parser.add_argument(
             "--wait", type=_seconds, metavar="SECONDS", default=0.005,
-            help="how long a model waits for further samples to read together (default: %(default)s)",
+            help="time that a model waits for more samples to batch (default: %(default)s)",
         )  # fmt: skip
         parser.add_argument(
             "--timeout", type=_seconds, metavar="SECONDS", default=120.0,
-            help="longest time for one request; then it gets status 503 (default: %(default)s)",
+            help="time limit of a request; then it gets status 503 (default: %(default)s)",
         )  # fmt: skip
 
     def run(self, args: argparse.Namespace) -> int:

@@ -32,12 +32,12 @@ class ServeTrainingCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser, excluded_flags=(*OF_A_RUN, "data", "reward"))
-        parser.add_argument("--name", help="how clients name the base model (default: as --model has it)")
+        parser.add_argument("--name", help="name of the base model for clients (default: that of --model)")
         parser.add_argument("--checkpoints", default="runs/served", metavar="FOLDER", help="default: %(default)s")
         add_access(parser, port=8100)
 
         parser.add_argument(
-            "--export", nargs=2, metavar=("CHECKPOINT", "FOLDER"), help="write the model of tinker://... and end"
+            "--export", nargs=2, metavar=("CHECKPOINT", "FOLDER"), help="export the model of tinker://... and exit"
         )
 
     def run(self, args: argparse.Namespace) -> int:

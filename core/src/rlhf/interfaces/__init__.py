@@ -73,7 +73,7 @@ _FILES = {
         "ApplyResult HasViews LendsHead Offloads RestartsOptimizer SendsWeights SharesModule Sums TakesWeights Trainer"
     ),
 }
-"""{file: the names that are offered here}. A file is called after its kind."""
+"""{file: its exported names}. A file is named after its kind."""
 _NO_KIND = ("component", "extension", "generator_spec", "model", "tokens")
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""Adapters: make a component from a file that was written for another framework."""
+"""Adapters: make a component from a file written for another framework."""
 
 from __future__ import annotations
 

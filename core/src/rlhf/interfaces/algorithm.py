@@ -36,12 +36,12 @@ class Algorithm(Component, Generic[Examples]):
     """Decides what a step learns from and what it trains. It runs on the driver and holds no model.
 
     In every step the runtime calls ``assemble``, ``annotations``, ``credit``, ``updates`` and ``finish``, in this order
-    and once each. Each method gets the batch that it needs, so an algorithm keeps nothing between the calls; an
-    evaluation may call the first four in between. State that must outlive a step (an adaptive coefficient) belongs
-    into ``state_dict``.
+    and once each. Each method gets the batch that it needs, so an algorithm keeps nothing between the calls. An
+    evaluation may call the first four in between. State that must outlive a step (an adaptive coefficient) belongs in
+    ``state_dict``.
 
-    The runtime builds ``cls(config, parts, run)`` with one instance per slot. A complete example is on the page
-    ``docs/tutorial/first-algorithm.md``. The library ``rlhf_algorithms`` has base classes that algorithms share.
+    The runtime builds ``cls(config, parts, run)`` with one instance per slot. ``docs/tutorial/first-algorithm.md`` is a
+    complete example. The library ``rlhf_algorithms`` has base classes that algorithms share.
     """
 
     data: ClassVar[DataForm] = "prompts"
@@ -50,9 +50,9 @@ class Algorithm(Component, Generic[Examples]):
     slots: ClassVar[Mapping[str, Slot]] = {}
     has_members: ClassVar[bool] = False
     """Whether the run file names further algorithms, the members: ``[algorithm.members.NAME] use = "..."``, with the
-    options and slots of that algorithm in the same table. ``Config`` then has a field ``members: Mapping[str, M]``,
-    where M is a ComponentConfig with ``use`` and with what this algorithm itself reads of a member. The runtime builds
-    each member with the same ``run``; it is ``parts["members.NAME"]``."""
+    options and slots of that algorithm in the same table. ``Config`` then has a field ``members: Mapping[str, M]``. M
+    is a ComponentConfig with ``use`` and the member options that this algorithm itself reads. The runtime builds each
+    member with the same ``run`` as ``parts["members.NAME"]``."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Algorithm(Component, Generic[Examples]):
 
     @abstractmethod
     def needs(self) -> Needs:
-        """Requirements on the run: roles, samples per group, log-probs of the generator. They depend on the config and
-        the parts only."""
+        """Requirements on the run: roles, samples per group, log-probs of the generator. They depend only on the config
+        and the parts."""
 
     def use_tokens(self, tokens: Tokens) -> None:
-        """Called once, before a model is loaded, with the policy's tokenizer. Raises ConfigError where an option names
-        a token that the tokenizer does not have."""
+        """Called once, before a model is loaded, with the policy's tokenizer. Raises ConfigError if an option names a
+        token that the tokenizer does not have."""
         return
 
     def conflicts(self, shape: OnlineShape) -> list[str]:
@@ -81,8 +81,8 @@ class Algorithm(Component, Generic[Examples]):
         return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.conflicts(shape)]
 
     def columns(self, source: str) -> Collection[str]:
-        """Columns of the rows of a source that ``assemble`` reads. A run is refused before a model is loaded if no row
-        of the source has such a column. For data form ``prompts`` only. Default: those of the advantages."""
+        """Columns of a source that ``assemble`` reads. A run is refused before a model is loaded if no row of the
+        source has such a column. For data form ``prompts`` only. Default: those of the advantages."""
         return [name for part in self.parts.values() if isinstance(part, Advantage) for name in part.columns()]
 
     @abstractmethod
@@ -93,10 +93,10 @@ class Algorithm(Component, Generic[Examples]):
         are not called for it.
 
         A sample with an empty answer is a unit too. It has no token under ``loss_mask``, but its reward counts in its
-        group; ``credit`` and the losses must allow for it.
+        group. ``credit`` and the losses must handle it.
 
         Args:
-            examples: scored groups where ``data`` is ``prompts``, else tokenised rows.
+            examples: scored groups if ``data`` is ``prompts``, else tokenised rows.
         """
 
     def annotations(self, step: int) -> list[Annotation]:
@@ -105,7 +105,7 @@ class Algorithm(Component, Generic[Examples]):
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with the columns that the losses need (advantages from rewards), and metrics about them. Default:
-        the batch as it is."""
+        the unchanged batch."""
         return batch, {}
 
     @abstractmethod
@@ -113,17 +113,17 @@ class Algorithm(Component, Generic[Examples]):
         """What is trained in step ``step`` (from 0), in order.
 
         Args:
-            batch: what ``credit`` returned. None before the run: the runtime then asks for every step, and plans the
-                learning rates by the number of optimizer steps in the answer. Answer for a full batch; for a smaller
-                batch there may be fewer minibatches, and the schedule of the learning rate goes on as planned.
+            batch: the result of ``credit``. None before the run: the runtime then calls this for every step and plans
+                the learning rates from the number of optimizer steps. Answer for a full batch. A smaller batch may have
+                fewer minibatches; the learning-rate schedule goes on as planned.
         """
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Called after the updates of a step: adapt coefficients. Returns further metrics.
 
         Args:
-            batch: what ``assemble`` returned.
-            metrics: of the step, those of the updates included.
+            batch: the result of ``assemble``.
+            metrics: of the step, including those of the updates.
         """
         return {}
 

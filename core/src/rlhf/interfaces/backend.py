@@ -10,9 +10,9 @@ from rlhf.interfaces.extension import Extension
 class Backend(Extension):
     """A launcher, a trainer and a generator that work together, selected by ``--backend NAME``.
 
-    The flag is short for ``--launcher.use``, ``--trainer.use`` and ``--generator.use``. Each is a reference, as a run
-    file has it. The three may come from different distributions; a backend imports none of them. Options of the three
-    stay in their own sections. A backend has no options and no methods.
+    The flag is short for ``--launcher.use``, ``--trainer.use`` and ``--generator.use``. Each is a reference, as in a
+    run file. The three may come from different distributions. A backend imports none of them, and has no options and no
+    methods. Options of the three stay in their own sections.
 
     A complete distribution is two files. ``pyproject.toml``::
 

@@ -43,7 +43,7 @@ class ProbeAnswer:
     """What a probe reported."""
 
     seconds: float
-    """How long the child process ran."""
+    """Run time of the child process."""
     error: str = ""
     """Why the probe did not finish; empty if it did."""
     log: str = field(default="", repr=False)
@@ -73,7 +73,7 @@ class Examination:
     timeout: float = 120.0
     """Seconds for one probe."""
     start: bool = False
-    """Whether the user allows checks to start something briefly (``rlhf doctor --start``)."""
+    """Whether checks may briefly start services (``rlhf doctor --start``)."""
     launcher: str | None = None
     """Name of the run's launcher; None if no run is examined."""
     launcher_options: Mapping[str, Any] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class Examination:
 
 
 class Check(Extension):
-    """A check of ``rlhf doctor``, offered by the distribution whose requirements it checks.
+    """A check of ``rlhf doctor``, provided by the distribution whose requirements it checks.
 
-    All installed checks run, in order of their names, after the doctor's own. Import light modules at the top of the
+    All installed checks run in order of their names, after the built-in ones. Import light modules at the top of the
     file, and heavy ones inside a probe. Complete example::
 
         from rlhf import hookimpl

@@ -12,10 +12,10 @@ from rlhf.interfaces.extension import Extension
 class Command(Extension):
     """A subcommand of the program: ``rlhf NAME``.
 
-    ``rlhf NAME --help`` shows the first paragraph of the class's docstring. ``rlhf --help`` shows the first line of the
-    docstring of the module that the entry point names. It reads that line from the file and imports nothing, so a
-    broken command does not break the others. The module is imported when the command is called: import light modules
-    at its top, and heavy ones inside :meth:`run`. Options of a command are its arguments.
+    ``rlhf NAME --help`` shows the first paragraph of the class docstring. ``rlhf --help`` shows the first line of the
+    docstring of the entry point's module. It reads that line from the file and imports nothing, so a broken command
+    does not break the others. The module is imported when the command is called: import light modules at its top, and
+    heavy ones inside :meth:`run`. The options of a command are its arguments.
 
     A complete distribution is two files. ``pyproject.toml``::
 
@@ -73,6 +73,7 @@ class Command(Extension):
         Args:
             args: the arguments that :meth:`add_arguments` added, and ``overrides`` if :attr:`run_file_flags` is True.
 
-        Returns the exit code: 0 done, 1 failed, 2 wrong usage. Errors of :mod:`rlhf.errors` may be raised instead: the
-        program writes their message to standard error and ends with 2 for a wrong usage or configuration, else with 1.
+        Returns the exit code: 0 for success, 1 for failure, 2 for wrong usage. It may raise errors of
+        :mod:`rlhf.errors` instead: the program writes their message to standard error and exits with 2 for a wrong
+        usage or configuration, else with 1.
         """

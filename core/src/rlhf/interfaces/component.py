@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ComponentConfig(BaseModel):
-    """Base of every config. It is frozen, refuses unknown keys and converts no values. The docstring below a field is
-    the field's documentation."""
+    """Base of every config. It is frozen, refuses unknown keys and converts no values. The docstring below a field
+    documents it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -44,8 +44,9 @@ class Component:
 
 
 class Ability(ABC):  # noqa: B024 - the methods are in its subclasses
-    """Base of the classes for what only some components of a kind can do, such as :class:`rlhf.interfaces.Offloads`. A
-    component that can do it derives from the class, which it names before its interface."""
+    """Base of the classes for features that only some components of a kind have, such as
+    :class:`rlhf.interfaces.Offloads`. A component with the feature derives from the class, listed before its
+    interface."""
 
 
 def abilities(cls: type[Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Curricula: which rows a run trains on next, given what became of the rows before."""
+"""Curricula: choose the rows that a run trains on next from the results of earlier rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RowSource:
     """A source of training data. Its rows have the positions ``first`` to ``first + rows - 1``."""
 
     name: str
-    """As the run file names it; the prefix of per-source metrics."""
+    """Name in the run file; the prefix of per-source metrics."""
     first: int
     """Position of its first row."""
     rows: int
-    """How many of its rows can be trained on, at least 1."""
+    """Number of its rows that can be trained on, at least 1."""
     columns: tuple[str, ...] = ()
     """Every column that some row has."""
     probability: float | None = None
-    """``data.train.*.probability``: its share of the rows at the start; None where the run file gives no shares."""
+    """``data.train.*.probability``: its share of the rows at the start; None if the run file sets no shares."""
 
     @property
     def positions(self) -> range:
@@ -34,42 +34,42 @@ class RowSource:
 
 
 class TrainingRows(ABC):
-    """The training rows of a run, read-only. A row is named by its position: rows are counted from 0, in the order in
-    which the sources hold them, source after source. Rows that ``data.too_long`` or ``data.bad_rows`` leaves out have
-    no position, so every position can be chosen."""
+    """The training rows of a run, read-only. A row is identified by its position: rows are counted from 0, source after
+    source, in the order of each source. Rows that ``data.too_long`` or ``data.bad_rows`` drops have no position, so
+    every position can be chosen."""
 
     sources: tuple[RowSource, ...]
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return sum(source.rows for source in self.sources)
 
     @abstractmethod
     def values(self, column: str) -> Iterator[object]:
-        """One column of every row, by position; None where a row lacks it."""
+        """One column of every row, by position; None if a row lacks it."""
 
     @abstractmethod
     def location(self, position: int) -> str:
-        """Where a row is written, for messages: ``train.jsonl, line 3``."""
+        """Location of a row, for messages: ``train.jsonl, line 3``."""
 
     @abstractmethod
     def shuffled(self, n: int, *counters: int) -> Sequence[int]:
-        """The numbers 0 to ``n - 1`` in an order that depends on the run's seed, ``n`` and ``counters`` alone."""
+        """The numbers 0 to ``n - 1`` in an order that depends only on the run's seed, ``n`` and ``counters``."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """What became of the samples of one row."""
+    """The results of one row's samples."""
 
     row: int
     """Its position."""
     number: int
-    """Of the group, counted over the run. Later groups have larger numbers."""
+    """Number of the group in the run. Later groups have larger numbers."""
     step: int
     """The step, counted from 0, that trains on the batch of the group."""
     scores: tuple[float, ...]
-    """What the dynamic filter reads of each sample, in sample order: ``Trajectory.score``. Samples that failed or got
-    no score are left out; a group of given answers has none."""
+    """The score of each sample that the dynamic filter reads, in sample order: ``Trajectory.score``. Samples that
+    failed or got no score are omitted. A group of given answers has no scores."""
     outcome: Outcome
     """``kept``: its samples are in the batch of ``step``. ``filtered``: ``stream.filter`` rejected it. ``left_out``:
     too many of its samples failed or got no reward."""
@@ -82,23 +82,23 @@ class Curriculum(Component):
     The runtime calls, in this order: ``setup`` once; ``load_state_dict`` where the run resumes; then ``choose`` for the
     batches, in order, and ``finished`` between them.
 
-    **What is known when.** A batch is generated with the weights of some version v, the number of steps that they were
-    trained for: with ``stream.staleness`` S batch k has v = max(0, k - S), in rounds of R steps v = R * (k // R). When
-    ``choose`` is called for batch k, ``finished`` has been called with all groups of the batches 0 to v - 1 and with no
-    others. So the rows of a batch depend on exactly what the weights that sample it have learnt from. Groups of the
-    batches v to k - 1 are under way: a curriculum that does not want their rows again must remember that it chose them.
+    **Known results.** A batch is generated with the weights of some version v, the number of steps that they were
+    trained for. With ``stream.staleness`` S, batch k has v = max(0, k - S). In rounds of R steps, v = R * (k // R).
+    When ``choose`` is called for batch k, ``finished`` has been called with the groups of the batches before v and no
+    others. So the rows of a batch depend on exactly the groups that its weights have learnt from. Groups of the batches
+    v to k - 1 are in flight: a curriculum that must not repeat their rows has to remember that it chose them.
 
     In a continuous stream (``stream.mode = "continuous"``) rows are chosen when their groups are started, and
     ``finished`` is called when a step takes its batch, with the groups of the batch and those that were rejected since
-    the batch before. ``step`` of ``choose`` is the step that trains on the rows if no further group is rejected. While
-    none is, and without ``stream.oversample``, the calls are those that a batch k with v = max(0, k - S) has in waves.
-    The state may be restored between two calls of ``choose`` for one step. Curricula with ``repeats = False`` are
-    refused there: a rejected group leaves its place to one that was chosen for a later batch.
+    the batch before. ``step`` of ``choose`` is the step that trains on the rows if no further group is rejected. As
+    long as none is, and without ``stream.oversample``, the calls are those of a batch k with v = max(0, k - S) in
+    waves. The state may be restored between two calls of ``choose`` for one step. Curricula with ``repeats = False``
+    are refused in a continuous stream, because a group that was chosen for a later batch replaces a rejected group.
 
     **Reproducible.** Every random choice is a function of the seed and of counters (``TrainingRows.shuffled``,
     ``rlhf.seeds.derive_seed``), never of a clock or of a generator with hidden state. ``state_dict`` holds everything
-    else that choices depend on. It is taken after every step, so it should cost little: put long arrays into one text.
-    The runtime restores it between two batches and compares ``state_dict()`` with what was saved.
+    else that choices depend on. It is called after every step, so it should be cheap: put long arrays into one string.
+    The runtime restores it between two batches and compares ``state_dict()`` with the saved state.
 
     Complete example::
 
@@ -128,17 +128,18 @@ class Curriculum(Component):
     """
 
     min_scores: ClassVar[int] = 0
-    """How many scores of a group it needs at least. 0: it reads none, so it can order the rows of offline algorithms,
-    too. 1: it reads scores. 2: it compares the scores of a group, so ``sampling.samples_per_prompt`` is at least 2."""
+    """Smallest number of scores that it needs per group. 0: it reads none, so it can also order the rows of offline
+    algorithms. 1: it reads scores. 2: it compares the scores of a group, so ``sampling.samples_per_prompt`` is at least
+    2."""
     repeats: ClassVar[bool] = True
-    """False: the curriculum promises that no row comes twice in a batch, refills included. The runtime holds it to
-    that."""
+    """False: the curriculum guarantees that no row occurs twice in a batch, refills included. The runtime checks
+    this."""
     reads_probabilities: ClassVar[bool] = False
-    """Whether it uses ``RowSource.probability``. Where it does not, a run file that gives probabilities is refused."""
+    """Whether it uses ``RowSource.probability``. If False, a run file that sets probabilities is refused."""
 
     @abstractmethod
     def setup(self, rows: TrainingRows, seed: int, total_steps: int) -> None:
-        """Get to know the data, before any model is loaded.
+        """Inspect the data before any model is loaded.
 
         Args:
             seed: of the run, for ``derive_seed``.
@@ -151,15 +152,15 @@ class Curriculum(Component):
     def choose(self, n: int, step: int) -> Sequence[int]:
         """The positions of the next ``n`` rows of the batch that step ``step``, counted from 0, trains on.
 
-        Called once for a batch, and again with the same ``step`` for the rows that take the places of groups that were
-        filtered or left out. Steps never go back.
+        Called once per batch, and again with the same ``step`` for rows that replace filtered or left-out groups. Steps
+        never decrease.
         """
 
     def finished(self, groups: Sequence[FinishedGroup]) -> None:
-        """Learn what became of the rows of one batch, in the order in which they were chosen: right before that batch
-        is trained on. Not called in offline runs."""
+        """Receive the results of one batch, in the order in which its rows were chosen, right before that batch is
+        trained on. Not called in offline runs."""
 
     def metrics(self) -> Mapping[str, float]:
         """Numbers about the batch that was chosen last; ``{"share": 0.5}`` is ``curriculum/share`` in the metrics of
-        the step that trains on it. Called once a batch, when all its rows are chosen."""
+        the step that trains on it. Called once per batch, when all its rows are chosen."""
         return {}

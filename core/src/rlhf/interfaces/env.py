@@ -13,8 +13,8 @@ from rlhf.types import EnvStep, Row, Sampling
 class Env(Component):
     """One instance is one episode. The runtime builds a new instance for every sample and always closes it. Methods are
     all ``async def`` (run on the event loop) or all plain ``def`` (run in a worker process, which is killed at the
-    deadline). With equal row, seed and actions an environment must give equal answers, also in another worker process:
-    all of them have one ``PYTHONHASHSEED``, so sets of texts have one order. Complete example::
+    deadline). With equal row, seed and actions an environment must give equal answers, also in another worker process.
+    All workers have the same ``PYTHONHASHSEED``, so the order of a set of texts is the same. Complete example::
 
         class Echo(Env):
             name = "echo"
@@ -28,15 +28,15 @@ class Env(Component):
 
     sampling: Sampling | None = None
     """Current sampling parameters of this episode. The rollout sets them before ``reset`` and before every ``step``.
-    They are frozen; an environment changes them by ``EnvStep(sampling=replace(self.sampling, ...))``."""
+    They are frozen. An environment changes them by ``EnvStep(sampling=replace(self.sampling, ...))``."""
 
     @classmethod
     def agents(cls, config: Any) -> Sequence[str]:
-        """Names of the agents that the policy plays, by the options. Empty: one, which needs no name.
+        """Names of the agents that the policy plays, according to the options. Empty: one unnamed agent.
 
         With names, each agent has a conversation, rewards and a baseline of its own (docs/how-to/environments.md).
-        ``reset`` and each ``step`` that does not end the episode say whose turn is next (:attr:`EnvStep.agent`) and
-        what this agent reads (:attr:`EnvStep.observation`)::
+        ``reset`` and each ``step`` that does not end the episode name the next agent (:attr:`EnvStep.agent`) and what
+        it reads (:attr:`EnvStep.observation`)::
 
             class Bidding(Env):
                 name = "bidding"
@@ -60,12 +60,12 @@ class Env(Component):
 
     @abstractmethod
     def reset(self, row: Row, seed: int) -> str | EnvStep | Awaitable[str | EnvStep]:
-        """Start the episode. Returns the text that follows the row's prompt ("" for none); with several :meth:`agents`
-        an EnvStep with this text for the agent that begins."""
+        """Start the episode. Returns the text that follows the row's prompt ("" for none). With several :meth:`agents`,
+        returns an EnvStep with this text for the first agent."""
 
     @abstractmethod
     def step(self, action: str) -> EnvStep | Awaitable[EnvStep]:
-        """Answer the turn ``action`` (decoded text without special tokens) of the policy, as the agent whose turn it
+        """Answer the policy's turn ``action`` (decoded text without special tokens), played by the agent whose turn it
         was."""
 
     def close(self) -> Awaitable[None] | None:

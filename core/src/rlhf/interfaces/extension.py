@@ -1,4 +1,4 @@
-"""The base class of commands, checks and backends: a name. It imports no pydantic, so that commands start fast."""
+"""The base class of commands, checks and backends. It does not import pydantic, so that commands start fast."""
 
 from __future__ import annotations
 

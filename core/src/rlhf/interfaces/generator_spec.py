@@ -1,4 +1,4 @@
-"""What a generator is made from, beside its config."""
+"""The input of a generator besides its config."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class GeneratorSpec:
     """Longest sequence, prompt and answer together."""
     seed: int = 0
     sync_timeout: float = 600.0
-    """Seconds that taking one bucket of weights may last."""
+    """Largest number of seconds for taking one bucket of weights."""
     in_flight: Literal["continue", "drain", "restart"] = "continue"
-    """What a load of weights does to requests of ``EnginePool.answer`` that are not finished. ``continue``: their
-    next tokens are sampled with the new weights. ``drain``: the load waits until they are finished. ``restart``: they
-    are sampled again from their first token."""
+    """What a load of weights does to unfinished requests of ``EnginePool.answer``. ``continue``: their next tokens are
+    sampled with the new weights. ``drain``: the load waits until they are finished. ``restart``: they are sampled again
+    from their first token."""
     keys: Literal["recompute", "keep"] = "recompute"
-    """``in_flight = "continue"``: whether keys and values of the tokens so far are computed again with the new weights.
-    ``keep`` (capability ``keep:keys``): they stay those of the weights that computed them. No other request reads
+    """For ``in_flight = "continue"``. ``recompute``: keys and values of the tokens so far are recomputed with the new
+    weights. ``keep`` (capability ``keep:keys``): they stay as the old weights computed them. No other request reads
     them."""
     max_images: int = 0
-    """Most images of a request (capability ``images``)."""
+    """Largest number of images in a request (capability ``images``)."""
     shares_devices: bool = False
-    """Roles of the run are on the engine's devices. They are loaded before the engine starts, and the engine may
-    be told to sleep while they compute (:class:`Sleeps`)."""
+    """Roles of the run use the engine's devices. They are loaded before the engine starts. The engine may be put to
+    sleep while they compute (:class:`Sleeps`)."""
     adapters: LowRankAdapters | None = None
-    """The engine computes with the base and these adapters beside it: a load brings the base's tensors, the adapters'
-    in PEFT's names, or both (:data:`rlhf.interfaces.model.PARTS`). The base stays until the next one comes. None: loads
-    bring whole weights."""
+    """The engine computes with the base and these separate adapters. A load contains the tensors of the base, those of
+    the adapters in PEFT's names, or both (:data:`rlhf.interfaces.model.PARTS`). A base stays until the next one
+    arrives. None: loads contain whole weights."""
     experts: ExpertLayers | None = None
     """Turns must have :attr:`~rlhf.types.Turn.experts` of these layers (capability ``experts``). None: no records."""
     storage: str = "fp32"

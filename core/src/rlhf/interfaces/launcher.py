@@ -1,4 +1,4 @@
-"""Launchers: start workers, and decide on which devices."""
+"""Launchers: start workers and assign their devices."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Place:
 
 
 def check_workers(places: Mapping[str, Place], device: str) -> None:
-    """Raises ConfigError if GPUs of an engine would stay idle. On a CPU further cores are threads of its workers.
+    """Raises ConfigError if GPUs of an engine would stay idle. On a CPU, extra cores are threads of its workers.
 
     Args:
-        device: ``cpu`` | ``cuda``, what the places' devices are.
+        device: ``cpu`` | ``cuda``, the kind of the places' devices.
     """
     place = places.get(GENERATOR)
     if device == "cuda" and place is not None and place.workers is not None and place.workers < place.devices:
@@ -59,13 +59,13 @@ class WorkerGroup(ABC):
 
     size: int
     worker: Any = None
-    """The worker itself, if there is one worker and it is in this process."""
+    """The worker itself, if it is the only one and runs in this process."""
 
     @abstractmethod
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call ``method`` on every rank, rank i with ``per_rank[i]``; results in rank order.
+        """Call ``method`` on every rank, rank i with ``per_rank[i]``. Results are in rank order.
 
-        The tensors of micro-batches are views of larger ones. pickle would send the whole memory with each of them.
+        The tensors of micro-batches are views of larger ones. pickle would send the whole storage with each of them.
         """
 
     def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
@@ -79,7 +79,7 @@ class WorkerGroup(ABC):
         and generators of the same launcher accept in place of values.
 
         Args:
-            timeout: seconds between two items; TrainingError when it is over.
+            timeout: largest number of seconds between two items; then TrainingError.
         """
 
     def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
@@ -93,7 +93,7 @@ class WorkerGroup(ABC):
         return self.stream("buckets", view, limit, timeout=timeout)
 
     def value(self, item: Any) -> Any:
-        """The value of an item of :meth:`stream`: the item itself, or what the handle stands for. Read-only."""
+        """The value of an item of :meth:`stream`: the item itself, or the value behind the handle. Read-only."""
         return item
 
     def peak_memory(self) -> list[dict[str, int]]:
@@ -105,48 +105,48 @@ class WorkerGroup(ABC):
 
 
 class EnginePool(TakesTensors, Generator):
-    """Engines behind one generator: requests go to engines, weights go to all of them. A launcher makes it. It answers
-    single requests too (``stream.mode = "continuous"``), if its engines are
+    """Engines behind one generator, created by a launcher. Each request goes to one engine, weights go to all. It also
+    answers single requests (``stream.mode = "continuous"``) if its engines are
     :class:`rlhf.interfaces.generator.AnswersRequests`."""
 
     @abstractmethod
     async def answer(self, request: GenerationRequest) -> Turn:
-        """One sampled turn, while other requests and the training of the policy go on. It is awaited on an event loop
-        that is not the main thread's; the other methods are called on the main thread. Cancelling the call drops the
+        """One sampled turn. Other requests and the training of the policy continue meanwhile. It is awaited on an event
+        loop outside the main thread; the other methods are called on the main thread. Cancelling the call drops the
         sample."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Sample nothing for requests of :meth:`answer` until :meth:`resume`. Weights are loaded and proven meanwhile.
-        With ``in_flight = "drain"`` it first waits until the unfinished requests are answered. Calls may be nested."""
+        """Stop sampling for requests of :meth:`answer` until :meth:`resume`. Weights are loaded and proven meanwhile.
+        With ``in_flight = "drain"`` it first waits until all unfinished requests are answered. Calls may be nested."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Continue after :meth:`pause`."""
 
     def repair(self) -> None:
-        """Replace engines that died since the last call, so that requests of :meth:`answer` go on. Called on the main
-        thread, again and again while it waits for samples."""
+        """Replace engines that died since the last call, so that requests of :meth:`answer` continue. Called repeatedly
+        on the main thread while it waits for samples."""
         return
 
     def idle(self) -> tuple[float, float] | None:
-        """(engine seconds without a request, engine seconds) since the last call; None: it does not know. Called on
-        the main thread."""
+        """(engine seconds without a request, engine seconds) since the last call; None: unknown. Called on the main
+        thread."""
         return None
 
     def unfinished_tokens(self) -> int:
-        """Tokens sampled so far of requests that are not answered; 0: it does not know. Called on any thread."""
+        """Tokens sampled so far for unanswered requests; 0: unknown. Called on any thread."""
         return 0
 
     def restarted(self) -> Mapping[str, int]:
-        """{why: tokens} of requests of :meth:`answer` that were sampled and thrown away since the last call, because
-        their samples began again: ``weights`` (``in_flight = "restart"``), ``engine`` (it died). Called on the main
+        """{reason: tokens} that requests of :meth:`answer` sampled and discarded since the last call, because their
+        samples were restarted: ``weights`` (``in_flight = "restart"``), ``engine`` (it died). Called on the main
         thread."""
         return {}
 
 
 class Launcher(Component):
-    """Starts trainers and generators. The controller gets the same worker group wherever they run."""
+    """Starts trainers and generators. The controller gets the same kind of worker group wherever they run."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``ranks:many``, ``processes`` (workers run outside of this process), ``answers`` (its generator is an
@@ -154,7 +154,7 @@ class Launcher(Component):
 
     @classmethod
     def is_local(cls, config: Any) -> bool:
-        """Whether its workers run on this machine, as far as is known before the start. Only then trainers and
+        """Whether its workers run on this machine, as far as is known before the start. Only then do trainers and
         generators check options against the machine (:meth:`Trainer.check`, :meth:`Generator.check`)."""
         return True
 
@@ -164,7 +164,7 @@ class Launcher(Component):
         on every cluster, with the same messages. The default refuses a ``transport``.
 
         Args:
-            generator: the run's; None: it has none.
+            generator: that of the run; None: it has none.
             transport: the run file's ``sync.transport``.
 
         Raises ConfigError or CapabilityError.
@@ -182,11 +182,11 @@ class Launcher(Component):
 
     @abstractmethod
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
-        """Reserve devices; called once, before anything is launched.
+        """Reserve devices. Called once, before anything is launched.
 
         Args:
             places: by role name; :data:`GENERATOR` for the engines, if there are any.
-            plugins: the run's plugins; every process that is launched must find the same versions.
+            plugins: the run's plugins; every launched process must have the same versions.
             reports: folder for reports about failures; None: the working directory.
 
         Raises ConfigError, with the arithmetic, if the places do not fit.
@@ -209,14 +209,14 @@ class Launcher(Component):
 
         Args:
             policy: the ranks whose weights it samples from. If :meth:`choose_link` chose a link,
-                ``policy.send_buckets`` uses it from now on.
-            refresh: sends the current weights again; called after an engine was replaced. None: nothing can send them,
-                so an engine that dies ends the run.
+                ``policy.send_buckets`` uses it from then on.
+            refresh: sends the current weights again after an engine was replaced. None: nothing can send them, so the
+                death of an engine ends the run.
         """
 
     def choose_link(self, generator: type[Generator], transport: str) -> None:
-        """Choose how the policy's weights will reach the generator; called once, after :meth:`place` and before
-        anything is launched.
+        """Choose how the policy's weights reach the generator. Called once, after :meth:`place` and before anything is
+        launched.
 
         Args:
             transport: the run file's ``sync.transport``; ConfigError if it is not possible.

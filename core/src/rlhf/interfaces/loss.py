@@ -1,4 +1,4 @@
-"""Losses: compute plain values from model outputs and batch columns; the core weighs and adds the values."""
+"""Losses: compute plain values from model outputs and batch columns. The core weights and sums the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Loss(Component):
-    """A loss declares what it reads and how its terms reduce, and returns values without masks or denominators.
+    """A loss declares what it reads and how its terms are reduced. It returns values without masks or denominators.
 
     Complete example (supervised fine-tuning)::
 
@@ -33,7 +33,7 @@ class Loss(Component):
     """
 
     correction_option: str = ""
-    """The option, relative to the loss's section, that turns on importance weights for samples of an older policy:
+    """The option, relative to the loss's section, that enables importance weights for samples of an older policy:
     ``correction.preset NAME``. Empty if the loss has no such option. A warning at the start of a run names it."""
 
     @property
@@ -48,22 +48,23 @@ class Loss(Component):
 
     def columns(self) -> tuple[str, ...]:
         """Batch columns that the loss reads. Only these are sent to the ranks, and reading any other column raises. For
-        a column that may be absent, ask ``x.has(name)`` first."""
+        a column that may be absent, check ``x.has(name)`` first."""
         return ()
 
     @abstractmethod
     def reduce(self) -> dict[str, Reduce]:
         """{term: its reduction}, declared before the first forward pass. The ``over`` mask of the first term is the
-        mask of the loss. A term over other tokens names their mask; its values are of a :class:`Head` over it."""
+        mask of the loss. A term over other tokens names their mask, and its values come from a :class:`Head` over
+        it."""
 
     def signal(self) -> tuple[str, ...]:
-        """Columns of :meth:`columns` without which a unit teaches nothing. Where all of them are 0 in a unit, each of
-        its values under every term and every gradient of these values must be exactly 0. Such units are not computed;
-        they still count in all denominators, and the loss's metrics are of the computed units. Empty (the default):
-        every unit is computed.
+        """Columns of :meth:`columns` that carry the training signal. If all of them are 0 in a unit, each of its values
+        under every term and every gradient of these values must be exactly 0. Such units are not computed. They still
+        count in all denominators, but the loss's metrics cover only the computed units. Empty (the default): every unit
+        is computed.
 
-        A loss with advantages as a factor of all its values declares ``("advantages",)``. It must not where another
-        term, such as an entropy bonus, reads all tokens, or where a metric is of all tokens."""
+        A loss whose values all have the advantage as a factor declares ``("advantages",)``. It must not do so if
+        another term, such as an entropy bonus, reads all tokens, or if a metric covers all tokens."""
         return ()
 
     def conflicts(self, shape: OnlineShape) -> list[str]:
@@ -80,7 +81,7 @@ class Loss(Component):
         return batch
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Metrics that are functions of the means of others, such as a harmonic mean. A mean that is not reported is
+        """Metrics computed from the means of other metrics, such as a harmonic mean. A mean that is not reported is
         absent from ``means``. Called on the driver."""
         return {}
 

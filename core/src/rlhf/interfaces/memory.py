@@ -50,9 +50,9 @@ class VisionSize:
     pixels: int
     """Numbers in one patch."""
     patches: int
-    """Of a large image, as the model's processor divides it."""
+    """Patches of a large image, as the model's processor divides it."""
     tokens: int
-    """Of that image."""
+    """Tokens of that image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ModelSize:
     cache_elements: int
     """Elements of the key-value cache per token, over all layers."""
     cache_heads: int = 1
-    """Most devices that the cache can be split over."""
+    """Largest number of devices that the cache can be split over."""
     layer_class: str = ""
     """Class of the decoder layers in transformers."""
     softcap: bool = False
@@ -90,15 +90,15 @@ class ModelSize:
     vision: int = 0
     """Parameters of the vision tower and the projector behind it."""
     tower: VisionSize | None = None
-    """Set where the run has images."""
+    """Set if the run has images."""
 
     @property
     def widest(self) -> int:
-        """Parameters of the largest part that is computed with at once: a layer, the embedding or the head."""
+        """Parameters of the largest part that is used at once: a layer, the embedding or the head."""
         return max([layer.parameters for layer in self.layers] + [self.embedding, self.head])
 
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
-        """Parameters of adapters of ``rank`` beside every linear layer, or beside those named in ``targets``."""
+        """Parameters of adapters of ``rank`` on every linear layer, or on those named in ``targets``."""
         names = None if targets is None else set(targets)
         return rank * sum(i + o for name, i, o, _ in self.linear if names is None or name in names)
 
@@ -116,9 +116,9 @@ class TrainerWork:
     unit: int
     """Tokens of the largest unit (a sequence, or a pair of them)."""
     units: int
-    """Units that all ranks of the role share in one optimizer step, or in one annotation."""
+    """Units of one optimizer step, or of one annotation, over all ranks of the role."""
     micro_tokens: int | None = None
-    """Tokens of a micro-batch in the run file; None: the trainer's own number."""
+    """Tokens of a micro-batch, from the run file; None: the trainer's default."""
     prompt: int = 0
     """Tokens of the prefix that neighbouring sequences of a unit share."""
     siblings: int = 1
@@ -130,8 +130,8 @@ class TrainerWork:
     images: int = 0
     """Images of a sequence; 0: the run has none."""
     step: int | None = None
-    """Tokens that all ranks together compute in one step, where a prefix that sequences of a unit share counts once;
-    None: known from the other numbers only."""
+    """Tokens that all ranks together compute in one step. A prefix that sequences of a unit share counts once. None:
+    known from the other numbers only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class SamplingWork:
     """The samples that a run requests from one engine. All counts are upper bounds."""
 
     samples: int
-    """Samples that are requested at once."""
+    """Samples requested at once."""
     prompts: int
     """Distinct prompts among them."""
     longest: int
@@ -148,7 +148,7 @@ class SamplingWork:
     images: int = 0
     """Images of a prompt; 0: the run has none."""
     occupied: int | None = None
-    """Bytes of a device that roles and processes hold when the engine starts; None: no role shares its devices."""
+    """Bytes of a device in use by roles and processes when the engine starts; None: no role shares its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class PhaseMemory:
     """{part: bytes} on the device. Parts: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``logits``,
     ``cache`` (keys and values), ``working`` (temporaries and buffers), ``allocator`` (freed, but not given back)."""
     host: int = 0
-    """Bytes in host memory, beside the device."""
+    """Bytes in host memory, in addition to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class TrainerMemory:
     """``load`` (the model is read), ``rest`` (between calls, after the first step), ``offloaded`` (after
     ``Offloads.offload``), ``forward`` (without gradient), ``train`` (trained roles only)."""
     micro_tokens: int
-    """Most tokens that one micro-batch computes."""
+    """Largest number of tokens in one micro-batch."""
     trained: int = 0
     """Parameters that are trained."""
     bf16: bool = False
@@ -202,7 +202,7 @@ class EngineMemory:
 
 
 def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointing: bool, ranks: int) -> TrainerMemory:
-    """The estimate for a trainer class without one of its own: a whole fp32 model on every rank, trained by AdamW.
+    """The default estimate of a trainer class: a whole fp32 model on every rank, trained by AdamW.
 
     Activations per token and layer: four hidden states, queries, keys, values, the attention's output and four widths
     of the feed-forward layer. The head keeps four copies of the logits.

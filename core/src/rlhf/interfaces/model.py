@@ -1,4 +1,4 @@
-"""The model of a role: what a trainer is told about it, and what the trainer tells when it is loaded."""
+"""The model of a role: the input of a trainer, and the facts that the trainer reports once the model is loaded."""
 
 from __future__ import annotations
 
@@ -42,53 +42,53 @@ class ModelSpec:
     rendezvous: str = ""
     """``tcp://HOST:PORT`` for the rendezvous of the role's ranks; empty if there is one rank."""
     storage: str = "fp32"
-    """``fp32`` | ``bf16``: number format of the weights. A trained role that is stored in ``bf16`` has fp32 masters in
-    its optimizer. Weights in ``bf16`` are computed with in bf16. A trainer without the capability ``storage:bf16`` gets
+    """``fp32`` | ``bf16``: number format of the weights. A trained role stored in ``bf16`` has fp32 masters in its
+    optimizer. Computation with ``bf16`` weights is in bf16. A trainer without the capability ``storage:bf16`` gets
     ``fp32`` only."""
     images: bool = False
-    """The run file says that the data have images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them.
-    Where it does not say so, the model reads them if it is an image-text model, unless it has a form for text alone."""
+    """The run file says that the data has images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them.
+    Otherwise an image-text model reads images unless it has a text-only form."""
     replaced: bool = False
-    """The algorithm replaces the weights in the course of the run (:class:`rlhf.types.Snapshot`)."""
+    """The algorithm replaces the weights during the run (:class:`rlhf.types.Snapshot`)."""
 
 
 ADAPTERS, PARTS = "adapters", "parts"
-"""Streams of :meth:`rlhf.interfaces.SendsWeights.weights` of a role that trains adapters: the adapters' tensors alone,
-or the model without its adapters and then these."""
+"""Streams of :meth:`rlhf.interfaces.SendsWeights.weights` of a role that trains adapters: only the tensors of the
+adapters, or the model without its adapters followed by these."""
 ADAPTER_PREFIX = "base_model.model."
-"""PEFT's, in the names of adapters' tensors: ``base_model.model.LAYER.lora_A.weight`` and ``lora_B``."""
+"""Prefix of the tensor names of adapters in PEFT: ``base_model.model.LAYER.lora_A.weight`` and ``lora_B``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankAdapters:
-    """The adapters that a role trains, as far as a generator must know them that computes with the base and the
-    adapters: a layer computes with W + scaling x B A."""
+    """The adapters that a role trains, for a generator that computes with the base and the adapters: a layer computes
+    with W + scaling x B A."""
 
     rank: int
     scaling: float
     layers: tuple[str, ...] = ()
     """Last parts of the names of the layers that have an adapter."""
     merged_only: str = ""
-    """Why the trainer sends one merged model only; empty: it also sends :data:`ADAPTERS` and :data:`PARTS`."""
+    """Why the trainer sends only the merged model; empty: it also sends :data:`ADAPTERS` and :data:`PARTS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of a model's forward pass, counted from its sizes: two for each weight that a token
-    meets, and those of attention."""
+    """Floating-point operations of a model's forward pass, counted from its sizes: two per weight that a token uses,
+    and those of attention."""
 
     token: float
-    """Of the layers, for one token, without attention between tokens."""
+    """Operations of the layers for one token, without attention between tokens."""
     head: float
-    """Of the output head, for one token whose output is read."""
+    """Operations of the output head for one token whose output is read."""
     pairs: tuple[tuple[int | None, float], ...] = ()
-    """(window, operations): of attention, for each pair of a token and a token that it reads, itself included. A token
-    reads as many tokens as the window has; None: all before it."""
+    """(window, operations): operations of attention for each pair of a token and a token that it attends to, itself
+    included. A token attends to as many tokens as the window has; None: all before it."""
     trained: float = 1.0
     """Share of the weights that are trained. Only these have gradients of their own."""
 
     def of_update(self, lens: Iterable[int], outputs: int) -> float:
-        """Operations of a forward and backward pass, without layers that are computed again.
+        """Operations of a forward and backward pass, without recomputed layers.
 
         Args:
             lens: tokens of each sequence.
@@ -119,28 +119,28 @@ class TrainerFacts:
     precision: str = ""
     """The chosen arithmetic and the reason, for people."""
     views: tuple[str, ...] = ("live",)
-    """The weights that the role can compute with and export: ``live``; ``ema`` if an average is kept; ``base``,
-    the model that training started from, if adapters are trained."""
+    """The weights that the role can compute with and export: ``live``; ``ema`` if it keeps an average; ``base``, the
+    model that training started from, if it trains adapters."""
     shares_prefixes: bool = False
-    """The trainer computes ids that sequences of a micro-batch share at their start once. The controller puts units
-    with shared prefixes into the same micro-batch."""
+    """The trainer computes a shared prefix of a micro-batch's sequences once. The controller puts units with shared
+    prefixes into the same micro-batch."""
     token_budget: int = 2048
-    """Tokens of a micro-batch if the run file sets no ``micro_tokens``: about the size at which this trainer is
+    """Tokens of a micro-batch if the run file does not set ``micro_tokens``: about the size at which this trainer is
     fast."""
     wants_token_share: bool = False
     """The trainer's micro-batches need the unit column ``weight/tokens``: tokens of the unit as a share of the tokens
     of the optimizer batch."""
     ranks_per_share: int = 1
     """Number of neighbouring ranks that compute the same units together (each rank a part of every layer, or of the
-    tokens). Divides the number of the role's ranks."""
+    tokens). A divisor of the number of the role's ranks."""
     device_name: str = ""
     """Name of the GPU, as its driver gives it; empty on a CPU."""
     flops: Flops | None = None
     """None: not known."""
     notes: tuple[str, ...] = ()
-    """Remarks for people on how the model is computed. A run shows each one once, at its start."""
+    """Remarks for people on how the model is computed. A run shows each once at its start."""
     random_head: bool = False
     """The checkpoint has no head of the role's kind, so the outputs are random until the role is trained."""
     experts: ExpertLayers | None = None
-    """The trainer sends tokens to recorded experts (token column ``experts``, :mod:`rlhf.ops.experts`) of these layers.
-    None: it does not."""
+    """The trainer routes tokens to recorded experts (token column ``experts``, :mod:`rlhf.ops.experts`) in these
+    layers. None: it does not."""

@@ -1,4 +1,4 @@
-"""Observers: they receive the events of a run. Through :class:`RunControl` they may stop, save and change it."""
+"""Observers: receive the events of a run. Through :class:`RunControl` they may stop, save and change it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RunControl(ABC):
 
     @abstractmethod
     def change(self, option: str, value: Any) -> None:
-        """Give an option another value, e.g. ``change("trainer.lr", 1e-6)``. A checkpoint keeps the value, and a resume
-        goes on with it.
+        """Change an option, e.g. ``change("trainer.lr", 1e-6)``. A checkpoint keeps the value, and a resume continues
+        with it.
 
-        Raises ConfigError: the option cannot be changed while a run trains, or does not take the value.
+        Raises ConfigError: the option cannot be changed during a run, or does not accept the value.
         """
 
 
@@ -55,8 +55,8 @@ class RunInfo:
 
 class Observer(Component):
     """Called on the driver, in the order in which the run file lists the observers. An exception ends the run with an
-    error that names the observer, or the run goes on without it (``on_error``). ``state_dict`` keeps a logger's run id
-    over a resume. Complete example::
+    error that names the observer, or the run continues without it (``on_error``). ``state_dict`` keeps a logger's run
+    id across a resume. Complete example::
 
         class Patience(Observer):
             name = "patience"
@@ -70,8 +70,8 @@ class Observer(Component):
     """
 
     def check(self, output: Path) -> None:
-        """Before anything is started or created, refuse settings with which :meth:`run_started` would fail, as far as
-        this is known without a network: a folder that cannot be created, a missing login. Raises ConfigError.
+        """Refuse settings with which :meth:`run_started` would fail, before anything is started or created and without
+        using the network: a folder that cannot be created, a missing login. Raises ConfigError.
 
         Args:
             output: the run's folder, which may not exist yet.

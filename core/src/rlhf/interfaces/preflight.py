@@ -1,4 +1,4 @@
-"""What a run and ``rlhf plan`` ask the classes of trainers and generators before anything is loaded or started.
+"""Methods of trainer and generator classes that a run and ``rlhf plan`` call before anything is loaded or started.
 
 Every method has a default. A trainer or generator overrides those that it can answer better.
 """
@@ -23,14 +23,15 @@ from rlhf.types import ExpertLayers, Sampling
 
 
 class Preflight:
-    """What both kinds are asked."""
+    """What trainers and generators have in common."""
 
     memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
+    """Options that lower memory, those that cost the least speed first. ``rlhf plan`` tries them if a run does not
+    fit."""
 
 
 class TrainerPreflight(Preflight):
-    """What a trainer's class is asked."""
+    """Class methods of trainers."""
 
     @classmethod
     def precision_on_processor(cls) -> Precision:
@@ -40,11 +41,11 @@ class TrainerPreflight(Preflight):
 
     @classmethod
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
-        """Before anything starts, refuse options that the constructor would refuse, raising the constructor's own
-        message, as far as this is known without loading a model.
+        """Refuse options that the constructor would refuse, with the constructor's own message, as far as this is known
+        before anything starts and without loading a model.
 
         Args:
-            spec: ``total_updates`` and ``rendezvous`` may be unknown yet.
+            spec: ``total_updates`` and ``rendezvous`` may not be known yet.
             device: ``cpu`` | ``cuda``, the kind of device of the ranks, if they run on this machine; None: the ranks'
                 machines are not known.
 
@@ -54,13 +55,13 @@ class TrainerPreflight(Preflight):
     @classmethod
     def experts(cls, config: Any, spec: ModelSpec) -> ExpertLayers | None:
         """The layers whose experts the trainer takes from records (:attr:`TrainerFacts.experts`), before anything is
-        loaded; None: it does not. A run that gets an answer has a generator with the capability ``experts``."""
+        loaded; None: it does not. If not None, the generator has the capability ``experts``."""
         return None
 
     @classmethod
     def check_files(cls, spec: ModelSpec) -> None:
-        """Before anything starts, refuse a model whose files the constructor would refuse, as far as this is known
-        without reading weights. Called when a run starts, not by ``rlhf plan``. Raises ModelError."""
+        """Refuse a model whose files the constructor would refuse, as far as this is known without reading weights.
+        Called before a run starts anything, not by ``rlhf plan``. Raises ModelError."""
 
     @classmethod
     def memory(cls, config: Any, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str) -> TrainerMemory:
@@ -84,18 +85,18 @@ class TrainerPreflight(Preflight):
 
 
 class GeneratorPreflight(Preflight):
-    """What a generator's class is asked."""
+    """Class methods of generators."""
 
     @classmethod
     def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
-        """Why an engine cannot compute with its base's weights and ``spec.adapters`` beside them, as far as this is
-        known before the start; empty: it can."""
+        """Why an engine cannot compute with its base and separate ``spec.adapters``, as far as this is known before the
+        start; empty: it can."""
         return f"generator {cls.__name__} takes whole weights only"
 
     @classmethod
     def approximation(cls, config: Any) -> str:
-        """The option, with its value, by which the engine computes more coarsely than in the precision of its weights,
-        so that samples come from another distribution than the policy's; empty: there is none."""
+        """The option, with its value, that makes the engine compute more coarsely than the precision of its weights, so
+        that samples come from another distribution than the policy's; empty: none."""
         return ""
 
     @classmethod
@@ -117,7 +118,7 @@ class GeneratorPreflight(Preflight):
             size: of the policy's model.
             work: what one engine samples.
             device: ``cpu`` | ``cuda``, where the engine would run.
-            device_bytes: memory of one device, on a CPU of the host; None: unknown.
+            device_bytes: memory of one device, or of the host on a CPU; None: unknown.
         """
         token = size.cache_bytes(2.0)
         cache = PhaseMemory({"cache": int(work.samples * work.longest * token)})
@@ -127,13 +128,13 @@ class GeneratorPreflight(Preflight):
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        """Before anything starts, refuse options that the constructor or a request of the run would refuse, as far as
-        this is known without the model. The default checks ``samplings``.
+        """Refuse options that the constructor or a request of the run would refuse, as far as this is known before
+        anything starts and without the model. The default checks ``samplings``.
 
         Args:
             spec: its ``decode`` and end tokens are not known yet.
             samplings: the run's sampling parameters, of training and of evaluation.
-            device: as for :meth:`TrainerPreflight.check`, of the engines.
+            device: as in :meth:`TrainerPreflight.check`, for the engines.
 
         Raises CapabilityError, ConfigError, or PluginError if the engine is not installed.
         """

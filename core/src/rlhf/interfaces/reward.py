@@ -18,8 +18,8 @@ Images = Sequence[tuple[Image, ...]]
 class ScoreWithRole(Protocol):
     """``await score(role, token lists, images) -> values``: a reward model held by the run.
 
-    ``images[b]`` are those of ``ids[b]`` in their order; :attr:`rlhf.types.Image.start` counts from its first token. No
-    ``images``: none have any.
+    ``images[b]`` are the images of ``ids[b]`` in order. :attr:`rlhf.types.Image.start` counts from its first token.
+    Without ``images`` no sequence has any.
     """
 
     def __call__(self, role: str, ids: Sequence[Sequence[int]], images: Images = (), /) -> Awaitable[list[float]]: ...
@@ -28,10 +28,10 @@ class ScoreWithRole(Protocol):
 class ReadRole(Protocol):
     """``await read(role, head, ids, positions, images) -> values``: the outputs of a head on a model held by the run.
 
-    ``positions[b]``, increasing, are the tokens of ``ids[b]`` at which the head is computed
-    (:attr:`rlhf.types.Head.position` says whether from the outputs that predict the token or from those after it).
-    ``values[b]`` holds one number, or list of numbers, per position. The head's ``over`` is not used; its
-    ``columns`` must be empty. ``images`` are as for :class:`ScoreWithRole`.
+    ``positions[b]``, in increasing order, are the tokens of ``ids[b]`` at which the head is computed.
+    :attr:`rlhf.types.Head.position` selects the outputs that predict the token, or those after it. ``values[b]`` holds
+    one number, or list of numbers, per position. The head's ``over`` is not used, and its ``columns`` must be empty.
+    ``images`` are as for :class:`ScoreWithRole`.
     """
 
     def __call__(
@@ -57,14 +57,14 @@ class RewardContext:
     tokens: Tokens | None = None
     """The policy's tokenizer, for rewards that read ``Turn.ids``. Always set in a run."""
     credit: Literal["outcome", "step"] = "outcome"
-    """``step``: the run credits ``RewardResult.steps`` to their tokens. ``outcome``: the run adds them to ``value``, so
-    a source whose ``value`` already contains the sum of its steps must return no steps."""
+    """``step``: the run credits ``RewardResult.steps`` to their tokens. ``outcome``: the run adds them to ``value``.
+    Then a source whose ``value`` already contains the sum of its steps must return no steps."""
 
 
 class Reward(Component):
-    """``score`` may be ``async def`` (runs on the event loop, cancelled at its deadline) or plain ``def`` (runs
-    in a worker process that is killed at its deadline; then the instance is built again in the worker from its
-    reference and config). Complete example::
+    """``score`` may be ``async def`` or plain ``def``. ``async def`` runs on the event loop and is cancelled at its
+    deadline. Plain ``def`` runs in a worker process, which builds the instance again from its reference and config and
+    is killed at the deadline. Complete example::
 
         class Brevity(Reward):
             name = "brevity"
@@ -74,42 +74,43 @@ class Reward(Component):
     """
 
     per_sample: bool = False
-    """True: ``score`` gets groups of one trajectory. The trajectories of a prompt are scored concurrently. Each call
-    has its own deadline and retries, and a failure fails only that sample. For rewards that do not compare the samples
-    of a group."""
+    """True: ``score`` gets groups of one trajectory, and the trajectories of a prompt are scored concurrently. Each
+    call has its own deadline and retries, and a failure fails only that sample. For rewards that do not compare the
+    samples of a group."""
     concurrency: int | None = None
-    """Largest number of calls of ``score`` under way at once, where the reward's section does not say; None: the
-    runtime's default. An instance may set it. Time spent waiting for a free call does not count for the deadline, so a
-    reward whose calls keep a processor busy says here how many it can serve at once."""
+    """Largest number of concurrent calls of ``score`` if the reward's section does not set one; None: the runtime's
+    default. An instance may set it. A reward whose calls keep a processor busy should set how many it can serve at
+    once, because time spent waiting for a free call does not count towards the deadline."""
     passes_at_one: bool = True
-    """Whether an answer with a value of 1 or more passes. False: values are scores without such a mark, as those of a
-    reward model. An evaluation then has pass@k and avg@k only if ``eval.pass_threshold`` is set. An instance may set
-    it."""
+    """Whether an answer with a value of 1 or more passes. False: values are scores without such a threshold, as those
+    of a reward model. An evaluation then has pass@k and avg@k only if ``eval.pass_threshold`` is set. An instance may
+    set it."""
     reads: Literal["text", "tokens"] = "tokens"
-    """What ``score`` reads of the turns. ``text``: their texts only (prompt, completion, answer). Such a reward scores
-    answers where no tokenizer is known. ``Turn.ids`` is empty there, so it has no roles and does not use
-    ``RewardContext.tokens``. ``tokens``: ``Turn.ids`` too. An instance may set it."""
+    """What ``score`` reads of the turns. ``text``: only their texts (prompt, completion, answer). Such a reward can
+    score answers without a tokenizer. ``Turn.ids`` is then empty, so it has no roles and does not use
+    ``RewardContext.tokens``. ``tokens``: also ``Turn.ids``. An instance may set it."""
 
     is_teacher: bool = False
     """True: ``score`` gives no value. ``RewardResult.steps`` holds the log-prob of a teacher for every token that the
-    policy sampled, at temperature 1. An algorithm reads them (:attr:`RunOptions.teachers`); they enter no reward and no
-    score, and evaluations do not ask for them. Declared by the class."""
+    policy sampled, at temperature 1. An algorithm reads them (:attr:`RunOptions.teachers`). They enter no reward and no
+    score, and evaluations do not request them. Declared by the class."""
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""
+        """Models that this reward needs. The run places, loads and puts them to sleep like any other role."""
         return ()
 
     def columns(self) -> Collection[str]:
-        """Columns without which ``score`` fails, by the options. Leave out a column that ``score`` reads only if the
-        row has it. A value may be None. A mapping {column: option} says which option names the column, for messages.
+        """Columns that ``score`` requires, according to the options. Omit a column that ``score`` reads only if the row
+        has it. A value may be None. A mapping {column: option} names the option that sets the column, for messages.
 
-        A run is refused before a model is loaded if no row of a source that the reward scores has such a column. A row
-        that lacks it, while other rows of its source have it, is found when it is scored."""
+        A run is refused before a model is loaded if no row of a source that the reward scores has such a column. If
+        only some rows of a source lack it, the error is raised when such a row is scored."""
         return ()
 
     def texts(self) -> Collection[str]:
-        """Texts that an answer must have for a good score, by the options, such as tags. A run that samples is refused
-        if one has a special token of the policy's tokenizer, because the texts of turns have no special tokens."""
+        """Texts that an answer must contain for a good score, according to the options, such as tags. A run that
+        samples is refused if one contains a special token of the policy's tokenizer, because the texts of turns have
+        none."""
         return ()
 
     async def setup(self, context: RewardContext) -> None:

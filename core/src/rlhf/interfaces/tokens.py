@@ -18,11 +18,11 @@ class Tokens:
     decode: Callable[[Sequence[int]], str]
     """Text of token ids, including special tokens."""
     opening: Callable[[Row, str], Sequence[int]] | None = None
-    """Token ids of a row's prompt as the policy reads it, with a text after a blank line at its end (empty: none). None
-    where no rows are read."""
+    """Token ids of a row's prompt as the policy reads it, with a text appended after a blank line (empty: none). None
+    if no rows are read."""
 
     def single(self, text: str, purpose: str) -> int:
-        """The id of a text that must be one token.
+        """The id of a text that must be a single token.
 
         Args:
             purpose: purpose of the token, for the error message.

@@ -1,4 +1,4 @@
-"""Arrays of the standard library: one block of memory for all tokens of a turn, which yields Python numbers.
+"""Standard-library arrays: one block of memory for all tokens of a turn, which yields Python numbers.
 
 torch and numpy read such an array without a copy (``torch.frombuffer``, ``numpy.frombuffer``).
 """

@@ -41,5 +41,5 @@ class Example:
     sequences: list[Sequence]
     values: dict[str, Any] = field(default_factory=dict)
     """Further values of the data form. ``labels``: ``label``, bool. ``pairs``: ``margin``, float, if the data has that
-    column. ``steps``: ``steps``, [(position in ``ids`` of the token that ends a step, label in 0..1), ...], for the
-    steps that have a label."""
+    column. ``steps``: ``steps``, [(position in ``ids`` of the token that ends a step, label in 0..1), ...], for
+    labelled steps."""

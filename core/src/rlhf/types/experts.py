@@ -1,4 +1,4 @@
-"""Which experts a mixture of experts chose for tokens."""
+"""The experts that a mixture of experts chose for tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ExpertLayers:
     layers: tuple[int, ...]
     """Their numbers among all layers of the model, from 0."""
     experts: int
-    """Of each such layer."""
+    """Number of experts in each such layer."""
     chosen: int
     """Experts that one token uses in each such layer."""
 
@@ -26,7 +26,7 @@ class ExpertRecord:
     layers: int
     """Number of layers with experts."""
     experts: int
-    """Of each such layer."""
+    """Number of experts in each such layer."""
     chosen: int
     """Experts that one token uses in each such layer."""
 

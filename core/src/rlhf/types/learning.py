@@ -31,8 +31,8 @@ class Update:
     coef: Mapping[str, float] = field(default_factory=dict)
     """Coefficients that change over the run (adaptive KL); a loss reads them as ``x.coef[name]``."""
     live: Mapping[str, str] = field(default_factory=dict)
-    """{column: output}: a column that is not in the batch is the detached live output. Refused unless the update has
-    exactly one optimizer step, because only then both are equal by definition."""
+    """{column: output}: if the column is not in the batch, the detached live output replaces it. Refused unless the
+    update has exactly one optimizer step, because only then are both equal by definition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +43,4 @@ class Snapshot:
     role: str
     source: str
     share: float = 1.0
-    """Above 0, at most 1. Mixed in fp32 and rounded to the precision in which ``role`` holds its weights."""
+    """Above 0, at most 1. The mix is computed in fp32 and rounded to the precision of ``role``'s weights."""

@@ -1,4 +1,4 @@
-"""The declarations of a loss: how values are reduced, which outputs of the model it reads, what it returns."""
+"""The declarations of a loss: how values are reduced, which model outputs it reads, what it returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ How = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_su
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """How the values of one loss term become one number. The driver turns this into a weight per token,
-    sequence or unit over the whole optimizer batch (all micro-batches, all ranks); ranks only add.
+    """How the values of one loss term become one number. The driver turns this into a weight per token, sequence or
+    unit over the whole optimizer batch (all micro-batches, all ranks). Ranks only add.
 
     ========================  ==========  ===========================================================
     how                       values      weight
@@ -31,15 +31,15 @@ class Reduce:
 
     method: How = "token_mean"
     over: str = "loss_mask"
-    """The mask of the term's tokens. That of the first term is the mask of the loss: its :class:`LossInput` has these
+    """The mask of the term's tokens. The mask of the first term is that of the loss: its :class:`LossInput` has these
     tokens. A term over another mask is reduced per token, and its values come from a :class:`Head` over that mask."""
     roles: tuple[int, ...] | None = None
     """Only sequences of these roles in their unit (0 = chosen, 1 = rejected, ...)."""
     coef: float = 1.0
     constant: float = 1.0
     unit_mask: str | None = None
-    """Only units for which this unit column (bool) is True: N, S and U count these units only. If there are none, all
-    weights are 0."""
+    """Only units for which this unit column (bool) is True. N, S and U count only these. If there are none, all weights
+    are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +78,5 @@ class LossOutput:
     metrics: Mapping[str, tuple[Level | str, Any] | tuple[Level | str, Any, Any]] = field(default_factory=dict)
     """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch. {name:
     (level, values, where)}: the mean only where the bool ``where`` is True; not reported if it is True nowhere. The
-    level may also be the mask of a term that has its own: values per token under that mask; not reported if there is
-    none."""
+    level may also be the mask of a term with its own mask. The values are then per token under that mask, and are not
+    reported if there is none."""

@@ -20,9 +20,9 @@ class RowLayout(Protocol):
 
 
 class Columns(dict[str, Any]):
-    """The columns of a row by name. A dotted name that no column has, such as ``reward_model.ground_truth``, is a value
-    inside of a column that holds a table, or the JSON of one as text. The KeyError for a column that the row lacks says
-    which columns there are."""
+    """The columns of a row by name. A dotted name that is not a column, such as ``reward_model.ground_truth``, refers
+    to a value inside a column that holds a table, or a table as JSON text. The KeyError for a missing column lists the
+    existing columns."""
 
     def __missing__(self, name: str) -> Any:
         table, key = self._place(name)
@@ -60,16 +60,16 @@ class Columns(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One data row with all its columns, as read; rewards and environments see every column."""
+    """One data row with all its columns, as read. Rewards and environments see every column."""
 
     columns: Mapping[str, Any]
-    """Another mapping than :class:`Columns` is copied to one."""
+    """A mapping of another type is copied to :class:`Columns`."""
     source: str
     """Name of the source in the run file; per-source metrics use it."""
     index: int
     """Position in that source, from 0; ``(source, index)`` identifies the row across a resume."""
     layout: RowLayout | None = field(default=None, compare=False, repr=False)
-    """How the columns of its source are read, if they are not the columns that the run file names."""
+    """How the columns of its source are read, if they differ from those that the run file names."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.columns, Columns):

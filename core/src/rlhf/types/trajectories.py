@@ -21,22 +21,22 @@ class Turn:
     Text is never tokenised again for training: ``ids`` are the tokens that the model saw or sampled.
 
     Any sequences of ints and floats become arrays: ``Turn(ids=[5, 7], sampled=False)``. Samples of one prompt may share
-    an array: make or assign a new one, do not change an array in place.
+    an array, so assign a new array instead of changing one in place.
 
-    Raises TypeError or ValueError where ``ids`` holds something else than ints below 2**31, and TypeError where
-    ``logprobs`` holds something else than numbers.
+    Raises TypeError or ValueError if ``ids`` contains anything but ints below 2**31, and TypeError if ``logprobs``
+    contains anything but numbers.
     """
 
     ids: IntArray
-    """``array("i")``, one int a token."""
+    """``array("i")``, one int per token."""
     sampled: bool
     """True if the policy sampled these tokens, or if they replace its samples (:attr:`is_demonstration`). False for
-    tokens of the prompt, the environment and tools."""
+    tokens of prompt, environment and tools."""
     logprobs: FloatArray | None = None
     """``array("f")``: the log-prob of each token under the sampling distribution, as the generator
     reports it; sampled turns only."""
     versions: tuple[tuple[int, int], ...] = ()
-    """((first token, weight version), ...): the version of the weights that sampled the tokens from there on."""
+    """((first token, weight version), ...): the version of the weights that sampled the tokens from that one on."""
     finish: Finish | None = None
     """Why sampling ended: ``stop`` (end token or stop string), ``length`` (budget used up), ``abort``."""
     temperature: float = 1.0
@@ -48,22 +48,22 @@ class Turn:
     """The context was rewritten before this turn (compaction, stripped thinking): a new sequence begins in the same
     trajectory."""
     is_demonstration: bool = False
-    """An answer from the data in place of a sample of the policy. ``sampled`` is also True."""
+    """An answer from the data instead of a sample of the policy. ``sampled`` is also True."""
     images: tuple[Image, ...] = ()
     """The images that tokens of this turn stand for, in order; turns that were not sampled only."""
     score: float | None = None
-    """What the dynamic filter reads in place of the sum of the turns' rewards; sampled turns only. The last one of a
+    """Read by the dynamic filter instead of the sum of the turns' rewards; sampled turns only. The last one of a
     trajectory counts."""
     messages: tuple[tuple[str, str], ...] = ()
-    """((role, text), ...): the messages that a chat template wrote as these tokens, for people to read. Sampled turns
-    and the row's own prompt have none."""
+    """((role, text), ...): the messages that a chat template rendered as these tokens, for people to read. Sampled
+    turns and the row's own prompt have none."""
     experts: ExpertRecord | None = None
     """The experts that a mixture of experts chose while it sampled this turn (``GeneratorSpec.experts``). The last
-    recorded token is the last but one of the turn, because the last one is never an input. The record may begin before
-    the turn, with tokens of its context."""
+    token of the turn has no record, because it is never an input. The record may begin before the turn, with tokens of
+    its context."""
     agent: str = ""
-    """The agent whose conversation the turn is in, where the policy plays several
-    (:meth:`~rlhf.interfaces.Env.agents`). Turns that were not sampled name it too."""
+    """The agent whose conversation contains the turn, if the policy plays several
+    (:meth:`~rlhf.interfaces.Env.agents`). Also set on turns that were not sampled."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields have
 
@@ -96,8 +96,8 @@ class Turn:
 
 @dataclass(slots=True)
 class RewardResult:
-    """The result of one reward source for one trajectory. ``value=None`` means not applicable: the source is left out
-    of the trajectory's weighted sum. A trajectory without any value is left out of its group's baseline."""
+    """The result of one reward source for one trajectory. ``value=None`` means not applicable: the source is excluded
+    from the trajectory's weighted sum. A trajectory without any value is excluded from its group's baseline."""
 
     value: float | None
     score: float | None = None
@@ -105,7 +105,7 @@ class RewardResult:
     steps: tuple[tuple[int, int, float], ...] = ()
     """((turn, token in turn, value), ...): process rewards."""
     info: dict[str, Any] = field(default_factory=dict)
-    """JSON values that are stored with the sample. The means of numbers are metrics, ``reward/SOURCE/info/KEY``."""
+    """JSON values stored with the sample. The means of numbers are the metrics ``reward/SOURCE/info/KEY``."""
 
 
 Status = Literal["ok", "truncated", "failed"]
@@ -113,31 +113,31 @@ Status = Literal["ok", "truncated", "failed"]
 
 @dataclass(slots=True)
 class Trajectory:
-    """One sample: its data row and its turns in order. Where the policy plays several agents, a sample is one
-    trajectory for each of them: its own conversation and its own rewards."""
+    """One sample: its data row and its turns in order. If the policy plays several agents, a sample has one trajectory
+    for each, with its own conversation and rewards."""
 
     row: Row
     turns: list[Turn]
     index: tuple[int, int]
     """(group number in the run, sample in the group). Every seed is ``derive_seed(run_seed, purpose, *index)``. The
-    trajectories of the agents of a sample have one index."""
+    trajectories of a sample's agents share one index."""
     status: Status = "ok"
     rewards: dict[str, RewardResult] = field(default_factory=dict)
-    """By the name of the reward source."""
+    """Results by name of the reward source."""
     reward: float | None = None
     """Weighted sum of the sources' values, plus the environment's turn rewards, before shaping."""
     score: float | None = None
-    """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score, and
-    the last :attr:`Turn.score`, or the sum of the turns' rewards without it."""
+    """Input of the dynamic filter: the weighted sum of the sources' ``score`` (``value`` for a source without a score),
+    plus the last :attr:`Turn.score` (the sum of the turns' rewards without one)."""
     error: str = ""
     """First cause, if ``status`` is ``failed``."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers about the sample: ``env/KEY`` (``EnvStep.info``) and ``rollout/KEY`` (``RolloutContext.report``). Their
-    means over samples are metrics of these names."""
+    means over samples are metrics with these names."""
 
     @property
     def agent(self) -> str:
-        """The agent whose turns these are; empty where the policy plays one."""
+        """The agent that plays these turns; empty if the policy plays only one."""
         return self.turns[0].agent if self.turns else ""
 
     @property
@@ -162,7 +162,7 @@ class Trajectory:
 
     @property
     def answer(self) -> str:
-        """Text of the last sampled turn, with the sampled turns directly before it: an answer may be several turns."""
+        """Text of the last sampled turn and the sampled turns directly before it: an answer may be several turns."""
         parts: list[str] = []
         for turn in reversed(self.turns):
             if turn.sampled:
@@ -197,8 +197,8 @@ class Group:
     trajectories: list[Trajectory]
 
     def by_agent(self) -> dict[str, Group]:
-        """{agent: the trajectories of it}, in the order of the names. What compares samples of a prompt compares those
-        of one agent. The group itself where the policy plays one."""
+        """{agent: its trajectories}, ordered by name. Comparisons of a prompt's samples are within one agent. The group
+        itself if the policy plays only one."""
         agents = sorted({trajectory.agent for trajectory in self.trajectories})
         if len(agents) < 2:
             return dict.fromkeys(agents, self)

@@ -49,7 +49,7 @@ class ReturnToGo(Advantage):
 
 class GAEConfig(WhitenConfig):
     lam: float = Field(default=1.0, ge=0, le=1)
-    """lambda: 1 = the return minus the value, 0 = one step of temporal difference. Below 1 a reward at the end reaches
+    """lambda: 1 = the return minus the value, 0 = one-step temporal difference. Below 1 a reward at the end reaches
     early tokens only through the critic."""
 
 
@@ -229,7 +229,7 @@ class RAEConfig(ReturnConfig):
     decay: float = Field(default=0.95, gt=0, lt=1)
     """Weight of the mean before a sample's reward enters it."""
     by: tuple[str, ...] = ()
-    """Columns of the data that, with its source and the agent, say which mean a sample has, such as the game."""
+    """Data columns, such as the game, that select a sample's mean together with its source and the agent."""
 
 
 class RAE(ReturnToGo):
@@ -286,9 +286,9 @@ class RAE(ReturnToGo):
 
 class GiGPOConfig(ComponentConfig):
     gamma: float = Field(default=0.95, ge=0, le=1)
-    """Discount per turn, of the return whose credit turns share."""
+    """Discount per turn of the return that gives turns their credit."""
     step_weight: float = Field(default=1.0, gt=0)
-    """omega: weight of the credit of turns beside that of the whole answer."""
+    """omega: weight of the turn credit relative to the credit of the whole answer."""
     std: Literal["group", "none"] = "group"
     """Divide both by the unbiased standard deviation of their group, or not at all."""
 
@@ -332,7 +332,7 @@ class GiGPO(ReturnToGo):
 
 class PassAtKConfig(ReturnConfig):
     k: int = Field(default=2, ge=2)
-    """Answers per prompt of which the best counts; at most ``sampling.samples_per_prompt``."""
+    """Number of answers per prompt of which the best counts; at most ``sampling.samples_per_prompt``."""
 
 
 class PassAtK(ReturnToGo):

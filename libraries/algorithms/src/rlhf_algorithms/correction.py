@@ -90,7 +90,7 @@ class CorrectionConfig(ComponentConfig):
     preset: Literal["tis", "icepop", "seq_mask_tis", "mis", "kpop", "flash_reinforce"] | None = None
     """A published scheme; do not set ``level``, ``mode`` and ``statistic`` with it."""
     level: Level | None = None
-    """Whose statistic counts: the token's, the mean over the sequence (of ratios: geometric), or their product."""
+    """Level of the statistic: the token's, the mean over the sequence (geometric for ratios), or the product."""
     mode: Mode | None = None
     """Outside the band: move the ratio to the nearer end (``truncate``) or make the weight 0 (``mask``)."""
     statistic: Statistic = "ratio"

@@ -37,8 +37,8 @@ class KLConfig(ComponentConfig):
     horizon: float = Field(default=10_000.0, gt=0)
     """Adaptive coefficient: number of trajectories over which it adapts."""
     unbiased: bool = False
-    """In the loss only, with k3: each token's estimate times its ratio to the policy at the start of the update, so
-    that the expected gradient is the KL's own (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+    """In the loss only, with k3: multiply each token's estimate by its ratio to the policy at the start of the update,
+    so that the expected gradient is that of the KL (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
     snapshot_every: int | None = Field(default=None, ge=1)
     """Number of steps after which the reference becomes a copy of the policy. Default: never."""
     snapshot_share: float = Field(default=1.0, gt=0, le=1)
@@ -79,11 +79,11 @@ class EntropyConfig(ComponentConfig):
     """Adaptive entropy bonus (Skywork-OR1, arXiv:2505.22312): its coefficient starts at ``loss.entropy_coef``."""
 
     target: float | None = Field(default=None, gt=0)
-    """Mean entropy of a token, in nats. Where a step's entropy is at or below it, the next step has the bonus and the
-    coefficient rises by ``step``; elsewhere the next step has none and the coefficient falls. Default: the coefficient
-    is constant."""
+    """Mean entropy of a token, in nats. If a step's entropy is at or below it, the next step has the bonus and the
+    coefficient rises by ``step``. Otherwise the next step has no bonus and the coefficient falls. Default: the
+    coefficient is constant."""
     step: float = Field(default=0.005, gt=0)
-    """By how much the coefficient changes in a step of the run."""
+    """Change of the coefficient per step of the run."""
     high: float = Field(default=1.0, gt=0)
     """The largest coefficient; the smallest is 0."""
 
@@ -95,20 +95,20 @@ class EntropyConfig(ComponentConfig):
 
 
 class TeacherModelConfig(ComponentConfig):
-    """The weights of a teacher, and the text that only it reads."""
+    """The weights of a teacher, and the text that only the teacher reads."""
 
     weights: Literal["role", "base", "live", "averaged"] = "role"
-    """``role``: a model of its own (``roles.teacher.model``). Or those of the policy: ``base``, of before the run;
-    ``live``, of the step; ``averaged``, of before the run, moved towards the policy's after each step. ``base`` and
-    ``averaged`` hold a second copy of the model; ``base`` none where the policy trains adapters."""
+    """``role``: a separate model (``roles.teacher.model``). Or weights of the policy: ``base``, those before the run;
+    ``live``, those of the step; ``averaged``, those before the run, moved towards the policy's after each step.
+    ``base`` and ``averaged`` hold a second copy of the model, except ``base`` if the policy trains adapters."""
     share: float = Field(default=0.05, gt=0, le=1)
     """``averaged``: the policy's share in the new weights, rounded to the precision in which the role holds them."""
     context: str | None = None
     """Column whose text only the teacher reads: a solution, a demonstration, feedback (OPSD, arXiv:2601.18734; SDFT,
-    2601.19897; SDPO, 2601.20802). A sample whose row has none, or that is then longer than ``data.max_tokens``, learns
-    nothing from the teacher."""
+    2601.19897; SDPO, 2601.20802). A sample learns nothing from the teacher if its row has none, or if it is then longer
+    than ``data.max_tokens``."""
     template: str = "{context}"
-    """The text that stands for ``context`` after a blank line at the end of the prompt."""
+    """The text that presents ``context``, appended to the prompt after a blank line."""
 
     @model_validator(mode="after")
     def _of_one_model(self) -> Self:
@@ -134,9 +134,9 @@ class TeacherConfig(TeacherModelConfig):
     """c: c (log-prob of the teacher - log-prob of the policy) is added to each token's advantage, after normalisation
     (arXiv:2601.02780). 0 = off, and no teacher is loaded."""
     task: bool = True
-    """False: nothing else gives credit, and the run needs no reward."""
+    """False: only the teacher gives credit, and the run needs no reward."""
     roles: Mapping[str, str] = {}
-    """A role for each data source, ``{SOURCE: ROLE}``, in place of ``teacher`` for all (``roles.ROLE.model``). Samples
+    """A role for each data source, ``{SOURCE: ROLE}`` (``roles.ROLE.model``), instead of ``teacher`` for all. Samples
     of other sources get no credit from a teacher."""
 
     @model_validator(mode="after")
@@ -222,7 +222,7 @@ class PolicyGradientConfig(ComponentConfig):
 
     preset: Literal["openrlhf"] | None = None
     """``openrlhf``: OpenRLHF's defaults that differ from ours (reward_clip -10 .. 10; KL 0.01 in the reward by k1).
-    Fields that are set explicitly have precedence."""
+    Fields that are set explicitly take precedence."""
     kl: KLConfig = KLConfig()
     """KL to the reference model."""
     entropy: EntropyConfig = EntropyConfig()
@@ -230,8 +230,8 @@ class PolicyGradientConfig(ComponentConfig):
     teacher: TeacherConfig = TeacherConfig()
     """A teacher whose log-probs of the sampled tokens are credit."""
     echo_coef: float | None = Field(default=None, gt=0)
-    """Coefficient of the cross entropy on what the environment or tools answer, which is added to the loss (ECHO,
-    arXiv:2605.24517; published with 0.05, also used with 0.1). Absent: these tokens are context only."""
+    """Coefficient of the cross entropy on observations (replies of the environment or tools), which is added to the
+    loss (ECHO, arXiv:2605.24517; published with 0.05, also used with 0.1). Absent: these tokens are context only."""
     shaping: ShapingConfig = ShapingConfig()
     """Rewards changed by the length of the answer."""
     reward_clip: tuple[float, float] | None = None
@@ -241,7 +241,7 @@ class PolicyGradientConfig(ComponentConfig):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Number of first steps that train the critic only."""
+    """Number of initial steps that train only the critic."""
     bootstrap_truncated: bool = False
     """Bootstrap samples that were cut off by their token budget with the critic's value instead of 0."""
     normalise_values: bool = False

@@ -34,7 +34,7 @@ class PolicyLossConfig(ComponentConfig):
     """How the losses of tokens are averaged over the whole optimizer batch; ``seq_sum_constant`` divides their sum by
     the number of answers times ``max_length``."""
     max_length: int | None = Field(default=None, gt=0)
-    """For ``seq_sum_constant`` only: the most tokens that an answer may have (``sampling.max_new_tokens``, over all
+    """For ``seq_sum_constant`` only: the largest number of tokens of an answer (``sampling.max_new_tokens``, over all
     turns). A smaller value is refused; a larger one only scales the loss."""
     correction: CorrectionConfig = CorrectionConfig()
     """Importance weights for samples whose log-probs differ between generator and trainer (precision, staleness)."""
@@ -187,7 +187,7 @@ class PPOConfig(PolicyLossConfig):
     clip_high: float = Field(default=0.2, ge=0)
     """Larger than clip_low: clip-higher."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Bounds the loss of tokens with a negative advantage at this many times the advantage."""
+    """Bounds the loss of tokens with a negative advantage at this multiple of the advantage."""
 
 
 class PPOLoss(PolicyLoss):
@@ -278,7 +278,7 @@ class SAPOConfig(PolicyLossConfig):
     )
     """As in the paper, the mean over an answer's tokens first."""
     tau_positive: float = Field(default=1.0, gt=0)
-    """How steeply the gate closes for tokens of a positive advantage; larger is nearer to a clip."""
+    """Steepness of the gate for tokens with a positive advantage; larger values are closer to a clip."""
     tau_negative: float = Field(default=1.05, gt=0)
     """The same for all other tokens. Larger than ``tau_positive``, because their gradients also raise the probability
     of tokens that were not sampled."""

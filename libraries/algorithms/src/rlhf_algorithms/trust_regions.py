@@ -163,7 +163,7 @@ class CovarianceConfig(PPOConfig):
     share: float = Field(default=2e-4, gt=0, lt=1)
     """Share of the optimizer batch's tokens that is selected, rounded up."""
     low: float = 1.0
-    """``clip`` only: tokens whose covariance is within [low, high] are selected from, at random."""
+    """``clip`` only: tokens are selected at random among those whose covariance is within [low, high]."""
     high: float = 5.0
     """``clip`` only: see ``low``."""
     kl_coef: float = Field(default=1.0, gt=0)

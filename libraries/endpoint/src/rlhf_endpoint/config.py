@@ -12,14 +12,14 @@ from rlhf.interfaces import ComponentConfig
 
 class ProgramConfig(ComponentConfig):
     concurrency: Annotated[int, Field(gt=0)] = 64
-    """How many samples are under way at once."""
+    """Largest number of samples under way at once."""
     models: Annotated[tuple[str, ...], Field(min_length=1)] = ("policy",)
-    """The names under which the program asks for the policy."""
+    """Model names under which the program calls the policy."""
     sampling: Literal["request", "run"] = "request"
-    """``request``: requests may set the temperature; one that training cannot learn from is answered with an error.
-    ``run``: the temperature, ``top_p`` and penalties of requests are ignored, as ``[sampling]`` decides."""
+    """``request``: requests may set the temperature. A request that training cannot learn from gets an error. ``run``:
+    the temperature, ``top_p`` and penalties of requests are ignored, and ``[sampling]`` applies."""
     environment: tuple[str, ...] = ()
-    """Names of environment variables that the program gets, besides ``PATH``, ``HOME`` and the like."""
+    """Names of environment variables that the program gets in addition to ``PATH``, ``HOME`` and the like."""
 
 
 def check_environment(config: ProgramConfig) -> None:

@@ -16,18 +16,18 @@ class EngineServersConfig(ComponentConfig):
     urls: tuple[str, ...] = Field(min_length=1)
     """Addresses of the servers, such as ``http://127.0.0.1:8000``, without ``/v1``."""
     folder: str | None = None
-    """A folder that this process and the servers see under one path; weights pass through it. It needs room for one
-    bucket (``sync.bucket_mb``). Absent: a temporary folder, for servers on this machine."""
+    """A folder that this process and the servers see under the same path. Weights pass through it. It needs room for
+    one bucket (``sync.bucket_mb``). Absent: a temporary folder, for servers on this machine."""
     sync: Literal["whole", "differences"] = "whole"
     """What a sync sends. ``whole``: all weights. ``differences``: of weights that the servers have, the elements whose
     value in the servers' format changed since the last sync; the servers get the same weights, bit by bit. This process
     and each worker of each server keep a copy of the weights in host memory for it."""
     requests: int = Field(256, ge=1)
-    """Most requests that a server has at the same time; the others wait here, in order."""
+    """Largest number of concurrent requests per server. Others wait here, in order."""
     timeout: float = Field(600.0, gt=0)
     """Seconds for the answer to one request."""
     attempts: int = Field(3, ge=1)
-    """How often a server is asked a request when no connection can be made or one breaks. Drawn again, a sample is the
+    """How often a request is sent to a server when no connection can be made or one breaks. A repeated sample is the
     same, because it depends on its seed."""
     token_env: str | None = None
     """Environment variable that holds the servers' API key (``--api-key``)."""

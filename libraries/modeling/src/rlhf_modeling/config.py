@@ -21,29 +21,29 @@ class LoraOptions(ComponentConfig):
     alpha: int | None = Field(None, gt=0)
     """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
-    that are slices of one tensor are not linear layers."""
+    """Suffixes of the names of the linear layers that get an adapter (``q_proj``, ``v_proj``); absent: all but the
+    head. Experts that are slices of one tensor are not linear layers."""
     vision: bool = False
-    """Image-text models: layers of the vision tower and its projector get adapters too."""
+    """Image-text models: also put adapters on layers of the vision tower and its projector."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the input of an adapter, in training."""
     use_rslora: bool = False
     """Scale the adapters' product by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False
-    """Train the length of every row of an adapted matrix as well (Liu et al. 2024, arXiv:2402.09353)."""
+    """Also train the length of every row of an adapted matrix (Liu et al. 2024, arXiv:2402.09353)."""
     modules_to_save: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Ends of the names of modules that are trained whole beside the adapters (``embed_tokens``, ``lm_head``). Where
-    the head is tied to the embedding, either name trains both. Absent: none. The role's own scalar or classes head is
-    always trained."""
+    """Suffixes of the names of modules that are fully trained alongside the adapters (``embed_tokens``, ``lm_head``).
+    If the head is tied to the embedding, either name trains both. Absent: none. The role's own scalar or classes head
+    is always trained."""
     quantization: Literal["nf4", "int8"] | None = None
-    """Keep the frozen linear layers quantised, by bitsandbytes: ``nf4``, 4 bits with quantised scales (QLoRA, Dettmers
-    et al. 2023, arXiv:2305.14314), or ``int8`` with one scale per row. Absent: fp32."""
+    """Quantise the frozen linear layers with bitsandbytes: ``nf4``, 4 bits with quantised scales (QLoRA, Dettmers et
+    al. 2023, arXiv:2305.14314), or ``int8`` with one scale per row. Absent: fp32."""
 
 
 class TrainingConfig(ComponentConfig):
     lr: float = Field(1e-6, ge=0)
-    """Peak learning rate of AdamW. The default is for all weights of a model; adapters (``lora``) usually need ten to a
-    hundred times as much, and so does a new scalar head."""
+    """Peak learning rate of AdamW. The default suits training all weights of a model. Adapters (``lora``) and new
+    scalar heads usually need ten to a hundred times as much."""
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
@@ -65,7 +65,7 @@ class TrainingConfig(ComponentConfig):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
-    """Warm-up as a share of all optimizer steps; instead of ``warmup_steps``."""
+    """Warm-up as a share of all optimizer steps, instead of ``warmup_steps``."""
     min_lr_ratio: float | None = Field(None, ge=0, le=1)
     """``cosine_with_min`` and ``wsd`` only: final learning rate, as a share of ``lr``. Default: 0.1 and 0."""
     decay_ratio: float | None = Field(None, gt=0, le=1)
@@ -78,7 +78,7 @@ class TrainingConfig(ComponentConfig):
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Default: train all weights."""
     quantization: Literal["nf4", "int8"] | None = None
     """Frozen roles only: keep the linear layers in 4 bits (``nf4``) or 8 bits (``int8``), through bitsandbytes. Other
-    weights are stored as ``storage`` says. The role's outputs are those of the rounded weights. A trained role has
+    weights are stored as ``storage`` says. The role's outputs are those of the rounded weights. For a trained role use
     ``lora.quantization``."""
     freeze_vision: bool = False
     """Image-text models: do not train the vision tower and the projector behind it. Adapters never do, unless
@@ -87,43 +87,42 @@ class TrainingConfig(ComponentConfig):
     """NEFTune's alpha (Jain et al. 2023, arXiv:2310.05914, who use 5 to 15): in training, uniform noise of size alpha /
     sqrt(number of elements of a sequence's embeddings) is added to the embeddings. Default: no noise."""
     shared_prefixes: bool = True
-    """Compute a prefix that sequences of a micro-batch share once, such as the prompt of a group's samples or of a
-    pair. The results are exact. It has no effect if the model has dropout, or with ``neftune_alpha``. ``false`` is for
+    """Compute a prefix that sequences of a micro-batch share only once, such as the prompt of a group or of a pair. The
+    results are exact. It has no effect if the model has dropout, or with ``neftune_alpha``. ``false`` is for
     comparisons."""
     aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the auxiliary loss of a mixture of experts, which keeps tokens spread over them; reported as
     ``aux_loss``. A statistic of a micro-batch, so it depends on how batches are split."""
     router_replay: bool = False
-    """The policy of a mixture of experts: send the tokens of samples to the experts that the generator chose for them
-    (R3, Ma et al. 2025, arXiv:2510.11370), in every forward pass. The weights of the experts are the trainer's own.
-    Tokens without a record are routed by the trainer, and counted in ``policy/experts_unrecorded``."""
+    """For a mixture of experts as policy: in every forward pass, route the tokens of samples to the experts that the
+    generator chose (R3, Ma et al. 2025, arXiv:2510.11370). The trainer computes the experts' weights itself. It routes
+    tokens without a record and counts them in ``policy/experts_unrecorded``."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of equally long ones (``sdpa``).
-    ``auto``: ``flash`` if it is available. Other kernels are used on a CPU."""
+    """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of sequences of equal length
+    (``sdpa``). ``auto``: ``flash`` if available. On a CPU other kernels are used."""
     kernels: Kernels = "auto"
-    """Element-wise work of the layers (norms, rotary embedding, gates): ``own``, forms with fewer passes over memory;
-    ``liger``, Liger's kernels, on a GPU (``pip install liger-kernel``); ``none``, transformers' statements.
-    ``auto``: ``liger`` on a GPU under bf16 where it is installed and knows the layers; else ``own`` where the layers
-    are known; else ``none``. With ``deterministic``, and where the model is divided over ranks, it is ``own`` or
-    ``none``."""
+    """Element-wise operations of the layers (norms, rotary embedding, gates): ``own``, versions with fewer passes over
+    memory; ``liger``, Liger's kernels, on a GPU (``pip install liger-kernel``); ``none``, transformers' code. ``auto``:
+    ``liger`` on a GPU under bf16 if it is installed and supports the layers; else ``own`` if it supports the layers;
+    else ``none``. With ``deterministic``, or if the model is divided over ranks, it is ``own`` or ``none``."""
     logits_chunk: int | None = Field(None, gt=0)
-    """Largest number of logits (tokens x vocabulary) that exist at once. Beyond it the head computes in chunks, which
+    """Largest number of logits (tokens x vocabulary) in memory at once. Beyond it the head computes in chunks, which
     are recomputed in the backward pass. Default: 2**24 on a CPU, where they are 64 MiB; 2**27 on a GPU."""
     offload_activations: bool = False
-    """With ``gradient_checkpointing``: between forward and backward the inputs of the layers are in host memory, pinned
-    on a GPU. Results are equal bit for bit."""
+    """With ``gradient_checkpointing``: keep the inputs of the layers in host memory between forward and backward,
+    pinned on a GPU. Results are bit-equal."""
     deterministic: bool = False
-    """Sums of the forward and backward passes in a fixed order on a GPU, so that a resume is bit-exact there: torch's
-    deterministic algorithms, which are slower. An operation without one is refused when it is computed. On a CPU the
-    order is fixed in any case."""
+    """Fix the order of sums in the forward and backward passes on a GPU, so that a resume is bit-exact there. This uses
+    torch's deterministic algorithms, which are slower. An operation without one raises an error when it is computed. On
+    a CPU the order is always fixed."""
     head_fp32: HeadFp32 = "auto"
     """Under bf16, compute the head's logits in fp32, so that log-probs do not have the rounding of bf16 logits.
-    ``"sums"``: from hidden states and weights that are rounded to bf16, with sums and logits in fp32: on a GPU the
-    tensor cores compute it. The gradient of the logits is rounded to bf16 too. ``"auto"``: ``"sums"`` on a GPU,
-    ``true`` on a CPU."""
+    ``"sums"``: hidden states and weights are rounded to bf16, sums and logits are fp32. On a GPU this runs on the
+    tensor cores. The gradient of the logits is rounded to bf16 too. ``"auto"``: ``"sums"`` on a GPU, ``true`` on a
+    CPU."""
 
     export_masters: bool = False
-    """With ``storage = "bf16"``: exported models hold the fp32 masters, twice the bytes, in place of the weights."""
+    """With ``storage = "bf16"``: export the fp32 masters, which take twice the bytes, instead of the weights."""
 
     @property
     def quantizes(self) -> str | None:

@@ -13,21 +13,21 @@ Seconds = Annotated[float, Field(gt=0)]
 
 class WorkerOptions(ComponentConfig):
     start_timeout: Seconds = 600.0
-    """Seconds for the devices to be free, and for a role or the engines to become ready."""
+    """Seconds to wait for free devices, and for a role or the engines to become ready."""
     heartbeat: Seconds = 30.0
-    """Seconds between two checks of a worker whose answer the driver waits for. A worker that does not respond for ten
+    """Seconds between two checks of a worker that the driver is waiting for. A worker that does not respond for ten
     heartbeats is stalled."""
     stall_timeout: Seconds = 1800.0
     """Seconds without progress after which a responding worker is stalled. Progress is a call that begins or ends, a
     yielded item, or a finished sample."""
     max_restarts: Annotated[int, Field(ge=0)] | None = None
-    """Number of dead engines that are replaced within an hour; the next death ends the run. Default: the number of
-    engines, and 3 at least. Trainers are never replaced."""
+    """Largest number of dead engines that are replaced within an hour. The next death ends the run. Default: the number
+    of engines, but at least 3. Trainers are never replaced."""
     reports: str | None = None
-    """Folder for reports about stalls; where absent, the run's folder."""
+    """Folder for reports about stalls; if absent, the run's folder."""
     show_output: bool = False
-    """Show the output of workers, each line with the worker's name. A log always has it, and the message about a dead
-    worker ends with its last lines."""
+    """Show the output of workers, each line with the worker's name. The output is always in a log, and the message
+    about a dead worker ends with its last lines."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Environment variables of every worker, e.g. {NCCL_SOCKET_IFNAME = "eth0"}."""
 

@@ -23,7 +23,7 @@ class SourceSection(ComponentConfig):
     subset: str | None = None
     """Configuration of a hub name."""
     probability: Share | None = None
-    """Share of draws. Give it for all sources or for none; without it, sources are concatenated."""
+    """Share of draws. Set it for all sources or for none. Without it, sources are concatenated."""
     max_rows: Count | None = None
     """Use only the first rows."""
 
@@ -46,13 +46,13 @@ class DataSection(ComponentConfig):
     """Shuffle the rows in every pass, from ``run.seed``; false: keep the order of the sources."""
     prompt: str | None = None
     """Column with the prompt: text, or a list of ``{role, content}`` messages. If this option and the columns below are
-    not set, the columns ``prompt``, ``response``, ``chosen``, ... are used if a source has them; otherwise common
+    not set, the columns ``prompt``, ``response``, ``chosen``, ... are used if a source has them. Otherwise common
     layouts are recognised."""
     response: str | None = None
-    """Column with the answer (demonstrations, labels). If ``messages`` is set, it is used instead."""
+    """Column with the answer (demonstrations, labels). ``messages``, if set, replaces it."""
     reasoning: str | None = None
-    """Column with the reasoning before ``response``: text, which the chat template writes and which is trained on with
-    it. Null or empty where a row has none. Read only if set."""
+    """Column with the reasoning before ``response``: text that the chat template renders and that is trained on with
+    it. Null or empty if a row has none. Read only if set."""
     messages: str | None = None
     """Column with whole conversations (demonstrations, labels)."""
     chosen: str | None = None
@@ -61,45 +61,44 @@ class DataSection(ComponentConfig):
     """Column with the worse answer of a pair."""
     margin: str | None = None
     """Column with the margin of a pair: a number that says how much better the chosen answer is. Read only if set. If
-    it is a column that says which of several answers is better, the margin is the difference between the two."""
+    the column ranks several answers, the margin is the difference between the two."""
     preference: str | None = None
     """Column that says which of two answers is better, in a source that has several of them (PKU-SafeRLHF:
     ``better_response_id`` or ``safer_response_id``)."""
     pairs: Literal["extremes", "all"] = "extremes"
-    """The pairs of a row with a list of answers that have a rank or a score each: ``extremes``, the best and the worst;
-    ``all``, every two answers that differ in it. A pair counts as a row."""
+    """Pairs of a row with a list of ranked or scored answers: ``extremes``, the best and the worst; ``all``, every two
+    answers with different ranks or scores. A pair counts as a row."""
     label: str | None = None
     """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``. Default: ``label``."""
     steps: str | None = None
     """Column with the steps of a solution: a list of texts. Default: ``completions``."""
     step_labels: str | None = None
-    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1); or with the
-    index of the first wrong step, -1 if none is. Default: ``labels``."""
+    """Column with a label for each step: as in ``label``, or the probability that the step is right (0 to 1). Or column
+    with the index of the first wrong step, -1 if there is none. Default: ``labels``."""
     images: str | None = None
     """Column with the images of a row, one or a list: paths (relative to the data file), ``data:`` URLs, or bytes as
     ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``, or ``image``."""
     max_images: NotNegative | None = None
-    """Largest number of images in a sequence: those of the row, and those that an environment or a program adds. Rows
-    with more are bad rows. 0: the run has no images, and the engines of an image-text model prepare for text only.
-    Default: 8."""
+    """Largest number of images in a sequence, including those that an environment or a program adds. Rows with more are
+    bad rows. 0: the run has no images, and the engines of an image-text model prepare for text only. Default: 8."""
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text after each step. A step ends at the token in which this text ends."""
     template: Literal["auto", "chat", "plain"] = "auto"
     """``chat``: the tokenizer's chat template (an error if it has none); ``plain``: text without a template; ``auto``:
     ``chat`` if the tokenizer has a template, otherwise ``plain``."""
     chat_template: PathText | None = None
-    """A file with the chat template (Jinja) to use in place of the tokenizer's own. Exported models contain it."""
+    """File with the chat template (Jinja) to use instead of the tokenizer's. Exported models contain it."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, e.g. ``enable_thinking = false``."""
     earlier_answers: Literal["template", "sampled"] = "template"
-    """In rollouts with an environment, where the chat template changes an answer once a message follows (Qwen3 drops
-    its reasoning): ``template``: the run is refused; ``sampled``: the policy goes on after the tokens that it sampled,
-    a context that the template itself would not write."""
+    """What happens in rollouts with an environment if the chat template changes an answer once a message follows (Qwen3
+    drops its reasoning). ``template``: the run is refused. ``sampled``: the policy continues after the tokens that it
+    sampled, a context that the template itself would not render."""
     system: str | None = None
     """System message before every prompt (chat), or text before every prompt (plain)."""
     input_template: str | None = None
-    """A format string with column names, e.g. ``"Q: {question}\\nA: "``, which makes the prompt in place of a column;
-    with a chat template, the user's message."""
+    """Format string with column names, e.g. ``"Q: {question}\\nA: "``, that makes the prompt instead of a column; with
+    a chat template, the user's message."""
     loss_on: Literal["completion", "assistant", "all"] = "completion"
     """Offline: train on the last answer, on all assistant turns, or on all tokens (continued pre-training)."""
     add_eos: bool = True
@@ -109,11 +108,11 @@ class DataSection(ComponentConfig):
     max_tokens: Count = 2048
     """Longest sequence, in tokens: prompt, observations and answers together."""
     too_long: Literal["error", "drop"] = "error"
-    """Rows over the limits: ``error`` refuses them with file and line, ``drop`` leaves them out and counts them. Rows
-    are never truncated."""
+    """Rows over the limits: ``error`` refuses them with file and line, ``drop`` omits and counts them. Rows are never
+    truncated."""
     bad_rows: Literal["error", "drop"] = "error"
     """Rows that cannot be read or cannot be trained on (an empty answer, equal answers of a pair, an invalid label):
-    ``error`` refuses them with file and line, ``drop`` leaves them out and counts them."""
+    ``error`` refuses them with file and line, ``drop`` omits and counts them."""
 
     @property
     def image_limit(self) -> int:

@@ -78,14 +78,14 @@ class RunSection(ComponentConfig):
     """The run directory; if not set, the next of ``runs/1``, ``runs/2``, ..., to which ``runs/latest`` links. Refused
     if it already holds a run that finished a step, unless ``resume`` or ``overwrite`` is set."""
     steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
-    """Number of steps, at most 10 million. Default: as many as ``epochs`` passes over the data need."""
+    """Number of steps, at most 10 million. Default: the steps of ``epochs`` passes over the data."""
     epochs: Positive = 1.0
     """Passes over the training data; 0.5 is half of it. Not used if ``steps`` is set. The number of steps is computed
-    as if every row were used. Rows that are left out (``data.too_long``, ``data.bad_rows``) and filtered groups are
-    replaced by later rows, so the run may read more than this (metric ``epoch``)."""
+    as if every row were used. Later rows replace dropped rows (``data.too_long``, ``data.bad_rows``) and filtered
+    groups, so the run may read more than this (metric ``epoch``)."""
     stop_after: Count | None = None
-    """End the run after this step with a checkpoint, as a signal does. Learning rates and other schedules stay those of
-    all ``steps``; a resume goes on. Default: the last step."""
+    """End the run after this step with a checkpoint, as a signal does. Learning rates and other schedules remain those
+    of all ``steps``. A resume continues the run. Default: the last step."""
     seed: int = 0
     """Seed of the run. Every random choice is computed from the seed and counters."""
     resume: bool = False
@@ -97,13 +97,13 @@ class RunSection(ComponentConfig):
     show_samples: Count | None = None
     """Print the best and the worst sample every N steps. Default: never. `rlhf samples` shows more."""
     timeline: Count | None = None
-    """Record what happens when in the first N steps, in ``timeline.json``, which ui.perfetto.dev opens. A resume
-    records N more. Default: none."""
+    """Record a timeline of the first N steps in ``timeline.json``, which ui.perfetto.dev opens. A resume records N
+    more. Default: none."""
     report: bool = True
-    """Write ``report.html`` in the run's folder at the end of the run, one page that shows it (`rlhf report`)."""
+    """At the end of the run, write ``report.html``, a page about the run, to its folder (`rlhf report`)."""
     peak_tflops: Positive | None = None
-    """Peak of one device of the policy in TFLOP/s, for the metric ``throughput/mfu``. Default: that of GPUs whose peak
-    in bf16 is known; for others there is no such metric."""
+    """Peak of one device of the policy in TFLOP/s, for the metric ``throughput/mfu``. Default: the known bf16 peak of
+    the GPU. Without a known peak there is no such metric."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 
@@ -118,18 +118,18 @@ class RunSection(ComponentConfig):
 
 class ModelSection(ComponentConfig):
     model: PathText | None = None
-    """A folder, or a name on the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
+    """A folder or a hub name: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Arithmetic of forward and backward. ``auto``: bf16 if the device is faster with it, or if ``storage`` is bf16."""
     storage: Literal["fp32", "bf16"] | None = None
     """Number format of the weights. ``bf16`` halves the bytes of weights, gathers, syncs and exports. The optimizer of
     a trained role steps fp32 masters, so small steps are not lost. Default: that of the role whose model this role
-    starts as, else fp32."""
+    starts from, else fp32."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass: less memory, more time, equal results."""
     micro_tokens: Count | None = None
-    """Largest number of tokens in a micro-batch; default: the trainer's choice. Memory and speed depend on it, results
-    do not. A longer unit has a micro-batch to itself."""
+    """Largest number of tokens in a micro-batch; default: the trainer's choice. It affects memory and speed, not
+    results. A longer unit gets its own micro-batch."""
     precompute: bool = False
     """Frozen roles of offline runs: compute the outputs that the algorithm reads for every row before the first step,
     then unload the model. The outputs are kept in the run directory."""
@@ -158,12 +158,12 @@ class SyncSection(ComponentConfig):
     sampled with them. ``drain``: the weights wait until the answers are finished. ``restart``: the answers are sampled
     again from their first token."""
     keys: Literal["recompute", "keep"] = "recompute"
-    """``in_flight = "continue"``: ``recompute``: the generator computes keys and values of the tokens so far again with
-    the new weights, so that log-probs of further tokens are those of the new policy. ``keep``: it goes on with the old
-    ones at once. The log-probs are then of a mixture of both policies."""
+    """Keys and values of the tokens so far, with ``in_flight = "continue"``. ``recompute``: the generator recomputes
+    them with the new weights, so that log-probs of further tokens are those of the new policy. ``keep``: it continues
+    at once with the old ones. The log-probs are then those of a mixture of both policies."""
     adapters: Literal["merged", "alone"] = "merged"
-    """With ``trainer.lora``: what is sent after an update. ``merged``: the whole model with the adapters added, in the
-    engine's number format. ``alone``: the adapters; the engine computes with the base and the adapters beside it."""
+    """With ``trainer.lora``: what is sent after an update. ``merged``: the whole model with merged adapters, in the
+    engine's number format. ``alone``: only the adapters; the engine computes with the base and separate adapters."""
     check: Literal["fail", "retry", "warn"] = "fail"
     """What happens if the proof after a sync fails. ``fail``: the run ends. ``retry``: the weights are sent once
     more, and the run ends if the proof fails again. ``warn``: the run goes on with a warning."""
@@ -177,16 +177,16 @@ class SyncSection(ComponentConfig):
     timeout: Positive = 600.0
     """Seconds for sending and loading one bucket."""
     canaries: NotNegative = 2
-    """Sequences of random tokens whose log-probs are compared after each sync, and in a run with images one more, which
-    has an image. 0 compares fingerprints only."""
+    """Number of random token sequences whose log-probs are compared after each sync. A run with images has one more,
+    with an image. 0: compare only fingerprints."""
     tolerance: Positive | None = None
-    """Largest allowed difference of log-probs: the mean of each canary in fp32, default 1e-4; the median of all if
-    either side computes in bf16, default 0.3, or the generator in fp8, default 0.8."""
+    """Largest allowed difference of log-probs. In fp32: the mean of each canary, default 1e-4. If either side computes
+    in bf16: the median of all, default 0.3. If the generator computes in fp8: the median of all, default 0.8."""
 
 
 class EvalSection(ComponentConfig):
     every: Count | None = None
-    """Steps between evaluations. Default: evaluate at the end only, if there is evaluation data."""
+    """Steps between evaluations. Default: evaluate only at the end, if there is evaluation data."""
     at_start: bool = False
     """Also evaluate before the first step (as step 0)."""
     samples: Count = 1
@@ -196,16 +196,16 @@ class EvalSection(ComponentConfig):
     max_new_tokens: Count | None = None
     """Largest number of tokens in a sampled turn. Default: ``sampling.max_new_tokens``."""
     pass_threshold: float | None = None
-    """An answer passes if its reward is at least this. Default: 1; where a reward is a score without such a mark (a
+    """An answer passes if its reward is at least this. Default: 1. If a reward is a score without such a threshold (a
     reward model), no answer passes or fails, and there is no pass@k."""
     max_rows: Count | None = None
     """Use only the first rows of each source."""
     weights: Literal["exported", "live"] = "exported"
-    """Weights that are evaluated if the trainer keeps a moving average. ``exported``: the average, which ``model/``
-    will hold. ``live``: the weights that are trained."""
+    """Weights to evaluate if the trainer keeps a moving average. ``exported``: the average, which is also exported to
+    ``model/``. ``live``: the trained weights."""
     metric: str | None = None
-    """Metric that selects the best checkpoint: a metric of the evaluation, with or without the prefix ``eval/``, such
-    as ``reward`` or ``env/KEY``. Default: the first that exists of pass@1, reward and loss."""
+    """Evaluation metric that selects the best checkpoint, with or without the prefix ``eval/``, such as ``reward`` or
+    ``env/KEY``. Default: the first that exists of pass@1, reward and loss."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Direction in which the metric improves; ``auto``: down for losses, up for other metrics."""
     patience: Count | None = None
@@ -216,17 +216,17 @@ class CheckpointSection(ComponentConfig):
     every: Count | None = None
     """Steps between checkpoints. Default: at the end, and when evaluation finds a new best."""
     keep: Count = 3
-    """Number of newest checkpoints that are kept, in addition to the best one. Also applies to exports."""
+    """Number of newest checkpoints to keep, in addition to the best one. Also applies to exports."""
     save_best: bool = True
     """Save a checkpoint when evaluation finds a new best, and keep it until there is a better one."""
     export_best: bool = True
-    """Export the model of the best evaluation so far to ``model-best/``, in Hugging Face format, where the best
+    """Also export the model of the best evaluation so far, in Hugging Face format, to ``model-best/`` when the best
     checkpoint is saved. ``model/`` is that of the last step."""
     export_every: Count | None = None
     """Steps between Hugging Face exports to ``exports/step-N``. The final export is ``model/``."""
     export_trained: bool = False
-    """At the end, also export the other trained roles, such as the critic to ``model-critic/``, to start another run
-    from them."""
+    """At the end, also export the other trained roles, such as the critic to ``model-critic/``, so that another run can
+    start from them."""
     save_rollouts: bool = True
     """Write the samples of every step to ``rollouts/``, and the answers of every evaluation to ``evaluations/``."""
 
@@ -270,30 +270,30 @@ class StreamSection(ComponentConfig):
     """``waves``: a batch is generated whole, then the policy learns from it. ``continuous``: samples continue while the
     policy learns; this needs a launcher with the capability ``answers``."""
     staleness: NotNegative = 0
-    """S: number of steps by which the sampling weights may be behind the policy. ``waves``: batch k is generated with
+    """S: number of steps by which the sampling weights may lag behind the policy. ``waves``: batch k is generated with
     the weights of version max(0, k - S). ``continuous``: no token that step k trains on is older than version k - S;
     with 0 nothing is generated while the policy learns."""
     order: Literal["submission", "completion"] = "submission"
     """``continuous``: which groups a batch takes. ``submission``: those that were started first. ``completion``: those
-    that were scored first, and those that would become too old; batches then hold short answers first."""
+    that were scored first, and those that would become too old. Batches then hold short answers first."""
     oversample: Annotated[float, Field(ge=1)] | None = None
-    """``continuous``: largest number of batches that are started and not yet trained on. Default: as many as staleness
-    allows."""
+    """``continuous``: largest number of batches that are started and not yet trained on. Default: the most that
+    staleness allows."""
     round: Count = 1
     """R: batches of R steps are all generated before the first of them, with the weights of version R * (k // R)."""
     filter: FilterSection | None = None
     """Dynamic filter; off by default."""
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
     """What happens if the rollout or the reward of a sample fails. ``abort``: the run ends. ``drop_sample``: the sample
-    is left out. ``drop_group``: its group is left out and replaced."""
+    is dropped. ``drop_group``: its group is dropped and replaced."""
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Largest share of failed samples with which a run continues, if ``on_failed_sample`` is not ``abort``; it always
-    applies to evaluations. The share is over the latest samples: as many as a batch has, and at least 64."""
+    """Largest share of failed samples with which a run continues, if ``on_failed_sample`` is not ``abort``. It always
+    applies to evaluations. The share is over the latest samples: the number in a batch, but at least 64."""
     rollout_deadline: Positive = 600.0
     """Seconds for the whole rollout of one sample, without the time of generation and of the run's rewards."""
     replay: PathText | None = None
     """Folder of a run: train on the samples that it trained on, batch by batch, and sample nothing. The other options
-    of this section must be its own. `rlhf replay` sets all that is needed."""
+    of this section must equal those of that run. `rlhf replay` sets everything that is needed."""
 
 
 class RewardSection(Choice):
@@ -308,8 +308,8 @@ class RewardSection(Choice):
     """Program that runs a plain ``def`` reward: the Python of a virtual environment with packages of its own,
     ``DIR/bin/python``. `rlhf plugins isolate` makes one. Default: the Python of the run."""
     concurrency: Count | None = None
-    """Largest number of calls under way at once. Default: the plugin's, if it names one; else 64 for an ``async def``;
-    for a plain ``def``, which runs in worker processes, one per processor and at most 4."""
+    """Largest number of concurrent calls. Default: the plugin's, if it sets one; otherwise 64 for an ``async def``. For
+    a plain ``def``, which runs in worker processes: one per processor, at most 4."""
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
     sources: tuple[str, ...] = ()
@@ -321,12 +321,12 @@ class RewardSection(Choice):
 
 class ObserverSection(Choice):
     names: Literal["own", "trl"] = "own"
-    """Names of metrics. ``trl``: those of TRL, where it has the metric, so that a dashboard shows the curves over those
-    of earlier runs."""
+    """Names of metrics. ``trl``: the names of TRL for metrics that TRL has, so that a dashboard shows the curves
+    together with those of earlier runs."""
     on_error: Literal["abort", "warn"] = "abort"
-    """What happens if the observer raises an error when it is told of an event after the start, such as a logger whose
-    server is away. ``abort``: the run ends. ``warn``: the run notes it and goes on without this observer; a resume
-    starts it again."""
+    """What happens if the observer raises an error after the start, such as a logger whose server is unreachable.
+    ``abort``: the run ends. ``warn``: the run prints a note and continues without this observer; a resume starts it
+    again."""
 
 
 class EnvSection(Choice):
@@ -341,7 +341,7 @@ class EnvSection(Choice):
     """Largest number of episodes open at once. Default: 256 for an ``async def`` environment; 16 for a plain ``def``
     environment, each in a worker process."""
     credit: Literal["outcome", "step"] = "outcome"
-    """Credit of the environment's turn rewards. ``outcome``: their sum is at the end of the episode; every advantage
-    estimator supports this. ``step``: each is placed at the last token of its turn, so that later tokens get no credit
-    for it. This needs an estimator that reads rewards at tokens and has no baseline over groups. Evaluation uses the
+    """Credit of the environment's turn rewards. ``outcome``: their sum is placed at the end of the episode, which every
+    advantage estimator supports. ``step``: each is placed at the last token of its turn, so that later tokens get no
+    credit for it. This needs an estimator that reads rewards at tokens and has no group baseline. Evaluation uses the
     sum."""

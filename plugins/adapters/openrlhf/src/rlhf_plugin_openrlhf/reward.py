@@ -20,7 +20,7 @@ class RewardConfig(ComponentConfig):
     label: str | None = None
     """Row column that ``labels`` holds. If absent: ``label``, else ``answer``, else an empty text."""
     batch: Literal["group", "sample"] = "group"
-    """What one call gets: the samples of a prompt, or one sample."""
+    """Input of one call: the samples of a prompt, or one sample."""
 
 
 def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Reward]:

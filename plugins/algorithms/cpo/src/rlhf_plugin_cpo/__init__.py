@@ -32,7 +32,7 @@ class CPOConfig(ComponentConfig):
     """Coefficient of the chosen answers' negative log-likelihood (``cpo_alpha`` of TRL); 0 = off."""
     nll_reduce: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
     """How that likelihood is averaged: over all tokens of the chosen answers; over the answers' means per token; or
-    over the answers' sums, as the paper writes it."""
+    over the answers' sums, as in the paper."""
 
     @model_validator(mode="after")
     def _idle(self) -> Self:

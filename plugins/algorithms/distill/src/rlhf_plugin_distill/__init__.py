@@ -94,7 +94,7 @@ class DistillOnPolicy(_Distillation):
         sampled: float = Field(default=1.0, gt=0, le=1)
         """Share of the rows whose answers the student samples; the data gives the answers of the other rows."""
         teacher: TeacherModelConfig = TeacherModelConfig()
-        """Whose weights the teacher has, and what it reads."""
+        """The weights of the teacher, and what it reads."""
 
     def __init__(
         self,

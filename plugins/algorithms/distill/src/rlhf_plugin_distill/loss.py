@@ -24,7 +24,8 @@ class DistillConfig(ComponentConfig):
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits of both models before they are compared. The cross-entropy is computed at temperature 1."""
     top_k: int | None = Field(default=None, ge=1)
-    """Compare the teacher's most probable tokens, so many, and all others as one. Default: every token by itself."""
+    """Compare this number of the teacher's most probable tokens, and all others as one. Default: every token by
+    itself."""
     alpha: float = Field(default=0.5, gt=0, le=1)
     """(1 - alpha) cross-entropy + alpha divergence; 1 = divergence only."""
     reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"

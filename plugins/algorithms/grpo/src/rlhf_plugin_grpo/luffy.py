@@ -19,7 +19,7 @@ from torch import Tensor
 
 class LuffyConfig(PolicyGradientConfig):
     demonstrations_per_group: int = Field(default=1, ge=1)
-    """How many samples of each group are the answer in the data. The policy samples the others."""
+    """Number of samples in each group that are the answer in the data. The policy samples the others."""
 
     @model_validator(mode="after")
     def _scored(self) -> Self:
@@ -53,7 +53,7 @@ class Luffy(PolicyGradient):
 
 class LuffyLossConfig(PPOConfig):
     gamma: float = Field(default=0.1, gt=0)
-    """Of the shaping p / (p + gamma): the smaller, the more an expert's tokens with a low probability count."""
+    """gamma of the shaping p / (p + gamma). The smaller it is, the more an expert's low-probability tokens count."""
 
 
 class LuffyLoss(PPOLoss):

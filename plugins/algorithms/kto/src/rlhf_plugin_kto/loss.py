@@ -53,8 +53,8 @@ class KTOConfig(ComponentConfig):
     beta: float = Field(default=0.1, gt=0)
     """Scale of the reward beta x log-ratio. A larger beta saturates earlier."""
     desirable_weight: float = Field(default=1.0, ge=0)
-    """lambda_D, of desirable answers. With n_D and n_U rows of each kind, the paper advises that the quotient
-    (desirable_weight x n_D) / (undesirable_weight x n_U) lie between 1 and 4/3."""
+    """lambda_D, of desirable answers. With n_D and n_U rows of each kind, the paper recommends that (desirable_weight x
+    n_D) / (undesirable_weight x n_U) is between 1 and 4/3."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """lambda_U, of undesirable answers."""
 

@@ -26,7 +26,7 @@ class ORPOConfig(ComponentConfig):
     beta: float = Field(default=0.1, ge=0)
     """Coefficient of the odds ratio: lambda of the paper, ``beta`` of TRL."""
     nll_on: Literal["completion", "all"] = "completion"
-    """Tokens of the chosen sequence whose likelihood is maximised: the answer's, or with ``all`` the prompt's too (as
+    """Tokens of the chosen sequence whose likelihood is maximised: the answer's, or with ``all`` also the prompt's (as
     in TRL)."""
 
 

@@ -31,10 +31,10 @@ class Member(ComponentConfig):
     sources: tuple[str, ...] = Field(min_length=1)
     """Names of the sources in ``data.train`` whose rows it trains on."""
     weight: float = Field(default=1.0, gt=0)
-    """Factor of its loss in the sum; with ``weight_end`` that of the first step."""
+    """Factor of its loss in the sum; with ``weight_end``, the factor of the first step."""
     weight_end: float | None = Field(default=None, ge=0)
-    """The factor after ``weight_steps`` steps of the run; it moves by as much in each of them (mu of CHORD,
-    arXiv:2508.11408, whose code takes a cosine after a warm-up). Default: constant."""
+    """The factor after ``weight_steps`` steps of the run, reached linearly (mu of CHORD, arXiv:2508.11408, whose code
+    takes a cosine after a warm-up). Default: constant."""
     weight_steps: int | None = Field(default=None, ge=1)
     """Number of steps until ``weight_end``."""
 

@@ -35,7 +35,7 @@ class ProcessRewardConfig(ComponentConfig):
     """Path or hub name of a process reward model: two classes (0 wrong, 1 right), or a language model with two label
     tokens. It must have the policy's tokenizer."""
     role: str = "process_reward_model"
-    """Name of the role that holds it (``[roles.NAME]`` configures that). A second such model needs another."""
+    """Name of the model's role, which ``[roles.NAME]`` configures. A second such model needs another role."""
     label_tokens: tuple[str, str] | None = None
     """For a language model: the texts for right and for wrong, one token each. Default: those in its ``config.json``,
     which training wrote."""
@@ -49,11 +49,11 @@ class ProcessRewardConfig(ComponentConfig):
     """Subtracted from each step's probability before the aggregate: with 0.5, steps that are probably wrong get a
     negative value."""
     without_steps: Literal["skip", "last_token"] = "skip"
-    """An answer in which no step ends: ``skip`` gives it no value (not applicable), ``last_token`` reads the model
-    after its last token, as if a step ended there."""
+    """Value of an answer in which no step ends. ``skip``: none (not applicable). ``last_token``: the model is read
+    after the last token, as if a step ended there."""
 
     open_step: Literal["skip", "close"] = "skip"
-    """The text after an answer's last separator: ``skip``: it is no step. ``close``: it is the last step. The model
+    """The text after an answer's last separator. ``skip``: it is not a step. ``close``: it is the last step. The model
     reads the separator after it, and its value is at its last token."""
 
     @field_validator("label_tokens", mode="before")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class RejectionSamplingConfig(ComponentConfig):
     keep: int = Field(default=1, ge=1)
-    """Number of samples with the highest rewards that each prompt gives to training."""
+    """Number of samples per prompt that are trained on: those with the highest rewards."""
     min_reward: float | None = None
     """Samples with a lower reward are never kept, so a prompt may give fewer than ``keep``, or none. Absent: no limit.
     """

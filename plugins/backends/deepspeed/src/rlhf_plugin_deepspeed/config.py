@@ -10,18 +10,19 @@ from rlhf_modeling.sharded.config import ShardedConfig
 
 class DeepSpeedTrainerConfig(ShardedConfig):
     stage: Literal[0, 1, 2, 3] = 2
-    """ZeRO: what is divided over the ranks. 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    """ZeRO stage: what is divided over the ranks. 0: nothing, 1: the optimizer state, 2: also gradients, 3: also
+    weights."""
     tensor_parallel: int = Field(1, ge=1)
-    """This many neighbouring ranks divide each layer among them and compute the same micro-batches. Stages 0 to 2; a
-    divisor of the number of ranks, of the model's heads and of its feed-forward width."""
+    """Number of neighbouring ranks that split each layer and compute the same micro-batches. Stages 0 to 2. A divisor
+    of the number of ranks, of the model's heads and of its feed-forward width."""
     offload_optimizer: Literal["none", "cpu"] = "none"
-    """Where the optimizer's state, its weights and gradients live, and where it computes. Stages 1 to 3."""
+    """Device of the optimizer's state, weights, gradients and computation. Stages 1 to 3."""
     offload_params: Literal["none", "cpu"] = "none"
-    """Where a rank's part of the weights lives while no layer needs it. Stage 3, with ``offload_optimizer``: the
-    optimizer steps the weights where they live."""
+    """Device of a rank's part of the weights while no layer needs it. Stage 3, with ``offload_optimizer``: the
+    optimizer steps the weights where they are."""
     hpz_partition_size: int = Field(1, ge=1)
-    """ZeRO++: this many ranks (of one node) hold a second copy of the weights among them, so that the backward pass
-    gathers inside the node. Stage 3; divides the number of ranks; 1: there is none."""
+    """ZeRO++: number of ranks (of one node) that together hold a second copy of the weights, so that the backward pass
+    gathers inside the node. Stage 3. A divisor of the number of ranks; 1: no copy."""
     keep_whole: int = Field(100_000, ge=0)
     """Stage 3: parameters of up to this many elements stay whole on every rank."""
     gathered: int = Field(2**27, ge=0)

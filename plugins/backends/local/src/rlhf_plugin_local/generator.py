@@ -58,12 +58,12 @@ class TransformersGenerator(TakesModule, Generator):
         dtype: Literal["auto", "fp32", "bf16"] = "auto"
         """Arithmetic of sampling; ``auto``: that of the trainer. Weights are shared with it in any case."""
         max_batch: int = Field(256, ge=1)
-        """Rows sampled at once; further requests wait, in order."""
+        """Rows sampled at once. Further requests wait, in order."""
         max_cache_tokens: int | None = Field(None, ge=1)
         """Limit of rows x positions of the key-value cache. A request is admitted only if there is room for everything
         that it may sample. None: no limit except ``max_batch`` rows. The cache grows as needed in both cases."""
         prefill_tokens: int = Field(8192, ge=1)
-        """Prompt tokens per prefill pass; a longer prompt is a pass of its own."""
+        """Prompt tokens per prefill pass. A longer prompt has its own pass."""
 
     memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_batch": 64}, {"max_batch": 16})
 

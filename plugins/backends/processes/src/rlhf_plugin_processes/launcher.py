@@ -101,8 +101,8 @@ LOGS = "workers"
 
 class ProcessesConfig(WorkerOptions):
     cpus: Annotated[int, Field(ge=1)] | None = None
-    """Number of CPU cores that ranks and engines may be placed on, where this machine has no GPUs; where absent, those
-    that this process may use."""
+    """Number of CPU cores for ranks and engines if this machine has no GPUs; if absent, those that this process may
+    use."""
 
 
 class ProcessesLauncher(WorkerLauncher):

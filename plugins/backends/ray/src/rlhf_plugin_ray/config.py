@@ -13,19 +13,20 @@ _PLACE = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 class RayConfig(WorkerOptions):
     address: str | None = None
-    """The Ray cluster: ``auto`` (the one of this machine or job) or ``HOST:PORT``. Where absent: the cluster that
-    RAY_ADDRESS names (``ray job submit`` sets it), or that this process is connected to already; otherwise the run
-    starts a Ray that only this machine can reach and that ends with the run."""
+    """The Ray cluster: ``auto`` (the one of this machine or job) or ``HOST:PORT``. If absent: the cluster that
+    RAY_ADDRESS names (``ray job submit`` sets it), or to which this process is already connected; otherwise the run
+    starts a Ray cluster that only this machine can reach and that ends with the run."""
     namespace: str | None = None
-    """Ray namespace in which the workers can be found by name (``policy-0``, ``engine-1``), for debugging from
-    another process. Where absent, workers have no names."""
+    """Ray namespace that lists the workers by name (``policy-0``, ``engine-1``), for debugging from another process. If
+    absent, workers have no names."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """How ranks are laid out over nodes: together where they fit (PACK), on as many nodes as there are (SPREAD), all
-    on one node (STRICT_PACK), each on a node of its own (STRICT_SPREAD). Roles that share devices move together."""
+    """How ranks are placed on nodes: together if they fit (PACK), over as many nodes as possible (SPREAD), all on one
+    node (STRICT_PACK), each on a separate node (STRICT_SPREAD). Roles that share devices are placed together."""
     cpus: Annotated[int, Field(ge=1)] | None = None
-    """Number of CPUs of a Ray that the run starts; where absent, those of the machine."""
+    """Number of CPUs of a Ray cluster that the run starts; if absent, those of the machine."""
     object_store_gib: Annotated[float, Field(gt=0)] | None = None
-    """Shared memory for arguments and weights in transit, of a Ray that the run starts; where absent, Ray's default."""
+    """Shared memory for arguments and weights in transit, of a Ray cluster that the run starts; if absent, Ray's
+    default."""
 
     @field_validator("address")
     @classmethod

@@ -28,15 +28,15 @@ class SimulatedGeneratorConfig(ComponentConfig):
     engines: Annotated[int, Field(gt=0)] = 1
     """Engines that are simulated."""
     slots: Annotated[int, Field(gt=0)] = 64
-    """Samples that an engine works on at once. Further ones wait."""
+    """Samples that an engine processes at once. Others wait."""
     tokens: Annotated[float, Field(gt=0)] = 200.0
     """Mean number of tokens of an answer, cut at ``sampling.max_new_tokens``."""
     tokens_sigma: Annotated[float, Field(ge=0)] = 0.5
     """Standard deviation of the logarithm of that number; 0: every answer has the mean."""
     tokens_per_second: Annotated[float, Field(gt=0)] = 50.0
-    """Of one sample, whatever else its engine works on."""
+    """Tokens per second of one sample, regardless of the load of its engine."""
     deaths: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the samples during which their engine dies. They are sampled again."""
+    """Share of the samples whose engine dies meanwhile. They are sampled again."""
     load_seconds: Annotated[float, Field(ge=0)] = 0.0
     """Seconds in which engines take new weights. No token is sampled meanwhile."""
     speed: Annotated[float, Field(gt=0)] = 1.0

@@ -13,13 +13,13 @@ class SpeculativeConfig(ComponentConfig):
     keep their distribution (Leviathan et al., ICML 2023, arXiv:2211.17192)."""
 
     method: Literal["ngram"]
-    """``ngram`` proposes the tokens that came after an earlier occurrence of the newest tokens, in prompt or answer."""
+    """``ngram`` proposes the tokens that followed an earlier occurrence of the newest tokens, in prompt or answer."""
     tokens: int = Field(4, ge=1, le=128)
-    """Most tokens that are proposed at once. Each of them costs the arithmetic of a token, accepted or not."""
+    """Largest number of tokens proposed at once. Each costs the computation of a token, accepted or not."""
     prompt_lookup_max: int = Field(4, ge=1)
-    """Most newest tokens that are looked up."""
+    """Largest number of newest tokens to look up."""
     prompt_lookup_min: int = Field(2, ge=1)
-    """Fewest of them that must occur earlier; otherwise nothing is proposed."""
+    """Smallest number of them that must match; otherwise nothing is proposed."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
@@ -39,32 +39,33 @@ class VllmGeneratorConfig(ComponentConfig):
     pipeline_parallel: int = Field(1, ge=1)
     """Number of groups of workers that the layers are distributed over; GPUs only."""
     memory_share: float | None = Field(None, gt=0, le=1)
-    """Fraction of each GPU's memory that the engine takes in total; absent: 0.9, and where the run's roles are on the
-    GPU, 0.9 of what they leave free when the engine starts. GPUs only."""
+    """Fraction of each GPU's memory that the engine uses in total. Absent: 0.9, or if roles of the run are on the GPU,
+    0.9 of the memory that they leave free when the engine starts. GPUs only."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """GiB of key-value cache per worker; absent: 1 on a CPU, what ``memory_share`` leaves on a GPU."""
     eager: bool | None = None
     """``true``: run the model uncompiled; ``false``: compiled, on a GPU with CUDA graphs; absent: uncompiled on a CPU,
     compiled on a GPU."""
     prefix_caching: bool = True
-    """Compute the keys and values of a prefix that prompts share once, in whole blocks (of 128 tokens on a CPU)."""
+    """Compute keys and values of a prefix shared by prompts only once, in whole blocks (of 128 tokens on a CPU)."""
     max_sequences: int = Field(256, ge=1)
-    """Number of samples that are generated at the same time; further requests wait, in order."""
+    """Number of samples generated at the same time. Further requests wait, in order."""
     max_batched_tokens: int | None = Field(None, ge=1)
-    """Tokens of one forward pass; absent: 8192, or the longest sequence if that is longer. Where prompts are not split
-    (``chunked_prefill``) it must be at least the longest sequence."""
+    """Tokens of one forward pass; absent: 8192, or the longest sequence if that is longer. If prompts are not split
+    (``chunked_prefill``), it must be at least the longest sequence."""
     chunked_prefill: bool | None = None
-    """Split a prompt that does not fit into the rest of a forward pass over several, so that unfinished samples go on
-    beside it; absent: vLLM's choice for the model on a GPU, ``false`` on a CPU, which cannot."""
+    """Split a prompt that does not fit into the rest of a forward pass over several passes, so that unfinished samples
+    continue meanwhile. Absent: vLLM's choice for the model on a GPU, ``false`` on a CPU, which cannot."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of weights and arithmetic; ``auto``: the policy's."""
     sleep_level: Literal[1, 2] = 1
-    """What ``sleep`` does with the weights: 1 moves them to host memory, 2 discards them until the next sync, which
-    saves two copies a step. 2 is for models all of whose tensors are parameters or buffers (README). GPUs only."""
+    """What ``sleep`` does with the weights. 1: moves them to host memory. 2: discards them until the next sync, which
+    saves two copies per step. 2 requires that all tensors of the model are parameters or buffers (README). GPUs
+    only."""
     quantization: Literal["fp8_per_channel"] | None = None
-    """vLLM quantises the linear layers, without the head, at every load of weights, which arrive as ever.
-    ``fp8_per_channel``: E4M3 with a scale for each output, inputs with a scale for each token. Samples come from
-    another distribution than the policy's, so the algorithm needs an importance correction."""
+    """vLLM quantises the linear layers, except the head, at every load of weights. The weights are sent as usual.
+    ``fp8_per_channel``: E4M3 with a scale per output, inputs with a scale per token. Samples come from another
+    distribution than the policy's, so the algorithm needs an importance correction."""
     speculative: SpeculativeConfig | None = None
     """Speculative decoding; absent: one token of a sample per forward pass."""
 

@@ -35,12 +35,12 @@ class AdaptiveMixing(Curriculum):
 
     class Config(ComponentConfig):
         rate: Annotated[float, Field(gt=0, le=1)] = 0.5
-        """How fast the value of a source follows its gain: 1 = it is the gain of the latest batch."""
+        """How fast the value of a source follows its gain: 1 = the gain of the latest batch."""
         temperature: Annotated[float, Field(gt=0)] = 0.4
-        """How little values count: large = the shares stay at the prior, small = nearly all rows are of the best
-        source. Values lie between 0 and 1."""
+        """How little the values influence the shares: large = the shares stay at the prior, small = nearly all rows
+    come from the best source. Values are between 0 and 1."""
         min_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
-        """Every source keeps at least this share, so that it is noticed when there is more to learn from it again."""
+        """Smallest share of a source. It lets the curriculum notice when there is more to learn from a source again."""
 
     def setup(self, rows: TrainingRows, seed: int, total_steps: int) -> None:
         names = [source.name for source in rows.sources]

@@ -33,13 +33,13 @@ class EasyToHard(Curriculum):
 
     class Config(ComponentConfig):
         column: str
-        """Column with a number that says how hard a row is."""
+        """Column with the difficulty of a row, a number."""
         harder: Literal["larger", "smaller"] = "larger"
-        """Which numbers are of harder rows. ``smaller`` is for a pass rate that was measured before."""
+        """Which numbers mean harder rows. ``smaller`` is for a pass rate measured beforehand."""
         start: Annotated[float, Field(gt=0, le=1)] = 0.2
-        """c0: share of the rows, the easiest, that may come at the first step."""
+        """c0: share of the rows, the easiest, that may be chosen at the first step."""
         until: Annotated[float, Field(gt=0, le=1)] = 0.5
-        """Share of the run's steps after which every row may come."""
+        """Share of the run's steps after which every row may be chosen."""
         schedule: Literal["linear", "root"] = "linear"
         """How the share grows. ``linear``: by the same number of rows each step; ``root``: by more rows at first."""
 

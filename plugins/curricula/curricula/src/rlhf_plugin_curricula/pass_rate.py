@@ -36,10 +36,10 @@ class PassRate(Curriculum):
         pass_threshold: float = 1.0
         """A sample passes if its score is at least this."""
         explore: Share = 0.25
-        """Share of the draws that go to rows outside the band, those that have not come yet first."""
+        """Share of the draws from rows outside the band, rows not yet chosen first."""
         memory: Share = 0.5
-        """What the earlier samples of a row weigh when the row has come again: 1 = as much as the new ones, 0 =
-        nothing, so that the pass rate is that of the latest group."""
+        """Weight of a row's earlier samples when the row is sampled again: 1 = the same as the new ones, 0 = none, so
+    that the pass rate is that of the latest group."""
 
         @model_validator(mode="after")
         def _has_room(self) -> PassRate.Config:

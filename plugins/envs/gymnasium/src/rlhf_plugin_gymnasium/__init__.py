@@ -36,8 +36,8 @@ class GymnasiumConfig(ComponentConfig):
     answer: Literal["text", "tag"] = "text"
     """``text``: the whole turn is the action. ``tag``: the action is the text in the last ``<answer>...</answer>``."""
     on_invalid: Literal["tell", "end"] = "tell"
-    """What follows a turn that is not an action. ``tell``: the policy is told, and the environment does not move.
-    ``end``: the episode ends."""
+    """What happens after a turn that is not an action. ``tell``: the policy gets a message, and the environment does
+    not advance. ``end``: the episode ends."""
     invalid_reward: float = 0.0
     """Reward of a turn that is not an action."""
 

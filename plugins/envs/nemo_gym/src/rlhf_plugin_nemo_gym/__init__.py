@@ -28,8 +28,8 @@ class NemoGymConfig(ComponentConfig):
     url: str
     """Address of the resources server, such as ``http://127.0.0.1:8000``."""
     max_steps: Annotated[int, Field(gt=0)] = 8
-    """Number of the policy's turns after which the episode is verified as it is. ``[env] max_turns`` must not be
-    smaller: it ends an episode without a reward."""
+    """Number of the policy's turns after which the episode is verified in its current state. ``[env] max_turns`` must
+    not be smaller, because it ends an episode without a reward."""
 
     @field_validator("url")
     @classmethod

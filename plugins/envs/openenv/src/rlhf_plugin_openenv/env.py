@@ -33,10 +33,10 @@ class OpenEnvConfig(ComponentConfig):
     observation_field: str | None = None
     """Field of the observation that the policy reads. If absent, it reads the whole observation as JSON."""
     reset: tuple[str, ...] = ()
-    """Row columns that are sent with ``reset``, such as the number of a task. Without ``seed`` among them the sample's
-    seed is sent."""
+    """Row columns that are sent with ``reset``, such as the number of a task. If ``seed`` is not among them, the
+    sample's seed is sent."""
     invalid_reward: float = 0.0
-    """Reward for a turn that is not an action of the environment. The policy is told what is wrong with it."""
+    """Reward for a turn that is not an action of the environment. The policy gets a message that says what is wrong."""
 
     @field_validator("url")
     @classmethod

@@ -17,9 +17,9 @@ class ReasoningGymConfig(AnswerConfig):
     """The task, and how an answer is read."""
 
     task: str | None = None
-    """Name of a task, such as ``chain_sum``; ``composite`` mixes several. A row's column ``task`` comes first."""
+    """Name of a task, such as ``chain_sum``; ``composite`` mixes several. A row's column ``task`` takes precedence."""
     task_config: Mapping[str, Any] = Field(default_factory=dict)
-    """The task's own options, such as ``{ min_terms = 2, max_terms = 3 }``. A row with a ``task`` has its own in the
+    """Options of the task, such as ``{ min_terms = 2, max_terms = 3 }``. A row with a ``task`` has its options in the
     column ``task_config``."""
 
     @model_validator(mode="after")

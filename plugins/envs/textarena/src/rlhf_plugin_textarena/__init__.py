@@ -40,8 +40,8 @@ class TextArenaConfig(ComponentConfig):
     """Options of the game, such as ``{ max_number = 50 }``."""
     opponent: str | None = None
     """For games of two players: ``file:opponent.py``, a Python file with a function ``act(messages, seed)`` that
-    returns the other player's action. ``messages`` is what this player has not seen yet; ``seed`` differs from turn to
-    turn. ``self``: the policy plays both seats, and learns from both."""
+    returns the other player's action. ``messages`` are those that this player has not seen yet; ``seed`` differs from
+    turn to turn. ``self``: the policy plays both seats, and learns from both."""
 
     @model_validator(mode="after")
     def _can_be_played(self) -> TextArenaConfig:

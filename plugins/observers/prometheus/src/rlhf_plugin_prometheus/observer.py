@@ -18,9 +18,9 @@ _LOG = logging.getLogger(__name__)
 
 class PrometheusConfig(ComponentConfig):
     host: str = "127.0.0.1"
-    """Address to listen at. Anyone who reaches it can read the metrics."""
+    """Address to listen on. Anyone who can reach it can read the metrics."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9464
-    """0: any free one, which the log names."""
+    """Port to listen on; 0: any free port, which the log names."""
 
 
 class PrometheusObserver(Observer):

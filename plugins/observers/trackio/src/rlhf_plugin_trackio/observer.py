@@ -30,7 +30,7 @@ class TrackioConfig(ComponentConfig):
     group: str | None = None
     """Runs of one group are shown together."""
     space: str | None = None
-    """Space of the Hugging Face hub that gets the run, ``owner/name``; if absent, a folder of this machine."""
+    """Hugging Face Space that stores the run, ``owner/name``; if absent, a folder on this machine."""
     samples: int = 4
     """Samples shown per table; 0 = no tables."""
     samples_every: int = 10

@@ -40,9 +40,9 @@ class CodeConfig(ComponentConfig):
     """Path of an interpreter whose installed packages programs may import. If absent: the interpreter of the run, with
     the standard library only."""
     cpu_seconds: Annotated[int, Field(ge=1)] = 5
-    """Processor time of one start of a program, its threads added up."""
+    """Processor time of one start of a program, summed over its threads."""
     wall_seconds: Annotated[float, Field(gt=0)] = 15.0
-    """Time of one start of a program on the clock."""
+    """Wall-clock time of one start of a program."""
     memory_mib: Annotated[int, Field(ge=64)] = 512
     """Address space."""
     disk_mib: Annotated[int, Field(ge=1)] = 16

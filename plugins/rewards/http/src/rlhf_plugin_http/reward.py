@@ -18,8 +18,8 @@ class HttpConfig(ServersConfig):
     label: str | None = None
     """Row column that is sent as ``labels``. If absent: ``label``, else ``answer``, else an empty text."""
     special_tokens: bool = False
-    """Send the text of all tokens, special tokens included, so that a reward model sees the start and end of messages
-    and answers. Without it: the texts that other rewards see."""
+    """Send the text of all tokens, including special tokens, so that a reward model sees the start and end of messages
+    and answers. If False, send the texts that other rewards see."""
 
 
 class HttpReward(Reward):

@@ -33,7 +33,7 @@ class ServersConfig(ComponentConfig):
     attempts: Annotated[int, Field(gt=0)] = 3
     """How often all servers are asked before the samples count as failed."""
     rest: Annotated[float, Field(ge=0)] = 30.0
-    """Seconds that a server which failed is left out, as long as another one answers."""
+    """Seconds for which a failed server is skipped, as long as another server answers."""
 
     @field_validator("urls")
     @classmethod

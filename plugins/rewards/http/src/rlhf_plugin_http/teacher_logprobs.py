@@ -31,7 +31,7 @@ Place = tuple[int, int, int]
 
 class TeacherRewardConfig(ServersConfig):
     model: str | None = None
-    """Name of the model at the servers. Absent: the one that they answer with."""
+    """Name of the model on the servers. Absent: the model that they answer with."""
 
 
 class TeacherReward(Reward):

@@ -35,11 +35,11 @@ class JudgeConfig(ComponentConfig):
     scale: tuple[int, int] = SCALE
     """Lowest and highest score of a criterion, whole numbers. The reward is the weighted mean, scaled to 0 .. 1."""
     reference: str | None = None
-    """Row column with a right answer, which the judge is shown."""
+    """Row column with a correct answer to show to the judge."""
     template: PathText | None = None
-    """File with a Jinja template of the question that the judge gets, in place of the built-in one."""
+    """File with a Jinja template of the judge's question, instead of the built-in one."""
     response_format: Literal["none", "json_object", "json_schema"] = "none"
-    """What the server is asked to keep to, where it can. The judge's answer is checked in any case."""
+    """Format that the server should enforce, if it can. The judge's answer is checked in any case."""
     body: Mapping[str, Any] = Field(default_factory=lambda: {"temperature": 0, "max_tokens": 1024})
     """Further fields of each request, in place of these."""
     token_env: str | None = None
@@ -51,7 +51,7 @@ class JudgeConfig(ComponentConfig):
     max_requests: Annotated[int, Field(gt=0)] = 16
     """Largest number of requests under way at once."""
     cache: PathText | None = None
-    """Folder in which judgements are kept for later runs. Without it they are kept in memory."""
+    """Folder that keeps judgements for later runs. If absent, they are kept in memory."""
     price: tuple[float, float] | None = None
     """Price of a million prompt tokens and of a million completion tokens, in any currency. Reported as ``cost``."""
 

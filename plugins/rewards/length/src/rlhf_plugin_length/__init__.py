@@ -16,7 +16,7 @@ class LengthConfig(ComponentConfig):
     high: int | None = Field(None, ge=0)
     """Largest number of tokens without a penalty."""
     per_token: float = Field(0.01, gt=0.0)
-    """Penalty for each token too few or too many."""
+    """Penalty per token below or above the range."""
     at_most: float = Field(1.0, gt=0.0)
     """Largest penalty."""
     inside: float = 0.0

@@ -25,8 +25,8 @@ class MathConfig(ComponentConfig):
     ``<answer>72</answer>`` or ``\\boxed{72}``. A list, also as JSON, holds several, of which each is right. None in a
     row: the reward does not apply to it."""
     extract: tuple[Place, ...] = Field(("boxed", "hash", "tag", "answer_is", "last_number"), min_length=1)
-    """Places that are searched for the answer, in order: the last ``\\boxed{}``, after the last ``####``, the last
-    ``<answer>...</answer>``, after "the answer is", "answer:" or a line's "A:", the last number. Give fewer to require
+    """Places to search for the answer, in order: the last ``\\boxed{}``, after the last ``####``, the last
+    ``<answer>...</answer>``, after "the answer is", "answer:" or a line's "A:", the last number. List fewer to require
     a form."""
     correct: float = 1.0
     """Reward of an answer that equals the true answer."""

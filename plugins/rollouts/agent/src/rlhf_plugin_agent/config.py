@@ -25,7 +25,7 @@ class AgentConfig(ProgramConfig):
     python: PathText | None = None
     """The Python that runs ``program``, such as that of a virtual environment. Default: the Python of the run."""
     returns_reward: bool = False
-    """The program returns the reward. Without this option it returns nothing, and ``[[reward]]`` scores the sample."""
+    """The program returns the reward. If False, it returns nothing, and ``[[reward]]`` scores the sample."""
 
     @model_validator(mode="after")
     def _one_program(self) -> AgentConfig:

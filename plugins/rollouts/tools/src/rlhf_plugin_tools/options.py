@@ -15,11 +15,11 @@ class McpServer(ComponentConfig):
     command: tuple[str, ...] = ()
     """Program and arguments of a server that is started by the run and talks over its standard input and output."""
     url: str | None = None
-    """Address of a server that runs already (streamable HTTP)."""
+    """Address of a running server (streamable HTTP)."""
     env: tuple[str, ...] = ()
-    """Names of environment variables that a started server gets. Without them it gets PATH, HOME and a few more."""
+    """Names of environment variables that a started server gets. If absent, it gets PATH, HOME and a few more."""
     tools: tuple[str, ...] = ()
-    """Names of its tools that the policy is offered. If empty: all."""
+    """Names of its tools that the policy may call. If empty: all."""
 
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:
@@ -43,10 +43,10 @@ class ToolsConfig(ComponentConfig):
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for one call."""
     max_result: Annotated[int, Field(gt=0)] = 10_000
-    """Characters of one result. What is longer is cut, and the policy is told."""
+    """Largest number of characters of one result. A longer result is cut, with a note to the policy."""
     parallel: Annotated[int, Field(gt=0)] = 4
-    """Calls under way at once, those of all samples together. It is also the maximum number of worker processes. With
-    1, the calls of one answer are executed one after another, in their order."""
+    """Largest number of concurrent calls over all samples, and of worker processes. With 1, the calls of one answer are
+    executed in order."""
 
     @model_validator(mode="after")
     def _some_tool(self) -> ToolsConfig:

@@ -28,8 +28,8 @@ class VerifiersConfig(ProgramConfig):
     python: PathText | None = None
     """The Python that has verifiers and the environment. Default: the Python of the run."""
     processes: Annotated[int, Field(gt=0)] = 1
-    """How many processes load the environment and share the samples. More of them help where its rewards compute for
-    long."""
+    """Number of processes that load the environment and share the samples. More processes help if its rewards take long
+    to compute."""
 
 
 def own_python(python: str | None) -> str:
