@@ -9,7 +9,7 @@ import pytest
 from rlhf_cli.main import main, split_dotted
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import REWARD, Say, Workshop
+from tests.runs import PAIRS, REWARD, Say, Workshop
 
 SHORT = ("--sampling.max_new_tokens", "4", "--data.max_tokens", "16", "--policy.dtype", "fp32")
 
@@ -125,6 +125,7 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         (("eval", "--model", "m", "--reward", "math"), "no data is named. Set --data"),
         (("eval", "--model", "m", "--data", "x.jsonl"), "no reward is named"),
         (("eval", "--model", "m", "--data", "b", "--algo", "sft", "--save", "c"), "with --algo nothing is answered"),
+        (("eval", "--model", "m", "--data", "b", "--algo", "sft", "--reward", "math"), "--reward scores answers, and"),
         (("generate", "--model", "m"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--data", "b"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--tepm", "1"), "no flag --tepm"),
@@ -143,6 +144,13 @@ def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str
     code, _, err = say(*words)
     assert code == 2
     assert message in err
+
+
+def test_losses_of_a_head_that_nobody_trained_are_refused(shop: Workshop, say: Say) -> None:
+    pairs = shop.rows("pairs.jsonl", PAIRS)
+    code, out, err = say("eval", "--model", shop.model, "--data", pairs, "--algo", "reward_model")
+    assert (code, out) == (2, "")
+    assert "has no 'scalar' head, so its losses would be random. Name a model that the algorithm trained" in err
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, t
         placement={
             "policy": {"ranks": 2},
             "reference": {"share": "policy"},
-            "generator": {"share": "policy"},
+            "generator": {"ranks": 1, "share": "policy"},
             "reward_model": {"ranks": 2},
         },
         algorithm={"kl": {"coef": 0.1, "where": "loss"}},

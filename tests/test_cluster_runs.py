@@ -27,7 +27,7 @@ pytest.importorskip("ray")
 pytest.importorskip("vllm")
 pytest.importorskip("deepspeed")
 
-SHARED = {"policy": {"ranks": 2}, "generator": {"share": "policy"}}
+SHARED = {"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}}
 CLUSTER: dict[str, Any] = {
     "launcher": {"use": "ray", "cpus": 2},
     "trainer": {"use": "deepspeed", "stage": 3, "lr": 1e-3},

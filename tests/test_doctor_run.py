@@ -30,6 +30,7 @@ from rlhf_runtime.jobs.mismatch_causes import (
     TEMPERATURE,
     TEMPLATE,
 )
+from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_testing.models import model_path
 from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model
 from safetensors.torch import load_file, save_file
@@ -253,6 +254,20 @@ def test_a_run_without_a_gap(shop: Workshop, trained: Callable[..., Path]) -> No
     text = shop.command("doctor", str(run))
     assert text.code == 0
     assert all(words in text.out for words in ("0 to 15", "gap left", "agree"))
+
+
+def test_the_files_of_a_killed_doctor_are_deleted(shop: Workshop, trained: Callable[..., Path]) -> None:
+    run = shop.folder / "run"
+    shutil.copytree(trained(ADAPTERS), run)
+    for name in ("killed", "alive"):
+        (run / f".doctor-{name}" / "1").mkdir(parents=True)
+        lock = FolderLock(run / f".doctor-{name}")
+        if name == "killed":
+            lock.release()
+    result(shop, run)
+    assert [folder.name for folder in run.glob(".doctor-*")] == [".doctor-alive"]
+    assert (run / ".doctor-alive" / "1").is_dir()
+    lock.release()
 
 
 def test_adapters_a_chat_template_and_log_probs_that_the_run_recorded(shop: Workshop) -> None:

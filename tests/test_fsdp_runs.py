@@ -30,7 +30,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_one(tiny: Workshop, tmp_path:
         launcher={"cpus": 2},
         trainer={"lr": 1e-2, "ema_decay": 0.5, **({"lora": {"rank": 4}} if adapters else {})},
         generator={"kv_cache_gib": 0.25},
-        placement={"policy": {"ranks": 2}, "generator": {"share": "policy"}},
+        placement={"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}},
         eval={"every": 2},
         data={"eval": [{"path": str(tiny.data), "max_rows": 3, "name": "held_out"}]},
         checkpoint={"every": 1},
@@ -66,7 +66,7 @@ def test_two_ranks_send_weights_in_bf16_to_vllm(tiny: Workshop, tmp_path: Path, 
         launcher={"cpus": 2},
         trainer={"lr": 1e-2},
         generator={"kv_cache_gib": 0.25},
-        placement={"policy": {"ranks": 2}, "generator": {"share": "policy"}},
+        placement={"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}},
     )
     run = Training(forks, place, config, "--backend", "fsdp").finish()
     assert run.code == 0, run.said

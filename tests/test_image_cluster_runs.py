@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
 
-SHARED = {"policy": {"ranks": 2}, "generator": {"share": "policy"}}
+SHARED = {"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}}
 """Two engines on the devices of the ranks. They sleep while the ranks compute."""
 CASES: dict[str, dict[str, Any]] = {
     "two engines": {"placement": {"generator": {"ranks": 2}}},

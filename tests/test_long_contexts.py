@@ -46,7 +46,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_whole_rows(tiny: Workshop, tm
         launcher={"use": "processes", "cpus": 2},
         trainer={"use": "fsdp", "lr": 1e-2, "ema_decay": 0.5, "sequence_parallel": 2},
         generator={"use": "vllm", "kv_cache_gib": 0.25},
-        placement={"policy": {"ranks": 2}, "generator": {"share": "policy"}},
+        placement={"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}},
         checkpoint={"every": 1},
     )
     run = Training(forks, place, config)

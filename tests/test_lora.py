@@ -4,10 +4,15 @@ form is a model for other runs."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import defaultdict
 
 import pytest
 from rlhf_plugin_local.launcher import LocalLauncher
+from rlhf_testing.models import model_path
+
+from tests.pages import ROOT
 
 KL = {"kl": {"coef": 0.1, "where": "loss", "estimator": "k3"}}
 
@@ -35,6 +40,33 @@ def test_the_base_view_gives_the_numbers_of_a_second_reference_model(shop, monke
     shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes)
     assert roles[3:] == ["policy", "reference"], "options of the reference are not ignored"
     assert any(value > 0 for name, value in base_view[-1].items() if "kl" in name), sorted(base_view[-1])
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.cluster)])
+def test_the_rollout_of_the_page_compares_with_a_base_that_does_not_change(shop, engine):
+    pytest.importorskip("vllm" if engine == "vllm" else "transformers")
+    page = (ROOT / "docs/how-to/adapters.md").read_text(encoding="utf-8")
+    file = shop.file("against_base.py", re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    assert shop.command("plugins", "check", f"file:{file}", "--kind", "rollout").code == 0
+    reward = "def score(prompt, completion, row):\n    return sum(map(ord, completion)) % 97 / 97\n"
+    changes = {
+        "policy": {"model": str(model_path("qwen3", head_dim=32))},
+        "rollout": {"use": f"file:{file}"},
+        "reward": [{"use": f"file:{shop.file('letters.py', reward)}"}],
+        "run": {"steps": 6},
+        "trainer": {"lora": {"rank": 4}, "lr": 1e-1},
+    }
+    if engine == "vllm":
+        changes["generator"] = {"use": "vllm", "kv_cache_gib": 0.0625, "max_sequences": 16}
+    merged = shop.run("rloo", "merged", "--dry-run", **changes)
+    assert (merged.code == 2) == ("Set --sync.adapters alone" in merged.said) == (engine == "vllm"), merged.said
+    run = shop.train("rloo", "run", **changes, sync={"adapters": "alone" if engine == "vllm" else "merged"})
+    of_prompts = defaultdict(list)
+    for sample in run.samples():
+        of_prompts[sample["turns"][0]["text"]].append(sample["info"]["rollout/base_reward"])
+    assert {len(values) for values in of_prompts.values()} == {2 * 3}, "two epochs"
+    assert all(len(set(values)) == 1 for values in of_prompts.values())
+    assert len({values[0] for values in of_prompts.values()}) > 1
 
 
 def test_an_exported_adapter_is_the_start_and_the_reference_of_a_run(shop):

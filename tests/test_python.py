@@ -13,6 +13,7 @@ import pytest
 import rlhf
 from rlhf.errors import CheckpointError, ConfigError, DataError, PluginNotFound, RewardError, RlhfError
 from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.setup import build
 
 from tests.runs import PROMPTS, Finished, assert_same_run
 
@@ -237,6 +238,16 @@ def test_a_reward_that_fails_ends_the_run_with_its_error(shop):
     with pytest.raises(RewardError, match=r"cannot be copied"):
         train(shop, "copied", reward=lambda completions: [float(lock.locked())])
     assert not (shop.folder / "copied").exists(), "the run has not started"
+
+
+def test_a_start_that_fails_leaves_a_link_to_a_folder_which_the_next_start_uses(shop, monkeypatch):
+    monkeypatch.chdir(shop.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "launch_roles", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(shop, None, steps=1)
+    assert list(Path("runs/latest").iterdir()) == [Path("runs/latest/.lock")]
+    assert train(shop, None, steps=1).output == Path("runs/1").absolute()
 
 
 def test_the_command_names_the_place_of_a_python_function(shop):

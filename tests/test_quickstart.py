@@ -160,7 +160,7 @@ def test_too_small_a_machine_is_refused_before_a_download(quickstart: Quickstart
 def test_the_room_is_that_of_the_control_group(quickstart: Quickstart, limit: int | None, memory: int) -> None:
     sizes = f"control_groups.MachineMemory(8, 6, {limit})"
     code, output = quickstart(
-        "import room; from rlhf_runtime.output import control_groups; "
+        "import room; from rlhf import control_groups; "
         f"room.machine_memory = lambda: {sizes}; print(room.available_memory())"
     )
     assert (code, output) == (0, f"{memory}\n")

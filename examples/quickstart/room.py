@@ -1,17 +1,18 @@
 """Is there room for the quick start: disk and memory? `make quickstart` asks before it installs or downloads anything.
 
-Standard library only, because nothing is installed yet: a module of the checkout that it imports is too.
+Standard library only, because nothing is installed yet: the file of the core that it runs needs no more either.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "runtime" / "src"))
-from rlhf_runtime.output.control_groups import machine_memory
+CONTROL_GROUPS = Path(__file__).resolve().parents[2] / "core" / "src" / "rlhf" / "control_groups.py"
+machine_memory = runpy.run_path(str(CONTROL_GROUPS))["machine_memory"]
 
 MODEL_BYTES = 800_000_000
 """The download, and the model's folder in the cache."""

@@ -320,6 +320,35 @@ class SeedByName(Advances):
         return super().advance(seeded, dropped)
 
 
+class KnowsBase(PlainGenerator):
+    """Samples from the base too."""
+
+    capabilities = PlainGenerator.capabilities | {"base"}
+
+    def sample(self, n, request):
+        if not request.base:
+            return super().sample(n, request)
+        self.source.use_view("base")
+        turn = super().sample(n, request)
+        self.source.use_view("live")
+        return turn
+
+
+class IgnoresBase(KnowsBase):
+    def sample(self, n, request):
+        return super().sample(n, replace(request, base=False))
+
+
+class StaysAtBase(KnowsBase):
+    """Does not go back to the policy's weights."""
+
+    def sample(self, n, request):
+        turn = super().sample(n, request)
+        if request.base:
+            self.source.use_view("base")
+        return turn
+
+
 def suite(cls):
     return type("Broken", (GeneratorContract,), {"generator": cls, "registered": False})()
 
@@ -346,12 +375,18 @@ def suite(cls):
         (SeedByName, "test_advance", r"by advance\(\) and .* by generate\(\)"),
         (HeaderForBucket, "test_links", "after weights came over a link: .*log-probs differ"),
         (DropsABucket, "test_links", "fingerprints must be equal"),
+        (IgnoresBase, "test_base", "base = True: greedy log-probs are .* off"),
+        (StaysAtBase, "test_base", "left the trainer at another view"),
         (AllStale, "test_links", r"stale\(\) names \['model.embed_tokens.weight'"),
     ],
 )
 def test_broken_generator_fails_the_right_check(cls, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(cls), check)()
+
+
+def test_a_generator_that_samples_from_the_base_passes():
+    suite(KnowsBase).test_base()
 
 
 def test_links_are_left_out_where_memory_cannot_be_shared(monkeypatch):

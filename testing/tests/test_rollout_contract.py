@@ -119,6 +119,23 @@ class ReturnsVerdict(SingleTurn):
         return [prompt, *await ctx.generate_each([([prompt], greedy)], training=False)]
 
 
+class HidesBase(SingleTurn):
+    """Asks for a turn of the base without saying so."""
+
+    async def run(self, row, seed, ctx):
+        prompt, turn = await super().run(row, seed, ctx)
+        await ctx.generate_each([([prompt], ctx.sampling)], 1, training=False, base=True)
+        return [prompt, turn]
+
+
+class TrainsOnBase(SingleTurn):
+    """Asks for a turn of the base to return it."""
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        return [prompt, *await ctx.generate_each([([prompt], ctx.sampling)], base=True)]
+
+
 class ScoresText(SingleTurn):
     """Scores answers without their prompts."""
 
@@ -246,6 +263,8 @@ class OneConversation(ForgetsAgents):
         (Overlaps, "test_turns", r"another turn of the sample is generated: generate_each\(\)"),
         (PaysItself, "test_gives_rewards", "set gives_rewards = True"),
         (ReturnsVerdict, "test_turns", "turn 1 was asked for with training = False"),
+        (HidesBase, "test_needs_base", "set needs_base = True"),
+        (TrainsOnBase, "test_turns", r"base=True\) needs training=False"),
         (ScoresText, "test_turns", "takes all turns of each answer, the prompt first"),
     ],
 )

@@ -27,7 +27,7 @@ def on_two_ranks(launcher: str, **trainer: Any) -> dict[str, Any]:
         SAMPLED,
         {
             "launcher": {"use": launcher, "cpus": 2},
-            "placement": {"policy": {"ranks": 2}, "generator": {"share": "policy"}},
+            "placement": {"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}},
             "trainer": trainer,
             "run": {"steps": 2},
         },

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from rlhf.control_groups import MachineMemory
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
@@ -20,7 +21,6 @@ from rlhf_cli.plan.row_lengths import limits, read_lengths
 from rlhf_cli.plan.shortages import make_plan
 from rlhf_runtime.checks.run import run_plugins
 from rlhf_runtime.config.load import load
-from rlhf_runtime.output.control_groups import MachineMemory
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer

@@ -32,8 +32,13 @@ def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
             )
 
 
-def check_request(i: int, request: GenerationRequest, vocabulary: int) -> None:
-    """Refuse a prompt or seed that no generator accepts. ``vocabulary``: size of the vocabulary in tokens."""
+def check_request(i: int, request: GenerationRequest, vocabulary: int, has_base: bool = False) -> None:
+    """Refuse a prompt or seed that no generator accepts.
+
+    Args:
+        vocabulary: size of the vocabulary in tokens.
+        has_base: whether the generator can sample from the policy's base (:attr:`GenerationRequest.base`).
+    """
     if not request.ids:
         raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
     low, high = min(request.ids), max(request.ids)
@@ -41,6 +46,11 @@ def check_request(i: int, request: GenerationRequest, vocabulary: int) -> None:
         raise ConfigError(
             f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
             "model's own tokenizer."
+        )
+    if request.base and not has_base:
+        raise ConfigError(
+            f"request {i} is for the policy's base, which this generator does not have. Train adapters "
+            "(--trainer.lora.rank 16); an engine needs them beside its base (--sync.adapters alone)."
         )
     if not 0 <= request.seed < 2**64:
         raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")

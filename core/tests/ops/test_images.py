@@ -20,6 +20,7 @@ def test_equal_tokens_with_other_images_are_another_context():
     red, blue = (GenerationRequest([1, 9], 0, Sampling(), (Image(data, 1, 1, [9]),)) for data in (RED, BLUE))
     assert red.context_key != blue.context_key
     assert red.context_key == GenerationRequest([1, 9], 5, Sampling(), red.images).context_key
+    assert red.context_key != GenerationRequest([1, 9], 5, Sampling(), red.images, base=True).context_key
 
 
 def test_operations_on_batches_keep_images_with_their_sequences():

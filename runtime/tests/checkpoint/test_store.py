@@ -2,6 +2,7 @@ import errno
 import json
 import pickle
 import re
+import resource
 import shutil
 
 import pytest
@@ -227,6 +228,19 @@ def test_clean_repairs_the_pointer_to_the_best(tmp_path):
     store.clean()
     assert store.best() is None
     assert store.notes[-1] == "the best checkpoint, step 2, no longer exists"
+
+
+def test_clean_says_that_the_disk_is_full(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, write(), {}, best={"metric": "m", "value": 1.0})
+    (store.root / "best.json").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(CheckpointError, match=r"checkpoints could not .*disk is full.*steps \[1\] are intact"):
+            store.clean()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_clean_leaves_a_best_step_that_was_marked_later_than_it_was_saved(tmp_path):

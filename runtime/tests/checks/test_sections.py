@@ -23,7 +23,7 @@ from rlhf.interfaces import (
     Trainer,
 )
 from rlhf.types import Lent, Needs, RoleSpec
-from rlhf_runtime.checks.parts import with_adapters
+from rlhf_runtime.checks.parts import check_base, with_adapters
 
 from runtime.tests.checks.stub_run import check
 
@@ -431,6 +431,43 @@ def test_adapters_that_cannot_go_alone_are_refused_with_the_reason(adapters, ref
     assert with_adapters(run_with(adapters, "merged", refusal), POLICY, engine) == engine
     answers = replace(POLICY, role=RoleSpec("policy"))  # a job with the section of the run that trained
     assert with_adapters(run_with(None, "alone"), answers, engine) == engine
+
+
+@pytest.mark.parametrize(
+    ("adapters", "choice", "abilities", "capabilities", "reason"),
+    [
+        (LowRankAdapters(4, 2.0), "alone", TakesTensors, {"base"}, ""),
+        (LowRankAdapters(4, 2.0), "merged", TakesModule, {"base"}, ""),
+        (None, "merged", TakesModule, {"base"}, r"trains no adapters\. Set --trainer\.lora\.rank 16"),
+        (LowRankAdapters(4, 2.0), "alone", TakesTensors, set(), "lacks the capability 'base'"),
+        (LowRankAdapters(4, 2.0), "merged", TakesTensors, {"base"}, r"Set --sync\.adapters alone"),
+    ],
+)
+def test_a_rollout_samples_from_the_base_only_where_the_generator_can(
+    adapters, choice, abilities, capabilities, reason, tmp_path
+):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    generator = type("Engine", (abilities, Generator), {"capabilities": capabilities, "name": "engine"})
+    engine, continued = GeneratorSpec((), str), replace(POLICY, path=str(tmp_path))
+    engine = replace(engine, adapters=adapters if choice == "alone" else None)
+    run = run_with(adapters, choice)
+    run.rollout, run.generator_class = SimpleNamespace(needs_base=True, name="against"), generator
+    if reason:
+        with pytest.raises(CapabilityError, match=rf"rollout 'against' samples from the base .*{reason}"):
+            check_base(run, POLICY, engine)
+        run.rollout.needs_base = False
+        check_base(run, POLICY, engine)
+        return
+    check_base(run, POLICY, engine)
+    with pytest.raises(CapabilityError, match="a job that trains nothing has none"):
+        check_base(run, replace(POLICY, role=RoleSpec("policy")), engine)
+    if abilities is TakesModule:  # the trainer keeps the first adapters
+        check_base(run, continued, engine)
+        return
+    with pytest.raises(
+        CapabilityError, match=f"starts from the adapter {tmp_path}, .* rlhf merge {tmp_path} NEW_FOLDER"
+    ):
+        check_base(run, continued, engine)
 
 
 POLICY = ModelSpec(RoleSpec("policy", trained=True), "m")

@@ -303,7 +303,7 @@ def installed() -> Plugins:
         ("algorithm.loss.use", "plugin:clip", "plain"),
         ("algorithm.loss.clip_high", "0.28", "0.2"),  # of the slot, not of the loss
         ("critic.trainer.lr", "0.25", "1e-6"),  # of [trainer]
-        ("placement.policy.ranks", "1", "2"),
+        ("placement.policy.ranks", None, "2"),
         ("trainer.lora.rank", None, "16"),  # without the table there are no adapters
         ("run.name", "", "x"),
     ],

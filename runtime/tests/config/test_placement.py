@@ -21,6 +21,22 @@ def test_a_role_without_a_placement_has_one_rank_on_one_device():
     assert placement({}, ["policy"], generator=False) == {"policy": Place()}
 
 
+def test_shared_devices_are_filled_where_ranks_are_not_set():
+    layout = places(
+        policy={"ranks": 8},
+        critic={"share": "policy"},
+        reference={"ranks": 2, "share": "policy"},
+        generator={"devices": 2, "share": "policy"},
+    )
+    assert [layout[name].ranks for name in (*ROLES, "generator")] == [8, 8, 2, 4]
+    wide = places(policy={"ranks": 2, "devices": 4}, critic={"share": "policy"}, generator={"share": "policy"})
+    assert [wide[name].ranks for name in ("policy", "critic", "generator")] == [2, 2, 8]
+    assert places(policy={"ranks": 8}, generator={"devices": 3, "share": "policy"})["generator"].ranks == 2
+    message = r"1 ranks x 4 devices do not fit on the 2 ranks x 1 devices = 2 of 'policy'"
+    with pytest.raises(ConfigError, match=message):
+        places(policy={"ranks": 2}, generator={"devices": 4, "share": "policy"})
+
+
 def test_neighbours_are_on_the_same_devices():
     layout = places(
         policy={"ranks": 4}, critic={"ranks": 4, "share": "policy"}, generator={"ranks": 2, "share": "policy"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from rlhf.errors import DataError
@@ -185,6 +186,17 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
     assert "Name those to use, e.g. --data." in message
     columns, _ = found(form, row, chat=True, names=naming)
     assert naming.items() <= columns.items()
+
+
+@pytest.mark.parametrize("form", ["prompts", "demonstrations"])
+def test_two_contexts_are_refused_and_a_template_chooses(form):
+    row = {"instruction": "Add.", "input": "1, 2", "context": "", "output": "3"}
+    for naming in ({}, {"prompt": "instruction"}):
+        with pytest.raises(DataError, match="in several ways") as error:
+            found(form, row, names=naming)
+        template = re.search(r'data\.input_template = "(.*)"\.$', str(error.value))[1]
+        assert template == r"{instruction}\n\n{input}\n\n{context}"
+    assert found(form, row, prompt="made") == ({} if form == "prompts" else {"response": "output"}, "")
 
 
 def test_a_named_column_is_read_in_place_of_another_that_holds_prompts():

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tomllib
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
+from rlhf.control_groups import MachineMemory
 from rlhf.errors import ConfigError
 from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf_runtime.checkpoint.atomic_files import delete_old, discard_folder, publish_folder, remove_leftovers
 from rlhf_runtime.models.precompute import ValueTable
 from rlhf_runtime.output import run_directory as module
-from rlhf_runtime.output.control_groups import MachineMemory
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.output.run_directory import RunDirectory
@@ -66,9 +68,11 @@ def test_a_new_run_records_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "gib"), [(None, 8.0), (3 * 2**30, 3.0)])
-def test_the_memory_of_a_run_is_that_of_its_control_group(monkeypatch, limit, gib):
+def test_memory_and_cores_of_a_run_are_those_of_its_control_group(monkeypatch, limit, gib):
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
     monkeypatch.setattr(module, "machine_memory", lambda: MachineMemory(8 * 2**30, 6 * 2**30, limit))
     assert module.environment()["memory_gib"] == gib
+    assert module.environment()["cores"] == 3
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
@@ -258,6 +262,26 @@ def test_a_reader_keeps_no_model_or_export_from_being_replaced(tmp_path, monkeyp
             assert not directory.model.exists()
     RunDirectory.create(tmp_path, resume=True).close()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".saving", ".discarded"))]
+
+
+def test_a_folder_is_deleted_again_while_a_reader_has_a_file_of_the_old_one_open(tmp_path, monkeypatch):
+    """On NFS such a file stays in its folder until it is closed."""
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    path, notes = tmp_path / "model", []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        for _ in range(3):
+            publish_folder(path, lambda folder: (folder / "1").touch())
+            discard_folder(path)
+            assert not path.exists()
+        publish_folder(path, lambda folder: (folder / "1").touch())
+        delete_old(path, notes.append)
+    assert Path(notes[0].partition(" is no longer needed")[0]).is_dir(), "the user can delete it by this name"
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_exports_are_whole_rotated_and_replaced(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 from pathlib import Path
@@ -114,6 +115,20 @@ def test_what_was_written_is_removed_with_the_folders_that_were_made_for_it(tmp_
     files.rows("train", ROWS)
     files.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_be_deleted_hides_no_error(tmp_path, loaded, monkeypatch):
+    """As on NFS, where a folder keeps a file that this process has open. The start has failed for another reason."""
+    files = ObjectFiles(tmp_path / "run")
+    files.model(*loaded)
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        files.remove()
+    assert (tmp_path / "run").exists()
 
 
 def test_removing_leaves_the_files_of_an_earlier_run(tmp_path):

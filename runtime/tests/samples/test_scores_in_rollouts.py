@@ -30,6 +30,31 @@ class Teacher(Reward):
 """
 
 
+STEPS = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Steps(Reward):
+    async def score(self, group):
+        return [RewardResult(0.25, steps=((1, 0, 0.5),)) for _ in group.trajectories]
+"""
+STATUS = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Status(Reward):
+    async def score(self, group):
+        return [RewardResult(float(t.status == "truncated")) for t in group.trajectories]
+"""
+SLOW = """
+import asyncio
+
+async def score(prompt, completion, row):
+    await asyncio.sleep(1)
+    return 1.0
+"""
+
+
 class Letters:
     """Answers with the next letter: "a" after a prompt, "b" after "a"."""
 
@@ -65,11 +90,23 @@ class Letterwise(Rollout):
         return turns
 
 
+class Single(Rollout):
+    """One turn, with the reward that the run gives to it."""
+
+    name = "single"
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        turn = await ctx.generate([prompt], ctx.sampling)
+        [turn.reward] = await ctx.score(row, [[prompt, turn]])
+        return [prompt, turn]
+
+
 @pytest.fixture
 def play(from_file):
-    def run(rollout=None, right="ab", weights=(1.0,), teacher=False):
-        reward = from_file("reward", REWARD)
-        sections = [ActiveReward(f"r{n}", reward, reward.cls(), weight=w) for n, w in enumerate(weights)]
+    def run(rollout=None, right="ab", weights=(1.0,), teacher=False, text=REWARD, deadline=20.0, **section):
+        reward = from_file("reward", text)
+        sections = [ActiveReward(f"r{n}", reward, reward.cls(), weight=w, **section) for n, w in enumerate(weights)]
         if teacher:
             source = from_file("reward", TEACHER)
             sections.append(ActiveReward("teacher", source, source.cls()))
@@ -78,7 +115,8 @@ def play(from_file):
         try:
             main.run(scorer.setup())
             rollouts = Rollouts(rollout or Letterwise(), Letters(), Template(), scorer, main)
-            settings = RolloutSettings(Sampling(max_new_tokens=1), 1, "sample", 0, 100, 20.0, abort_on_failure=False)
+            sampling = Sampling(max_new_tokens=1)
+            settings = RolloutSettings(sampling, 1, "sample", 0, 100, deadline, abort_on_failure=False)
             [group] = rollouts.run([Row({"right": right}, "unit", 0)], 0, settings)
             return group.trajectories[0]
         finally:
@@ -109,6 +147,22 @@ def test_a_rollout_that_sets_no_reward_leaves_the_sample_to_the_run(play):
     rollout.rewards = False
     sample = play(rollout)
     assert (sample.reward, sample.rewards["r0"].value) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("credit", ["outcome", "step"])
+def test_steps_count_in_the_reward_of_an_answer_whatever_their_credit(play, credit):
+    """No batch places them at their tokens, because the run does not score the sample again."""
+    assert play(Single(), text=STEPS, credit=credit).reward == 0.75
+
+
+def test_a_reward_reads_of_an_answer_that_it_is_truncated(play):
+    assert play(Single(), text=STATUS).reward == 1.0
+
+
+def test_waiting_for_rewards_does_not_count_towards_the_deadline_of_the_rollout(play):
+    """Each call has its own deadline. Waiting for a free one would fail the last samples of a large batch."""
+    sample = play(Single(), text=SLOW, deadline=0.5)
+    assert (sample.error, sample.reward) == ("", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rlhf_runtime.samples.sample_context import TurnLog
 
 FIRST, SECOND, THIRD = (GenerationRequest(array("i", [5] * n), n, Sampling(max_new_tokens=8)) for n in (1, 2, 3))
 OTHER_IDS = replace(SECOND, ids=array("i", [5, 7]))
+OTHER_WEIGHTS = replace(SECOND, base=True)
 OTHER_SAMPLING = replace(SECOND, sampling=Sampling(max_new_tokens=9))
 
 
@@ -34,7 +35,11 @@ def test_a_turn_is_found_by_its_number_and_context(log: TurnLog) -> None:
     assert log.find(0, replace(FIRST, seed=99)) == turn(0), "the seed of a turn is given by its number"
 
 
-@pytest.mark.parametrize("other_request", [OTHER_IDS, OTHER_SAMPLING], ids=["tokens", "sampling parameters"])
+@pytest.mark.parametrize(
+    "other_request",
+    [OTHER_IDS, OTHER_WEIGHTS, OTHER_SAMPLING],
+    ids=["tokens", "weights", "sampling parameters"],
+)
 def test_a_changed_context_drops_its_turn_and_all_later_ones(log: TurnLog, other_request: GenerationRequest) -> None:
     assert log.find(1, other_request) is None
     assert log.find(1, SECOND) is None, "it was sampled in an episode that is over"

@@ -25,11 +25,12 @@ class CountingGenerator(Generator):
     name = "counting"
 
     def __init__(self):
-        self.waves = []
+        self.waves, self.bases = [], []
         self.version = 3
 
     def generate(self, requests):
         self.waves.append([r.ids for r in requests])
+        self.bases += [r.ids for r in requests if r.base]
         for position, request in reversed(list(enumerate(requests))):  # requests end in another order than they came
             ids = [sum(request.ids) % 7, request.seed % 5]
             yield position, Turn(ids, True, [-0.5, -0.5], ((0, 3),), "stop", text=f"{ids[0]}")
@@ -351,6 +352,29 @@ def test_turns_that_are_not_returned_may_be_greedy(main, training, number, messa
     [group], _ = run(main, rows(1), Judged(), samples=1, abort_on_failure=False)
     assert message in group.trajectories[0].error
     assert (group.trajectories[0].status == "failed") == bool(message)
+
+
+@pytest.mark.parametrize(
+    ("needs_base", "training", "message"),
+    [
+        (True, False, ""),
+        (True, True, "turns of the base, which are not the policy's and cannot be trained on"),
+        (False, False, "it declares needs_base = False; set it to True"),
+    ],
+)
+def test_turns_of_the_base_are_for_rollouts_that_say_so_and_never_trained_on(main, needs_base, training, message):
+    class Against(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            answer = await ctx.generate([prompt], ctx.sampling)
+            await ctx.generate_each([([prompt, answer], ctx.sampling)], 1, training=training, base=True)
+            return [prompt, answer]
+
+    Against.needs_base = needs_base
+    [group], generator = run(main, rows(1), Against(), samples=1, abort_on_failure=False)
+    assert message in group.trajectories[0].error
+    assert (group.trajectories[0].status == "failed") == bool(message)
+    assert [len(ids) for ids in generator.bases] == ([] if message else [3])
 
 
 class Recording(Env):

@@ -23,14 +23,14 @@ from unittest import SkipTest
 import torch
 from rlhf.interfaces.generator import AnswersRequests, Sleeps, TakesModule
 from rlhf.interfaces.generator_spec import GeneratorSpec
-from rlhf.interfaces.model import ModelSpec
+from rlhf.interfaces.model import PARTS, LowRankAdapters, ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from torch import Tensor
 
 from rlhf_testing.compare import same_bits
 from rlhf_testing.contract import Contract, expect
 from rlhf_testing.models import model_path
-from rlhf_testing.plain import PlainTrainer
+from rlhf_testing.plain import PlainAdapterTrainer, PlainTrainer
 
 PROMPT = (20, 21, 22)
 
@@ -238,8 +238,17 @@ class GeneratorContract(SamplingChecks, Contract):
         """The folder of the tiny model that :meth:`make` samples from."""
         return model_path(architecture or self.architectures[0], seed=seed, **self.sizes)
 
-    def make(self, config: Any, *, eos: Sequence[int] = (1,), architecture: str = "", seed: int = 0) -> Sampled:
-        """A loaded generator; override for one that needs more than weights (a model path, a server)."""
+    def make(
+        self,
+        config: Any,
+        *,
+        eos: Sequence[int] = (1,),
+        architecture: str = "",
+        seed: int = 0,
+        adapters: LowRankAdapters | None = None,
+    ) -> Sampled:
+        """A loaded generator; override for one that needs more than weights (a model path, a server). With
+        ``adapters``, those of the spec, its source is a ``PlainAdapterTrainer``."""
         from transformers import AutoTokenizer
 
         path = str(self.path(architecture, seed))
@@ -248,8 +257,9 @@ class GeneratorContract(SamplingChecks, Contract):
         def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-        source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), path, dtype="fp32"))
-        generator = self.cls(config, GeneratorSpec(tuple(eos), decode, path, "fp32", max_tokens=256))
+        generator = self.cls(config, GeneratorSpec(tuple(eos), decode, path, "fp32", max_tokens=256, adapters=adapters))
+        model = ModelSpec(RoleSpec("policy"), path, dtype="fp32")
+        source = PlainTrainer(None, model) if adapters is None else PlainAdapterTrainer(None, model)
         sampled = Sampled(generator, source, decode)
         self.load(sampled, 0)
         return sampled
@@ -259,7 +269,8 @@ class GeneratorContract(SamplingChecks, Contract):
         if issubclass(self.cls, TakesModule):
             return sampled.generator.load(sampled.source, version)
         sampled.generator.begin_load(version)
-        for bucket in sampled.source.buckets("live", BUCKET_BYTES):
+        view = PARTS if isinstance(sampled.source, PlainAdapterTrainer) else "live"
+        for bucket in sampled.source.buckets(view, BUCKET_BYTES):
             sampled.generator.take(bucket)
         [proof, *_] = sampled.generator.end_load()
         return proof
@@ -364,6 +375,29 @@ class GeneratorContract(SamplingChecks, Contract):
             expect(s.generator.version == 3, f"{label} after load(..., 3) its version is {s.generator.version}")
             for _, turn in self._same_logprobs(s, sampling, f"{label} after new weights:"):
                 expect(turn.versions == ((0, 3),), f"{label} after load(..., 3) a turn says versions {turn.versions}")
+
+    def test_base(self) -> None:
+        """With the capability ``base``, requests for the policy's base get its tokens, whatever the adapters, and other
+        requests of the same call the policy's. One configuration is checked, because no option changes this."""
+        if "base" not in self.cls.capabilities:
+            return
+        config = next(iter(self.grid()))
+        label, s = self.label(config), self.make(config, adapters=PlainAdapterTrainer.low_rank)
+        source: Any = s.source
+        requests = self.requests(Sampling(8, 0.0, ignore_eos=True))
+        requests = [replace(request, base=base) for request in requests for base in (True, False)]
+        for seed in (1, 2):
+            source.draw(seed)
+            self.load(s, seed)
+            streams = [[t for piece in s.generator.stream(request) for t in piece] for request in requests[:2]]
+            turns = s.turns(requests, label)
+            expect(streams == [list(t.ids) for t in turns[:2]], f"{label} stream() gives {streams}, generate() others")
+            expect(source.current_view == "live", f"{label} generating left the trainer at another view")
+            for request, turn in zip(requests, turns, strict=True):
+                source.use_view("base" if request.base else "live")
+                best = s.logprobs(request.ids, turn.ids, 1.0).max(1).values
+                delta = float((best - torch.tensor(turn.logprobs)).abs().max())
+                expect(delta <= LOGPROB, f"{label} base = {request.base}: greedy log-probs are {delta:.1e} off")
 
     def test_links(self) -> None:
         """With ``ReceivesOverLinks``, weights that come over a link are proven and sampled from, and a second

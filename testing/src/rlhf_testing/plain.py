@@ -16,8 +16,17 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.model import ModelSpec
-from rlhf.interfaces.trainer import ApplyResult, LendsHead, SendsWeights, SharesModule, Sums, TakesWeights, Trainer
+from rlhf.interfaces.model import ADAPTER_PREFIX, PARTS, LowRankAdapters, ModelSpec
+from rlhf.interfaces.trainer import (
+    ApplyResult,
+    HasViews,
+    LendsHead,
+    SendsWeights,
+    SharesModule,
+    Sums,
+    TakesWeights,
+    Trainer,
+)
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -201,6 +210,47 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
             state.setdefault(int(index), {})[key] = values
         groups = json.loads((path / "groups.json").read_text())
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class PlainAdapterTrainer(HasViews, PlainTrainer):
+    """Gives a generator adapters of two layers of each block. The module has the sums. Nothing is trained."""
+
+    name = "plain_adapters"
+    low_rank = LowRankAdapters(4, 0.5, ("q_proj", "v_proj"))
+
+    def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None:
+        super().__init__(config, spec)
+        self.base = dict(super().weights())
+        self.draw(0)
+
+    def draw(self, seed: int) -> None:
+        """Replace the adapters by others."""
+        random, rank = torch.Generator().manual_seed(seed), self.low_rank.rank
+        self.factors = {
+            name: (
+                torch.randn(rank, weight.shape[1], generator=random),
+                torch.randn(weight.shape[0], rank, generator=random),
+            )
+            for name, weight in self.base.items()
+            if name.split(".")[-2] in self.low_rank.layers
+        }
+        self.use_view("live")
+
+    def use_view(self, view: str) -> None:
+        weights = dict(self.base)
+        for name, (a_RI, b_OR) in self.factors.items() if view == "live" else ():
+            weights[name] = weights[name] + self.low_rank.scaling * b_OR @ a_RI
+        self.load_weights(iter(weights.items()))
+        self.current_view = view
+
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if view != PARTS:
+            yield from super().weights()
+            return
+        yield from self.base.items()
+        for name, factors in self.factors.items():
+            for letter, factor in zip("AB", factors, strict=True):
+                yield f"{ADAPTER_PREFIX}{name.removesuffix('weight')}lora_{letter}.weight", factor
 
 
 class _Embedding(nn.Module):

@@ -142,6 +142,12 @@ class RolloutContract(Contract):
         rollout = self.build(config)
         return bool(rollout.plays_agents and rollout.needs_env)
 
+    def test_needs_base(self) -> None:
+        """A rollout asks for turns of the policy's base only if it says so."""
+        for config in self.grid():
+            declares = self.build(config).needs_base or not self.good(config)[0].uses_base
+            expect(declares, f"{self.label(config)} asks for turns of the base: set needs_base = True")
+
     def test_gives_rewards(self) -> None:
         """A rollout sets rewards of turns only if it says so, plays an environment, or scores answers by ``score``."""
         for config in self.grid():

@@ -81,6 +81,8 @@ class ScriptedContext(RolloutContext):
     """Whether a turn is being generated."""
     side_turns: list[Turn] = field(default_factory=list)
     """Turns that were asked for with ``training = False``."""
+    uses_base: bool = False
+    """Whether the rollout asked for turns of the policy's base."""
     scores: bool = False
     """Whether the rollout scored answers."""
 
@@ -144,8 +146,14 @@ class ScriptedContext(RolloutContext):
         return turn
 
     async def generate_each(
-        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+        self,
+        requests: Sequence[tuple[list[Turn], Sampling]],
+        first_number: int = 0,
+        training: bool = True,
+        base: bool = False,
     ) -> list[Turn]:
+        expect(not (base and training), "ctx.generate_each(..., base=True) needs training=False")
+        self.uses_base = self.uses_base or base
         turns = await super().generate_each(requests, first_number)
         if not training:
             self.side_turns += turns

@@ -231,6 +231,7 @@ class TrainerStateChecks:
                 weights = weights_of(trainer, view)
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
                 trainer.use_view(view)
+                expect(trainer.current_view == view, f"{label} current_view is {trainer.current_view!r}")
                 same_weights(weights, weights_of(trainer), f"{label} weights() of this view:")
                 for view_name in ("live", view):
                     logprobs = trainer.forward(batch, ("logprobs",), view_name)[0]["logprobs"]

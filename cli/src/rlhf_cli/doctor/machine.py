@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf.control_groups import MEMBERSHIP, MEMINFO, ROOT, allowed_cores, cpu_limit, machine_memory, usable_cores
 from rlhf.interfaces import Finding
-from rlhf_runtime.output.control_groups import MEMBERSHIP, MEMINFO, ROOT, cpu_limit, machine_memory
 
 from rlhf_cli.doctor.findings import GIB, gib, short_list
 
@@ -34,17 +34,15 @@ ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
 
 def cores(root: Path = ROOT, membership: Path = MEMBERSHIP, environment: Mapping[str, str] = os.environ) -> Finding:
     """Cores that this process may use, and whether torch would start more threads."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cpu_limit(root, membership)
-    usable = available if limit is None else min(available, limit)
+    available, limit, usable = allowed_cores(), cpu_limit(root, membership), usable_cores(root, membership)
     text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
     setting = environment.get("OMP_NUM_THREADS", "")
     if setting and not setting.isdigit():
         return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is not a number", "set OMP_NUM_THREADS to a number")
     threads = int(setting) if setting else available
     text += f"; torch uses {threads} threads a process (OMP_NUM_THREADS {'set' if setting else 'not set'})"
-    if threads > max(1, usable):
-        advice = f"set OMP_NUM_THREADS={max(1, int(usable))} (less where several ranks share the machine)"
+    if threads > usable:
+        advice = f"set OMP_NUM_THREADS={usable} (less where several ranks share the machine)"
         return Finding("cores", "warn", text, f"more threads than cores make every step slower: {advice}")
     return Finding("cores", "ok", text)
 

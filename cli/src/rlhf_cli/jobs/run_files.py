@@ -68,9 +68,13 @@ def load_for_answers(
 def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -> tuple[RunFile, Plugins]:
     """The run file with flags, and the plugins, to compute the losses of its algorithm.
 
-    Raises ConfigError if a model or data is missing.
+    Raises ConfigError if a model or data is missing, and for a flag of what scores answers.
     """
     config = load(run_file, flags)
+    sections = {name.partition(".")[0] for name, origin in config.origins.items() if origin.startswith("flag")}
+    for section in ("reward", "env"):
+        if section in sections:
+            raise ConfigError(f"--{section} scores answers, and with --algo nothing is answered. Leave one out.")
     _require_names(config)
     look_for_models(config)
     return config, Plugins.discover()

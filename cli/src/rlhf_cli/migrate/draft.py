@@ -209,6 +209,8 @@ class Draft:
             _, _, option = path.partition(".trainer.")
             if option:  # what [trainer] says holds for every role
                 defaults[path] = self.values.get(f"trainer.{option}", option_defaults.get(f"trainer.{option}"))
+            if _general(path) == "placement.NAME.ranks" and f"{path.removesuffix('ranks')}share" not in self.values:
+                defaults[path] = 1
         return defaults
 
 

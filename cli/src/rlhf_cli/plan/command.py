@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.control_groups import machine_memory
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
-from rlhf_runtime.output.control_groups import machine_memory
 
 from rlhf_cli.plan.speeds import FLAGS
 from rlhf_cli.plan.units import parse, text

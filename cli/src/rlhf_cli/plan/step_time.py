@@ -12,6 +12,8 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
 from rlhf_runtime.checks import sampling, sections
 from rlhf_runtime.checks.run import RunPlugins
+from rlhf_runtime.config.placement import ranks_of
+from rlhf_runtime.config.sections import PlacementSection
 from rlhf_runtime.report.run_record import RunRecord
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.sampling import training_failures, training_settings
@@ -177,7 +179,8 @@ def _measured(folder: Path, values: Mapping[str, str], run: RunPlugins) -> Measu
         )
     batch = record.option("data.batch_size", 1) * record.option("sampling.samples_per_prompt", 1)
     waves = record.option("stream.mode", "waves") == "waves"
-    return measured_speeds(folder, waves, batch, record.option("placement.generator.ranks", 1))
+    places = {name: PlacementSection(**place) for name, place in record.option("placement", {}).items()}
+    return measured_speeds(folder, waves, batch, ranks_of(places, GENERATOR))
 
 
 def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
@@ -188,8 +191,8 @@ def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         default = 1 if path.startswith("placement") else None
-        recorded = record.option(path, default)
-        if (value if value is not None else default) != recorded:
+        recorded = record.option(path)
+        if (default if value is None else value) != (default if recorded is None else recorded):
             flag = "--tokens-per-second" if options is SAMPLING else "--learn-seconds"
             raise ConfigError(
                 f"--speeds {folder}: its {path} is {recorded!r}, here it is {value!r}, so its speeds are not those of "

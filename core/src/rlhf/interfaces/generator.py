@@ -51,7 +51,9 @@ class Generator(GeneratorPreflight, Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``logprobs``, ``seeds``, ``keep:keys`` (:attr:`GeneratorSpec.keys`), ``top_p``, ``images``
-    (:attr:`rlhf.types.GenerationRequest.images`), ``experts`` (:attr:`GeneratorSpec.experts`), ..."""
+    (:attr:`rlhf.types.GenerationRequest.images`), ``base`` (:attr:`rlhf.types.GenerationRequest.base`: a
+    :class:`TakesModule` where its trainer is a :class:`rlhf.interfaces.trainer.HasViews`, a :class:`TakesTensors` with
+    :attr:`GeneratorSpec.adapters`), ``experts`` (:attr:`GeneratorSpec.experts`), ..."""
 
     version: int = 0
     """Version of the current weights: the number of updates that the policy had."""

@@ -119,8 +119,8 @@ class TrainerFacts:
     precision: str = ""
     """The chosen arithmetic and the reason, for people."""
     views: tuple[str, ...] = ("live",)
-    """The weights that the role can compute with and export: ``live``; ``ema`` if an average is kept; ``base`` if
-    adapters are trained and can be switched off."""
+    """The weights that the role can compute with and export: ``live``; ``ema`` if an average is kept; ``base``,
+    the model that training started from, if adapters are trained."""
     shares_prefixes: bool = False
     """The trainer computes ids that sequences of a micro-batch share at their start once. The controller puts units
     with shared prefixes into the same micro-batch."""
@@ -139,6 +139,8 @@ class TrainerFacts:
     """None: not known."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each one once, at its start."""
+    random_head: bool = False
+    """The checkpoint has no head of the role's kind, so the outputs are random until the role is trained."""
     experts: ExpertLayers | None = None
     """The trainer sends tokens to recorded experts (token column ``experts``, :mod:`rlhf.ops.experts`) of these layers.
     None: it does not."""

@@ -136,7 +136,11 @@ class RolloutContext(ABC):
         """
 
     async def generate_each(
-        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+        self,
+        requests: Sequence[tuple[list[Turn], Sampling]],
+        first_number: int = 0,
+        training: bool = True,
+        base: bool = False,
     ) -> list[Turn]:
         """Sample one turn for each (turns, sampling), all at once, in their order: branches of a tree, or
         continuations that estimate the value of a state. Their turn numbers are ``first_number`` and those after it.
@@ -147,16 +151,24 @@ class RolloutContext(ABC):
         Args:
             training: False: :meth:`Rollout.run` returns none of these turns. Any sampling parameters are allowed then,
                 such as temperature 0 for the verdict of a judge.
+            base: sample from the model that training started from, which does not change, in place of the policy
+                (:attr:`rlhf.types.GenerationRequest.base`). Only with ``training=False``, and where
+                :attr:`Rollout.needs_base` says so.
+
+        Raises RolloutError: the turns cannot be asked for like this.
         """
+        if base:
+            raise RolloutError("this context has no base of the policy to sample from")
         return [await self.generate(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)]
 
     async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
         """The rewards that the run's ``[[reward]]`` sections give to these answers, as to the samples of one prompt:
-        their weighted sums. Each answer is all of its turns, the prompt first; rewards that its turns have already do
-        not count.
+        their weighted sums, with the values of steps. Each answer is all of its turns, the prompt first; rewards that
+        its turns have already do not count.
 
         A rollout that also sets :attr:`~rlhf.types.Turn.reward` gives the sample's reward by this: the run does not
-        score the sample again.
+        score the sample again, and ``reward/mean`` is the mean of these sums. Where they are credit, :meth:`report`
+        the score of the answer that is returned.
 
         Raises RolloutError: the run has no ``[[reward]]``. RewardError: a reward failed, or none applies to an answer.
         """
@@ -202,6 +214,9 @@ class Rollout(Component):
     needs_tools: bool = False
     """True: the rollout calls :meth:`RolloutContext.encode_messages` with tools. A run is then refused if the chat
     template does not write their descriptions, or writes calls that :meth:`RolloutContext.parse_answer` cannot read."""
+    needs_base: bool = False
+    """True: the rollout calls :meth:`RolloutContext.generate_each` with ``base=True``. A run is then refused if its
+    generator cannot sample from the base of the policy (docs/how-to/adapters.md)."""
     gives_rewards: bool = False
     """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``;
     what one gives is added. Leave it False where these rewards come from :meth:`RolloutContext.score`, which needs one.

@@ -225,11 +225,14 @@ class Offloads(Ability):
 class HasViews(Ability):
     """An evaluation can be of other weights than the live ones (:attr:`TrainerFacts.views`)."""
 
+    current_view: str = "live"
+    """The view that ``live`` means (:meth:`use_view`)."""
+
     @abstractmethod
     def use_view(self, view: str) -> None:
         """Use the weights of ``view`` in place of ``live`` in every method and in the module itself, until
-        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported; nothing is trained
-        or saved in between. Every rank calls it."""
+        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported, and a generator in
+        the same process to sample from ``base``; nothing is trained or saved in between. Every rank calls it."""
 
 
 class LendsHead(Ability):

@@ -40,11 +40,19 @@ class GenerationRequest:
     sampling: Sampling
     images: tuple[Image, ...] = ()
     """The images that tokens of ``ids`` stand for, in order (capability ``images``)."""
+    base: bool = False
+    """Sample from the policy's view ``base`` (:attr:`~rlhf.interfaces.TrainerFacts.views`), the model that training
+    started from, in place of the current weights (capability ``base``)."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the field has
 
         def __init__(
-            self, ids: Sequence[int], seed: int, sampling: Sampling, images: tuple[Image, ...] = ()
+            self,
+            ids: Sequence[int],
+            seed: int,
+            sampling: Sampling,
+            images: tuple[Image, ...] = (),
+            base: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -52,8 +60,9 @@ class GenerationRequest:
 
     @property
     def context_key(self) -> bytes:
-        """Equal for requests with equal tokens and images."""
-        return b"".join([self.ids.tobytes(), *(image.data for image in self.images)])
+        """Equal for requests of the same weights with equal tokens and images."""
+        weights = b"base" if self.base else b""
+        return b"".join([self.ids.tobytes(), *(image.data for image in self.images), weights])
 
 
 @dataclass(frozen=True, slots=True)

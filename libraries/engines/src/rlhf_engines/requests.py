@@ -14,7 +14,13 @@ from rlhf_modeling.stop_strings import StopScanner
 
 
 def check_fits(
-    i: int, request: GenerationRequest, vocabulary: int, longest: int, images: int, lowest_temperature: float
+    i: int,
+    request: GenerationRequest,
+    vocabulary: int,
+    longest: int,
+    images: int,
+    lowest_temperature: float,
+    has_base: bool = False,
 ) -> None:
     """Refuse a request that the engine cannot sample as asked. Raises ConfigError naming request, value and range.
 
@@ -23,6 +29,7 @@ def check_fits(
         longest: tokens, prompt and answer together.
         images: most of a request.
         lowest_temperature: see :func:`rlhf.requests.check_sampling`.
+        has_base: see :func:`rlhf.requests.check_request`.
     """
     check_sampling(request.sampling, lowest_temperature)
     if len(request.images) > images:
@@ -30,7 +37,7 @@ def check_fits(
             f"request {i} has {len(request.images)} images, and the engine was started for {images}. Raise "
             "data.max_images, or show fewer images."
         )
-    check_request(i, request, vocabulary)
+    check_request(i, request, vocabulary, has_base)
     need = len(request.ids) + request.sampling.max_new_tokens
     if need > longest:
         raise ConfigError(

@@ -84,14 +84,14 @@ def load_model(
     if adapter is not None:
         use_adapter_folder(module, spec, adapter, merge=lora is None and not adapters)
     model = take_apart(module, kind, spec)
-    model.fresh_head, model.image_text = from_lm, reads_images(config, True)
+    model.fresh_head, model.image_text = from_lm and not _has_head(adapter), reads_images(config, True)
     model.positions, model.rope = _learned_positions(module), length_rope(module)
     if spec.storage == "bf16":
         widen(module)
     if divided:
         module.eval().to(device)
         return model
-    if from_lm:
+    if model.fresh_head:
         draw_head(model, spec)
     if lora is not None:
         adapt(model, spec, lora, device)
@@ -151,7 +151,7 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
             f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
             f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
         )
-    if not classifies and not spec.role.trained:
+    if not classifies and not spec.role.trained and not _has_head(adapter_of(spec.path)):
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} is a {', '.join(architectures) or config.model_type}, "
             f"which has no trained {kind!r} head, and this run does not train the role: its output would be random. "
@@ -205,6 +205,11 @@ def _learned_positions(module: PreTrainedModel) -> int | None:
     tables = (m for m in text.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
     sizes = {int(table.num_embeddings) for table in tables}
     return positions if positions and sizes & {positions, positions + 2} else None
+
+
+def _has_head(adapter: AdapterFolder | None) -> bool:
+    """Whether an adapter has the head that its base lacks. PEFT writes no ``config.json`` that would say so."""
+    return adapter is not None and "score.weight" in adapter_headers(adapter)[0]
 
 
 def draw_head(model: LoadedModel, spec: ModelSpec) -> None:

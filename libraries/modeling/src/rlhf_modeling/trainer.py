@@ -187,6 +187,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             flops=self._flops(),
             notes=self.loaded_model.notes + self._notes,
+            random_head=self.loaded_model.fresh_head,
             experts=self.loaded_model.routers.layers if self.loaded_model.routers is not None else None,
         )
 

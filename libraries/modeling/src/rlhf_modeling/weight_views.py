@@ -30,8 +30,6 @@ class WeightViews(HasViews):
     """The moving average of the weights, where ``ema_decay`` is set."""
     first: SecondValues | None = None
     """The first weights, where the view ``base`` needs them."""
-    current_view = "live"
-    """The view that ``live`` means (:meth:`use_view`)."""
     _active_view: ExitStack
 
     @property

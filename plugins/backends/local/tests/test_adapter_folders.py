@@ -9,9 +9,11 @@ import peft
 import pytest
 import torch
 from rlhf.errors import ConfigError, ModelError
-from rlhf.interfaces import ModelSpec
-from rlhf.types import RoleSpec
+from rlhf.interfaces import GeneratorSpec, ModelSpec
+from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.config import LoraOptions
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
@@ -89,6 +91,30 @@ def test_training_goes_on_with_the_adapter_and_its_start_is_the_reference(
     torch.testing.assert_close(logprobs(frozen, batch), logprobs(second, batch), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_the_base_are_those_of_the_start_also_while_the_average_is_evaluated(
+    tmp_path, make_trainer, exported, kind, nll
+):
+    lora = KINDS[kind]
+    first, batch = exported(lora, tiny_model(tmp_path / "base"), tmp_path / "one")
+    trainer = make_trainer(tmp_path / "one" / "adapter", lora=lora, lr=0.02, ema_decay=0.5)
+    trainer.update([batch], nll, {}, {})
+    trainer.use_view("ema")
+    generator = TransformersGenerator(None, GeneratorSpec((1,), str))
+    generator.load(trainer, 0)
+    requests = [GenerationRequest((5, 6, 7), n, Sampling(12), base=base) for n, base in enumerate((True, False, True))]
+    turns = dict(generator.generate(requests))
+    for number, request in enumerate(requests):
+        ids = [*request.ids, *turns[number].ids]
+        row = pack([UnitData([SequenceData(ids, {"loss_mask": [n > 0 for n in range(len(ids))]})])])
+        expected = logprobs(first if request.base else trainer, row)[len(request.ids) :]
+        torch.testing.assert_close(torch.tensor(turns[number].logprobs), expected, atol=1e-5, rtol=0)
+    assert trainer.current_view == "ema"
+    generator.load(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), 0)
+    with pytest.raises(ConfigError, match="request 0 is for the policy's base, which this generator does not have"):
+        generator.generate(requests)
+
+
 def test_all_weights_of_the_merged_model_are_trained_without_lora(tmp_path, make_trainer, exported):
     first, batch = exported(LoraOptions(rank=4), tiny_model(tmp_path / "base"), tmp_path / "one")
     merged = make_trainer(tmp_path / "one" / "adapter")
@@ -121,6 +147,20 @@ def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch
         model.config.pad_token_id = model.config.get_text_config().pad_token_id = 0
     with torch.no_grad():
         torch.testing.assert_close(by_peft(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"trained": False}, {}, {"lora": LoraOptions(rank=2, targets=("v_proj",))}])
+def test_a_reward_model_that_peft_wrote_is_read_with_its_head(tmp_path, make_trainer, make_batch, options):
+    """PEFT writes no config.json: that of the base says that the model is a language model."""
+    base, folder = tiny_model(tmp_path / "base"), tmp_path / "foreign"
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["v_proj"], init_lora_weights=False, task_type="SEQ_CLS")
+    model = peft.get_peft_model(AutoModelForSequenceClassification.from_pretrained(base, num_labels=1), config)
+    model.save_pretrained(folder)
+    TorchTrainer.check_files(spec(folder, "reward", "scalar", trained=False))
+    head = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
+    trainer = make_trainer(folder, head="scalar", **options)
+    assert torch.equal(trainer.loaded_model.head.weight, head)
+    assert not trainer.facts().random_head
 
 
 def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batch):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR, Generator, ModelSpec, Place, TakesModule
 from rlhf.types import RoleSpec
-from rlhf_plugin_processes import ProcessesBackend
+from rlhf_plugin_processes import ProcessesBackend, launcher
 from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher, gpus_of
 from rlhf_plugin_processes.shared_values import SharedValue
 from rlhf_testing.backend import BackendContract
@@ -49,6 +49,12 @@ def test_more_ranks_than_devices_are_refused():
         ConfigError, match=r"(?s)does not fit on this machine.*policy +3 ranks x 1 CPUs = 3.*2 CPUs: this machine has 2"
     ):
         ProcessesLauncher(ProcessesConfig(cpus=2)).place({"policy": Place(3)})
+
+
+def test_a_folder_for_the_output_of_workers_that_cannot_be_made(tmp_path):
+    (tmp_path / "workers").touch()
+    with pytest.raises(ConfigError, match=r"worker policy-0 .*/policy-0.log: File exists\. .* --launcher.reports"):
+        launcher.open_log(tmp_path / "workers", "policy-0")
 
 
 def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):

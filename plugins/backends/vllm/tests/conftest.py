@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rlhf.interfaces.generator_spec import GeneratorSpec
+from rlhf.interfaces.model import LowRankAdapters
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from transformers import AutoTokenizer
@@ -22,17 +23,24 @@ class Engines:
     small = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64)
 
     def __init__(self) -> None:
-        self._started: dict[tuple[VllmGeneratorConfig, str], VllmGenerator] = {}
+        self._started: dict[tuple[VllmGeneratorConfig, str, LowRankAdapters | None], VllmGenerator] = {}
 
-    def get(self, path: Path, config: VllmGeneratorConfig = small, eos: Sequence[int] = (1,)) -> VllmGenerator:
+    def get(
+        self,
+        path: Path,
+        config: VllmGeneratorConfig = small,
+        eos: Sequence[int] = (1,),
+        adapters: LowRankAdapters | None = None,
+    ) -> VllmGenerator:
         """An engine for models with the architecture and sizes of the model at ``path``. Its weights may be those of
         an earlier test."""
         text = (Path(path) / "config.json").read_text()
-        if (config, text) not in self._started:
-            self._started[config, text] = VllmGenerator(config, self.spec(path))
-        generator = self._started[config, text]
+        key = config, text, adapters
+        if key not in self._started:
+            self._started[key] = VllmGenerator(config, self.spec(path, adapters=adapters))
+        generator = self._started[key]
         generator.wake()
-        generator.spec = self.spec(path, eos)
+        generator.spec = self.spec(path, eos, adapters=adapters)
         return generator
 
     def spec(self, path: Path, eos: Sequence[int] = (1,), **other: object) -> GeneratorSpec:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf.errors import CapabilityError, SyncError
+from rlhf.errors import CapabilityError, ConfigError, SyncError
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.ops.heads import resolve_head
@@ -185,6 +185,36 @@ def test_a_sample_goes_on_with_the_adapters_that_come(setups):
     count = turns[0][1].versions[1][0]
     expected = setup.ours([[*request.ids, *turns[0][1].ids]])[0][len(request.ids) - 1 :]
     assert float((expected[count:] - torch.tensor(turns[0][1].logprobs)[count:]).abs().max()) < 1e-5
+
+
+def test_the_base_answers_beside_the_policy_and_reads_no_keys_of_it(setups):
+    """The prompt fills blocks of the cache. One of the samples goes on while adapters are loaded."""
+    setup = setups()
+    setup.update(1)
+    setup.weights.push(1)
+    prompt = [3 + 7 * n % 80 for n in range(180)]
+    policy = GenerationRequest(prompt, 5, Sampling(40, 0.0, ignore_eos=True))
+    base, other_base = replace(policy, base=True), replace(policy, base=True, seed=6)
+    [(_, first)] = setup.generator.generate([policy])
+    turns = [turn for _, turn in sorted(setup.generator.generate([base, policy, other_base]))]
+    assert turns[0].ids == turns[2].ids != turns[1].ids == first.ids
+    assert setup.generator.advance({0: base}) == []
+    setup.update(1)
+    setup.weights.push(2)
+    [(_, under_way)] = setup.generator.advance({}, seconds=60.0)
+    assert under_way.ids == turns[0].ids
+    [(_, second)] = setup.generator.generate([policy])
+    assert second.logprobs != first.logprobs
+    setup.role.group.worker.use_view("base")
+    expected = setup.ours([[*prompt, *turns[0].ids]])[0][len(prompt) - 1 :]
+    setup.role.group.worker.use_view("live")
+    for turn in (turns[0], under_way):
+        assert float((expected - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
+    spec = setup.generator.spec
+    setup.generator.spec = replace(spec, adapters=None)
+    with pytest.raises(ConfigError, match=r"request 0 is for the policy's base.*--sync\.adapters alone"):
+        setup.generator.generate([base])
+    setup.generator.spec = spec
 
 
 @pytest.mark.full

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rlhf.interfaces.model import ModelSpec
+from rlhf.interfaces.model import LowRankAdapters, ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_testing.generator import GeneratorContract, Sampled
-from rlhf_testing.plain import PlainTrainer
+from rlhf_testing.plain import PlainAdapterTrainer, PlainTrainer
 
 
 class TestVllmGenerator(GeneratorContract):
@@ -24,10 +24,19 @@ class TestVllmGenerator(GeneratorContract):
     def _engines(self, engines):
         self.engines = engines
 
-    def make(self, config: Any, *, eos: Sequence[int] = (1,), architecture: str = "", seed: int = 0) -> Sampled:
+    def make(
+        self,
+        config: Any,
+        *,
+        eos: Sequence[int] = (1,),
+        architecture: str = "",
+        seed: int = 0,
+        adapters: LowRankAdapters | None = None,
+    ) -> Sampled:
         path = self.path(architecture, seed)
-        generator = self.engines.get(path, config, eos)
-        source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
+        generator = self.engines.get(path, config, eos, adapters)
+        trainer = PlainTrainer if adapters is None else PlainAdapterTrainer
+        source = trainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
         sampled = Sampled(generator, source, generator.spec.decode)
         self.load(sampled, 0)
         return sampled

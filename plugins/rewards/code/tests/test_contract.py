@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from rlhf.plugins import Plugins
+from rlhf_plugin_code import reward
 from rlhf_plugin_code.checks import CodeCheck
 from rlhf_plugin_code.reward import CodeReward
 from rlhf_testing.check import CheckContract
@@ -35,6 +36,11 @@ class TestCodeCheck(CheckContract):
 def test_they_are_found_by_name() -> None:
     assert Plugins.discover().resolve("reward", "code").cls is CodeReward
     assert Plugins.discover().resolve("check", "code").cls is CodeCheck
+
+
+def test_as_many_programs_run_as_the_control_group_has_cores(monkeypatch) -> None:
+    monkeypatch.setattr(reward, "usable_cores", lambda: 3)
+    assert CodeReward().concurrency == 3
 
 
 def test_the_check_names_the_sandbox_that_runs_use() -> None:

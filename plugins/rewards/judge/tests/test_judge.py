@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import time
 
@@ -178,6 +179,23 @@ def test_a_folder_keeps_judgements_without_prompts_and_tokens(server, tmp_path, 
         file.write_text(damaged)
         assert score(make_judge(server, **options), "a secret answer")[0].value == 1.0
     assert len(server.asked) == 5
+
+
+def test_a_judgement_counts_where_the_disk_of_the_cache_is_full(server, tmp_path, caplog) -> None:
+    judge = make_judge(server, cache=str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # bytes of a file
+    try:
+        results = score(judge, "a", "bb")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [result.info["score_quality"] for result in results] == [1, 2]
+    [message] = caplog.messages
+    assert f"cache = '{tmp_path}': a judgement cannot be written there: File too large" in message
+    assert list(tmp_path.iterdir()) == []
+    assert score(judge, "a")[0].info["cached"] == 1.0
+    score(judge, "ccc")
+    assert len(list(tmp_path.iterdir())) == 1, "the disk has room again"
 
 
 def test_a_token_that_is_not_set_is_refused(monkeypatch) -> None:

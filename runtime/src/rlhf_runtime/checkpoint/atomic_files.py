@@ -68,9 +68,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
         temporary.mkdir()
         write(temporary)
         sync_tree(temporary)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f"{DISCARDED}{path.name}-", dir=path.parent))
-            os.rename(path, old)
+        old = _set_aside(path)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -97,22 +95,28 @@ def publish_file(path: Path, write: Callable[[Path], object]) -> None:
 def discard_folder(path: Path) -> None:
     """Delete a folder. A crash never leaves a part of it under its own name. What a reader on NFS keeps from being
     deleted is left to :func:`remove_leftovers`."""
-    if path.exists():
-        shutil.rmtree(_set_aside(path), ignore_errors=True)
+    if (old := _set_aside(path)) is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def delete_old(path: Path, note: Callable[[str], None]) -> None:
     """:func:`discard_folder` of what newer files replace. Where it fails, ``note`` is called with the reason."""
     try:
-        if path.exists():
-            shutil.rmtree(_set_aside(path))
+        if (old := _set_aside(path)) is not None:
+            path = old
+            shutil.rmtree(old)
     except OSError as cause:
         note(f"{path} is no longer needed and could not be deleted: {cause}. Delete it yourself.")
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Path) -> Path | None:
+    """Rename a folder that is to be deleted. Returns its new path; None where there is no folder."""
+    if not path.exists():
+        return None
     discarded = path.with_name(f"{DISCARDED}{path.name}")
     shutil.rmtree(discarded, ignore_errors=True)
+    if discarded.is_dir():  # a reader on NFS has a file of it open
+        discarded = Path(tempfile.mkdtemp(prefix=f"{discarded.name}-", dir=path.parent))
     os.rename(path, discarded)
     sync_file(path.parent)
     return discarded

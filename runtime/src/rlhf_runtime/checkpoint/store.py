@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from rlhf.control_groups import usable_cores
 from rlhf.errors import CheckpointError, ConfigError, RlhfError
 from rlhf.paths import disk_is_full
 from rlhf.saved import Counter, Saved, SavedPart, validated
@@ -103,23 +104,26 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """At a run's start: delete the files of a killed save, repair the pointer to the best checkpoint, and delete
-        the old checkpoints that the save did not."""
-        for name in files.remove_leftovers(self.root):
-            self._note(f"removed {self.root / name}, left by a process that was killed while saving")
-        complete = self.complete()
-        pointer = self.pointer()
-        folder = self._folder(pointer["step"]) if pointer else self.root
-        marked = [c for c in complete if c.best is not None]
-        pointed = pointer["step"] if pointer and any(c.step == pointer["step"] for c in complete) else -1
-        if marked and marked[-1].step > pointed:  # killed between the rename and the pointer, or its folder is gone
-            assert marked[-1].best is not None
-            self._point(marked[-1].step, marked[-1].best)
-        elif pointer and os.path.lexists(folder) and pointed < 0:
-            self._note(f"the best checkpoint, {folder}, cannot be used and is left as it is: {read_checkpoint(folder)}")
-        elif pointer and pointed < 0:
-            (self.root / BEST).unlink()
-            self._note(f"the best checkpoint, step {pointer['step']}, no longer exists")
-        self._rotate()
+        the old checkpoints that the save did not. Raises CheckpointError where that fails (disk full)."""
+        with self.writing(self.root):
+            for name in files.remove_leftovers(self.root):
+                self._note(f"removed {self.root / name}, left by a process that was killed while saving")
+            complete = self.complete()
+            pointer = self.pointer()
+            folder = self._folder(pointer["step"]) if pointer else self.root
+            marked = [c for c in complete if c.best is not None]
+            pointed = pointer["step"] if pointer and any(c.step == pointer["step"] for c in complete) else -1
+            if marked and marked[-1].step > pointed:  # killed between the rename and the pointer, or its folder is gone
+                assert marked[-1].best is not None
+                self._point(marked[-1].step, marked[-1].best)
+            elif pointer and os.path.lexists(folder) and pointed < 0:
+                self._note(
+                    f"the best checkpoint, {folder}, cannot be used and is left as it is: {read_checkpoint(folder)}"
+                )
+            elif pointer and pointed < 0:
+                (self.root / BEST).unlink()
+                self._note(f"the best checkpoint, step {pointer['step']}, no longer exists")
+            self._rotate()
 
     # -------------------------------------------------------------------------------------- finding
 
@@ -378,4 +382,4 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _threads(items: list[Any]) -> int:
     """Number of threads that hash files. Hashing releases the interpreter lock, so shards are hashed in parallel."""
-    return max(1, min(8, len(items), os.cpu_count() or 1))
+    return max(1, min(8, len(items), usable_cores()))

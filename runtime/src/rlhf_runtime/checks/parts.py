@@ -22,9 +22,11 @@ from rlhf.interfaces import (
     Place,
     Rollout,
     SendsWeights,
+    TakesTensors,
     TakesWeights,
 )
 from rlhf.types import ExpertLayers, Lent, RoleSpec, Row, Update
+from rlhf_hub.adapter_folders import adapter_of
 
 from rlhf_runtime.checks.run import RunPlugins, device_here, where_trainer
 from rlhf_runtime.checks.sampling import ANSWERS, CORRECTION
@@ -40,8 +42,8 @@ from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
 
-EXPERTS = "experts"
-"""Capability of generators: ``GeneratorSpec.experts``."""
+EXPERTS, BASE = "experts", "base"
+"""Capabilities of generators: ``GeneratorSpec.experts``, ``GenerationRequest.base``."""
 
 
 def check_parts(
@@ -79,6 +81,7 @@ def check_parts(
             storage=policy.storage,
         )
         engine = with_adapters(plugins_of_run, policy, engine)
+        check_base(plugins_of_run, policy, engine)
         samplings = [evaluation_sampling(config)] if data.eval else []
         samplings += [training_sampling(config)] if plugins_of_run.online and plugins_of_run.trains else []
         generator.resolved.cls.check(generator.config, engine, samplings, device)
@@ -99,6 +102,32 @@ def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: Generat
     if reason:
         raise CapabilityError(f"sync.adapters = 'alone': {reason}. Leave it out, or set it to 'merged'.")
     return adapter_spec
+
+
+def check_base(run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> None:
+    """Raises CapabilityError where the rollout needs turns of the policy's base and the generator has none."""
+    rollout, generator, trainer = run.rollout, run.generator_class, run.trainer("policy")
+    if rollout is None or generator is None or not rollout.needs_base:
+        return
+    adapters = trainer.resolved.cls.adapters(trainer.config, policy) if policy.role.trained else None
+    is_engine = issubclass(generator, TakesTensors)
+    if adapters is None:
+        reason = "the policy trains no adapters. Set --trainer.lora.rank 16; a job that trains nothing has none"
+    elif BASE not in generator.capabilities:
+        reason = (
+            f"generator {generator.name!r} does not sample from it (it lacks the capability {BASE!r}). Use another "
+            "--generator.use: transformers and vllm do"
+        )
+    elif is_engine and engine.adapters is None:
+        reason = "with sync.adapters = 'merged' engines hold one merged model. Set --sync.adapters alone"
+    elif is_engine and adapter_of(policy.path) is not None:
+        reason = (
+            f"training starts from the adapter {policy.path}, whose first values engines do not keep. Merge it first, "
+            f"and name the new folder: rlhf merge {policy.path} NEW_FOLDER"
+        )
+    else:
+        return
+    raise CapabilityError(f"rollout {rollout.name!r} samples from the base of the policy, but {reason}.")
 
 
 def _replayed_experts(run: RunPlugins, policy: ModelSpec) -> ExpertLayers | None:

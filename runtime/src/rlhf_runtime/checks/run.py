@@ -319,5 +319,5 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
 def _shares_devices(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
     """Whether a role is placed on the devices of another one, and its number of ranks is equal or not set."""
     place, source = places[name], places[other]
-    has_ranks = "ranks" in config.placement[name].model_fields_set
-    return place.share in (other, source.share or other) and (not has_ranks or place.ranks == source.ranks)
+    is_free = config.placement[name].ranks is None
+    return place.share in (other, source.share or other) and (is_free or place.ranks == source.ranks)

@@ -38,15 +38,26 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
                 )
             elif "devices" in section.model_fields_set and name != GENERATOR:
                 problems.append(f"{label}: devices are those of {section.share!r}; give only one of share and devices.")
-            elif section.ranks * section.devices > host.ranks * host.devices:
+            elif (ranks := ranks_of(sections, name)) * section.devices > (host.ranks or 1) * host.devices:
                 problems.append(
-                    f"{label}: {section.ranks} ranks x {section.devices} devices do not fit on the {host.ranks} ranks "
-                    f"x {host.devices} devices = {host.ranks * host.devices} of {section.share!r}. Lower its ranks, or "
-                    f"raise those of {section.share!r}."
+                    f"{label}: {ranks} ranks x {section.devices} devices do not fit on the {host.ranks or 1} ranks "
+                    f"x {host.devices} devices = {(host.ranks or 1) * host.devices} of {section.share!r}. Lower its "
+                    f"ranks, or raise those of {section.share!r}."
                 )
     raise_problems("the placement does not work", problems)
     settings = {name: sections.get(name, PlacementSection()) for name in parts}
-    return {name: Place(s.ranks, s.devices, s.share) for name, s in settings.items()}
+    return {name: Place(ranks_of(sections, name), s.devices, s.share) for name, s in settings.items()}
+
+
+def ranks_of(sections: Mapping[str, PlacementSection], name: str) -> int:
+    """The ranks of a role, or the number of engines. Where they are not set: 1, or as many as the shared devices hold,
+    so that none of them stands idle."""
+    section = sections.get(name, PlacementSection())
+    if section.ranks is not None or section.share is None:
+        return section.ranks or 1
+    host = sections.get(section.share, PlacementSection())
+    ranks = host.ranks or 1
+    return max(1, ranks * host.devices // section.devices) if name == GENERATOR else ranks
 
 
 def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:

@@ -142,8 +142,8 @@ class ModelSection(ComponentConfig):
 class PlacementSection(ComponentConfig):
     """Processes and devices of one role, ``[placement.ROLE]``; ``[placement.generator]`` is for the engines."""
 
-    ranks: Count = 1
-    """Processes of the role; engines of the generator."""
+    ranks: Count | None = None
+    """Processes of the role; engines of the generator. Default: 1, or with ``share`` as many as the devices hold."""
     devices: Count = 1
     """Devices per rank: GPUs, or CPU cores where there are none."""
     share: str | None = None
@@ -290,7 +290,7 @@ class StreamSection(ComponentConfig):
     """Largest share of failed samples with which a run continues, if ``on_failed_sample`` is not ``abort``; it always
     applies to evaluations. The share is over the latest samples: as many as a batch has, and at least 64."""
     rollout_deadline: Positive = 600.0
-    """Seconds for the whole rollout of one sample, without the time of generation."""
+    """Seconds for the whole rollout of one sample, without the time of generation and of the run's rewards."""
     replay: PathText | None = None
     """Folder of a run: train on the samples that it trained on, batch by batch, and sample nothing. The other options
     of this section must be its own. `rlhf replay` sets all that is needed."""

@@ -191,10 +191,17 @@ def recognise(
         return case.with_further_columns(layouts[0])
     if layouts:
         ways = "; ".join(f"({i}) {layout}" for i, layout in enumerate(layouts, 1))
-        flags = " ".join(f"--data.{f} {c}" for f, c in layouts[0].columns.items() if f in FIELDS)
-        raise DataError(
-            f"the columns can be read in several ways: {ways}; {case.present()} Name those to use, e.g. {flags}."
-        )
+        names = {f: c for f, c in layouts[0].columns.items() if f in FIELDS}
+        advice = f"Name those to use, e.g. {' '.join(f'--data.{f} {c}' for f, c in names.items())}."
+        rivals = [layout.columns for layout in layouts if names.items() <= layout.columns.items()]
+        contexts = [columns["context"] for columns in rivals if "context" in columns]
+        if len(contexts) > 1:  # which no option names
+            text = r"\n\n".join(f"{{{c}}}" for c in (names["prompt"], *contexts))
+            advice = (
+                f"Write {' and '.join(contexts)} into one column, or make the prompt of columns that have a text in "
+                f'every row, e.g. data.input_template = "{text}".'
+            )
+        raise DataError(f"the columns can be read in several ways: {ways}; {case.present()} {advice}")
     raise DataError(case.problem())
 
 

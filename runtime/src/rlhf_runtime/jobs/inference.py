@@ -104,7 +104,8 @@ def evaluate_model(
 def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     """The losses of the run file's algorithm on every evaluation row, and their metrics.
 
-    Raises ConfigError where the algorithm learns from prompts, or compares the model with itself.
+    Raises ConfigError where the algorithm learns from prompts, compares the model with itself, or needs a head that the
+    model has not.
     """
     name = config.algorithm.use
     if plugins.resolve("algorithm", name).cls.data == "prompts":
@@ -132,6 +133,12 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     with ExitStack() as resources:
         resources.callback(launcher.shutdown)
         roles = launch_roles(prepared, launcher)
+        for role in roles.values():
+            if role.facts.random_head:
+                raise ConfigError(
+                    f"--algo {name}: the model {role.spec.path!r} has no {role.spec.role.head!r} head, so its losses "
+                    "would be random. Name a model that the algorithm trained."
+                )
         with phase("evaluating"):
             metrics = evaluate_loss(prepared.algorithm, roles, prepared.data.examples(held_out))
     return _with_left_out(metrics, prepared.data)

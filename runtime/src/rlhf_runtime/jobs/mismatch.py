@@ -10,8 +10,9 @@ Shape suffixes: N tokens of a batch, A sampled tokens.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -57,8 +58,11 @@ from rlhf_runtime.jobs.mismatch_causes import (
     template,
 )
 from rlhf_runtime.jobs.mismatch_passes import BASE, Pass, Passes, logprob_head
+from rlhf_runtime.output.folder_lock import LOCK, FolderLock
 from rlhf_runtime.report.recorded_samples import recorded_steps
 
+SCRATCH = ".doctor-"
+"""Prefix of the names of temporary folders in a run's folder."""
 ROUNDING = 1e-5
 """A gap below this is rounding in fp32 [nats]."""
 SIZE_RATIO = 3
@@ -226,7 +230,7 @@ def _compute(
             merged = adapters and config.sync.adapters == "merged" and role.facts.experts is None
             exports = {}
             if merged:
-                folder = Path(files.enter_context(TemporaryDirectory(prefix=".doctor-", dir=run)))
+                folder = files.enter_context(_scratch(run))
                 exports = {version: folder / str(version) for version in versions}
             all_versions = sorted({*all_versions, *([0] if adapters else [])})
             passes = Passes(run, batches, heads, exports)
@@ -245,6 +249,20 @@ def _compute(
     if adapters:  # version 0 is that of absent adapters
         earlier = [n for n in earlier if n < version]
     return older_weights(causes, earlier, adapters, merged), passes, dtype
+
+
+@contextmanager
+def _scratch(run: Path) -> Iterator[Path]:
+    """A temporary folder in ``run``, whose disk has room for models. Those of killed processes are deleted first."""
+    for file in run.glob(f"{SCRATCH}*/{LOCK}"):
+        if not FolderLock.is_held(file.parent):
+            shutil.rmtree(file.parent, ignore_errors=True)
+    with TemporaryDirectory(prefix=SCRATCH, dir=run) as name:
+        lock = FolderLock(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            lock.release()
 
 
 @dataclass(frozen=True, slots=True)

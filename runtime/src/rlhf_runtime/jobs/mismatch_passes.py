@@ -87,7 +87,7 @@ class Passes:
     def _round(self, role: Role) -> None:
         """Change the exports as an engine does that keeps its model in bf16: what the adapters add to the base is the
         difference of the two models, each rounded to bf16. What the base itself loses by rounding is not counted."""
-        with TemporaryDirectory(prefix=".doctor-", dir=self.run) as base:
+        with TemporaryDirectory(dir=next(iter(self.exports.values())).parent) as base:
             role.every("export", Path(base), BASE)
             for folder in self.exports.values():
                 for path in sorted(folder.glob("*.safetensors")):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.control_groups import machine_memory, usable_cores
 from rlhf.errors import CheckpointError, brief
 from rlhf.plugins.requirements import installed_version
 from rlhf.saved import Saved, SavedPart, validated
@@ -31,7 +32,6 @@ from rlhf_runtime.checkpoint.atomic_files import (
 )
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
 from rlhf_runtime.checkpoint.store import BEST, SavedBest
-from rlhf_runtime.output.control_groups import machine_memory
 from rlhf_runtime.output.folder_lock import FolderLock
 from rlhf_runtime.output.metrics import MetricsLog
 from rlhf_runtime.output.run_folder import clear, require_free, require_place, unmade
@@ -328,7 +328,7 @@ def environment() -> dict[str, Any]:
     not recorded. Does not import torch and needs no device."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": _memory_gib(),
         "gpus": _gpus(),
         "system": platform.platform(),

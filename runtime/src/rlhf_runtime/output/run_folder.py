@@ -171,6 +171,11 @@ def link_latest(folder: Path) -> None:
         ) from cause
 
 
+def is_latest(folder: Path) -> bool:
+    """Whether ``runs/latest`` is a link to ``folder``."""
+    return LATEST.is_symlink() and LATEST.resolve() == folder.resolve()
+
+
 def check_models(folder: Path, models: Mapping[str, str]) -> None:
     """Raises ConfigError where the run in ``folder`` becomes ``runs/latest`` and names a model by this link.
 

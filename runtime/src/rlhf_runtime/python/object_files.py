@@ -25,6 +25,7 @@ from rlhf_runtime.data.columnar_sources import content_hash
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
 from rlhf_runtime.output.folder_lock import LOCK
 from rlhf_runtime.output.run_directory import OBJECTS
+from rlhf_runtime.output.run_folder import is_latest
 
 DIGITS = 12
 """Number of hexadecimal digits of the content's SHA-256 in a file's name."""
@@ -66,11 +67,12 @@ class ObjectFiles:
         return self._keep("model", "", lambda path: save_model(model, tokenizer, path))
 
     def remove(self) -> None:
-        """Delete the files that were written, and the folders that were made for them if they are empty. Called while
-        the folder is locked."""
+        """Delete the files that were written, and the folders that were made for them if they are empty. The folder to
+        which ``runs/latest`` links stays for the next start, and so does what cannot be deleted: on NFS, a model that
+        this process has open. Called while the folder is locked."""
         for path in self._new:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if self.output in self._made_folders:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if self.output in self._made_folders and not is_latest(self.output):  # the lock's file keeps its folder
             (self.output / LOCK).unlink(missing_ok=True)
         for folder in self._made_folders:
             with contextlib.suppress(OSError):  # not empty, or never made

@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rlhf.control_groups import usable_cores
 from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
 from rlhf.interfaces import Component, ComponentConfig, ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.tokens import Tokens
@@ -139,7 +139,7 @@ class Scorer:
         self._turn_credit = turn_credit
         self.calls: list[RewardCall] | None = None
         """A list gets every call; None: calls are not recorded."""
-        size = workers or min(4, os.cpu_count() or 1)
+        size = workers or min(4, usable_cores())
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
             raise ConfigError(f"two rewards are called {repeated[0]!r}; give each [[reward]] section its own `name`")
@@ -280,13 +280,14 @@ class _Clock:
 
 
 def combine(
-    rewards: Sequence[ActiveReward], trajectory: Trajectory, turns_placed: bool = False
+    rewards: Sequence[ActiveReward], trajectory: Trajectory, turns_placed: bool = False, steps_placed: bool = True
 ) -> tuple[float | None, float | None]:
     """(reward, score) of a trajectory from the results of its sources and its environment, by the formulas of this
     module. (None, None), not zero, where there is no result.
 
     Args:
         turns_placed: whether the environment's turn rewards are placed at their tokens elsewhere.
+        steps_placed: whether the steps of sources with ``credit = "step"`` are, or are read from ``score``.
 
     Each sum is rounded once, so that 0.7 + 0.2 + 0.1 of three sources is exactly 1 for thresholds and filters.
     """
@@ -297,7 +298,8 @@ def combine(
         if result is None or source.instance.is_teacher or (result.value is None and not result.steps):
             continue
         steps, value = math.fsum(v for _, _, v in result.steps), result.value or 0.0
-        rewards_given.append(source.weight * (value + (steps if source.credit == "outcome" else 0.0)))
+        is_placed = steps_placed and source.credit == "step"
+        rewards_given.append(source.weight * (value + (0.0 if is_placed else steps)))
         scores_given.append(source.weight * (value + steps if result.score is None else result.score))
     turns = [t.reward for t in trajectory.turns if t.sampled and t.reward is not None]
     if not rewards_given and not turns:

@@ -24,7 +24,7 @@ class RolloutSettings:
     seed: int
     max_tokens: int
     deadline: float
-    """Seconds a sample may spend outside generation."""
+    """Seconds a sample may spend outside generation and the run's rewards."""
     abort_on_failure: bool = True
     demonstration_share: float = 0.0
     """Share of the rows whose group is the answer given in the data, not samples (``Needs.demonstration_share``)."""

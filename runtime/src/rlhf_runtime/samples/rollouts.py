@@ -184,7 +184,8 @@ class Rollouts:
         if index[1] < settings.demonstrations_per_group:
             return [Trajectory(row, self.template.encode_answer(row), index)]
         open_env = partial(self._env, slice)
-        context = SampleContext(self.template, open_env, index, settings, requests, self.scorer, log, slice)
+        needs_base = self.rollout.needs_base
+        context = SampleContext(self.template, open_env, index, settings, requests, self.scorer, log, slice, needs_base)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"
         trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()

@@ -6,8 +6,8 @@ import asyncio
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlhf.types.images import joined_images
 from rlhf_runtime.data.messages import Messages
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.observe.timeline import Slice
-from rlhf_runtime.rewards.scoring import Scorer
+from rlhf_runtime.rewards.scoring import Scorer, combine
 from rlhf_runtime.samples.episodes import Episode
 from rlhf_runtime.samples.requests import Requests
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings, greedy_sampling
@@ -40,9 +40,12 @@ class SampleContext(RolloutContext):
         scorer: Scorer,
         log: TurnLog,
         slice: Slice,
+        needs_base: bool = False,
     ) -> None:
+        """``needs_base``: of the rollout."""
         self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
         self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
+        self._needs_base = needs_base
         self.gives_rewards = False
         """Whether the rollout scores answers itself."""
         self._envs: list[Env] = []
@@ -55,6 +58,10 @@ class SampleContext(RolloutContext):
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
+        self._waits = 0
+        """Calls under way that the clock is stopped for."""
+        self._remaining = settings.deadline
+        """Seconds on the stopped clock."""
         self.index, self.sampling, self.max_tokens = index, settings.sampling_of(index[1]), settings.max_tokens
         self.training = settings.purpose == TRAINING
 
@@ -119,18 +126,33 @@ class SampleContext(RolloutContext):
         return turn
 
     async def generate_each(
-        self, requests: Sequence[tuple[list[Turn], Sampling]], first_number: int = 0, training: bool = True
+        self,
+        requests: Sequence[tuple[list[Turn], Sampling]],
+        first_number: int = 0,
+        training: bool = True,
+        base: bool = False,
     ) -> list[Turn]:
         if self._generating:
             raise RolloutError(
                 "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
                 "turn before asking for the next, or ask for several at once: ctx.generate_each()"
             )
+        if base and training:
+            raise RolloutError(
+                "the rollout asks for turns of the base, which are not the policy's and cannot be trained on; ask for "
+                "them with training = False"
+            )
+        if base and not self._needs_base:
+            raise RolloutError(
+                "the rollout asks for turns of the base, but it declares needs_base = False; set it to True"
+            )
         for _, sampling in requests:
             check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
             if training and self.training and not self._settings.is_greedy(self.index[1]):
                 _check_distribution(sampling, self.sampling)
-        batch = {n: self._request(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)}
+        batch = {
+            n: self._request(turns, sampling, n, base) for n, (turns, sampling) in enumerate(requests, first_number)
+        }
         log = {number: self._log.find(number, request) for number, request in batch.items()}
         rest = {number: batch[number] for number, turn in log.items() if turn is None}
         if rest:
@@ -154,7 +176,7 @@ class SampleContext(RolloutContext):
                     "turns to return"
                 )
 
-    def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int) -> GenerationRequest:
+    def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int, base: bool) -> GenerationRequest:
         if self._settings.is_greedy(self.index[1]):
             sampling = greedy_sampling(sampling)  # also where an environment or a program asks for another temperature
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
@@ -171,49 +193,55 @@ class SampleContext(RolloutContext):
             raise RolloutError(
                 f"the context has {len(images)} images, over data.max_images = {self._settings.max_images}"
             )
-        return GenerationRequest(ids, seed, sampling, images)
+        return GenerationRequest(ids, seed, sampling, images, base)
 
     async def _generate(self, batch: Mapping[int, GenerationRequest]) -> list[Turn]:
-        remaining, self._generating = self._stop_clock(), True
+        self._generating = True
         try:
             number, requests = min(batch), list(batch.values())
             arguments = {"group": self._index[0], "sample": self._index[1], "turn": number}
             context = sum(len(request.ids) for request in requests)
-            with self._slice.child("turn", context=context, **arguments) as slice:
+            with self._stopped_clock(), self._slice.child("turn", context=context, **arguments) as slice:
                 turns = await self._requests.generate((*self._index, number), requests)
                 versions = [version for turn in turns for _, version in turn.versions]
                 slice.add(tokens=sum(len(turn.ids) for turn in turns), versions=versions)
             return turns
         finally:
             self._generating = False
-            self._start_clock(remaining)
 
     async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
         if not self._scorer.rewards:
             raise RolloutError("the rollout scores answers, but the run has no [[reward]]; set --reward NAME")
         plain = [[replace(turn, reward=None, score=None) for turn in turns] for turns in answers]
         group = Group(row, self._index[0], [Trajectory(row, turns, self._index) for turns in plain])
-        await self._scorer.score(group, trained_on=False)
+        for trajectory in group.trajectories:
+            trajectory.status = "truncated" if trajectory.truncated else "ok"
+        with self._stopped_clock():
+            await self._scorer.score(group, trained_on=False)
         self.gives_rewards = True
         rewards = []
         for number, trajectory in enumerate(group.trajectories):
-            if trajectory.reward is None:
+            reward, _ = combine(self._scorer.rewards, trajectory, steps_placed=False)
+            if trajectory.reward is None or reward is None:
                 cause = trajectory.error.removeprefix("RewardError: ") or "no [[reward]] applies to it"
                 raise RewardError(f"answer {number} of those that the rollout scores has no reward: {cause}")
-            rewards.append(trajectory.reward)
+            rewards.append(reward)
         return rewards
 
-    def _stop_clock(self) -> float:
-        """Stop the sample's deadline during generation, which waits for other samples."""
-        end = self.clock.when() if self.clock is not None else None
-        if self.clock is None or end is None:
-            return self._settings.deadline
-        self.clock.reschedule(None)
-        return end - asyncio.get_running_loop().time()
-
-    def _start_clock(self, seconds: float) -> None:
-        if self.clock is not None:
-            self.clock.reschedule(asyncio.get_running_loop().time() + seconds)
+    @contextmanager
+    def _stopped_clock(self) -> Iterator[None]:
+        """Stop the sample's deadline during generation and scoring, which wait for other samples."""
+        loop, clock = asyncio.get_running_loop(), self.clock
+        if clock is not None and (end := clock.when()) is not None:
+            self._remaining = end - loop.time()
+            clock.reschedule(None)
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            if clock is not None and not self._waits:
+                clock.reschedule(loop.time() + self._remaining)
 
     def report(self, name: str, value: float) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -291,5 +319,5 @@ class TurnLog:
 
 
 def checksum(request: GenerationRequest) -> int:
-    """CRC-32 of the context, its images included, and the sampling parameters."""
+    """CRC-32 of the context, its images and weights included, and the sampling parameters."""
     return zlib.crc32(repr(request.sampling).encode(), zlib.crc32(request.context_key))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from rlhf.errors import ConfigError, ModelError
-from rlhf.interfaces import Generator, GeneratorSpec, TakesModule
+from rlhf.interfaces import Generator, GeneratorSpec, HasViews, TakesModule
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import FP32, EngineMemory, ModelSize, PhaseMemory, SamplingWork
@@ -42,12 +43,15 @@ class TransformersGenerator(TakesModule, Generator):
     are defined in :mod:`rlhf_plugin_local.token_sampling`. A greedy turn reports ``temperature`` 1, because its
     log-probs are those of temperature 1. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a
     turn.
+
+    Requests for the policy's base (:attr:`GenerationRequest.base`) are batches of their own, after all others of a
+    call.
     """
 
     name = "transformers"
     source = "own; Philox uniforms: Salmon et al., SC 2011"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"logprobs", "seeds", "top_p", "top_k", "min_p", "stop", "images", "experts"}
+        {"logprobs", "seeds", "top_p", "top_k", "min_p", "stop", "images", "base", "experts"}
     )
 
     class Config(ComponentConfig):
@@ -119,6 +123,8 @@ class TransformersGenerator(TakesModule, Generator):
         self._decode = spec.decode
         self._experts = spec.experts
         self._decoder: Decoder | None = None
+        self._source: Any = None
+        """The trainer."""
         self.work: Counter[str] = Counter()
         """Since the start: ``prefill_tokens``, ``steps``, ``row_steps`` (forward passes x rows), ``sampled_tokens``;
         and ``peak_cache_tokens``, the largest rows x positions that were allocated."""
@@ -137,22 +143,22 @@ class TransformersGenerator(TakesModule, Generator):
         self._decoder.read_images(getattr(getattr(source, "loaded_model", None), "images", None))
         self._decoder.dtype = self._autocast(source, module)
         self._decoder.routers = self._routers(source)
-        self.version = version
+        self._source, self.version = source, version
         return Proof(version)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """See :class:`~rlhf.interfaces.Generator`. The module is restored whenever a sample is yielded, and after
         the end, ``close()`` or an error. Requests are checked when this is called, before anything is computed."""
         decoder = self._ready(requests)
-        return self._run(list(requests), decoder, self.version)
+        return self._run(dict(enumerate(requests)), decoder, self.version)
 
     def stream(self, request: GenerationRequest) -> Iterator[Sequence[int]]:
         """Token by token. The module is restored for each."""
         decoder = self._ready([request])
-        loop = SamplingLoop([request], decoder, self.config, self._eos, self._decode, self.version, self.work)
+        loop = SamplingLoop({0: request}, decoder, self.config, self._eos, self._decode, self.version, self.work)
         count = 0
         while not loop.done:
-            with decoder.borrowed():
+            with self._weights(request.base), decoder.borrowed():
                 turns = loop.advance(1)
             ids = list(turns[0][1].ids) if turns else loop.rows.sampled_ids(0)
             yield ids[count:]
@@ -166,17 +172,34 @@ class TransformersGenerator(TakesModule, Generator):
             self._check(i, request, self._decoder)
         return self._decoder
 
-    def _run(self, requests: list[GenerationRequest], decoder: Decoder, version: int) -> Iterator[tuple[int, Turn]]:
-        loop = SamplingLoop(requests, decoder, self.config, self._eos, self._decode, version, self.work)
-        while not loop.done:
-            if self.version != version or self._decoder is not decoder:
-                raise ModelError(
-                    f"weights changed from version {version} to {self.version} while samples were being drawn; "
-                    "exhaust or close generate() before load()."
-                )
-            with decoder.borrowed():
-                finished = loop.advance(YIELD_STEPS)
-            yield from finished
+    def _run(
+        self, requests: dict[int, GenerationRequest], decoder: Decoder, version: int
+    ) -> Iterator[tuple[int, Turn]]:
+        for base in (False, True):
+            batch = {n: request for n, request in requests.items() if request.base == base}
+            loop = SamplingLoop(batch, decoder, self.config, self._eos, self._decode, version, self.work)
+            while not loop.done:
+                if self.version != version or self._decoder is not decoder:
+                    raise ModelError(
+                        f"weights changed from version {version} to {self.version} while samples were being drawn; "
+                        "exhaust or close generate() before load()."
+                    )
+                with self._weights(base), decoder.borrowed():
+                    finished = loop.advance(YIELD_STEPS)
+                yield from finished
+
+    @contextmanager
+    def _weights(self, base: bool) -> Iterator[None]:
+        """Inside, the module computes with the policy's base, if that is asked for."""
+        if not base:
+            yield
+            return
+        view = self._source.current_view
+        self._source.use_view("base")
+        try:
+            yield
+        finally:
+            self._source.use_view(view)
 
     def _routers(self, source: Any) -> Routers | None:
         """Those of the trainer, where experts are recorded."""
@@ -202,7 +225,7 @@ class TransformersGenerator(TakesModule, Generator):
 
     def _check(self, i: int, request: GenerationRequest, decoder: Decoder) -> None:
         check_sampling(request.sampling)
-        check_request(i, request, decoder.vocabulary)
+        check_request(i, request, decoder.vocabulary, isinstance(self._source, HasViews))
         if request.images:
             decoder.require_images(i)
         need = len(request.ids) + request.sampling.max_new_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class SamplingLoop:
 
     def __init__(
         self,
-        requests: Sequence[GenerationRequest],
+        requests: Mapping[int, GenerationRequest],
         decoder: Decoder,
         config: Any,
         eos: Sequence[int],
@@ -54,15 +54,16 @@ class SamplingLoop:
         version: int,
         work: Counter[str],
     ) -> None:
+        """``requests``: by their positions in the call."""
         self.decoder, self.config, self.version, self.work = decoder, config, version, work
-        self.waiting = deque(enumerate(requests))
-        self.keys = [request.context_key for request in requests]
+        self.waiting = deque(requests.items())
+        self.keys = {index: request.context_key for index, request in requests.items()}
         """Of each request's prompt."""
         self.size = min(config.max_batch, len(requests))
         self.prompts: dict[bytes, _Prompt] = {}
-        for key, request in zip(self.keys, requests, strict=True):
-            self.prompts.setdefault(key, _Prompt(request.ids, request.images)).waiting += 1
-        stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
+        for index, request in requests.items():
+            self.prompts.setdefault(self.keys[index], _Prompt(request.ids, request.images)).waiting += 1
+        stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests.values()), default=0)
         layers = None if decoder.routers is None else decoder.routers.layers
         self.rows = SampleRows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device, layers)
         self.cache = SlotCache()

@@ -13,6 +13,7 @@ from typing import IO, Annotated, Any, ClassVar
 
 import cloudpickle
 from pydantic import Field
+from rlhf.control_groups import allowed_cores
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Generator, Place
 from rlhf.plugins import Resolved
@@ -33,14 +34,23 @@ def open_log(folder: Path | None, worker: str) -> tuple[Descriptor, str]:
 
     Args:
         folder: None: the file has no name in any folder, and goes with the run.
+
+    Raises ConfigError where the file cannot be made.
     """
     if folder is None:
         with tempfile.TemporaryFile(prefix="rlhf-") as file:
             nameless = Descriptor(os.dup(file.fileno()))
         return nameless, f"/proc/{os.getpid()}/fd/{nameless.number}"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{slug(worker)}.log"
-    return Descriptor(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)), str(path.absolute())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as cause:
+        raise ConfigError(
+            f"the output of worker {worker} cannot be written to {path}: {cause.strerror}. Free some space there, give "
+            "access to it, or name another folder with --launcher.reports."
+        ) from cause
+    return Descriptor(descriptor), str(path.absolute())
 
 
 class OutputPrinter:
@@ -210,7 +220,7 @@ def this_machine(cpus: int | None, gpus: Sequence[str]) -> ClusterNode:
         )
     if gpus:  # one core for each rank at least, which check_fits asks for; cores are not reserved
         return ClusterNode("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})
-    return ClusterNode("here", "this machine", {"CPU": float(cpus or len(os.sched_getaffinity(0)))})
+    return ClusterNode("here", "this machine", {"CPU": float(cpus or allowed_cores())})
 
 
 def gpus_of(allocation: Allocation, bundles: Sequence[int], gpus: Sequence[str]) -> list[str] | None:

@@ -52,7 +52,7 @@ class VllmGenerator(WeightLoading):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images", "experts"}
+        {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images", "base", "experts"}
     )
     Config = VllmGeneratorConfig
     memory_options: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -121,7 +121,8 @@ class VllmGenerator(WeightLoading):
         return self._exhaust(dict(enumerate(requests)))
 
     def _check(self, i: int, request: GenerationRequest) -> None:
-        check_fits(i, request, self.engine.vocabulary, self.longest, self.engine.images, LOWEST_TEMPERATURE)
+        limits = self.engine.vocabulary, self.longest, self.engine.images, LOWEST_TEMPERATURE
+        check_fits(i, request, *limits, has_base=self.spec.adapters is not None)
         check_speculative(self.config, self.spec, [request.sampling])
 
     def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
@@ -155,7 +156,7 @@ class VllmGenerator(WeightLoading):
     def _add(self, name: str, position: int, request: GenerationRequest) -> None:
         salt = f"{self._loads}" if self.spec.keys == "keep" else None
         parameters = sampling_parameters(request, self.spec.eos_token_ids)
-        self.engine.add(name, request.ids, parameters, salt, request.images, f"{self._loads}")
+        self.engine.add(name, request.ids, parameters, salt, request.images, f"{self._loads}", request.base)
         self._live[name] = VllmRequest(position, request, self.spec.decode, self.version, self.spec.experts)
 
     def unfinished_tokens(self) -> int:

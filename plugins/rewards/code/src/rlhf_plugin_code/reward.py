@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from rlhf.control_groups import usable_cores
 from rlhf.errors import RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.types import Group, RewardResult
@@ -75,7 +75,7 @@ class CodeReward(Reward):
     def __init__(self, config: CodeConfig | None = None) -> None:
         super().__init__(config)
         c = self.config
-        self.concurrency = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.concurrency = usable_cores()
         self._sandboxes = candidates(c.sandbox)
         self._python = interpreter(c.interpreter)
         self._limits = ProgramLimits(

@@ -9,9 +9,9 @@ import json
 import logging
 import os
 import secrets
-import tempfile
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,6 +198,7 @@ class Cache:
     def __init__(self, folder: str | None) -> None:
         self._verdicts: OrderedDict[str, Any] = OrderedDict()
         self._folder = None if folder is None else Path(folder).expanduser()
+        self._is_writable = True
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -221,6 +222,18 @@ class Cache:
             self._verdicts.popitem(last=False)
         if self._folder is None:
             return
-        with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
-            json.dump({"verdict": verdict}, file)
-        os.replace(file.name, self._folder / f"{key}.json")  # readers see all of it or nothing
+        temporary = self._folder / f"{key}.{secrets.token_hex(4)}"
+        try:
+            temporary.write_text(json.dumps({"verdict": verdict}), encoding="utf-8")
+            os.replace(temporary, self._folder / f"{key}.json")  # readers see all of it or nothing
+        except OSError as cause:  # a full disk: the judgement counts all the same
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if self._is_writable:
+                _LOG.warning(
+                    "reward 'judge': cache = '%s': a judgement cannot be written there: %s. It counts in this run, and "
+                    "later runs ask for it again. Free some space, or name another folder.",
+                    self._folder,
+                    cause.strerror,
+                )
+            self._is_writable = False

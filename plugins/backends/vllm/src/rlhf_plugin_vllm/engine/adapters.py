@@ -11,7 +11,7 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM reserves memory."""
 ADAPTER = 1
-"""vLLM's number of the adapter that every request names."""
+"""vLLM's number of the adapter that requests name."""
 
 
 def refusal(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None) -> str:

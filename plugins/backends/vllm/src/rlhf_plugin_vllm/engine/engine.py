@@ -132,14 +132,16 @@ class Engine:
         salt: str | None = None,
         images: Sequence[Image] = (),
         weights: str = "",
+        base: bool = False,
     ) -> None:
         """Queue a request; its output carries ``name``. It shares cached keys and values with requests of the same
-        ``salt`` only, and cached features of images with requests of the same ``weights`` only."""
+        ``salt`` only, and cached features of images with requests of the same ``weights`` only. With ``base`` it is
+        computed without the adapter; vLLM shares no keys and values between the two."""
         from vllm.inputs.engine import tokens_input
 
         prompt = self._images.prompt(ids, images, weights, salt) if images else tokens_input(list(ids), cache_salt=salt)
         with self._workers.needed():  # the first request makes vLLM ask its workers for their capabilities
-            self._llm.add_request(name, prompt, parameters, lora_request=self._adapter)
+            self._llm.add_request(name, prompt, parameters, lora_request=None if base else self._adapter)
 
     def step(self) -> list[Any]:
         """Run one scheduler step; returns vLLM's outputs."""

@@ -1,7 +1,7 @@
 """Loads low-rank adapters from memory into a running vLLM model, beside its base's weights.
 
 vLLM itself reads adapters from files. Here each worker makes vLLM's own objects from the tensors that it received, and
-puts them into the slot that all requests of the run name (:data:`ADAPTER`).
+puts them into the slot that requests name (:data:`ADAPTER`), unless they are for the base.
 
 Shape suffixes: R rank, I inputs and O outputs of a layer.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class AdapterLoads:
         self._base: Reload | None = None
         if self.manager.device.type == "cpu":
             for kernels in self.manager.punica_wrapper_mapping.values():
-                kernels.add_lora_linear = add_adapter
+                kernels.add_lora_linear = partial(add_adapter, kernels)
         self.begin()
 
     def begin(self) -> None:
@@ -183,18 +184,26 @@ class AdapterLoads:
 
 
 def add_adapter(
-    y_NO: Tensor, x_NI: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scale: float, sizes: Sequence[int], **_: Any
+    kernels: Any,
+    y_NO: Tensor,
+    x_NI: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scale: float,
+    sizes: Sequence[int],
+    **_: Any,
 ) -> None:
     """Add the adapter of a layer's parts to its output: vLLM's ``add_lora_linear``, which on a CPU copies both factors
-    for each token. Here all tokens have one adapter.
+    for each token. Here tokens have one adapter, or none.
 
     Args:
+        kernels: vLLM's ``PunicaWrapperCPU``, which knows the slot of each token, -1 for none.
         a, b: [slot, 1, R, I] and [slot, 1, O, R] of each part.
         sizes: outputs of each part.
     """
-    start = 0
+    start, uses_N1 = 0, (kernels._token_lora_indices[: len(x_NI), None] >= 0).to(x_NI.dtype)
     for a_part, b_part, size in zip(a, b, sizes, strict=True):
-        z_NR = x_NI @ a_part[0, 0].t()
+        z_NR = x_NI @ a_part[0, 0].t() * uses_N1
         y_NO[:, start : start + size].addmm_(z_NR, b_part[0, 0].t(), alpha=scale)
         start += size
 

@@ -1,11 +1,12 @@
-"""Memory and processor time that this process may use: the machine's, limited by its control groups.
+"""Memory and processor cores that this process may use: the machine's, limited by its control groups.
 
-Standard library only: `make quickstart` asks before anything is installed. The paths that a function reads are
-arguments, so that tests can give other paths.
+Standard library only: `make quickstart` runs this file before anything is installed. The paths that a function reads
+are arguments, so that tests can give other paths.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,17 @@ def cpu_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
         if len(words) == 2 and words[0] not in ("max", "-1"):
             limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
+
+
+def usable_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
+    """Number of cores that this process may keep busy: those that it may run on, or as many as it gets the time of."""
+    limit = cpu_limit(root, membership)
+    return allowed_cores() if limit is None else min(allowed_cores(), max(1, int(limit)))
+
+
+def allowed_cores() -> int:
+    """Number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:

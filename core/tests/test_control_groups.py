@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from rlhf_runtime.output.control_groups import cpu_limit, machine_memory
+from rlhf.control_groups import cpu_limit, machine_memory, usable_cores
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {8 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {6 * 2**20} kB\n"
@@ -60,3 +61,12 @@ def test_processor_time_of_version_1(tmp_path: Path) -> None:
     assert cpu_limit(tmp_path, tmp_path / "membership") == 1.5
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     assert cpu_limit(tmp_path, tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max", 4), ("900000", 4), ("250000", 2), ("50000", 1)])
+def test_cores_are_those_of_which_the_process_gets_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6}, raising=False)
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+    assert usable_cores(tmp_path, tmp_path / "absent") == cores
