@@ -69,7 +69,7 @@ def component_reference() -> str:
 
 
 def types_reference() -> str:
-    """Markdown: the values that plugins are given and give back, in the order of ``rlhf.types``."""
+    """Markdown: the types that plugins receive and return, in the order of ``rlhf.types``."""
     classes = [c for c in (getattr(flowing, name) for name in flowing.__all__) if inspect.isclass(c)]
     parts = [MARKER, "## Columns of an online batch", text(trajectories)]
     for cls in (LossInput, *classes, Example, Sequence):

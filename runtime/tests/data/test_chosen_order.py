@@ -175,5 +175,5 @@ def test_damaged_results_of_a_checkpoint_are_refused(make):
     assert order.restored([saved])[0].scores == (1.0,)
     with pytest.raises(CheckpointError, match="names row 5; the data has the positions 0 to 4"):
         order.restored([{**saved, "row": 5}])
-    with pytest.raises(CheckpointError, match="lacks what became of the rows of a batch"):
+    with pytest.raises(CheckpointError, match="lacks the results of the rows of a batch"):
         order.restored(None)

@@ -1,4 +1,4 @@
-"""The run file that is written: its values, where each comes from, and what became of the other options."""
+"""The run file that is written: its values, where each comes from, and what happened to the other options."""
 
 from __future__ import annotations
 

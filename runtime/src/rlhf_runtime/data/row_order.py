@@ -233,7 +233,7 @@ class ChosenOrder(RowOrder):
         return [self.rows.row(position) for position in positions]
 
     def finished_group(self, group: Group, step: int, outcome: Outcome) -> FinishedGroup:
-        """What a curriculum is told of a group, all samples that were drawn for it included."""
+        """The results of a group for a curriculum, of all samples that were drawn for it."""
         live = [t for t in group.trajectories if t.status != "failed"]
         scores = tuple(t.score for t in live if t.score is not None)
         return FinishedGroup(self.rows.position(group.row), group.number, step, scores, outcome)
@@ -241,7 +241,7 @@ class ChosenOrder(RowOrder):
     def restored(self, saved: Sequence[Mapping[str, Any]] | None) -> list[FinishedGroup]:
         """The groups of one batch, from a checkpoint. Raises CheckpointError where they are not of this data."""
         if saved is None:
-            raise CheckpointError(f"stream.ready of the checkpoint lacks what became of the rows of a batch. {WAY_OUT}")
+            raise CheckpointError(f"stream.ready of the checkpoint lacks the results of the rows of a batch. {WAY_OUT}")
         groups = [FinishedGroup(**{**group, "scores": tuple(group["scores"])}) for group in saved]
         for group in groups:
             if group.row >= len(self.rows):
@@ -252,7 +252,7 @@ class ChosenOrder(RowOrder):
         return groups
 
     def tell(self, groups: Sequence[FinishedGroup]) -> None:
-        """Tell the curriculum what became of the rows of a batch, right before the batch is trained on."""
+        """Tell the curriculum the results of the rows of a batch, right before the batch is trained on."""
         with boundary(PluginError, f"finished() of {self._name}"):
             self.curriculum.finished(groups)
 

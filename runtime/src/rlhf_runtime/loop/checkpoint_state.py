@@ -77,7 +77,7 @@ class SavedBatch(Saved):
     counts: dict[str, float]
     groups: Counter
     finished: list[SavedGroup] = []
-    """What the curriculum is told of the batch's groups. Absent without a curriculum, as ``chosen`` is."""
+    """The results of the batch's groups for the curriculum. Absent without a curriculum, as ``chosen`` is."""
     chosen: dict[str, float] = {}
 
 
