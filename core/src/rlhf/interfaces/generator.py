@@ -23,30 +23,29 @@ class Proof:
 
     version: int
     receiver: str = "the generator"
-    """Which engine, and which of its workers, in messages."""
+    """Name of the engine and of its worker, for messages."""
     nbytes: int = 0
     received: Mapping[str, str] = field(default_factory=dict)
-    """{tensor name: fingerprint of the bytes as they arrived}, computed by the receiver."""
+    """{tensor name: fingerprint of the received bytes}, computed by the receiver."""
     dtype: str = ""
     """``fp32`` | ``bf16`` | ``fp8``: the arithmetic of sampling; empty: the trainer's own."""
     peak_memory: Mapping[str, int] = field(default_factory=dict)
-    """:func:`rlhf.process_memory.peak_memory` of the process that holds the weights; empty: not known."""
+    """Result of :func:`rlhf.process_memory.peak_memory` in the process that holds the weights; empty: not known."""
     drafts: tuple[int, int] = (0, 0)
-    """Speculative decoding: number of proposed tokens, and of those that were accepted, of samples that the engine has
-    ended since its last load. One process of an engine tells them."""
+    """Speculative decoding: (proposed tokens, accepted tokens) of the samples that the engine has finished since its
+    last load. One process of each engine reports them."""
 
 
 class Generator(GeneratorPreflight, Component):
     """Samples tokens from the policy. A sample depends on (weights, ids, seed, sampling) only. Other requests in the
     batch change it by floating-point rounding at most.
 
-    How it gets weights, and what only some generators can do, are classes of their own, from which the generator
-    derives: :class:`TakesModule` or :class:`TakesTensors`, then :class:`AnswersRequests` and :class:`Sleeps`::
+    A generator also derives from :class:`TakesModule` or :class:`TakesTensors`, which say how it gets weights. Optional
+    features are base classes too, :class:`AnswersRequests` and :class:`Sleeps`::
 
         class MyGenerator(TakesTensors, Sleeps, Generator): ...
 
-    It is one engine. Several engines are behind one :class:`rlhf.interfaces.launcher.EnginePool`, which the launcher
-    makes.
+    A generator is one engine. The launcher combines several engines in a :class:`rlhf.interfaces.launcher.EnginePool`.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
@@ -72,7 +71,7 @@ class Generator(GeneratorPreflight, Component):
             yield list(turn.ids)
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release all resources."""
 
 
 class TakesModule(Ability):
@@ -84,36 +83,36 @@ class TakesModule(Ability):
 
 
 class TakesTensors(Ability):
-    """Holds a copy of the weights of a trainer (:class:`rlhf.interfaces.trainer.SendsWeights`). They come by
-    :meth:`begin_load`, :meth:`take` for each bucket, :meth:`end_load`; between begin and end nothing is generated."""
+    """Holds a copy of the weights of a trainer (:class:`rlhf.interfaces.trainer.SendsWeights`). A load is a call of
+    :meth:`begin_load`, of :meth:`take` for each bucket, and of :meth:`end_load`. Nothing is generated during a load."""
 
     has_base: bool = False
-    """With ``GeneratorSpec.adapters``: every engine has the base, so that a load may bring the adapters alone. It is
+    """With ``GeneratorSpec.adapters``: every engine has the base model, so a load may contain the adapters only. It is
     read after :meth:`begin_load`."""
 
     @abstractmethod
     def begin_load(self, version: int) -> None:
-        """Weights of ``version`` follow."""
+        """Start to load the weights of ``version``."""
 
     @abstractmethod
     def take(self, bucket: Bucket) -> None:
-        """Load some of the tensors, by Hugging Face name. The bucket is valid during the call only."""
+        """Load the tensors of one bucket, which have Hugging Face names. The bucket is valid during the call only."""
 
     @abstractmethod
     def end_load(self) -> list[Proof]:
-        """All tensors have been sent: get ready to sample with them. Returns one proof per process that holds weights.
-        Raises SyncError if a tensor that the model needs is missing. With ``GeneratorSpec.adapters`` a load may bring
-        the adapters alone, beside a base that is there already."""
+        """Finish the load and get ready to sample. Returns one proof per process that holds weights. Raises SyncError
+        if a tensor that the model needs is missing. With ``GeneratorSpec.adapters`` a load may contain the adapters
+        only, if the engine already has the base model."""
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[list[float]]]:
-        """Log-probs at temperature 1 of every token but the first, under the current weights, by each engine: [engine]
-        [sequence][token - 1]. The controller compares them after a sync, as canaries. In a run with images one canary
-        has an image.
+        """Log-probs at temperature 1 under the current weights, of every token except the first:
+        ``[engine][sequence][token - 1]``. The controller calls this with the canaries after each sync. In a run with
+        images, one canary has an image.
 
         Args:
-            images: of each sequence (capability ``images``); empty: no sequence has any.
+            images: the images of each sequence (capability ``images``); empty: no sequence has images.
         """
         raise CapabilityError(
             f"generator {type(self).__name__} reports no log-probs of given tokens, with which a sync of weights is "
@@ -121,8 +120,8 @@ class TakesTensors(Ability):
         )
 
     def stale(self, bucket: Bucket) -> list[str]:
-        """Names of the bucket's tensors whose values are not those that the model holds. Used in the message after a
-        canary failed. Tensors that cannot be checked are left out."""
+        """Names of the bucket's tensors whose values differ from the model's. The error message of a failed canary
+        lists them. Tensors that cannot be checked are left out."""
         return []
 
 
@@ -133,17 +132,17 @@ class AnswersRequests(Ability):
     def advance(
         self, requests: Mapping[int, GenerationRequest], dropped: Sequence[int] = (), seconds: float = 0.0
     ) -> list[tuple[int, Turn]]:
-        """Sample for about ``seconds``, at least one token, and return the turns that ended. Samples that are not
-        finished stay until the next call. Weights may be loaded between two calls: what the load does to these
-        samples is :attr:`GeneratorSpec.in_flight`, and :attr:`Turn.versions` says which weights drew which tokens.
+        """Sample for about ``seconds``, at least one token, and return the finished turns. Unfinished samples continue
+        in the next call. Weights may be loaded between two calls. :attr:`GeneratorSpec.in_flight` says what happens to
+        unfinished samples then, and :attr:`Turn.versions` which weights sampled which tokens.
 
         Args:
-            requests: new ones, by a name that no unfinished sample has.
-            dropped: names of samples that are not needed any more. Names of samples that ended are ignored.
+            requests: new requests. The keys differ from those of all unfinished samples.
+            dropped: keys of samples that are no longer needed. Keys of finished samples are ignored.
         """
 
     def unfinished_tokens(self) -> int:
-        """Tokens sampled so far of samples that have not ended; 0: it does not know. Called between two calls of
+        """Number of tokens that unfinished samples have so far; 0: not known. Called between two calls of
         :meth:`advance`."""
         return 0
 
@@ -157,5 +156,5 @@ class Sleeps(Ability):
 
     @abstractmethod
     def wake(self) -> bool | None:
-        """Get ready to generate. Returns True if the weights were discarded while it slept: then the caller must send
+        """Get ready to generate. Returns True if the weights were discarded during the sleep. The caller must then send
         them before anything is sampled."""

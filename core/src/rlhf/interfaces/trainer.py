@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ApplyResult:
-    """One optimizer step. ``skipped`` names the reason (non-finite gradient) or is empty."""
+    """Result of one optimizer step. ``skipped`` is the reason for a skipped step (non-finite gradient), or empty."""
 
     grad_norm: float
     lr: float
@@ -38,7 +38,7 @@ Sums = dict[str, tuple[float, float]]
 class Trainer(TrainerPreflight, Component):
     """SPMD: the driver calls the same method on every rank, each with its own share of units.
 
-    What only some trainers can do is a class of its own, from which the trainer derives: :class:`SharesModule`,
+    Optional features are base classes, from which the trainer also derives: :class:`SharesModule`,
     :class:`SendsWeights`, :class:`TakesWeights`, :class:`Offloads`, :class:`HasViews`, :class:`LendsHead`,
     :class:`RestartsOptimizer`. A run that samples from the policy needs one of the first two::
 
@@ -60,7 +60,7 @@ class Trainer(TrainerPreflight, Component):
 
     layout: ClassVar[frozenset[str]] = frozenset()
     """Options that may change on resume (sharding, offload, timeouts). :meth:`load` must accept a checkpoint that was
-    saved with other values of them."""
+    saved with other values."""
 
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Options that a run may change between two steps (:meth:`change`)."""
@@ -82,8 +82,8 @@ class Trainer(TrainerPreflight, Component):
 
     def coverage(self) -> dict[str, list[str]]:
         """Names of trained parameters that a step did not train, the same on every rank: ``without_gradient`` (no
-        gradient, or all zero) and ``unchanged``. They are determined at the first step that is not skipped, and again
-        at each later step as long as no parameter got a gradient. Empty before that, or if not known."""
+        gradient, or all zero) and ``unchanged``. They are determined at the first step that is not skipped. If no
+        parameter got a gradient, they are determined again at the next step. Empty before that, or if not known."""
         return {}
 
     @abstractmethod
@@ -115,8 +115,8 @@ class Trainer(TrainerPreflight, Component):
         """Discard accumulated gradients."""
 
     def skip_updates(self, count: int) -> None:
-        """Advance the learning-rate schedule by ``count`` planned optimizer steps that are not taken, because the batch
-        is empty or too small for all of them."""
+        """Advance the learning-rate schedule by ``count`` planned optimizer steps that are not executed, because the
+        batch is empty or too small for all of them."""
 
     def update(
         self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
@@ -161,8 +161,8 @@ class SharesModule(Ability):
 
 
 class SendsWeights(Ability):
-    """The weights go to generators that hold a copy (:class:`rlhf.interfaces.generator.TakesTensors`), and to other
-    roles (``Snapshot.source``)."""
+    """The trainer can send its weights to generators that hold a copy
+    (:class:`rlhf.interfaces.generator.TakesTensors`), and to other roles (``Snapshot.source``)."""
 
     spec: ModelSpec
 
@@ -173,9 +173,9 @@ class SendsWeights(Ability):
         Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing.
 
         Args:
-            view: one of :attr:`TrainerFacts.views`; also :data:`~rlhf.interfaces.model.ADAPTERS` and
-                :data:`~rlhf.interfaces.model.PARTS`, of the current view (:meth:`HasViews.use_view`), where
-                ``Trainer.adapters`` says that they can be sent.
+            view: one of :attr:`TrainerFacts.views`. If ``Trainer.adapters`` says that they can be sent, also
+                :data:`~rlhf.interfaces.model.ADAPTERS` and :data:`~rlhf.interfaces.model.PARTS`, which are of the
+                current view (:meth:`HasViews.use_view`).
             every_rank: every rank must yield all tensors, on its own device.
         """
 
@@ -184,7 +184,7 @@ class SendsWeights(Ability):
         model.
 
         Args:
-            limit: bytes of one bucket. A larger tensor has a bucket to itself.
+            limit: largest size of a bucket in bytes. A larger tensor gets its own bucket.
         """
         from rlhf.weights.bucket import buckets
 
@@ -192,20 +192,20 @@ class SendsWeights(Ability):
         return buckets(self.weights(view, every_rank), limit, self._sent_fingerprints)
 
     def sent_fingerprints(self) -> dict[str, str]:
-        """{tensor name: fingerprint} of all tensors that the last :meth:`buckets` yielded, on rank 0, after it ended.
-        The receivers' fingerprints must equal these."""
+        """{tensor name: fingerprint} of all tensors that the last :meth:`buckets` yielded. Call it on rank 0, after
+        that iterator is exhausted. The receivers' fingerprints must equal these."""
         return self._sent_fingerprints
 
 
 class TakesWeights(Ability):
-    """The weights can be replaced by those of another role (``Snapshot``)."""
+    """The model's weights can be replaced by the weights of another role (``Snapshot``)."""
 
     @abstractmethod
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Overwrite the model's weights, by the names of :meth:`SendsWeights.weights`."""
+        """Overwrite the model's weights. The names are those of :meth:`SendsWeights.weights`."""
 
     def load_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """:meth:`load_weights` with the buckets of a whole model."""
+        """Call :meth:`load_weights` with the tensors of a whole model, in buckets."""
         self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
 
 
@@ -223,44 +223,46 @@ class Offloads(Ability):
 
 
 class HasViews(Ability):
-    """An evaluation can be of other weights than the live ones (:attr:`TrainerFacts.views`)."""
+    """The trainer has other weights than the live ones, such as an EMA, and can be evaluated with them
+    (:attr:`TrainerFacts.views`)."""
 
     current_view: str = "live"
-    """The view that ``live`` means (:meth:`use_view`)."""
+    """The view that replaces ``live`` (:meth:`use_view`)."""
 
     @abstractmethod
     def use_view(self, view: str) -> None:
         """Use the weights of ``view`` in place of ``live`` in every method and in the module itself, until
-        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported, and a generator in
-        the same process to sample from ``base``; nothing is trained or saved in between. Every rank calls it."""
+        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported. A generator in the
+        same process calls it to sample from ``base``. Nothing is trained or saved in between. Every rank calls it."""
 
 
 class LendsHead(Ability):
-    """Roles compute with the output head of another role (:class:`rlhf.types.Lent`)."""
+    """The trainer can lend its output head to another role, and compute with the head of another role
+    (:class:`rlhf.types.Lent`)."""
 
     @abstractmethod
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
-        """Yield the whole output head of a language model that is not trained, once. Every rank calls it; rank 0
-        yields. It may share memory with the model.
+        """Yield once the whole output head of a language model that is not trained. Every rank calls it; rank 0 yields.
+        The head may share memory with the model.
 
         Args:
-            view: ``base`` where the model that is not trained is the base of a role that trains adapters. That role may
-                train its head as well: its training must not change what was lent.
+            view: ``base`` if the frozen model is the base of a role that trains adapters. That role may train its head
+                too; this must not change the lent head.
         """
 
     @abstractmethod
     def borrow_head(self, role: str, head: OutputHead) -> None:
-        """Set ``constants[role]`` of heads that name ``role`` in ``Head.lenders`` to ``head``, on this trainer's
-        device."""
+        """Set ``constants[role]`` to ``head``, on this trainer's device, in all heads that name ``role`` in
+        ``Head.lenders``."""
 
 
 class RestartsOptimizer(Ability):
-    """The optimizer can begin anew with the weights as they are, for a caller that is no run."""
+    """The optimizer can be reset without changing the weights, for callers other than a run."""
 
     per_step: ClassVar[frozenset[str]] = frozenset()
-    """Options beside :attr:`Trainer.changeable` that such a caller may change between two steps
+    """Further options that such a caller may change between two steps, in addition to :attr:`Trainer.changeable`
     (:meth:`Trainer.change`)."""
 
     @abstractmethod
     def restart_optimizer(self) -> None:
-        """The state of the optimizer and of the schedule as before the first step. Every rank calls it."""
+        """Reset the optimizer and the schedule to their state before the first step. Every rank calls it."""
