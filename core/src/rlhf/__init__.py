@@ -1,4 +1,4 @@
-"""rlhf: post-train language models from feedback, with every algorithm, reward and environment a plugin.
+"""rlhf: post-train language models from feedback. Every algorithm, reward and environment is a plugin.
 
 Importing this package imports no torch. The contract is :mod:`rlhf.hookspecs` and :mod:`rlhf.interfaces`.
 ``rlhf.train`` runs an experiment from Python; it is part of the distribution ``rlhf-runtime``.
@@ -11,13 +11,13 @@ from pluggy import HookimplMarker
 __version__ = "0.1.0"
 
 hookimpl = HookimplMarker("rlhf")
-"""Marks the functions by which a plugin module registers its classes."""
+"""Decorator of the functions that register the classes of a plugin module."""
 
 _RUNTIME = "rlhf_runtime"
 
 
 def __getattr__(name: str) -> Any:
-    """``rlhf.train``, imported at its first use, because it imports the runtime and torch."""
+    """Import ``rlhf.train`` at its first use, because it imports the runtime and torch."""
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

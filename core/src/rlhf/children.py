@@ -1,7 +1,8 @@
-"""Child processes that end with this process, however it ends, and with all that they started.
+"""Child processes that end when this process ends, in whatever way, together with their descendants.
 
-On Linux a :class:`Child` is started by a supervisor (:mod:`rlhf.supervisor`), one for this process, which starts with
-the first child. On other systems a child is a direct child, and only its process group ends with :meth:`Child.end`.
+On Linux a supervisor (:mod:`rlhf.supervisor`) starts each :class:`Child`. This process has one supervisor, which starts
+with the first child. On other systems this process starts the child itself, and :meth:`Child.end` ends only the child's
+process group.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from rlhf import supervisor
 
 
 class Child:
-    """A process in a session of its own. A program that cannot be started says so on its standard error, and exits with
-    code 127.
+    """A process in its own session. If the program cannot be started, the child writes this to its standard error and
+    exits with code 127.
 
     Args:
-        stdin: a descriptor; None: no input. The caller closes its descriptors afterwards.
-        pass_fds: descriptors that the child has by the same numbers.
+        stdin: a file descriptor; None: no input. The caller closes its descriptors afterwards.
+        pass_fds: descriptors that the child inherits under the same numbers.
         env: all environment variables; None: those of this process.
     """
 
@@ -66,11 +67,11 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """As :attr:`subprocess.Popen.returncode` has it. None: the child, or something that it started, still runs."""
+        """As :attr:`subprocess.Popen.returncode`. None: the child or one of its descendants still runs."""
         return self.wait() if self.ends_within(0) else None
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most so long. Whether the child and all that it started have ended."""
+        """Wait at most ``seconds``. Returns whether the child and all its descendants have ended."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
@@ -107,7 +108,7 @@ class Child:
         return self.wait()
 
     def end(self) -> None:
-        """Kill the child and all that it started. Does not wait for their end."""
+        """Kill the child and all its descendants. Does not wait for their end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -142,7 +143,7 @@ class _Supervisor:
         self._channel.sendall(request)
 
     def forget(self) -> None:
-        """Let go of the supervisor in a fork of this process, without waiting for it: it is not the fork's child."""
+        """Disconnect a fork of this process from the supervisor, without waiting for it: it is not the fork's child."""
         self._channel.close()
         self._process.returncode = 0
 
@@ -166,7 +167,7 @@ def _start(request: bytes, descriptors: Sequence[int]) -> None:
 
 
 def _forget() -> None:
-    """Start afresh in a fork of this process: without a supervisor, with a lock that no thread holds."""
+    """Reset the state in a fork of this process: no supervisor, and a lock that no thread holds."""
     global _supervisor, _starting
     if _supervisor is not None:
         _supervisor.forget()

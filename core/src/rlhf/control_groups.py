@@ -1,4 +1,4 @@
-"""Memory and processor cores that this process may use: the machine's, limited by its control groups.
+"""Memory and processor cores that this process may use: those of the machine, limited by its control groups.
 
 Standard library only: `make quickstart` runs this file before anything is installed. The paths that a function reads
 are arguments, so that tests can give other paths.
@@ -22,13 +22,13 @@ class MachineMemory:
 
     total: int
     available: int
-    """What the machine can still give to programs."""
+    """Memory that is still available to programs."""
     limit: int | None
-    """The smallest limit of this process's control groups; None: none is below ``total``."""
+    """The smallest limit of this process's control groups; None: no limit is below ``total``."""
 
 
 def machine_memory(root: Path = ROOT, membership: Path = MEMBERSHIP, meminfo: Path = MEMINFO) -> MachineMemory | None:
-    """None where the system does not say."""
+    """Memory of the machine; None if the system does not report it."""
     lines = dict(line.split(":", 1) for line in _text(meminfo).splitlines() if ":" in line)
     if not {"MemTotal", "MemAvailable"} <= lines.keys():
         return None
@@ -51,7 +51,8 @@ def cpu_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
 
 
 def usable_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Number of cores that this process may keep busy: those that it may run on, or as many as it gets the time of."""
+    """Number of cores that this process may keep busy: the smaller of the cores that it may run on and its limit of
+    processor time."""
     limit = cpu_limit(root, membership)
     return allowed_cores() if limit is None else min(allowed_cores(), max(1, int(limit)))
 
@@ -62,8 +63,8 @@ def allowed_cores() -> int:
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """The folders of this process's control groups, of version 2 and of the controller of version 1, and of the groups
-    above them. In a container some of them may be out of sight."""
+    """The folders of this process's control groups (of version 2, and of the controller of version 1) and of their
+    parents. In a container some of them may not be visible."""
     lines = [line.split(":", 2) for line in _text(membership).splitlines()]
     for _, controllers, path in [("", "", "/"), ("", controller, "/"), *lines]:
         if controllers and controller not in controllers.split(","):

@@ -1,4 +1,4 @@
-"""The hierarchy of errors. Each message says what is wrong, what was got, what is allowed and what to do.
+"""The hierarchy of errors. Each message says what is wrong, the value, what is allowed and what to do.
 
 Every error holds its message only, so it pickles and can be sent between processes.
 """
@@ -98,9 +98,9 @@ class IntendedExit(SystemExit):
 def boundary(error: type[RlhfError], call: str) -> Iterator[None]:
     """Attribute any error that plugin code raises to that plugin.
 
-    ``call`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
-    project pass unchanged; anything else, SystemExit too, becomes ``error`` with the original as its cause and the line
-    that raised it.
+    ``call`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this project
+    pass unchanged. Any other exception, also SystemExit, becomes ``error``: the original is its cause, and the message
+    names the line that raised it.
     """
     try:
         yield

@@ -9,4 +9,4 @@ from pydantic import AfterValidator
 from rlhf.paths import check_path
 
 PathText = Annotated[str, AfterValidator(check_path)]
-"""A path that the system can look up, or what may be one: a hub name is looked for as a path first."""
+"""A path that the system can look up, or a hub name, because a hub name is looked up as a path first."""

@@ -1,10 +1,10 @@
-"""The contract: the hooks by which a plugin registers its classes. The hooks of a run come first, in execution order,
-and the hooks of the command-line program after them.
+"""The contract: the hooks with which a plugin registers its classes. The hooks of a run come first, in execution order.
+The hooks of the command-line program follow.
 
-Every hook is a *provider*: it is called once per process, when a run first needs something from the plugin's
-module, and returns classes, never instances. It must not touch a device, read files or depend on call order.
-An error in a hook stops the run if the plugin was selected; the hook is not called otherwise. The run uses the class
-chosen by name as a plain typed object; no hook is called during computation.
+Every hook is a *provider*: it returns classes, never instances. It is called once per process, when a run first needs
+something from the plugin's module, and only if the plugin was selected. An error in a hook stops the run. A hook must
+not use a device, read files or depend on call order. The run picks a class by its name and uses it as a plain typed
+object; no hook is called during computation.
 
 Kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``rlhf.interfaces.K``. A plugin module::
 
@@ -112,5 +112,5 @@ def rlhf_register_command() -> list[type[i.Command]]:  # type: ignore[empty-body
 
 @hookspec
 def rlhf_register_check() -> list[type[i.Check]]:  # type: ignore[empty-body]
-    """Offer checks for ``rlhf doctor`` of what the plugin uses. Resolved when the command is called; it runs all
+    """Offer checks of what the plugin uses, for ``rlhf doctor``. Resolved when the command is called; it runs all
     installed checks."""

@@ -1,4 +1,4 @@
-"""The most memory that a process has used."""
+"""Peak memory of a process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes, each the most since this process started: ``process``, its resident memory; ``cuda``, where torch uses a
-    GPU here, what torch had allocated on the fullest one."""
+    """Peak values since this process started, in bytes. ``process``: resident memory. ``cuda``, if torch uses a GPU
+    here: memory allocated by torch on the GPU with the highest peak."""
     peaks = {"process": _resident()}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

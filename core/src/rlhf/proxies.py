@@ -1,4 +1,4 @@
-"""Requests to this machine, where the environment names a proxy."""
+"""Requests to this machine, if the environment names a proxy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def exempt_loopback() -> None:
-    """Where a variable names a proxy (``HTTP_PROXY``), add the loopback addresses to ``no_proxy`` and ``NO_PROXY``.
+    """If a variable names a proxy (``HTTP_PROXY``), add the loopback addresses to ``no_proxy`` and ``NO_PROXY``.
 
-    Clients of HTTP would send requests to servers of this machine (rewards, judges, environments, a policy's endpoint)
-    to the proxy, which cannot reach them. Child processes inherit the variables.
+    Otherwise HTTP clients send requests for servers on this machine (rewards, judges, environments, a policy's
+    endpoint) to the proxy, which cannot reach them. Child processes inherit the variables.
     """
     proxies = {name.lower() for name, value in os.environ.items() if value and name.lower().endswith("_proxy")}
     exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")  # clients read the first before the second

@@ -9,7 +9,7 @@ from rlhf.types import GenerationRequest, Sampling
 
 
 def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
-    """Refuse values outside their range: :class:`~rlhf.errors.ConfigError` naming field, value and range.
+    """Raises :class:`~rlhf.errors.ConfigError`, with field, value and range, for values outside their range.
 
     Args:
         lowest_temperature: the generator does not sample exactly at temperatures below it, except at 0 (greedy).

@@ -1,4 +1,4 @@
-"""A few samples of a step as text, for people to read; loggers show them as a table."""
+"""A few samples of a step as readable text. Loggers show them as a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sample:
     tokens: int
     """Number of tokens that the policy sampled."""
     agent: str = ""
-    """Of several that the policy plays."""
+    """The agent, if the policy plays several."""
 
 
 def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:

@@ -13,17 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlhf.errors import CheckpointError, brief
 
 Counter = Annotated[int, Field(ge=0, lt=2**63)]
-"""Steps, rows, updates so far."""
+"""A number of steps, rows or updates."""
 
 
 class Saved(BaseModel):
-    """Base of the models of such files: values are not converted, and unknown fields are refused."""
+    """Base class of models of such files: values are not converted, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SavedPart(Saved):
-    """Base of a model of part of a file. Other fields are ignored, because other code reads them."""
+    """Base class of models of a part of a file. Other fields are ignored, because other code reads them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -48,7 +48,7 @@ def validated(model: type[M], value: Any, path: Path | str) -> M:
 
 
 def refuse(path: Path | str, *problems: str) -> NoReturn:
-    """Raises CheckpointError: the file ``path`` does not hold what a run has written."""
+    """Raises CheckpointError: the content of the file ``path`` was not written by a run."""
     raise CheckpointError("\n  ".join([f"{path} does not hold what a run saves:", *problems, WAY_OUT]))
 
 

@@ -1,7 +1,7 @@
 """Recognise secrets in a configuration, which is copied into run directories, checkpoints and loggers.
 
 A run file with a secret is refused (:func:`find_secrets`). Observers also pass a configuration through :func:`redact`,
-which hides too much rather than too little. Both know the same words and the same forms of tokens.
+which hides too much rather than too little. Both use the same words and the same forms of tokens.
 """
 
 from __future__ import annotations

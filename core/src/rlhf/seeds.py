@@ -1,6 +1,6 @@
 """Counter-based seeds: every random choice is a pure function of (run seed, purpose, counters).
 
-There is no hidden generator state to save, so a resumed run draws what the uninterrupted run would have drawn.
+There is no hidden generator state to save, so a resumed run makes the same choices as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens end the steps of a solution: one rule for training rows and for the tokens that a policy sampled."""
+"""Find the tokens that end the steps of a solution, with one rule for training rows and for sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 STEP_SEPARATOR = "step_separator"
 """Key in the ``config.json`` of a model trained on labelled steps: the separator that followed each step."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""Replacement character in decoded text for a character whose bytes are not complete."""
+"""Stands in decoded text for a character whose bytes are incomplete."""
 
 
 class StepEnds:
-    """The rule, on token ids alone: a step is text that is not blank, up to the first separator after it. It ends at
-    the token in which that separator ends.
+    """Finds the ends of steps in token ids. A step is text that is not blank, up to the first separator after it. It
+    ends at the token in which that separator ends.
 
-    So two separators in a row, as two tokens or as one, end one step, and text before the first separator belongs to
+    Two separators in a row, as two tokens or as one, therefore end one step. Text before the first separator belongs to
     the first step. A token that contains the ends of two steps is listed twice. The rule does not depend on how the
-    text was split into tokens, so tokens of a training row and of a policy are treated alike.
+    text was split into tokens, so training rows and sampled tokens are treated alike.
 
     Args:
         decode: text of token ids with special tokens, because the separator may be one
@@ -63,7 +63,7 @@ class StepEnds:
         return None
 
     def _may_end(self, token: int) -> bool:
-        """Whether the separator could end in this token. Other tokens need no decoding of their context."""
+        """Whether the separator could end in this token. For other tokens the context need not be decoded."""
         if self.separator[-1] == " ":  # many tokenizers drop the space in front of a token that is decoded alone
             return True
         piece = self._pieces.get(token)

@@ -1,12 +1,12 @@
-"""Processes that end their worker and all its descendants when the driver is gone, or asks for it.
+"""Processes that end a worker and all its descendants when the driver has ended, or on the driver's request.
 
     python -I -S supervisor.py DRIVER_PID --serve CHANNEL
     python -I -S supervisor.py DRIVER_PID COMMAND...
 
-The first form is the supervisor of a driver, which :mod:`rlhf.children` starts once and asks for children. It forks a
-guard for each child, which is the parent of one worker. Guards only wait, so they share the supervisor's memory. The
-second form is one guard by itself, for libraries that start a process by its command line (:func:`supervised`). It
-exits as the worker did, with its exit status or by its signal.
+The first form is the supervisor of a driver. :mod:`rlhf.children` starts it once and sends it requests for children.
+For each child it forks a guard, which is the parent of one worker. Guards only wait, so they share the supervisor's
+memory. The second form is a single guard, for libraries that start a process by its command line (:func:`supervised`).
+It exits as the worker did: with its exit status, or by its signal.
 
 Descendants whose parents ended become children of the guard (PR_SET_CHILD_SUBREAPER), so none can escape. If the guard
 itself is killed, the worker is killed by the kernel (PR_SET_PDEATHSIG). If the supervisor is killed, all guards end
@@ -28,16 +28,16 @@ from collections.abc import Mapping, Sequence
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 LOOK_SECONDS = 0.5
-"""Between two looks whether the driver lives."""
+"""Interval between two checks that the driver is alive."""
 SERVE = "--serve"
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 MOST_DESCRIPTORS = 64
-"""In one request."""
+"""Largest number of descriptors in one request."""
 
 
 def supervised(command: Sequence[str]) -> list[str]:
-    """The command line that runs ``command`` under a guard of its own. SIGTERM ends the guard with all descendants. On
-    other systems than Linux there is no guard."""
+    """The command line that runs ``command`` under its own guard. SIGTERM ends the guard with all descendants. On
+    systems other than Linux there is no guard."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
@@ -53,12 +53,12 @@ def end(pid: int) -> None:
 
 
 def serve(driver: int, channel: int) -> None:
-    """Start a guard and its worker for each request, until the driver is gone.
+    """Start a guard and its worker for each request, until the driver has ended.
 
-    A request is the length of its body (8 bytes, big endian) with descriptors as ancillary data, and the body: command,
-    environment and folder as bytes, and the numbers that the descriptors after the first have in the worker. The first
-    is the control of the guard: when it can be read, the guard ends its worker. The guard writes the worker's wait
-    status to it (4 bytes).
+    A request consists of the length of its body (8 bytes, big endian), with descriptors as ancillary data, and of the
+    body: command, environment and folder as bytes, and the numbers that the descriptors after the first get in the
+    worker. The first descriptor controls the guard: when it becomes readable, the guard ends its worker. The guard
+    writes the worker's wait status to it (4 bytes).
     """
     import marshal
     import socket
@@ -110,8 +110,8 @@ def guard(
     """Run a worker. Returns its wait status after it and all its descendants have ended.
 
     Args:
-        parent: this process's parent, with which the worker ends.
-        streams: descriptors that become the worker's, by their numbers there.
+        parent: this process's parent. The worker ends when it ends.
+        streams: descriptors that the worker inherits, by their numbers in the worker.
         control: see :func:`serve`.
     """
     streams = streams or {}
@@ -131,7 +131,7 @@ def guard(
         os.close(stream)
     controls = [control] if control >= 0 else []
     for descriptor in controls:
-        with contextlib.suppress(OSError):  # SIGIO when it can be read; without it the next look sees that
+        with contextlib.suppress(OSError):  # SIGIO when it can be read; without it the next check notices this
             fcntl.fcntl(descriptor, fcntl.F_SETOWN, process_id)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     signals: signal.struct_siginfo | None = None
@@ -151,7 +151,7 @@ def execute(
 ) -> None:
     """Replace this process by the worker's program."""
     try:
-        # above all numbers of the worker first, so that no stream takes the number of another one
+        # first to numbers above all of the worker's, so that no stream takes another one's number
         first = max(streams, default=0) + 1
         copies = {number: fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, first) for number, stream in streams.items()}
         for number, copy in copies.items():
@@ -180,7 +180,7 @@ def end_descendants() -> None:
 
 
 def descendants() -> list[int]:
-    """The process ids of all descendants. Where /proc cannot be read: 0, which is the process group to a signal."""
+    """The process ids of all descendants. If /proc cannot be read: 0, which signals the process group."""
     children: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
@@ -201,7 +201,7 @@ def descendants() -> list[int]:
 
 
 def end_by(number: int) -> None:
-    """End this process by the signal that ended the worker, without a core dump of its own."""
+    """End this process by the signal that ended the worker, without a second core dump."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     if number not in (signal.SIGKILL, signal.SIGSTOP):

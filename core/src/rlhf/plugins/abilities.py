@@ -1,6 +1,6 @@
-"""Refuses classes of trainers and generators whose optional methods nothing would call.
+"""Refuses classes of trainers and generators whose optional methods would never be called.
 
-Before, they belonged to ``Trainer`` and ``Generator``, and strings in ``capabilities`` said which of them a class
+These methods once belonged to ``Trainer`` and ``Generator``, and strings in ``capabilities`` said which of them a class
 implements. Now a class derives from an :class:`rlhf.interfaces.Ability` with these methods.
 """
 
@@ -31,7 +31,7 @@ _CAPABILITIES = {
     "answers": "AnswersRequests",
     "sleep": "Sleeps",
 }
-"""{string in ``capabilities`` before: the ability that took its place}."""
+"""{former string in ``capabilities``: the ability that replaces it}."""
 
 
 def check_abilities(kind: str, cls: type[Any], label: str) -> None:

@@ -26,7 +26,7 @@ class Entry:
 
     @property
     def owner(self) -> str:
-        """Distribution and version, as messages name them."""
+        """Distribution and version, for messages."""
         return f"{self.distribution} {self.version}".strip()
 
     def __str__(self) -> str:

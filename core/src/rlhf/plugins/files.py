@@ -1,8 +1,8 @@
 """``file:`` references: a component from a Python file, without packaging.
 
-The text is read once and recorded by its SHA-256. It is imported as a module in ``sys.modules`` under a name made from
-its path and content, so its classes pickle, and another process that imports the same text gets the same names. The
-file cannot import modules beside it, because only the file itself is sent to other processes.
+The text is read once and recorded by its SHA-256. It is imported as a module in ``sys.modules`` under a name that is
+derived from its path and content. So its classes pickle, and another process that imports the same text gets the same
+names. The file cannot import modules beside it, because only the file itself is sent to other processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """A component's name where its class sets none: the file's stem, with '_' for what names may not have."""
+        """Name of a component whose class sets no name: the file's stem, with '_' for characters that are not
+        allowed."""
         return re.sub(r"[^a-z0-9_]+", "_", Path(self.path).stem.lower())
 
     @property
@@ -72,7 +73,7 @@ class SourceFile:
             ) from cause
 
     def load(self) -> ModuleType:
-        """The module. It is executed at the first call in this process."""
+        """The module. The first call in this process executes it."""
         name = self.module_name
         if name in sys.modules:
             return sys.modules[name]
@@ -104,7 +105,7 @@ def looks_native(source: SourceFile, kind: str) -> bool:
 
 
 def pick_component(source: SourceFile, kind: str, attribute: str | None, module: ModuleType) -> type[Any] | None:
-    """The component that the module offers for ``kind``, checked; None if it offers nothing usable.
+    """The component that the module offers for ``kind``, checked; None if it has no usable one.
 
     Raises PluginInvalid: several candidates, no such attribute, or a candidate that breaks its kind's rules.
     """
@@ -127,10 +128,10 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
 
 
 def component_of(member: Any, kind: str, attribute: str, name: str, module: ModuleType, label: str) -> type[Any] | None:
-    """The component that an attribute of a module is: a class, or for rewards a function. None if it is neither.
+    """An attribute of a module as a component: a class, or for rewards a function. None if it is neither.
 
     Args:
-        name: of the component, if its class has none.
+        name: name of the component, if its class has none.
 
     Raises PluginInvalid for a class that breaks its kind's rules.
     """

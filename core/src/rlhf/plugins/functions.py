@@ -1,18 +1,16 @@
-"""Plain functions as rewards. The names of a function's parameters say which of three forms it has:
+"""Plain functions as rewards. The names of a function's parameters determine which of three forms it has:
 
-``f(prompt, completion, row) -> float | None``
-    called for each sample; ``row`` is a mapping of the data row's columns;
-``f(completions, **columns) -> list[float | None]``
-    called with the samples of one prompt: ``completions``, ``prompts`` and ``completion_ids``, and each column of the
-    data row, are lists with an item for each sample. Where the prompt of the data is a list of messages, each
-    completion is a list with one message. ``log_extra(name, values)`` stores a value with each sample, and
-    ``log_metric(name, value)`` a number with all of them;
-``f(solution_str, ground_truth, **columns) -> float | {"score": float, ...}``
-    called for each sample, also with ``data_source`` and ``extra_info``; ``ground_truth`` is the column
-    ``reward_model.ground_truth``. Further values of a mapping are stored with the sample.
+``f(prompt, completion, row) -> float | None`` called for each sample; ``row`` is a mapping of the data row's columns;
+    ``f(completions, **columns) -> list[float | None]`` called with the samples of one prompt: ``completions``,
+    ``prompts`` and ``completion_ids``, and each column of the data row, are lists with an item for each sample. If the
+    prompt of the data is a list of messages, each completion is a list with one message. ``log_extra(name, values)``
+    stores a value with each sample, and ``log_metric(name, value)`` a number with all of them; ``f(solution_str,
+    ground_truth, **columns) -> float | {"score": float, ...}`` called for each sample, also with ``data_source`` and
+    ``extra_info``; ``ground_truth`` is the column ``reward_model.ground_truth``. Further values of a mapping are stored
+    with the sample.
 
-A function of the last two forms gets what it has parameters for, or everything where it has ``**``. All may be ``async
-def``, and may return None for a sample to which the reward does not apply.
+A function of the last two forms gets only the arguments for which it has parameters, or all if it has ``**``. All forms
+may be ``async def``, and may return None for a sample to which the reward does not apply.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 
 def form_of(names: Sequence[str]) -> Form | None:
-    """The form of a function whose parameters have these names, without ``*`` and ``**``; None if it has none."""
+    """The form of a function whose parameters have these names (without ``*`` and ``**``); None if no form fits."""
     if tuple(names) == SAMPLE_PARAMETERS:
         return "sample"
     if ("completions" in names or "completion_ids" in names) and "completion" not in names:
@@ -41,7 +39,7 @@ def form_of(names: Sequence[str]) -> Form | None:
 
 
 def form_of_function(function: Callable[..., Any]) -> Form | None:
-    """The form of a function or another callable object; None if it has none, or its parameters cannot be read."""
+    """The form of a function or another callable object; None if no form fits, or its parameters cannot be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The import of a plugin: it can neither end the process without a word nor hold it for ever."""
+"""The import of a plugin, which can neither end the process silently nor block it for ever."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import NoReturn
 from rlhf.errors import PluginImportFailed
 
 NOTE_SECONDS = 30.0
-"""After this time a note says which line the import has reached."""
+"""After this time a message says which line the import has reached."""
 LIMIT_SECONDS = 600.0
-"""After this time the import has failed. Imports of large packages from a slow disk take minutes."""
+"""After this time the import fails. Imports of large packages from a slow disk take minutes."""
 
 
 @contextmanager
 def importing(label: str) -> Iterator[None]:
-    """Around the import of a plugin.
+    """Context manager around the import of a plugin.
 
-    Raises PluginImportFailed where the plugin calls ``os._exit``, or takes more than :data:`LIMIT_SECONDS`. The limit
-    needs the main thread, because no other one can be interrupted.
+    Raises PluginImportFailed if the plugin calls ``os._exit``, or takes more than :data:`LIMIT_SECONDS`. The limit
+    works in the main thread only, because other threads cannot be interrupted.
     """
     thread, process, end_event = threading.get_ident(), os.getpid(), threading.Event()
     late: list[str] = []
@@ -60,7 +60,7 @@ def importing(label: str) -> Iterator[None]:
 
 
 def place(thread: int | None) -> str:
-    """The line at which a thread is, outside of Python's standard library where there is such a frame."""
+    """The current line of a thread. Frames of Python's standard library are skipped if there is another frame."""
     library = sysconfig.get_path("stdlib")
     frame = sys._current_frames().get(thread or 0)
     while frame is not None and (frame.f_code.co_filename.startswith(library) or "<" in frame.f_code.co_filename):

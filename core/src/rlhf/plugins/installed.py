@@ -28,7 +28,7 @@ def entries(path: Sequence[str] | None = None) -> list[Entry]:
 
 
 _Folder = tuple[str, tuple[int, ...]]
-"""A folder's name, and what tells its content from another: a distribution that is installed or removed changes it."""
+"""A folder's name, and numbers that change if a distribution is installed or removed there."""
 
 
 def _folder(name: str) -> _Folder:
@@ -37,19 +37,19 @@ def _folder(name: str) -> _Folder:
     except OSError:
         return name, ()
     time_ns = time.time_ns()
-    # The times of files move in ticks of milliseconds: what is installed right after a read may not change them.
+    # File times have a resolution of milliseconds: an installation right after a read may not change them.
     recent = (time_ns,) if time_ns - facts.st_mtime_ns < 10**9 else ()
     return name, (facts.st_dev, facts.st_ino, facts.st_mtime_ns, *recent)
 
 
 @lru_cache(maxsize=4)
 def _read(folders: tuple[_Folder, ...]) -> tuple[Entry, ...]:
-    """The entries in the folders. A command asks several times, and reading takes a fifth of a second."""
+    """The entries in the folders. A command calls this several times, and reading takes a fifth of a second."""
     path = [name for name, _ in folders]
     offers: dict[str, tuple[list[str], list[Entry]]] = {}
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions(path=path):
-        # nothing is parsed of hundreds of others
+        # hundreds of other distributions are not parsed
         if "[rlhf." not in (distribution.read_text("entry_points.txt") or ""):
             continue
         points = [p for p in distribution.entry_points if p.group.startswith("rlhf.")]
@@ -69,8 +69,8 @@ def _read(folders: tuple[_Folder, ...]) -> tuple[Entry, ...]:
 
 
 def requirements_problem(distribution: str, path: Sequence[str] | None = None) -> str:
-    """:func:`~rlhf.plugins.requirements.unmet_requirements`, asked once until a distribution comes or goes: it parses
-    the metadata of all that a distribution requires."""
+    """:func:`~rlhf.plugins.requirements.unmet_requirements`, cached until a distribution is installed or removed,
+    because it parses the metadata of all requirements."""
     names = None if path is None else tuple(path)
     return _requirements_problem(distribution, names, tuple(_folder(name) for name in (*(names or ()), *sys.path)))
 

@@ -46,7 +46,7 @@ class Reference:
 
 
 def check_kind(kind: str) -> None:
-    """Raises ConfigError if there is no such kind."""
+    """Raises ConfigError if ``kind`` is not a kind of plugin."""
     if kind not in KINDS:
         raise ConfigError(
             f"no kind of plugin is called {kind!r}; kinds are {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"

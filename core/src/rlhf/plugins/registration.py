@@ -1,4 +1,4 @@
-"""From a plugin's module to its classes: pluggy calls the hooks, and each class is checked before it is used.
+"""Get the classes of a plugin's module: pluggy calls the hooks, and each class is checked before use.
 
 pluggy alone would ignore a misspelled hook silently, import all plugins at once, and pick one of two plugins with the
 same name. Therefore each module has its own manager, unknown hooks are an error, and hooks are called one by one.
@@ -79,7 +79,7 @@ def registered_classes(module: ModuleType, kind: str, label: str) -> list[type[A
 
 
 def pick(classes: list[type[Any]], kind: str, name: str, label: str) -> type[Any]:
-    """The class of that name. Raises PluginInvalid if there is none, or more than one."""
+    """The class with this name. Raises PluginInvalid if no class has it, or more than one."""
     matches = [cls for cls in classes if cls.name == name]
     if len(matches) == 1:
         return check_class(kind, matches[0], label)
@@ -114,7 +114,7 @@ def check_class(kind: str, cls: Any, label: str) -> type[Any]:
 
 
 def _check_config(kind: str, cls: type[Any], label: str) -> None:
-    """Raises PluginInvalid for a ``Config`` of another base, and for any ``Config`` where the kind has no options."""
+    """Raises PluginInvalid if ``Config`` has the wrong base class, or if the kind has no options."""
     from rlhf.interfaces import interface
 
     if not hasattr(interface(kind), "Config"):

@@ -45,7 +45,7 @@ class Plugins:
 
     @classmethod
     def discover(cls, path: Sequence[str] | None = None) -> Plugins:
-        """Read the metadata of the installed distributions; import none of them.
+        """Read the metadata of the installed distributions, without importing them.
 
         Args:
             path: folders in which to look for distributions, in place of ``sys.path``. (Imports still use
@@ -68,9 +68,9 @@ class Plugins:
 
     def register(self, kind: str, cls: type[Any], distribution: str = IN_PROCESS) -> type[Any]:
         """Offer a class of this process, for tests and notebooks. Registering the same class again (a notebook cell
-        that runs twice) replaces it. Returns the class, so that a decorator can return it.
+        that runs twice) replaces it. Returns the class, for use in a decorator.
 
-        Raises PluginInvalid: the class is not a usable component of that kind. PluginConflict: another class has the
+        Raises PluginInvalid: the class is not a usable component of that kind. PluginConflict: another class has this
         name.
         """
         check_kind(kind)
@@ -116,7 +116,8 @@ class Plugins:
         return self._resolve_file(parse_reference(kind, ref), SourceFile.of(path, text))
 
     def verify(self, manifest: Iterable[Mapping[str, str]]) -> None:
-        """Compare a manifest, :meth:`Resolved.manifest` of each plugin, with the installed plugins. None is imported.
+        """Compare a manifest (:meth:`Resolved.manifest` of each plugin) with the installed plugins, without importing
+        them.
 
         Raises PluginVersionMismatch, naming every plugin that is missing, has another version or, for files, other
         content.
@@ -130,8 +131,9 @@ class Plugins:
         check_requirements(texts, self._path)
 
     def how_to_install(self, distribution: str) -> str:
-        """`` Try: pip install DISTRIBUTION``, or its folder in a checkout; empty if it is installed, or not known to
-        exist. Without ``rlhf-kit`` nothing is known to exist, and the text names the distribution without advice."""
+        """`` Try: pip install DISTRIBUTION``, or the folder of the distribution in a checkout. Empty if it is
+        installed, or not known to exist. Without ``rlhf-kit`` no distribution is known to exist, and the text only
+        names it, without advice."""
         name, packages = canonicalize_name(distribution), published(self._path)
         if any(canonicalize_name(e.distribution) == name for e in self._entries):
             return ""
@@ -172,7 +174,7 @@ class Plugins:
             raise PluginInvalid(f"{entry}: its entry point is {entry.module!r}; it must name a module, without ':'")
         key = (entry.kind, entry.module)
         if key not in self._classes:
-            # a command such as `doctor` is what looks for the reason, and needs little of its distribution
+            # a command such as `doctor` looks for the reason, and needs little of its distribution
             if entry.kind != "command" and (problem := installed.requirements_problem(entry.distribution, self._path)):
                 raise PluginVersionMismatch(f"{entry} {problem}")
             module = import_plugin(entry.module, str(entry))
@@ -238,7 +240,7 @@ class Plugins:
         )
 
     def _adapt(self, reference: Reference, source: SourceFile, broken: Texts) -> type[Any] | None:
-        """The class that an adapter makes of the file; None if no adapter recognises the file."""
+        """The class that an adapter creates from the file; None if no adapter recognises the file."""
         kind, takers = reference.kind, []
         for entry in self._all():
             if entry.kind != "adapter":

@@ -21,7 +21,8 @@ META = "rlhf-kit"
 
 
 def installed_version(distribution: str, path: Sequence[str] | None = None) -> str | None:
-    """Version of an installed distribution; None if there is none. For ``rlhf-core`` it is that of the running code.
+    """Version of an installed distribution; None if it is not installed. For ``rlhf-core``: version of the running
+    code.
 
     Args:
         path: folders in which to look for the distribution before ``sys.path``.
@@ -38,7 +39,8 @@ def installed_version(distribution: str, path: Sequence[str] | None = None) -> s
 
 
 def _version(distribution: importlib.metadata.Distribution) -> str:
-    """``distribution.version`` parses all metadata, in milliseconds for a large package; its version is at the top."""
+    """The version, read from the top of the metadata. ``distribution.version`` parses all of it, which takes
+    milliseconds for a large package."""
     for line in (distribution.read_text("METADATA") or "").splitlines():
         if line.startswith("Version:"):
             return line.removeprefix("Version:").strip()
@@ -46,7 +48,7 @@ def _version(distribution: importlib.metadata.Distribution) -> str:
 
 
 def published(path: Sequence[str] | None = None) -> frozenset[str]:
-    """Distributions that are known to exist: those that ``rlhf-kit`` requires, also in its extras. Messages suggest
+    """Distributions that are known to exist: the requirements of ``rlhf-kit``, also of its extras. Messages suggest
     ``pip install`` for these only, because anybody can publish a package under a free name. Empty if ``rlhf-kit`` is
     not installed.
 
@@ -60,7 +62,7 @@ def published(path: Sequence[str] | None = None) -> frozenset[str]:
 
 def source_folder(distribution: str, path: Sequence[str] | None = None) -> Path | None:
     """The folder of a distribution in the checkout from which ``rlhf-core`` is installed in place; None if there is no
-    such checkout or folder. What a checkout has need not be on a package index.
+    such checkout or folder. A distribution in a checkout need not be on a package index.
 
     Args:
         path: folders in which to look for ``rlhf-core``, in place of ``sys.path``.
@@ -80,7 +82,7 @@ def source_folder(distribution: str, path: Sequence[str] | None = None) -> Path 
 
 
 def pip_words(distribution: str, specifier: str = "", path: Sequence[str] | None = None) -> str:
-    """What follows ``pip install`` to get a distribution of this project."""
+    """The arguments of ``pip install`` for a distribution of this project."""
     folder = source_folder(distribution, path)
     if folder is not None:
         return f"-e {shlex.quote(str(folder))}"
@@ -88,8 +90,8 @@ def pip_words(distribution: str, specifier: str = "", path: Sequence[str] | None
 
 
 def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str:
-    """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here are met, as are those of
-    extras other than ``extra``."""
+    """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here count as met, and so do
+    requirements of extras other than ``extra``."""
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
         return ""
     spec = f"{requirement.name}{requirement.specifier}"
@@ -101,8 +103,8 @@ def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str
 
 
 def unmet_requirements(distribution: str, path: Sequence[str] | None = None) -> str:
-    """``needs X, found Y; needs Z, which is not installed. Try: pip install 'X' 'Z'``: what a distribution itself
-    requires, also of third parties, and does not get. Empty if all is met, or the distribution is not installed.
+    """The direct requirements of a distribution that are not met, also on third parties: ``needs X, found Y; needs Z,
+    which is not installed. Try: pip install 'X' 'Z'``. Empty if all are met, or the distribution is not installed.
 
     Args:
         path: folders in which to look for ``distribution``, in place of ``sys.path``.
@@ -122,8 +124,8 @@ def unmet_requirements(distribution: str, path: Sequence[str] | None = None) -> 
 
 
 def unmet_optional(distribution: str, name: str, version: str) -> str:
-    """The same for what an extra of ``distribution`` requires of the distribution ``name``, installed as ``version``,
-    which a plugin found by itself."""
+    """The same for what an extra of ``distribution`` requires of the distribution ``name``. The plugin itself
+    determined that ``version`` is installed."""
     for metadata in importlib.metadata.distributions(name=distribution):
         for requirement in map(Requirement, metadata.requires or ()):
             names_match = canonicalize_name(requirement.name) == canonicalize_name(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 IN_PROCESS = "in process"
-"""The distribution of a class given to :meth:`rlhf.plugins.Plugins.register`."""
+"""The distribution of a class that was registered with :meth:`rlhf.plugins.Plugins.register`."""
 FILE = "file"
 """The distribution of a class taken from a ``file:`` reference."""
 MODULE = "python"
@@ -54,13 +54,13 @@ class Resolved:
 
 
 def source_sha256(cls: type[Any]) -> str:
-    """SHA-256 (hexadecimal) of the source of a class of this process, or of the function that it was made from (its
-    attribute ``made_from``). If a function's source is not known, the SHA-256 of its compiled code; empty if that is
-    not known either."""
+    """SHA-256 (hexadecimal) of the source of a class of this process, or of the function that it was created from (its
+    attribute ``made_from``). If a function's source is not available, the SHA-256 of its compiled code; empty if that
+    is not available either."""
     source = getattr(cls, "made_from", cls)
     try:
         return hashlib.sha256(inspect.getsource(source).encode()).hexdigest()
-    except (OSError, TypeError):  # typed at a prompt, or an object that has no source of its own
+    except (OSError, TypeError):  # typed at a prompt, or an object without source
         code = getattr(source, "__code__", None)
         if code is None:
             return ""

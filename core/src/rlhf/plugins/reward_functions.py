@@ -1,4 +1,4 @@
-"""Reward classes that call plain functions (:mod:`rlhf.plugins.functions` has their forms)."""
+"""Reward classes that call plain functions (:mod:`rlhf.plugins.functions` describes their forms)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf.plugins.functions import Form, is_async
 from rlhf.types import Group, RewardResult, Row, Trajectory
 
 NOT_PASSED = ("trainer_state", "environments")
-"""Parameters of such functions in other frameworks, of which nothing is known here."""
+"""Parameters of such functions in other frameworks that have no value here."""
 
 
 def reward_of_function(
@@ -104,7 +104,7 @@ class ColumnFunction(Reward):
     samples: ClassVar[tuple[str, ...]]
     """Parameters that are not columns of the data."""
     default_columns: ClassVar[Mapping[str, str]] = {}
-    """{parameter: column}, where no option names another."""
+    """{parameter: column}, unless an option names another column."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -131,7 +131,7 @@ class ColumnFunction(Reward):
             )
 
     def columns(self) -> Mapping[str, str]:
-        """{column: option that names another}."""
+        """{column: option that names another column}."""
         needed = [n for n in self._needed if n not in self.samples and n not in self.config.arguments]
         names = dict.fromkeys([*needed, *self.config.columns])
         return {self._column(name): f"columns.{name}" for name in names}
@@ -140,7 +140,7 @@ class ColumnFunction(Reward):
         return self.config.columns.get(parameter) or self.default_columns.get(parameter, parameter)
 
     def _values(self, row: Row) -> dict[str, Any]:
-        """The columns of a row by the parameters that get them, and the configured arguments."""
+        """{parameter: value} for the columns of a row and the configured arguments."""
         if clash := [name for name in self.samples if name in row.columns]:
             raise RewardError(
                 f"{self.label}: the data has a column {clash[0]!r}, which is the name of an argument with the samples. "
@@ -151,7 +151,7 @@ class ColumnFunction(Reward):
         return {**row.columns, **renamed, **self.config.arguments}
 
     def _checked(self, values: Mapping[str, Any], row: Row) -> dict[str, Any]:
-        """The keyword arguments of a call: the values that the function takes."""
+        """The keyword arguments of a call: the values for which the function has parameters."""
         if missing := [n for n in self._needed if n not in values]:
             raise RewardError(
                 f"{self.label} has the parameter {missing[0]!r}, and the data has no such column; it has "
@@ -161,7 +161,7 @@ class ColumnFunction(Reward):
 
 
 class RewardOfSamples(ColumnFunction):
-    """Of ``f(completions, **columns)``."""
+    """Reward of ``f(completions, **columns)``."""
 
     Config = SamplesConfig
     samples = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
@@ -212,7 +212,7 @@ class RewardOfSamples(ColumnFunction):
 
 
 class RewardOfSolution(ColumnFunction):
-    """Of ``f(solution_str, ground_truth, **columns)``."""
+    """Reward of ``f(solution_str, ground_truth, **columns)``."""
 
     per_sample = True
     samples = ("solution_str",)
@@ -225,11 +225,11 @@ class RewardOfSolution(ColumnFunction):
         return [self._result(await self.function(**self._arguments(t))) for t in group.trajectories]
 
     def columns(self) -> Mapping[str, str]:
-        """Without ``extra_info``, in place of which a function gets an empty mapping."""
+        """Without ``extra_info``: if it is missing, a function gets an empty mapping."""
         return {c: option for c, option in super().columns().items() if c != "extra_info"}
 
     def _arguments(self, trajectory: Trajectory) -> dict[str, Any]:
-        """``**`` gets no other columns, because such functions pass it on."""
+        """Other columns are not passed through ``**``, because such functions pass it on."""
         names = {*self._names, *self.config.columns, *self.config.arguments, "data_source", "ground_truth"}
         values = {n: v for n, v in self._values(trajectory.row).items() if n in names}
         values = {"extra_info": {}, **values, "solution_str": trajectory.completion}
@@ -246,7 +246,7 @@ class RewardOfSolution(ColumnFunction):
 
 
 class _Log:
-    """What a function logs in one call, for the samples of a group."""
+    """The values that a function logs in one call, for the samples of a group."""
 
     def __init__(self, group: Group, label: str) -> None:
         self._samples, self._label = len(group.trajectories), label
@@ -264,7 +264,7 @@ class _Log:
         self._extra[str(column)] = [_plain(item) for item in items]
 
     def metric(self, name: str, value: Any) -> None:
-        """A number for the samples together; of several of one name the mean."""
+        """A number for all samples together. Numbers with the same name are averaged."""
         number = reward_value(_plain(value), f"{self._label}: log_metric({name!r})")
         if number is None:
             raise RewardError(f"{self._label}: log_metric({name!r}, None): expected a number")
@@ -278,13 +278,13 @@ class _Log:
 
 
 def _as_list(values: Any, count: int) -> Sequence[Any] | None:
-    """A list or an array as a list; None if it has not that many items."""
+    """A list or an array as a list; None if it does not have ``count`` items."""
     items = values.tolist() if hasattr(values, "tolist") else values
     return items if isinstance(items, list | tuple) and len(items) == count else None
 
 
 def _plain(value: Any) -> Any:
-    """The number in an array or tensor without dimensions; other values as they are."""
+    """The number in an array or tensor without dimensions; other values unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
