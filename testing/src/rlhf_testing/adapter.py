@@ -23,7 +23,7 @@ UNRELATED = "import math\n\nANSWER = 42\n"
 
 
 class AdapterContract(Contract):
-    """Checks that an adapter recognises its files without executing them, and makes components from them."""
+    """Checks that an adapter recognises its files without executing them, and creates components from them."""
 
     kind = "adapter"
     adapter: Any = None

@@ -50,13 +50,14 @@ class Credit:
 
     @property
     def sources(self) -> Sources:
-        """Two reward sources; the second gave no value to the trajectories with a first above 1."""
+        """Two reward sources. The second has no value for trajectories whose value of the first is above 1."""
         second_N = torch.where(self.r_N > 1, torch.nan, self.r_N.square() - self.r_N)
         return {"first": (1.0, self.r_N), "second": (2.0, second_N)}
 
     @property
     def baseline_arguments(self) -> dict[str, Any]:
-        """What ``baseline`` may take beside rewards and groups. The first two of three groups share a key."""
+        """Arguments that ``baseline`` may take in addition to rewards and groups. The first two of three groups share a
+        key."""
         return {
             "own_tokens_N": self.own_tokens_N,
             "sources": self.sources,
@@ -90,8 +91,8 @@ def fabricated(values: bool, seed: int = 0, scale: float = 1.0, samples: int = 4
 
 
 def fabricated_turns(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """(rewards, states, trajectories) of turns. Of four trajectories the first two and the last two are a group; each
-    visits two or three of its group's states, one twice, and each group has a state with one turn."""
+    """(rewards, states, trajectories) of turns. There are four trajectories; the first two and the last two are a
+    group. Each visits two or three of its group's states, one of them twice. Each group has a state with one turn."""
     g = torch.Generator().manual_seed(2)
     state_M = torch.tensor([0, 1, 1, 0, 1, 2, 3, 4, 3, 4, 5, 3])
     trajectory_M = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
@@ -99,8 +100,8 @@ def fabricated_turns(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class AdvantageContract(Contract):
-    """Checks ``baseline`` over trajectories, ``returns`` over own action tokens, and where there is one ``turn_credit``
-    over turns."""
+    """Checks ``baseline`` over trajectories, ``returns`` over own action tokens and, if the estimator has it,
+    ``turn_credit`` over turns."""
 
     kind = "advantage"
     advantage: Any = None
@@ -342,7 +343,7 @@ class AdvantageContract(Contract):
                     _close(value[c.mask_NA], want[c.mask_NA], f"{label} the {column} differ from the statement")
 
     def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
-        """float64 [N], as loops over groups. Further arguments, where it has them, are those of
+        """float64 [N], as loops over groups. It may have further arguments of
         :meth:`rlhf.interfaces.Advantage.baseline`."""
         raise NotImplementedError
 
@@ -361,7 +362,7 @@ class AdvantageContract(Contract):
 
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
-    """Returns the result of ``baseline``. Fails where its shape or dtype is wrong."""
+    """Returns the result of ``baseline``. Fails if its shape or dtype is wrong."""
     r_N = baseline_of(estimator, c.r_N, c.group_N, **c.baseline_arguments)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
@@ -371,7 +372,7 @@ def _baseline(estimator: Any, c: Credit) -> Tensor:
 
 
 def _pair(estimator: Any, c: Credit, result: Any) -> tuple[Tensor, Tensor]:
-    """Returns the result of ``returns``. Fails where its form is wrong."""
+    """Returns the result of ``returns``. Fails if its form is wrong."""
     shape = tuple(c.R_NA.shape)
     rule = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
     expect(isinstance(result, tuple) and len(result) == 2, f"{rule}, got {_text(result)}")

@@ -8,8 +8,8 @@
         algorithm = Mine
         configs = [Mine.Config(), Mine.Config(kl=KLConfig(coef=0.1))]
 
-Runs whole steps on fabricated data, through the tiny models of :class:`rlhf_testing.plain.EmbeddingTrainer`: no
-backend, no download.
+Runs whole steps on fabricated data with the tiny models of :class:`rlhf_testing.plain.EmbeddingTrainer`, without a
+backend or a download.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AlgorithmSubject(Contract):
 
     def data(self, algorithm: Any, seed: int = 0, **options: Any) -> list[Any]:
         """The input of ``assemble``: scored groups, or tokenised examples of the algorithm's data form. Sampled turns
-        have log-probs only where ``needs().generator_logprobs`` is set."""
+        have log-probs only if ``needs().generator_logprobs`` is set."""
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
@@ -260,7 +260,7 @@ def with_rewards(groups: Sequence[Group], reward: float) -> list[Group]:
 
 
 def credited_columns(step: Step) -> dict[str, Tensor]:
-    """{column that ``credit`` made: its values in float64}. Of token columns only the values under the loss mask."""
+    """{column that ``credit`` added: its values in float64}. For token columns only the values under the loss mask."""
     batch: Batch = step.batch
     columns = {}
     for name in sorted(step.credited):
@@ -452,7 +452,7 @@ def _shuffled(group: Group, seed: int) -> Group:
 
 
 def _by_unit(batch: Batch, names: set[str]) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
-    """{tokens of a unit: the unit's values in the columns that credit() made}."""
+    """{tokens of a unit: the unit's values in the columns that credit() added}."""
     values_of = {}
     for u in range(batch.units):
         unit = batch.select([u])

@@ -58,11 +58,11 @@ def model_step(
     annotated_as: Batch | None = None,
     end: bool = True,
 ) -> Step:
-    """Assemble, annotate, credit and take every update's gradient.
+    """Assemble, annotate and credit a batch, and compute the gradient of every update.
 
     Args:
         poison: put NaN at masked positions of every float token column, before credit and before updates. The mask is
-            the one that an annotation was made over, else ``loss_mask``.
+            that of the annotation, else ``loss_mask``.
         layout: how the optimizer batch is split (:func:`rlhf_testing.compare.layouts`); empty: one micro-batch.
         annotated_as: copy the annotations of each token from this batch, which holds the same samples after other
             prompts.
@@ -90,7 +90,7 @@ def model_step(
         batch = poisoned(batch, over)
     credited = algorithm.credit(batch)
     pair = isinstance(credited, tuple) and len(credited) == 2 and isinstance(credited[0], Batch)
-    if not pair:  # to show a batch takes as long as the step
+    if not pair:  # formatting a batch takes as long as the step
         raise Nonconformance(f"credit() must return (batch, metrics), got {_text(credited)}")
     batch, metrics = credited
     updates = algorithm.updates(number, batch)
@@ -115,7 +115,7 @@ def model_step(
 
 
 def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[str, float]]:
-    """Returns the result of ``assemble``. Fails where its form is wrong."""
+    """Returns the result of ``assemble``. Fails if its form is wrong."""
     result = algorithm.assemble(data)
     pair = isinstance(result, tuple) and len(result) == 2
     fits = pair and (result[0] is None or isinstance(result[0], Batch)) and isinstance(result[1], Mapping)

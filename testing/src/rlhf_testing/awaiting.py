@@ -1,6 +1,6 @@
 """Calls plugin methods, which may be ``async def`` or plain ``def``, with a time limit.
 
-All calls run on one event loop, as in a run. A plugin may keep a connection from one call to the next.
+All calls run on one event loop, as in a run, so a plugin may keep a connection from one call to the next.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ GRACE = 1.0
 awaits something is cancelled at the limit itself; one that blocks the event loop is not."""
 
 _TOO_SLOW: set[tuple[Any, float]] = set()
-"""(function, limit) of the calls that took too long. They are not waited for again in every check of a suite."""
+"""(function, limit) of the calls that took too long. Later checks of a suite do not wait for them again."""
 
 _RUNNER = asyncio.Runner()
 atexit.register(_RUNNER.close)
 
 
 class Interrupted(BaseException):
-    """Raised inside a method that has exceeded its limit. No Exception, so that the method does not catch it."""
+    """Raised inside a method that has exceeded its limit. It is not an Exception, so that the method does not catch
+    it."""
 
 
 def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> Any:
-    """``method(*arguments)``, awaited where it returns an awaitable.
+    """The result of ``method(*arguments)``, awaited if it is an awaitable.
 
-    Raises Nonconformance where it takes longer than ``limit`` seconds, or where an earlier call of it did. A plain
-    method, and a coroutine that blocks, are interrupted by a signal: in the main thread only, and not inside a call
-    into C code that does not return."""
+    Raises Nonconformance if this call, or an earlier one, takes longer than ``limit`` seconds. A signal interrupts
+    plain methods and coroutines that block. It works in the main thread only, and not inside a call into C code that
+    does not return."""
 
     async def run() -> Any:
         result = method(*arguments)
@@ -67,7 +68,7 @@ def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> An
 @contextlib.contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
     """Raises :class:`Interrupted` in the main thread after ``seconds``. Other threads, and systems without the signal,
-    are not interrupted. A timer that is set already (of a test runner) is set again afterwards."""
+    are not interrupted. A timer that was already set (by a test runner) is restored afterwards."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return

@@ -47,6 +47,6 @@ class BackendContract(PluginContract):
             try:
                 plugins.resolve(kind, getattr(self.cls, kind))
             except PluginNotFound:
-                continue  # the three may come from different distributions, and each may be left out
+                continue  # the three may come from different distributions, and each is optional
             except PluginError as error:
                 raise Nonconformance(f"{self.label()} its {kind} cannot be used: {error}") from error

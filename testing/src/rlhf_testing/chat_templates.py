@@ -45,7 +45,7 @@ QWEN3 = (
     "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 )
-"""As :data:`HERMES`, with reasoning as Qwen3 writes it: kept after the last user message, dropped before it."""
+"""As :data:`HERMES`, with reasoning as in Qwen3: kept after the last user message, dropped before it."""
 
 LLAMA3 = (
     "{% for m in messages %}{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) }}"
@@ -57,7 +57,7 @@ LLAMA3 = (
     "{{ (tools | tojson) + '\\n' }}{% endif %}{{ m.content | trim }}{% endif %}{{ '<eos>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
-"""One call as JSON in place of the text of its message; results as JSON."""
+"""One call as JSON instead of the text of its message; results as JSON."""
 
 GENERATION = HERMES.replace(
     "{{ '<|im_start|>assistant\\n' + m.content }}", "{{ '<|im_start|>assistant\\n' }}{% generation %}{{ m.content }}"

@@ -20,15 +20,15 @@ from rlhf_testing.contract import Nonconformance, PluginContract, expect, expect
 
 
 class CheckContract(PluginContract):
-    """Checks the findings of a check: on this machine, and where every probe fails."""
+    """Checks the findings of a check: on this machine, and if every probe fails."""
 
     kind = "check"
     check: Any = None
     finds: Sequence[str] = ()
-    """Names of the findings on this machine, in order; not compared where empty."""
+    """Names of the findings on this machine, in order; not compared if empty."""
 
     def findings(self, examination: Examination) -> list[Finding]:
-        """The findings that ``examine`` returns. Fails where their form is wrong."""
+        """The findings that ``examine`` returns. Fails if their form is wrong."""
         try:
             findings = list(self.cls().examine(examination))
         except Exception as error:

@@ -1,5 +1,5 @@
-"""Comparisons of the suites, norm-wise for gradients and bit for bit where nothing may change; ways to split a
-batch."""
+"""Comparisons for the suites: norm-wise for gradients, bit for bit for values that must not change. Also ways to split
+a batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GRADIENT = 1e-5
 """Norm-wise relative difference of two gradients that are equal in exact arithmetic. A policy-gradient loss is near
 zero by construction, so the loss itself has no meaningful relative error."""
 LOSS = 1e-6
-"""Allowed loss difference, relative to ``sum |weight * value|``. The terms of a loss may cancel, so the loss itself is
-no measure of rounding."""
+"""Allowed loss difference, relative to ``sum |weight * value|``. The terms of a loss may cancel, so the loss itself
+does not measure rounding."""
 
 _ODD = 0x5EED0DD
 """A seed that no plugin is likely to use."""
@@ -49,8 +49,8 @@ def _bytes(a: Tensor) -> Tensor:
 
 @contextmanager
 def generators_left_alone(label: str) -> Iterator[None]:
-    """Fails where the code inside draws from, or seeds, a random generator that the process shares. A model's dropout,
-    for example, draws from torch's generator."""
+    """Fails if the code inside uses or seeds a global random generator. A model's dropout, for example, uses torch's
+    generator."""
     states = torch.get_rng_state(), random.getstate()
     torch.manual_seed(_ODD)  # an unusual seed, so that seeding again is noticed
     random.seed(_ODD)
@@ -70,7 +70,7 @@ def generators_left_alone(label: str) -> Iterator[None]:
 
 
 def finite(a: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that hold NaN or infinity."""
+    """Names of tensors that contain NaN or infinity."""
     return sorted(k for k, v in a.items() if not bool(torch.isfinite(v).all()))
 
 

@@ -34,8 +34,8 @@ SUITES: dict[str, tuple[str, str]] = {
 
 ATTRIBUTE = "conformance"
 """A component class may hold a mapping of suite attributes under this name: ``{"rows": [...]}``, ``{"columns": ...}``,
-``{"statement": function}``. A test file's suite class sets the same attributes. A file with a reward function holds it
-beside the function."""
+``{"statement": function}``. A suite class in a test file sets the same attributes. In a file with a reward function,
+the mapping is a variable of the module."""
 
 
 class Selected(Protocol):
@@ -52,11 +52,11 @@ class Selected(Protocol):
 
 
 DECOY = "RLHF_CHECK_API_KEY"
-"""An environment variable that is set during the checks, to detect a plugin that prints the whole environment."""
+"""Environment variable that is set during the checks, to detect a plugin that prints the whole environment."""
 _SHORTEST = 8
 """Minimum characters of a secret's value. Shorter values may occur in a text by chance."""
 SECRETS = "secrets"
-"""Name of the check that runs after the others: their output and errors contain no secret."""
+"""Name of the last check: the output and errors of the other checks contain no secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ class CheckResult:
     name: str
     """Name of the test method without ``test_``, for example ``split_invariance``."""
     passed: bool
-    """Also True for a skipped check, which needs something that the author did not supply (see ``detail``)."""
+    """Also True for a skipped check. It needs something that the author did not supply (see ``detail``)."""
     detail: str
-    """What the check proves; where it failed, what is wrong; where it was skipped, what it needs."""
+    """What the check proves. If it failed: what is wrong. If it was skipped: what it needs."""
     skipped: bool = False
 
 
 class Hearing:
-    """Passes on what a plugin prints while it is checked, with secrets replaced. ``leaks`` holds the variables whose
-    values were printed."""
+    """Passes on a plugin's output during the checks, with secrets replaced. ``leaks`` holds the variables whose values
+    were printed."""
 
     def __init__(self) -> None:
         self.leaks: set[str] = set()
@@ -121,7 +121,7 @@ class _Passing(io.TextIOBase):
 
 
 def suite(kind: str) -> type[PluginContract]:
-    """The suite class of a kind. Raises PluginInvalid for an unknown one."""
+    """The suite class of a kind. Raises PluginInvalid for an unknown kind."""
     if kind not in SUITES:
         raise PluginInvalid(f"there is no conformance suite for kind {kind!r}; kinds are {sorted(SUITES)}")
     module, name = SUITES[kind]
@@ -129,18 +129,18 @@ def suite(kind: str) -> type[PluginContract]:
 
 
 def check_names(kind: str) -> list[str]:
-    """The names of all checks that :func:`run` does for a kind, in its order."""
+    """The names of all checks that :func:`run` executes for a kind, in order."""
     return [*(_short(name) for name in _methods(suite(kind))), SECRETS]
 
 
 def run(
     resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None, name_part: str = ""
 ) -> list[CheckResult]:
-    """The checks of the kind's suite on ``resolved.cls``, with its default config.
+    """Run the checks of the kind's suite on ``resolved.cls``, with its default config.
 
     Args:
         progress: called after each check.
-        name_part: run the checks whose names (:func:`check_names`) contain this text; every check where it is empty.
+        name_part: run the checks whose names (:func:`check_names`) contain this text; empty: run all checks.
 
     An exception in one check does not stop the others. Warnings are not shown.
     """
@@ -182,7 +182,7 @@ def _secrets(hearing: Hearing) -> CheckResult:
 
 
 def _methods(contract: type[PluginContract]) -> Iterator[str]:
-    """Names of the test methods, those of every component first, then in the order they are written."""
+    """Names of the test methods: first the checks of every component, then the others in the order of the source."""
     names: set[str] = set()
     first = [base for base in (PluginContract, Contract) if issubclass(contract, base)]
     for base in (*first, *reversed(contract.__mro__)):
@@ -197,7 +197,7 @@ def _short(method: str) -> str:
 
 
 def _first_paragraph(check: Callable[[], None]) -> str:
-    """Of the docstring, on one line and as plain text."""
+    """First paragraph of the docstring, on one line and as plain text."""
     return " ".join((inspect.getdoc(check) or "").partition("\n\n")[0].replace("``", "`").split())
 
 
@@ -221,8 +221,7 @@ def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
 
 
 def _place(error: BaseException, cls: type[Any]) -> str:
-    """The line of the plugin's own code at which the error was raised: `` (loss.py:12)``. Empty where it was raised
-    elsewhere."""
+    """The line of the plugin's own code that raised the error: `` (loss.py:12)``. Empty if other code raised it."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if file and f.filename == file]

@@ -1,4 +1,4 @@
-"""Shared parts of all suites: how a check fails, the grid of configs, and the checks of every component.
+"""Shared parts of all suites: failures of checks, the grid of configs, and the checks of every component.
 
 A suite is a plain class with ``test_`` methods. pytest collects a subclass whose name starts with ``Test``;
 :func:`rlhf_testing.conformance.run` calls the same methods without pytest.
@@ -36,7 +36,7 @@ _MUTABLE = (list, dict, set, bytearray)
 
 
 class Nonconformance(AssertionError):
-    """A plugin breaks the contract of its kind. The message says which rule, what was got and what to do."""
+    """A plugin breaks the contract of its kind. The message says which rule, the value and what to do."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -46,16 +46,16 @@ def expect(condition: bool, message: str) -> None:
 
 
 def missing(part: str) -> unittest.SkipTest:
-    """Raise this where the author did not supply ``part``: pytest and ``rlhf plugins check`` report a skip."""
+    """The exception to raise if the author did not supply ``part``: pytest and ``rlhf plugins check`` report a skip."""
     return unittest.SkipTest(f"The check needs what only you can supply: {part}")
 
 
 def expect_light_import(label: str, module: str, remedy: str) -> None:
-    """Fails where importing ``module``, in a process of its own, fails or imports a framework.
+    """Fails if importing ``module``, in a separate process, fails or imports a framework.
 
     Args:
-        label: the component, at the beginning of messages.
-        remedy: what its author can do, at their end.
+        label: name of the component, at the beginning of messages.
+        remedy: advice for its author, at the end of messages.
     """
     code = f"import sys, {module}; print(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -69,8 +69,8 @@ def knowing_columns(label: str, give: str) -> Iterator[None]:
     """Turns the error about a column that the made-up rows lack into a failure that says how to add the column.
 
     Args:
-        give: the entry of ``conformance`` that holds columns, with NAME in place of the column's name, or EACH in place
-            of all columns where the author's row replaces the made-up one.
+        give: the entry of ``conformance`` that holds columns. NAME stands for the column's name. EACH stands for all
+            columns, if the author's row replaces the made-up one.
     """
     try:
         yield
@@ -87,8 +87,8 @@ def knowing_columns(label: str, give: str) -> Iterator[None]:
 
 
 def changed_fields(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """``kl.coef``, its value and its field, for each field of a config, nested ones included, that is not at its
-    default."""
+    """(``kl.coef``, its value, its field) for each field of a config that is not at its default, nested fields
+    included."""
     for name, info in type(config).model_fields.items():
         value, default = getattr(config, name), info.get_default(call_default_factory=True)
         if isinstance(value, BaseModel) and type(value) is type(default):
@@ -103,12 +103,14 @@ def not_default(config: BaseModel) -> list[str]:
 
 
 def set_options(config: BaseModel) -> list[str]:
-    """``kl.coef`` for each option of a config, nested ones included, that is set to another value than its default."""
+    """``kl.coef`` for each option of a config that is set to another value than its default, nested options
+    included."""
     return [path for path, _, info in changed_fields(config) if not info.is_required()]
 
 
 class PluginContract:
-    """Base of the suites. ``kind`` names both the kind and the attribute that holds the class under test."""
+    """Base class of the suites. ``kind`` is the kind, and also the name of the attribute that holds the class under
+    test."""
 
     kind: ClassVar[str] = ""
     registered: bool = True
@@ -183,7 +185,7 @@ class PluginContract:
 
 
 class Contract(PluginContract):
-    """Base of the suites of a run's parts, which have a config and state for the checkpoint."""
+    """Base class of the suites for the parts of a run, which have a config and state for the checkpoint."""
 
     configs: Sequence[ComponentConfig] = ()
     """Configs to check, each by itself; empty: only the default config."""
@@ -192,7 +194,7 @@ class Contract(PluginContract):
     algorithms, advantages and losses: ``{"entropy_coef = 0.0": "reports only"}``."""
 
     def grid(self) -> list[Any]:
-        """The configs to check; the default config where the author gave none."""
+        """The configs to check; the default config if the author set none."""
         if self.configs:
             return list(self.configs)
         try:
@@ -223,8 +225,8 @@ class Contract(PluginContract):
 
 
 def misspelled(cls: type[Any], *faces: type[Any]) -> list[tuple[str, str]]:
-    """[(a public name that ``cls`` defines, a similarly spelled member of its interfaces ``faces`` that ``cls`` does
-    not override)]. Example: ``step_finish``, where the runtime calls ``step_finished``."""
+    """[(public name that ``cls`` defines, similar name in its interfaces ``faces`` that ``cls`` does not override)].
+    Example: ``step_finish``, although the runtime calls ``step_finished``."""
     optional = [
         n
         for face in faces
@@ -263,8 +265,7 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
 
 
 def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
-    """{field of ``cls.Config``: who reads it} for names that the run file's section or an algorithm's slot already
-    uses."""
+    """{field of ``cls.Config``: reader} for names that the run file's section or an algorithm's slot already uses."""
     from rlhf_runtime.config.runfile import LISTS, SINGLE
 
     section = {**SINGLE, **LISTS}.get(kind)
@@ -279,7 +280,7 @@ def _parameters(signature: inspect.Signature) -> str:
 
 
 def no_number(value: Any) -> str:
-    """Empty for a finite number, else a text with the value, what is allowed and what to write."""
+    """Empty for a finite number, else a message with the value, what is allowed and what to write."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
         return ""
     hint = " Write float(...)." if isinstance(value, bool | str) else ""
@@ -288,7 +289,7 @@ def no_number(value: Any) -> str:
 
 
 def check_state(component: Component, fresh: Component, label: str) -> None:
-    """The state of ``component`` survives JSON and restores ``fresh``."""
+    """Check that the state of ``component`` survives JSON and restores ``fresh``."""
     state = component.state_dict()
     try:
         text = json.dumps(state, allow_nan=False)
@@ -300,7 +301,7 @@ def check_state(component: Component, fresh: Component, label: str) -> None:
 
 
 def check_config(config: Any) -> None:
-    """One config: round trip, frozen, unknown keys refused."""
+    """Check one config: round trip, frozen, unknown keys refused."""
     cls, text = type(config), repr(config)
     loaded_config = cls.model_validate_json(config.model_dump_json())
     expect(loaded_config == config, f"{text} is {loaded_config!r} after a dump and a load")
@@ -321,7 +322,7 @@ def check_config(config: Any) -> None:
 
 
 def check_fields(cls: type[BaseModel], path: str = "") -> None:
-    """Every field documented and of an immutable type, nested configs included."""
+    """Check that every field is documented and has an immutable type, nested configs included."""
     for name, info in cls.model_fields.items():
         field = f"{path or cls.__qualname__}.{name}"
         expect(

@@ -41,9 +41,9 @@ class MadeUpRows(TrainingRows):
     """Training data of any size.
 
     Args:
-        sizes: {source: how many rows it has}.
-        columns: {column: the values that the rows have, in turn}.
-        shuffled: False: every order is that of the data, so that choices can be computed by hand.
+        sizes: {source: number of rows}.
+        columns: {column: values that are assigned to the rows in turn}.
+        shuffled: False: every order is the order of the data, so that choices can be computed by hand.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MadeUpRows(TrainingRows):
 
 
 class Play:
-    """Simulates a run: asks a curriculum for rows and reports the results to it.
+    """Simulates a run: requests rows from a curriculum and reports the results to it.
 
     Args:
         curriculum: an instance after ``setup``.
@@ -146,7 +146,7 @@ def made_up_score(row: int, step: int, sample: int) -> float:
 
 
 def position_of(value: object) -> int:
-    """A position that ``choose`` gave. Raises Nonconformance where it is no integer."""
+    """A position that ``choose`` returned. Raises Nonconformance if it is not an integer."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -159,9 +159,9 @@ class CurriculumContract(Contract):
     kind = "curriculum"
     curriculum: Any = None
     columns: Mapping[str, Sequence[object]] = {}
-    """{column: the values that the made-up rows have, in turn}, of every column that the curriculum reads."""
+    """{column: values that are assigned to the made-up rows in turn}, for every column that the curriculum reads."""
     sizes: Mapping[str, int] = {"one": 12, "two": 5}
-    """{source: rows}, where the curriculum needs other data."""
+    """{source: number of rows}; override it if the curriculum needs other data."""
 
     def build(self, config: Any) -> Any:
         """An instance after ``setup``."""
@@ -332,7 +332,7 @@ def _has_text_keys(state: Any) -> bool:
 
 
 def _difference(batches: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
-    """A text about the first batch that differs."""
+    """Description of the first batch that differs."""
     step = next((i for i, (a, b) in enumerate(zip(batches, other, strict=False)) if a != b), math.inf)
     if not isinstance(step, int):
         return f"{len(batches)} batches and {len(other)}"

@@ -53,7 +53,7 @@ class EnvContract(Contract):
         return CheckedEpisode(self, self.label(config), self.build(config), self.row(index), seed)
 
     def play(self, config: Any, index: int, seed: int, first: int = 0) -> Answers:
-        """A whole episode: the first observation and every step; ``first`` is the action it begins with."""
+        """A whole episode: the first observation and every step. ``first`` is the index of the first action."""
         episode = self.open(config, index, seed)
         for turn in range(self.max_turns):
             if episode.done:
@@ -147,7 +147,7 @@ class EnvContract(Contract):
             )
 
     def _closed(self, config: Any, is_whole_episode: bool) -> CheckedEpisode:
-        """An episode after its end. It is returned because a garbage-collected object may close its files by itself."""
+        """An episode after its end. It is returned so that it is not garbage-collected, which might close its files."""
         episode = self.open(config, 0, 0)
         for turn in range(self.max_turns if is_whole_episode else 0):
             if episode.done:
@@ -197,7 +197,7 @@ class CheckedEpisode:
         self.answers.append(step)
 
     def _agent(self, label: str, step: EnvStep) -> None:
-        """The agents that a step names are those of ``agents()``."""
+        """Check that the agents that a step names are in ``agents()``."""
         names = [*step.rewards, *([] if step.done or (step.agent == "" and not self.agents) else [step.agent])]
         strangers = [name for name in names if name not in self.agents]
         expect(not strangers, f"{label}: the step names the agent {strangers[:1]}; agents() gives {self.agents}")

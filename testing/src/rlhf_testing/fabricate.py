@@ -30,7 +30,7 @@ HIDDEN = 8
 TOKENS = Tokens(
     lambda text: [1 + byte % (VOCABULARY - 1) for byte in text.encode()], lambda ids: "".join(chr(96 + i) for i in ids)
 )
-"""A tokenizer of the fabricated vocabulary: one token a byte."""
+"""A tokenizer of the fabricated vocabulary: one token per byte."""
 
 
 class NoColumn(KeyError):
@@ -68,15 +68,15 @@ def groups(
 ) -> list[Group]:
     """Scored groups, as a controller passes them to ``Algorithm.assemble``.
 
-    Sample 1 of a group ends truncated, sample 2 (with ``multi_turn``) has three sampled turns, of which the last
-    starts on a rewritten context (``fresh``). No two trajectories have the same tokens.
+    Sample 1 of a group ends truncated. With ``multi_turn``, sample 2 has three sampled turns, the last of them after a
+    rewritten context (``fresh``). No two trajectories have the same tokens.
 
     Args:
         logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
         equal_rewards: every trajectory of a group gets the same reward.
         scored: False gives no rewards (``Needs.reward``).
         greedy: whether samples have the reward of a greedy answer (``Needs.greedy``).
-        answers: how many samples of each group are answers of the data (``Needs.demonstrations_per_group``).
+        answers: number of samples of each group that are answers of the data (``Needs.demonstrations_per_group``).
         columns: further columns of every row.
     """
     rng = random.Random(seed)
@@ -211,7 +211,7 @@ def batch(
 
 
 UNIT_COLUMNS = ("group", "greedy", "is_demonstration", "key", "own_tokens", "reward", "sample", "score", "truncated")
-"""The columns of an online batch with one value a unit (:mod:`rlhf.ops.trajectories`)."""
+"""The columns of an online batch with one value per unit (:mod:`rlhf.ops.trajectories`)."""
 
 
 def values(name: str, size: int, seed: int) -> Tensor:
@@ -244,8 +244,8 @@ def output_head(role: str, seed: int) -> OutputHead:
 def read(
     role: RoleSpec, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
 ) -> list[list[Any]]:
-    """The values of a head at these positions, as ``RewardContext.read_role`` returns them. The stand-in model's
-    outputs after a prefix are a fixed function of the role and the prefix: 256 logits of a language model, N of a head
+    """The values of a head at these positions, as ``RewardContext.read_role`` returns them. The outputs of the stand-in
+    model after a prefix are a fixed function of the role and the prefix: 256 logits for a language model, N for a head
     ``classes:N``."""
     import torch
 

@@ -194,7 +194,7 @@ PROMPTS = ((20, 21, 22), (30,), (20, 21, 22), (40, 41, 42, 43, 44, 45, 46), (9, 
 """Prompts of different lengths. Equal prompts may share their prefill."""
 BUCKET_BYTES = 2**14
 LINK_SECONDS = 60.0
-"""After this time an end of a link gives up waiting for the other."""
+"""Time after which one end of a link stops waiting for the other."""
 
 
 class Sampled:
@@ -232,7 +232,7 @@ class GeneratorContract(SamplingChecks, Contract):
     architectures: Sequence[str] = ("qwen3",)
     """Model types of transformers to check."""
     sizes: Mapping[str, int] = {}
-    """Sizes of the tiny models, where the generator's kernels need particular ones: ``{"head_dim": 32}``."""
+    """Sizes of the tiny models, if the generator's kernels need particular ones: ``{"head_dim": 32}``."""
 
     def path(self, architecture: str = "", seed: int = 0) -> Path:
         """The folder of the tiny model that :meth:`make` samples from."""
@@ -247,8 +247,8 @@ class GeneratorContract(SamplingChecks, Contract):
         seed: int = 0,
         adapters: LowRankAdapters | None = None,
     ) -> Sampled:
-        """A loaded generator; override for one that needs more than weights (a model path, a server). With
-        ``adapters``, those of the spec, its source is a ``PlainAdapterTrainer``."""
+        """A loaded generator. Override it for a generator that needs more than weights (a model path, a server). With
+        ``adapters``, which go into the spec, the source is a ``PlainAdapterTrainer``."""
         from transformers import AutoTokenizer
 
         path = str(self.path(architecture, seed))
@@ -265,7 +265,7 @@ class GeneratorContract(SamplingChecks, Contract):
         return sampled
 
     def load(self, sampled: Sampled, version: int) -> Any:
-        """Load the source's weights into the generator, in the way that it takes them."""
+        """Load the source's weights into the generator, by the ability that it has."""
         if issubclass(self.cls, TakesModule):
             return sampled.generator.load(sampled.source, version)
         sampled.generator.begin_load(version)
@@ -482,8 +482,8 @@ class GeneratorContract(SamplingChecks, Contract):
 
 
 def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: float = 1.0) -> bool:
-    """Whether the truncation allows the token. ``margin`` 1 also allows tokens at the edge that rounding may allow, -1
-    only tokens that are allowed in spite of rounding."""
+    """Whether the truncation allows the token. With ``margin`` 1 also tokens at the edge that rounding may allow; with
+    -1 only tokens that are allowed whatever the rounding."""
     p_V, probability = logprobs_V.exp(), float(logprobs_V[token].exp())
     above_V = p_V > probability * (1 + 1e-4 * margin)
     above_V[token] = False

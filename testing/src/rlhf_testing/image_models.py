@@ -1,9 +1,9 @@
 """Tiny image-text models with their processors, on disk, for tests.
 
-The five families cover what matters: Qwen2.5-VL and Qwen3-VL number the tokens of an image in two dimensions (M-RoPE),
-Idefics3 cuts large images into tiles and writes markers around each, LLaVA has a fixed number of tokens for an image,
-InternVL cuts images into tiles only because its processor tells its image processor so. The last three number all
-tokens one after another.
+The five families cover the relevant differences. Qwen2.5-VL and Qwen3-VL number the tokens of an image in two
+dimensions (M-RoPE). Idefics3 cuts large images into tiles, with markers around each. LLaVA has a fixed number of tokens
+per image. InternVL cuts images into tiles only because its processor passes this setting to its image processor. The
+last three number all tokens consecutively.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERN = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
-"""By the tokenizer's attributes."""
+"""{attribute of the tokenizer: token}."""
 
 _TEXT = {
     "hidden_size": 64,
@@ -34,7 +34,7 @@ _TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 32,  # vLLM on a CPU has no smaller one
+    "head_dim": 32,  # the smallest that vLLM supports on a CPU
     "max_position_embeddings": 4096,
     "bos_token_id": None,
     "pad_token_id": 0,
@@ -65,7 +65,7 @@ def tiny_image_model(
     (``llava``), or 4 tokens for each of four tiles and for the whole, with markers around them (``idefics3``).
 
     Args:
-        path: folder, created where absent.
+        path: folder, created if absent.
         family: one of :data:`FAMILIES`.
         vision: fields of the vision part's config that replace its defaults.
         text: fields of the text part's config that replace its defaults.

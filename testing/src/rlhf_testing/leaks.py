@@ -1,6 +1,7 @@
 """Finds leaks of this process: open files, child processes, threads.
 
-A leak grows with every use. What a library keeps after its first use, such as a cache or a pool, is not a leak.
+A leak grows with every use. Objects that a library keeps after its first use, such as a cache or a pool, are not a
+leak.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Held = dict[str, dict[Any, str]]
 WARM = 2
 """Number of uses before the first measurement."""
 USES = 3
-"""Largest number of measured uses. A leak must grow in each of them, so the first in which none grows is the last."""
+"""Largest number of measured uses. A leak must grow in each use, so the measurement stops at the first use in which no
+kind grows."""
 
 
 def open_resources() -> Held:
@@ -35,8 +37,8 @@ def leaks(uses: Sequence[Callable[[], object]]) -> list[list[str]]:
     """For each of ``uses``: one line for each kind of object that every call leaves behind.
 
     Args:
-        uses: their return values are kept to the end, so that garbage collection does not hide a leak. It runs once
-            for all of them, because it takes a second in a process that has imported much.
+        uses: their return values are kept to the end, so that garbage collection does not hide a leak. The garbage
+            collector runs once for all of them, because it takes a second in a process with many imports.
     """
     results = [use() for use in uses for _ in range(WARM)]
     gc.collect()
@@ -69,7 +71,7 @@ def _files() -> dict[Any, str] | None:
         for name in names:
             try:
                 files[int(name), os.fstat(int(name)).st_ino] = _target(folder / name)
-            except (OSError, ValueError):  # the descriptor of the folder itself, which is closed by now
+            except (OSError, ValueError):  # the descriptor of the folder itself, which is already closed
                 continue
         return files
     return None
@@ -83,7 +85,7 @@ def _target(link: Path) -> str:
 
 
 def _children() -> dict[Any, str] | None:
-    """Child processes, including those that ended and were not waited for."""
+    """Child processes, including zombies, which ended and were not waited for."""
     parent_id, processes = os.getpid(), dict[Any, str]()
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]

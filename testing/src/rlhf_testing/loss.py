@@ -45,7 +45,7 @@ from rlhf_testing.options import check_options
 
 CHUNK = 3
 STEP = 0.01
-"""By how much outputs are changed to see whether the loss reads them."""
+"""Change of outputs that shows whether the loss reads them."""
 """Tokens per chunk. Trainers use thousands."""
 TOLERANCE = 1e-5
 """Relative to the largest value. A matrix product of fewer rows adds in a different order."""
@@ -95,7 +95,8 @@ _PARTS = (lambda loss: loss.outputs(), lambda loss: loss.columns(), lambda loss:
 
 
 def check_head(label: str, case: LossCase, head: Head) -> None:
-    """Checks a head of the loss's own: one row of float32 values per token, which depends on that token alone."""
+    """Checks a head that the loss itself defines: one row of float32 values per token, which depends on that token
+    only."""
     label = f"{label} head {head.name!r}"
     try:
         inspect.signature(head.fn).bind(None, None, None, None)

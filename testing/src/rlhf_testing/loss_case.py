@@ -55,12 +55,13 @@ class LossSubject(Contract):
     coef: Mapping[str, float] = {}
     """Coefficients the algorithm passes (``Update.coef``)."""
     levels: Mapping[str, str] = {}
-    """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token. Those of an online batch are known."""
+    """{column: ``tok`` | ``seq`` | ``unit``} for columns that are not per token. Columns of an online batch are
+    known."""
     hidden_size: int = fabricate.HIDDEN
     """Hidden size of the made-up models, for columns that hold hidden states."""
 
     def column(self, name: str, size: int, seed: int) -> Tensor:
-        """Values of a batch column; override for one that is not a plain number (an index, a 0/1 label)."""
+        """Values of a batch column. Override it for columns that are not plain numbers (an index, a 0/1 label)."""
         return fabricate.values(name, size, seed)
 
     def assembled(self, batch: Batch, seed: int) -> Batch:
@@ -122,7 +123,7 @@ class LossCase:
         return batch.with_column(level, name, values, over=self.over)  # type: ignore[arg-type]
 
     def level(self, name: str) -> ColumnLevel:
-        """Where the batch has a column."""
+        """The level of a column in the batch."""
         return "tok" if name in self.batch.tok else "seq" if name in self.batch.seq else "unit"
 
     def _leaf(self, head: Head, batch: Batch) -> Tensor:
@@ -140,8 +141,8 @@ class LossCase:
         return values.requires_grad_()
 
     def prepare(self, poison: bool = False) -> Batch:
-        """The driver's part: ``prepare`` on the whole batch, then the weights. With ``poison`` the columns have NaN at
-        masked positions, which are otherwise zero."""
+        """The driver's part: ``prepare`` on the whole batch, then the weights. With ``poison`` the columns are NaN at
+        masked positions, otherwise zero."""
         batch = self.plain
         if poison:
             for name, values in batch.tok.items():
@@ -164,7 +165,7 @@ class LossCase:
         return [list(range(self.batch.units))]
 
     def run(self, parts: Sequence[Sequence[int]], poison: bool = False) -> BatchResult:
-        """Evaluate micro-batches of these units. Gradients with respect to the leaves add up."""
+        """Evaluate micro-batches of these units. Gradients with respect to the leaves are summed."""
         batch = self.batch
         if poison:
             tok = {k: self._poisoned(v, batch) if v.is_floating_point() else v for k, v in batch.tok.items()}
@@ -197,7 +198,8 @@ class LossCase:
         return BatchResult(total, recorder.size, gradients, add_sums(sums))
 
     def _suggest_levels(self, error: Exception) -> None:
-        """Explains an error about shapes: the suite may have made a column per token that is per sequence or unit."""
+        """Explains an error about shapes: the suite may have created a column per token that should be per sequence or
+        unit."""
         names = [n for n in self.loss.columns() if n in self.batch.tok and n not in self.suite.levels]
         if names:
             raise Nonconformance(
@@ -207,7 +209,7 @@ class LossCase:
             ) from error
 
     def outputs(self, micro: Batch) -> dict[str, Tensor]:
-        """The model outputs of a micro-batch, in the form of a trainer's, connected to the leaves for gradients."""
+        """The model outputs of a micro-batch, as a trainer returns them, connected to the leaves for gradients."""
         outputs = {}
         for head in self.heads:
             if head.over == "last_token":
@@ -233,7 +235,7 @@ class LossCase:
 
     @contextlib.contextmanager
     def moved(self, unit: int, step: float) -> Iterator[None]:
-        """All model outputs of a unit, larger by ``step``."""
+        """Context in which all model outputs of a unit are larger by ``step``."""
         original = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
         with torch.no_grad():
             for name, leaf in self.leaves.items():
@@ -251,7 +253,7 @@ class LossCase:
         """Gradients with respect to the leaves; zero where no gradient arrives."""
         if not total.requires_grad:
             return {k: torch.zeros_like(v) for k, v in self.leaves.items()}
-        # Where prepare() drops sequences, several runs share the graph from the leaves to the batch.
+        # If prepare() drops sequences, several runs share the graph from the leaves to the batch.
         gradients = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True, retain_graph=True)
         return {
             k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.leaves.items(), gradients, strict=True)
@@ -259,7 +261,7 @@ class LossCase:
 
 
 def _context(batch: Batch, mask_N: Tensor) -> Tensor:
-    """bool [N]: the tokens that are not under the mask, of units with a token that is, without first tokens."""
+    """bool [N]: tokens outside the mask, without first tokens, of units that have a token under the mask."""
     unit_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_N, mask_N.long()) > 0
     return ~mask_N & (batch.position_N > 0) & unit_U[batch.unit_N]
 
@@ -301,5 +303,5 @@ class Padded:
         return batch.column(name).double()
 
     def read_by(self, name: str) -> Tensor:
-        """[B, T, V]: the logits that the declared head ``name`` reads ([B, T, H], where it reads hidden states)."""
+        """[B, T, V]: the logits that the declared head ``name`` reads ([B, T, H] if it reads hidden states)."""
         return padded(self._batch.tok[LEAF + name].double(), self._rows, self._width)

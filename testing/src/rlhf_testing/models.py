@@ -1,5 +1,5 @@
-"""Tiny models on disk for the suites of trainers and generators. Each process makes them once and deletes them at its
-end."""
+"""Tiny models on disk for the suites of trainers and generators. Each process creates them once and deletes them when
+it ends."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ METRICS = {"policy/loss": 0.25, "reward/mean": -1.0, "time/step": 1.5, "step": 1
 
 
 class RecordedControl(RunControl):
-    """A run's control that changes no run. ``requests`` holds every request: ``("stop", reason)``, ``("save",)``,
+    """A ``RunControl`` that only records: ``requests`` holds every request, ``("stop", reason)``, ``("save",)`` or
     ``("change", option, value)``."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ObserverContract(Contract):
 
     @contextmanager
     def run(self) -> Iterator[Path]:
-        """A run directory of its own, with the environment set."""
+        """A new run directory, with the environment set."""
         old = {k: os.environ.get(k) for k in self.environment}
         os.environ.update(self.environment)
         try:
@@ -84,7 +84,7 @@ class ObserverContract(Contract):
     def play(
         self, observer: Any, output: Path, *, online: bool, first: int = 0, steps: int = 2, end: str = "finished"
     ) -> None:
-        """The events of a run, in the runtime's order. Fails where the observer changes their arguments."""
+        """The events of a run, in the runtime's order. Fails if the observer changes their arguments."""
         groups = fabricate.groups(count=2) if online else []
         metrics = dict(METRICS) if online else {k: v for k, v in METRICS.items() if not k.startswith("reward")}
         copies = copy.deepcopy((groups, metrics))

@@ -13,7 +13,7 @@ from rlhf_testing.contract import Contract, expect, set_options
 
 
 def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
-    """Fails where ``effect`` of a config equals that of the same config with one option at its default.
+    """Fails if ``effect`` of a config equals the effect of the same config with one option at its default.
 
     Options named in :attr:`Contract.without_effect` are not checked. Neither are options that cannot be at their
     default because the config's other options forbid it.
@@ -39,7 +39,7 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
 
 
 def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
-    """The effect; None where the suite's data does not suit this config. None also counts as a different effect."""
+    """The effect; None if the suite's data does not suit this config. None also counts as a different effect."""
     try:
         return effect(config)
     except Exception:
@@ -47,7 +47,7 @@ def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
 
 
 def config_without(config: BaseModel, paths: list[str]) -> Any | None:
-    """The config with these options at their defaults; None where the other options forbid it."""
+    """The config with these options at their defaults; None if the other options forbid it."""
     values = {path: _option(config, path) for path in set_options(config) if path not in paths}
     values |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
     nested: dict[str, Any] = {}

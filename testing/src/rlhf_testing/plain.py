@@ -1,6 +1,6 @@
-"""A trainer written as plainly as possible, the reference for the tests of real trainers.
+"""A trainer that is as simple as possible: the reference for the tests of real trainers.
 
-It computes one sequence at a time, without packing, chunks and ranks: each log-prob comes from a forward pass over
+It computes one sequence at a time, without packing, chunks or ranks. Each log-prob comes from a forward pass over
 exactly the tokens before it. It is slow on purpose. :class:`PlainTrainer` holds a transformers model,
 :class:`EmbeddingTrainer` a few hundred parameters in pure torch, for suites that need gradients through *some* causal
 model."""
@@ -58,7 +58,7 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
 
     @classmethod
     def check_files(cls, spec: ModelSpec) -> None:
-        """Raises ModelError where a frozen role's model was saved without the role's head."""
+        """Raises ModelError if a frozen role's model was saved without the role's head."""
         from transformers import AutoConfig
 
         if spec.role.trained or spec.role.head == "lm":
@@ -158,7 +158,7 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
         return add_sums(sums)
 
     def apply(self) -> ApplyResult:
-        """A step of AdamW, skipped where the gradient is not finite."""
+        """A step of AdamW, skipped if the gradient is not finite."""
         squares = [p.grad.double().square().sum() for p in self.module.parameters() if p.grad is not None]
         norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
         skipped = "" if norm < float("inf") else f"gradient norm is {norm}"
@@ -213,7 +213,8 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
 
 
 class PlainAdapterTrainer(HasViews, PlainTrainer):
-    """Gives a generator adapters of two layers of each block. The module has the sums. Nothing is trained."""
+    """Provides a generator with adapters of two layers of each block. The module holds the merged weights. Nothing is
+    trained."""
 
     name = "plain_adapters"
     low_rank = LowRankAdapters(4, 0.5, ("q_proj", "v_proj"))
@@ -224,7 +225,7 @@ class PlainAdapterTrainer(HasViews, PlainTrainer):
         self.draw(0)
 
     def draw(self, seed: int) -> None:
-        """Replace the adapters by others."""
+        """Replace the adapters by random ones."""
         random, rank = torch.Generator().manual_seed(seed), self.low_rank.rank
         self.factors = {
             name: (

@@ -15,7 +15,7 @@ from rlhf_testing.contract import Nonconformance
 
 
 class Passed(dict[str, float]):
-    """Coefficients of an update. Reading one that the update does not pass fails with its name."""
+    """Coefficients of an update. Reading a missing one raises an error with its name."""
 
     def __missing__(self, name: str) -> float:
         raise Nonconformance(

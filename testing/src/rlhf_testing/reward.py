@@ -38,8 +38,8 @@ class RewardContract(Contract):
     kind = "reward"
     reward: Any = None
     cases: Sequence[Case] = ()
-    """(row columns, answer, expected value), written by the author. A reward that compares the samples of a group takes
-    lists: (row columns, answers, expected values)."""
+    """(row columns, answer, expected value), written by the author. For a reward that compares the samples of a group,
+    use lists: (row columns, answers, expected values)."""
     columns: Mapping[str, Any] = {"prompt": "What is 2 + 2?", "answer": "4"}
     """The row of the fabricated groups. It must have every column that the reward reads."""
     answers: Sequence[str] = ("4", "the answer is 4", "", "five", "\N{SNOWMAN} " * 50)
@@ -60,9 +60,9 @@ class RewardContract(Contract):
         return [single, group]
 
     def ready(self, config: Any) -> Any:
-        """An instance after ``setup``. Where ``score`` is plain ``def``, ``setup`` is not called, as in a worker. Roles
-        score each sequence of tokens with a fixed number, heads have fixed outputs after each prefix, and tokens are
-        the bytes of texts."""
+        """An instance after ``setup``. If ``score`` is plain ``def``, ``setup`` is not called, as in a worker. Roles
+        return a fixed score for each token sequence, heads have fixed outputs after each prefix, and tokens are the
+        bytes of texts."""
         reward = self.build(config)
         if self.in_worker:
             return reward

@@ -38,7 +38,7 @@ class RolloutContract(Contract):
     """Maximum seconds for one sample."""
 
     def run(self, config: Any, **options: Any) -> tuple[ScriptedContext, list[Turn] | None, Exception | None]:
-        """(context, turns, error) of one sample; the environment is closed as the core closes it."""
+        """(context, turns, error) of one sample. The environment is closed in the same way as by the core."""
         context, rollout = ScriptedContext(**options), self.build(config)
 
         async def sample() -> tuple[list[Turn] | None, Exception | None]:
@@ -225,7 +225,7 @@ class RolloutContract(Contract):
 
 
 def _turns(result: Any) -> list[Turn]:
-    """Returns the result of ``run``. Fails where its form is wrong."""
+    """Returns the result of ``run``. Fails if its form is wrong."""
     turns = list(result) if isinstance(result, list | tuple) else []
     for value in turns:
         if inspect.iscoroutine(value):

@@ -27,7 +27,7 @@ class ScriptedEnv(Env):
     """Answers with one text per turn, is done after ``turns`` turns, and raises at turn ``fails_at``. Counts the calls
     of ``close``.
 
-    With ``agents`` these have their turns one after another, and each turn also gives every agent 1."""
+    With ``agents``, the agents play in turn, and each turn also gives every agent a reward of 1."""
 
     name = "scripted"
 
@@ -80,9 +80,9 @@ class ScriptedContext(RolloutContext):
     generating: bool = False
     """Whether a turn is being generated."""
     side_turns: list[Turn] = field(default_factory=list)
-    """Turns that were asked for with ``training = False``."""
+    """Turns that were requested with ``training = False``."""
     uses_base: bool = False
-    """Whether the rollout asked for turns of the policy's base."""
+    """Whether the rollout requested turns of the policy's base."""
     scores: bool = False
     """Whether the rollout scored answers."""
 
@@ -111,7 +111,7 @@ class ScriptedContext(RolloutContext):
         return self.encode_messages(following)
 
     def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
-        """Every answer but the last of ``env_turns`` calls the first tool."""
+        """Every answer except the last of ``env_turns`` calls the first tool."""
         answer: dict[str, Any] = {"role": "assistant", "content": turn.text}
         if tools and len(self.calls) < self.env_turns:
             call = {"name": tools[0]["function"]["name"], "arguments": "{}"}
@@ -174,6 +174,6 @@ class ScriptedContext(RolloutContext):
         return env
 
     async def finish(self) -> None:
-        """Close the environment, as the core does at the end of every sample, also of a failed one."""
+        """Close the environment, as the core does at the end of every sample, also after an error."""
         for env in self.envs:
             await env.close()

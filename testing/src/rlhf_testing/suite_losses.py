@@ -18,11 +18,11 @@ def _margin(
 
 
 MARGIN = Head("margin", _margin, position="at", columns=("targets",))
-"""A head that is read *after* each token and has a column of its own."""
+"""A head that is read *after* each token and reads a batch column."""
 
 
 class TokenLoss(Loss):
-    """Three terms with different reductions over log-probs, entropy and a head of its own."""
+    """Three terms with different reductions, over log-probs, entropy and the head :data:`MARGIN`."""
 
     name = "suite_tokens"
 
@@ -49,7 +49,8 @@ CONTEXT = replace(LOGPROBS, name="context_logprobs", over="context_mask")
 
 
 class ContextLoss(TokenLoss):
-    """A further term, over tokens that no other term reads. It has its own count, and some micro-batches have none."""
+    """Adds a term over tokens that no other term reads. Its number of tokens differs, and is 0 in some
+    micro-batches."""
 
     name = "suite_context"
 
@@ -92,7 +93,7 @@ def _cross_entropy(
 
 
 class LentLoss(Loss):
-    """Cross-entropy to the role ``lender``, whose hidden states come as the column ``lent_hidden``."""
+    """Cross-entropy to the role ``lender``, whose hidden states are in the column ``lent_hidden``."""
 
     name = "suite_lent"
 
@@ -132,7 +133,7 @@ class InfiniteLoss(TokenLoss):
 
 
 class InfiniteGradient(TokenLoss):
-    """A finite loss whose gradient is not: the square root at zero."""
+    """A finite loss with an infinite gradient: the square root at zero."""
 
     name = "suite_infinite_gradient"
 

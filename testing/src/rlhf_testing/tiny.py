@@ -1,4 +1,4 @@
-"""Makes tiny models and a character tokenizer, which tests and examples use instead of a model hub."""
+"""Creates tiny models and a character tokenizer, which tests and examples use instead of a model hub."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CHAT_TEMPLATE = (
 def tiny_tokenizer(path: str | Path, chars: Iterable[str] = CHARS, chat_template: str | None = None) -> Path:
     """Save a character-level fast tokenizer; loads with ``AutoTokenizer``.
 
-    One token per character and nothing else: no prefix space, no normalisation, no token added around a text, so
-    ``decode(encode(text)) == text`` for every text over ``chars`` and the ids of a concatenation are the
-    concatenation of the ids. A character outside ``chars`` becomes ``<unk>``.
+    It has one token per character, without prefix space, normalisation or added tokens. So ``decode(encode(text)) ==
+    text`` for every text over ``chars``, and the ids of a concatenation are the concatenation of the ids. A character
+    outside ``chars`` becomes ``<unk>``.
 
     Args:
         path: folder, created where absent.
@@ -90,7 +90,7 @@ def tiny_model(
 
     Returns: ``path``.
 
-    Raises: ValueError for an architecture (``qwen2``) for which transformers loads a tokenizer class of its own.
+    Raises: ValueError for an architecture (``qwen2``) for which transformers loads its own tokenizer class.
     """
     import torch
     from rlhf_modeling.pretrained import exporting

@@ -63,7 +63,7 @@ class TrainerContract(TrainerStateChecks, Contract):
     def make(
         self, config: Any, *, head: str = "lm", trained: bool = True, path: Path | None = None, **spec: Any
     ) -> Any:
-        """One trainer of one rank on a tiny model; override for a runtime that needs more around it."""
+        """A trainer with one rank on a tiny model. Override it if the trainer needs more setup."""
         architecture = spec.pop("architecture", self.architectures[0])
         path = path or model_path(architecture, head)
         options = {"dtype": "fp32", "seed": 3, "total_updates": 10, **spec}

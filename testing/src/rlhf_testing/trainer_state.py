@@ -22,7 +22,7 @@ PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 
 
 class TrainerStateChecks:
-    """A mixin of :class:`rlhf_testing.trainer.TrainerContract`, which defines what is declared here."""
+    """A mixin of :class:`rlhf_testing.trainer.TrainerContract`, which defines the members that are declared here."""
 
     cls: Any
     make: Any

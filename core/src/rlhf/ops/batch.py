@@ -45,8 +45,8 @@ class Batch:
     """The images of each sequence, in order; empty if no sequence has one. ``Image.start`` counts from the sequence's
     first token."""
     source: Batch | None = None
-    """The batch on the CPU that :meth:`to` copied. What depends on values is read there: a read from a GPU waits for
-    its work."""
+    """The batch on the CPU that :meth:`to` copied. Values are read from it, because a read from a GPU waits for the
+    GPU's work."""
 
     # ------------------------------------------------------------------------------ sizes and maps
 
@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def host(self) -> Batch:
-        """The batch whose values are read: :attr:`source`, or this one."""
+        """The batch to read values from: :attr:`source`, or this one."""
         return self if self.source is None else self.source
 
     @property
@@ -110,7 +110,7 @@ class Batch:
         return inverse_B, int(values.numel())
 
     def read(self, fact: Callable[[Batch], Tensor]) -> Tensor:
-        """What ``fact`` computes from the values of :attr:`host`, on this batch's device."""
+        """The result of ``fact`` for :attr:`host`, moved to this batch's device."""
         return moved(fact(self.host), self.ids_N.device)
 
     # ------------------------------------------------------------------------------------- columns

@@ -1,4 +1,4 @@
-"""Records of the experts that a model chose: checked, cut where they repeat each other, laid out as a batch column.
+"""Records of the experts that a model chose: checks, removal of repeated tokens, and the batch column.
 
 Shape suffixes: T tokens of a record, N tokens of a batch, L layers with experts, K experts that a token uses.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from rlhf.types import ExpertLayers, ExpertRecord, Turn
 
 EXPERTS = "experts"
-"""Token column, int16 [N, L, K]: the experts of each token, :data:`UNKNOWN` where there is no record."""
+"""Token column, int16 [N, L, K]: the experts of each token, :data:`UNKNOWN` for tokens without a record."""
 UNKNOWN = -1
 
 
 def record_of(choices_TLK: Any, layers: ExpertLayers) -> ExpertRecord:
-    """The record of choices, an array of integers of numpy."""
+    """The record of choices, a numpy array of integers."""
     record = ExpertRecord(b"", len(layers.layers), layers.experts, layers.chosen)
     return replace(record, choices=choices_TLK.astype(record.dtype).tobytes())
 
@@ -34,10 +34,10 @@ def choices_of(record: ExpertRecord) -> np.ndarray:
 
 
 def check_records(turns: Sequence[Turn], model: ExpertLayers | None) -> None:
-    """Raises ValueError where a record is damaged, longer than its turn's context, or not of this model.
+    """Raises ValueError if a record is damaged, longer than its turn's context, or of another model.
 
     Args:
-        model: replays the records; None: nothing does.
+        model: expert layers of the model that replays the records; None: no model replays them.
     """
     tokens = 0
     for number, turn in enumerate(turns):
@@ -72,8 +72,8 @@ def _layout(sizes: tuple[int, int, int]) -> str:
 
 
 def drop_repeated(turns: Sequence[Turn]) -> None:
-    """Cut from each record the tokens that the record of an earlier turn of its sequence has."""
-    tokens = end = 0  # tokens of the sequence, and how many of them have no gap in records before a new one
+    """Remove from each record the tokens that the record of an earlier turn of its sequence already covers."""
+    tokens = end = 0  # number of tokens of the sequence so far, and the end of the part that records cover
     for turn in turns:
         if turn.fresh:
             tokens = end = 0
@@ -87,10 +87,10 @@ def drop_repeated(turns: Sequence[Turn]) -> None:
 
 
 def expert_column(turns: Sequence[Turn]) -> Tensor | None:
-    """int16 [N, L, K] of turns that lie one after another; None if no turn has a record. Where two records have a
-    token, the earlier one counts: it is of the pass that sampled the token.
+    """int16 [N, L, K] for consecutive turns; None if no turn has a record. If two records cover a token, the earlier
+    one counts, because it comes from the pass that sampled the token.
 
-    Raises ValueError where the records are of different models.
+    Raises ValueError if the records are of different models.
     """
     ends = list(accumulate(len(turn.ids) for turn in turns))
     records = [(end, turn.experts) for end, turn in zip(ends, turns, strict=True) if turn.experts is not None]
@@ -107,7 +107,7 @@ def expert_column(turns: Sequence[Turn]) -> Tensor | None:
 
 def distinct_ids(ids_N: Tensor, experts_NLK: Tensor) -> Tensor:
     """int64 [N] on the CPU: equal numbers for tokens with equal ids and equal records, for
-    :func:`rlhf.ops.prefixes.sorted_by_prefix`. Others differ (by a hash of 64 bits)."""
+    :func:`rlhf.ops.prefixes.sorted_by_prefix`. Numbers of other tokens differ (up to collisions of a 64-bit hash)."""
     choices_NC = experts_NLK.flatten(1).cpu().numpy()
     odd_C = np.random.default_rng(0).integers(-(2**62), 2**62, choices_NC.shape[1] + 1) * 2 + 1
     hash_N = choices_NC @ odd_C[1:] + ids_N.cpu().numpy() * odd_C[0]  # of int64, wraps around

@@ -1,7 +1,7 @@
-"""Statistics of groups: the samples of one prompt, given by an index tensor of any order.
+"""Statistics of groups, which are the samples of one prompt. An index tensor in any order assigns samples to groups.
 
-All arithmetic is float64 and on differences from the group's smallest value. So a group of equal rewards is centred to
-exactly 0. A rounding error there would become large when it is divided by a tiny standard deviation.
+All arithmetic is in float64, on differences from the group's smallest value. A group of equal rewards is therefore
+centred to exactly 0. A rounding error there would become large when divided by a tiny standard deviation.
 
 Shape suffix: N trajectories.
 """
@@ -44,7 +44,7 @@ def group_std(r_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def one_per_group(values_N: Tensor, group_N: Tensor) -> Tensor:
-    """A per-group statistic given at every trajectory, once per group: [G], groups in ascending order."""
+    """Reduce a per-group statistic with one value per trajectory to one per group: [G], groups in ascending order."""
     index_N, size_G = _index(group_N)
     return values_N.new_zeros(size_G.numel()).index_put((index_N,), values_N)
 

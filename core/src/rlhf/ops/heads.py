@@ -13,7 +13,7 @@ from rlhf.types import Head
 
 
 def _logprobs(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
-    # reads and writes the logits half as often as logits[id] - logsumexp(logits), with the same rounding
+    # half the memory traffic of logits[id] - logsumexp(logits), with the same rounding
     return -F.cross_entropy(logits_CV, ids_C, reduction="none")
 
 
@@ -23,7 +23,7 @@ def _entropy(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> 
 
 
 def _top1(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
-    # the largest logit takes a quarter of the time of its index (argmax) on a CPU
+    # on a CPU, max takes a quarter of the time of argmax
     logits_CV = logits_CV.detach()
     return (logits_CV.gather(1, ids_C[:, None])[:, 0] == logits_CV.amax(1)).float()
 
@@ -39,7 +39,7 @@ def _hidden(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> T
 LOGPROBS = Head("logprobs", _logprobs)
 ENTROPY = Head("entropy", _entropy)
 TOP1 = Head("top1", _top1)
-"""1.0 where no token of the vocabulary is more probable than the token itself, else 0.0. It has no gradient."""
+"""1.0 if no token of the vocabulary is more probable than the token itself, else 0.0. It has no gradient."""
 VALUES = Head("values", _scalar)
 SCORES = Head("scores", _scalar, over="last_token", position="at")
 """Per sequence [B]: the output after the last token. The trainer supplies the mask ``last_token``."""
@@ -56,8 +56,8 @@ ANY_MODEL = frozenset({"hidden"})
 class OutputHead:
     """A copy of a language model's whole output head, without gradient. V vocabulary, H hidden size.
 
-    Another role computes with it on its own device (:class:`rlhf.types.Lent`), so that the logits of a model on other
-    devices are computed chunk by chunk.
+    Another role uses it on its own device (:class:`rlhf.types.Lent`), so that the logits of a model on other devices
+    are computed chunk by chunk.
     """
 
     weight_VH: Tensor
@@ -69,7 +69,7 @@ class OutputHead:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the weight."""
+        """Number of rows of the weight."""
         return int(self.weight_VH.shape[0])
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class OutputHead:
         return replace(self, weight_VH=self.weight_VH.to(device, dtype), bias_V=bias_V)
 
     def first(self, rows: int) -> OutputHead:
-        """The head's first ``rows`` rows, sharing memory."""
+        """A head with the first ``rows`` rows, which shares memory with this one."""
         return replace(
             self,
             weight_VH=self.weight_VH[:rows],
@@ -100,7 +100,7 @@ def shape_logits(logits_CV: Tensor, scale: float, softcap: float | None) -> Tens
 
 
 def resolve_head(output: str | Head, over: str | None = None) -> Head:
-    """A name or Head as a Head; ``over`` replaces the mask of a built-in token head."""
+    """The head for a name or Head. ``over`` replaces the mask of a built-in token head."""
     if isinstance(output, Head):
         return output
     if output not in BUILTIN:

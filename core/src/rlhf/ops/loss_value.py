@@ -1,5 +1,5 @@
-"""A loss on a micro-batch: its share of the weighted sum, and its metrics as sums. Callers add both over micro-batches
-and ranks."""
+"""Evaluate a loss on a micro-batch: its share of the weighted sum, and its metrics as sums. Callers add both over
+micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from rlhf.ops.reduce import LEVEL, WEIGHT
 from rlhf.types import Head, LossOutput, Reduce
 
 LEVELS = ("token", "sequence", "unit")
-"""Levels of metrics; others are masks of terms."""
+"""Levels of metrics. All other levels are masks of terms."""
 FILLER = "filler"
-"""Unit column of micro-batches that repeat units so that every rank has equally many: no weight, and no metrics."""
+"""Unit column of fillers, which repeat units so that every rank has the same number of micro-batches. They have no
+weight and no metrics."""
 
 
 def over_mask(loss: Loss) -> str:
-    """The mask of the loss: that of its first term."""
+    """The mask of the loss, which is the mask of its first term."""
     return masks(loss)[0]
 
 
 def masks(loss: Loss) -> tuple[str, ...]:
-    """The mask of the loss, and those of terms that have another one. Raises TrainingError for a wrong declaration."""
+    """The mask of the loss, and the masks of terms that differ from it. Raises TrainingError for a wrong
+    declaration."""
     terms = loss.reduce()
     if not isinstance(terms, Mapping) or not all(isinstance(r, Reduce) for r in terms.values()):
         raise TrainingError(
@@ -106,7 +108,7 @@ def evaluate(
     sums["loss"] = total, 0.0
     if FILLER not in batch.unit:
         sums |= _metric_sums(loss, result, sizes)
-    # one transfer to the host for all: each would wait for the device
+    # one transfer to the host for all, because each transfer waits for the device
     values = torch.stack([value.detach().to(total.device) for value, _ in sums.values()]).tolist()
     return total, {name: (value, count) for value, (name, (_, count)) in zip(values, sums.items(), strict=True)}
 

@@ -76,10 +76,10 @@ class LossInput:
     def of_units(self, keep_U: Tensor, prefix: str, columns: Sequence[str], loss: str) -> LossInput:
         """The input of another loss that reads only the units for which ``keep_U`` (bool [U]) is True, in their order.
 
-        A batch may hold units of several kinds, each with columns of its own. The columns, coefficients and live
-        columns whose names start with ``prefix`` have their names without it in the result. So have outputs, which are
-        then of a mask of these units alone; outputs with another prefix (a "/" in their name) are left out. All outputs
-        must be per token.
+        A batch may contain units of several kinds, each with its own columns. In the result, the prefix is removed from
+        the names of columns, coefficients and live columns that start with it. It is also removed from the names of
+        outputs, whose mask must then cover these units only. Outputs with another prefix (a "/" in their name) are left
+        out. All outputs must be per token.
 
         Args:
             columns: the names without ``prefix`` that the other loss may read.

@@ -1,12 +1,12 @@
 """Prefixes that sequences share: samples of one prompt, answers of a pair, a common preamble.
 
-Under causal attention, a model's outputs for a token depend on that token and the tokens before it. Tokens of
-different sequences with the same ids up to and including themselves therefore need one computation. They are found by
+Under causal attention, a model's outputs for a token depend on that token and the tokens before it. If sequences have
+the same ids up to and including a token, that token therefore needs only one computation. Such tokens are found by
 their ids alone. After sorting, the longest prefix that a sequence shares with any earlier sequence is the prefix that
 it shares with its predecessor.
 
 The driver plans micro-batches by these rules, and a trainer that shares prefixes
-(:attr:`rlhf.interfaces.TrainerFacts.shares_prefixes`) lays out its rows by them. The tokens of an image are equal where
+(:attr:`rlhf.interfaces.TrainerFacts.shares_prefixes`) lays out its rows by them. The tokens of an image are equal if
 the image is (:func:`content_ids`).
 
 Shape suffixes: N tokens of B sequences.
@@ -23,18 +23,18 @@ from torch import Tensor
 from rlhf.types import Image
 
 MIN_TOKENS = 4
-"""Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
+"""Shortest prefix, in tokens, that is shared. For a shorter prefix, fetching the keys costs as much as it saves."""
 GAIN = 1 / 50
-"""Nothing is shared if less than this part of all tokens would be saved, for the same reason."""
+"""Nothing is shared if this would save less than this fraction of all tokens, for the same reason."""
 
 
 def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Image, ...]]) -> Tensor:
-    """``ids_N`` with a negative number in place of the tokens of each image, the same one for equal images.
+    """``ids_N`` with the tokens of each image replaced by a negative number, which is the same for equal images.
 
     Args:
         ids_N: int64, on the CPU.
         lens: tokens of each sequence.
-        images_B: images of each sequence; empty: there are none.
+        images_B: images of each sequence; empty: no images.
     """
     if not images_B:
         return ids_N
@@ -48,7 +48,7 @@ def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Ima
 
 
 def worth_sharing(saved: int, tokens: int) -> bool:
-    """Whether to share prefixes, so that ``saved`` of ``tokens`` need no computation."""
+    """Whether prefixes should be shared if ``saved`` of ``tokens`` then need no computation."""
     return saved >= max(1, GAIN * tokens)
 
 
@@ -59,8 +59,8 @@ def sorted_by_prefix(
     sequences: Sequence[int],
     group: Sequence[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """``sequences`` in an order in which those with a common prefix are neighbours, and the number of tokens that
-    each shares with the one before it (0 if fewer than :data:`MIN_TOKENS`, or if their ``group`` differs)."""
+    """``sequences`` in an order in which sequences with a common prefix are neighbours, and the number of tokens that
+    each shares with its predecessor (0 if fewer than :data:`MIN_TOKENS`, or if their ``group`` differs)."""
     array = ids.numpy()
     raw = {b: array[starts[b] : starts[b] + lens[b]].astype(np.int32).tobytes() for b in sequences}  # half of int64
     order = sorted(sequences, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
@@ -73,7 +73,7 @@ def sorted_by_prefix(
 
 
 def _front(ids_a: np.ndarray, ids_b: np.ndarray) -> int:
-    """How many tokens two sequences have in common at their fronts."""
+    """Number of tokens in the common prefix of two sequences."""
     length, begin, step = min(len(ids_a), len(ids_b)), 0, 256
     while begin < length:
         end = min(begin + step, length)

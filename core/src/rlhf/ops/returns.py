@@ -1,4 +1,4 @@
-"""Returns and advantages over a trajectory's action tokens, from token rewards.
+"""Returns and advantages over a trajectory's action tokens, computed from token rewards.
 
 Masked positions are skipped: they neither discount nor decay, and their values are not read. The recursions run in
 float64 and return the dtype of the rewards. Shape suffixes: N trajectories, A tokens.
@@ -36,9 +36,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 11-16).
 
-    delta_t = R_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  G_t = A_t + V_t, where t + 1 is the next
-    *action* token (deviation 1 from codes that walk over environment tokens) and V after the last one is ``boot_N``,
-    or 0 for an episode that ended.
+    delta_t = R_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; G_t = A_t + V_t, where t + 1 is the next
+    *action* token (deviation 1: other implementations also step through environment tokens). V after the last token is
+    ``boot_N``, or 0 for an episode that ended.
 
     Args:
         R_NA, values_NA: floating [N, A].

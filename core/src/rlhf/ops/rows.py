@@ -17,8 +17,8 @@ def pack_rows(examples: Sequence[Example], taught: Callable[[Iterable[bool]], bo
     rows: ``margin`` (``data.margin``), ``label``. None if no row is left.
 
     Args:
-        taught: decides whether a row is kept. It gets one bool per sequence of the row: whether the sequence has a
-            token that is trained on. A sequence's first token does not count, because no output predicts it.
+        taught: decides whether a row is kept. Its argument has one bool per sequence of the row: whether a token of the
+            sequence is trained on. A sequence's first token does not count, because no output predicts it.
     """
     units = [
         UnitData(

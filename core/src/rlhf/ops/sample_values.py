@@ -16,16 +16,16 @@ ENV = "env"
 
 
 def name_of(trajectory: Trajectory) -> str:
-    """What messages call a sample."""
+    """Name of a sample in messages."""
     group, sample = trajectory.index
     agent = f" as {trajectory.agent!r}" if trajectory.agent else ""
     return f"sample {sample} of group {group}{agent} (row {trajectory.row.index} of {trajectory.row.source!r})"
 
 
 def group_number(number: int, agent: str) -> int:
-    """A number for the trajectories of one agent in group ``number`` of the run: another one for each agent, so that
-    no statistic of a group mixes agents. The group's own number where the policy plays one. With one agent, numbers
-    have the order of the groups."""
+    """A group number for the trajectories of one agent in group ``number`` of the run. It differs between agents, so
+    that no statistic of a group mixes agents. If the policy plays a single agent, it is ``number`` itself. The numbers
+    of one agent have the order of the groups."""
     return number + (((derive_seed(0, agent) >> 32) + 1) << 31 if agent else 0)
 
 
@@ -37,8 +37,8 @@ def check_reward(trajectory: Trajectory) -> None:
 
 
 def source_reward(trajectory: Trajectory, source: str) -> float:
-    """What a reward source gave to a trajectory, with its step rewards, before its weight; NaN where it gave nothing.
-    :data:`ENV`: the sum of the rewards of its turns."""
+    """A source's reward for a trajectory, including step rewards, before its weight; NaN if the source gave none.
+    :data:`ENV`: the sum of the rewards of the turns."""
     if source == ENV:
         turns = [turn.reward for turn in trajectory.turns if turn.sampled and turn.reward is not None]
         return math.fsum(turns) if turns else math.nan
@@ -49,7 +49,7 @@ def source_reward(trajectory: Trajectory, source: str) -> float:
 
 
 def greedy_reward(trajectory: Trajectory) -> float:
-    """The reward of the greedy answer to the same prompt. Raises TrainingError where none was drawn."""
+    """The reward of the greedy answer to the same prompt. Raises TrainingError if there is no greedy answer."""
     if GREEDY_REWARD not in trajectory.info:
         raise TrainingError(
             f"{name_of(trajectory)} has no {GREEDY_REWARD!r} in its info: no greedy answer to its prompt was drawn. "
@@ -59,8 +59,8 @@ def greedy_reward(trajectory: Trajectory) -> float:
 
 
 def row_key(row: Row, columns: Collection[str], agent: str = "") -> int:
-    """63 bits that are equal for rows of one source with equal values in ``columns`` and one agent, in every process.
-    Raises TrainingError for a row that lacks a column."""
+    """63-bit key, equal in every process for the same source, the same values in ``columns`` and the same agent. Raises
+    TrainingError if the row lacks a column."""
     if missing := [name for name in columns if name not in row.columns]:
         raise TrainingError(
             f"row {row.index} of {row.source!r} has no column {missing[0]!r}, which the advantage reads; columns "
@@ -71,8 +71,8 @@ def row_key(row: Row, columns: Collection[str], agent: str = "") -> int:
 
 
 def states_of(trajectory: Trajectory) -> dict[int, str]:
-    """{number of a sampled turn: the observation that it follows}: the text of the turns since the sampled turn before
-    it (their tokens, where they have no text), and their images."""
+    """{number of a sampled turn: the observation before it}. The observation is the text of the turns since the
+    previous sampled turn (their tokens, if they have no text), and their images."""
     states, texts = dict[int, str](), list[str]()
     for number, turn in enumerate(trajectory.turns):
         if turn.sampled:
@@ -95,7 +95,7 @@ def wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
 
 
 def temperature_of(trajectory: Trajectory, turn: Turn) -> float:
-    """The temperature at which a turn was sampled, 1 for other turns. Raises TrainingError for 0."""
+    """The temperature at which a turn was sampled; 1 for turns that were not sampled. Raises TrainingError for 0."""
     if not turn.sampled:
         return 1.0
     if not turn.temperature > 0:
@@ -107,7 +107,7 @@ def temperature_of(trajectory: Trajectory, turn: Turn) -> float:
 
 
 def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -> dict[tuple[int, int], float]:
-    """{(turn, token): weighted sum of the step rewards there}, as :func:`rlhf.ops.trajectories.assemble` says."""
+    """{(turn, token): weighted sum of the step rewards there}, see :func:`rlhf.ops.trajectories.assemble`."""
     rewards: dict[tuple[int, int], float] = {}
     for source, weight in step_sources.items():
         if source == ENV:
@@ -128,7 +128,7 @@ def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -
 
 
 def turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
-    """(turn, token, reward) of each reward that the environment gave."""
+    """(turn, token, reward) of each reward from the environment."""
     rewards, last = [], None
     for number, turn in enumerate(trajectory.turns):
         if turn.sampled and turn.ids:

@@ -1,5 +1,5 @@
-"""Consecutive pieces of an array: the piece that each position belongs to, positions of ranges, sums; memory, copies to
-a GPU.
+"""Consecutive pieces of an array: the piece of each position, positions of ranges, sums. Also memory, and copies to a
+GPU.
 
 ``torch.repeat_interleave`` is not used. It starts every thread even for a few numbers and waits for the slowest, so
 each call takes milliseconds on cores that a rank or an engine also uses.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _HUGE = 2**22
-"""Bytes from which on numpy asks for huge pages."""
+"""Size in bytes from which numpy requests huge pages."""
 
 
 def owners(counts: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def owners(counts: Tensor) -> Tensor:
 
 
 def spans(starts: Tensor, counts: Tensor) -> Tensor:
-    """int64: ``counts[0]`` numbers from ``starts[0]`` on, then ``counts[1]`` from ``starts[1]`` on, and so on; all
-    counts > 0."""
+    """int64: ``counts[0]`` consecutive numbers from ``starts[0]``, then ``counts[1]`` from ``starts[1]``, and so on;
+    all counts > 0."""
     ends = torch.cumsum(counts, 0)
     steps = ends.new_ones(int(ends[-1]) if len(ends) else 0)
     steps[:1] = starts[:1]
@@ -41,12 +41,12 @@ def spans(starts: Tensor, counts: Tensor) -> Tensor:
 
 
 def repeated(values: Tensor, counts: Tensor) -> Tensor:
-    """``values[0]`` as often as ``counts[0]`` says, then ``values[1]``, and so on. Both are on the CPU."""
+    """``values[0]`` repeated ``counts[0]`` times, then ``values[1]``, and so on. Both are on the CPU."""
     return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
 def sums(mask: Tensor, counts: Tensor) -> Tensor:
-    """int64: how many of the first ``counts[0]`` values are True, then of the next ``counts[1]``, and so on; all
+    """int64: number of True values among the first ``counts[0]``, then among the next ``counts[1]``, and so on; all
     counts > 0. Both are on the CPU."""
     if not len(counts):
         return torch.zeros(0, dtype=torch.int64)
@@ -60,8 +60,8 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``torch.empty`` on the CPU. A large tensor gets memory of numpy, which asks the system for huge pages: the first
-    use of a page of 4 KiB takes longer than copying it."""
+    """``torch.empty`` on the CPU. A large tensor gets its memory from numpy, which requests huge pages: the first use
+    of a page of 4 KiB takes longer than copying it."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE:
         return torch.empty(shape, dtype=dtype)
@@ -69,7 +69,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def moved(values: Tensor, device: torch.device | str) -> Tensor:
-    """``values`` on ``device``. A copy from the CPU to a GPU does not wait for the work that the GPU still has."""
+    """``values`` on ``device``. A copy from the CPU to a GPU does not wait for the GPU's pending work."""
     if values.device.type == "cpu" and torch.device(device).type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

@@ -1,4 +1,4 @@
-"""Scored groups become a batch: one unit per trajectory, with exactly the tokens that the policy saw and sampled.
+"""Convert scored groups to a batch: one unit per trajectory, with exactly the tokens that the policy saw and sampled.
 
 Columns of the batch:
 
@@ -28,8 +28,8 @@ Columns of the batch:
                              ``Needs.demonstrations_per_group``)
 ====================  =====  ==============================================================================
 
-An *observation* is a turn that the policy did not sample, after one that it sampled in the same sequence: what an
-environment or a tool answered. The prompt, an environment's opening and a rewritten context are none.
+An *observation* is a turn that the policy did not sample and that follows a sampled turn of the same sequence: the
+reply of an environment or a tool. The prompt, an environment's opening and a rewritten context are not observations.
 
 Shape suffixes: N tokens, U units, A the largest number of action tokens of a unit.
 """
@@ -91,11 +91,11 @@ def assemble(
             key ``"env"``, ``Turn.reward`` is placed at the last token of its turn. The reward of a turn without tokens
             is placed at the last token that the policy sampled before it, or dropped if there is none. The steps of all
             other sources are already in ``Trajectory.reward``.
-        rewards: reward sources that get a column of their own; ``env`` is the sum of the rewards of turns.
+        rewards: reward sources that get their own column; ``env`` is the sum of the rewards of turns.
         observations: add the column ``observation_mask``. Tokens that stand for an image are not in it.
         greedy: whether there is a greedy answer to each prompt (:attr:`Needs.greedy`).
-        key: columns of the data that ``key`` is made of, beside the source; None: the batch has no such column.
-        turns: whether the batch says which turn each token is of.
+        key: columns of the data from which ``key`` is computed, with the source; None: the batch has no such column.
+        turns: add the columns ``turn``, ``turn_reward`` and ``state``.
         scored: False if rewards are not used (``Needs.reward = False``). Trajectories without a reward are then kept.
 
     Raises:
@@ -125,7 +125,7 @@ def assemble(
     if turns:
         tok |= layout.turn_columns()
     tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
-    end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one
+    end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if there is one
     action_B = tok["loss_mask"][end_B]
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
     tok["last_action"] = empty((batch.tokens,), torch.bool).zero_()
@@ -163,7 +163,7 @@ def expand(batch: Batch, values_UA: Tensor) -> Tensor:
 
 
 def _action_places(batch: Batch) -> Tensor:
-    """bool [U, A]: True for as many places of each row as the unit has action tokens."""
+    """bool [U, A]: True at the first n positions of each row, where n is the unit's number of action tokens."""
     count_U = sums(batch.tok["loss_mask"], torch.tensor(batch.tokens_per_unit(), dtype=torch.int64))
     return torch.arange(int(count_U.max()) if batch.units else 0) < count_U[:, None]
 
@@ -185,7 +185,7 @@ class _Layout:
     def add(
         self, trajectory: Trajectory, sequences: Sequence[Sequence[int]], steps: Mapping[tuple[int, int], float]
     ) -> None:
-        """A unit of these sequences, each a list of the numbers of its turns; ``steps``: {(turn, token): reward}."""
+        """Add a unit with these sequences. A sequence is a list of turn numbers. ``steps``: {(turn, token): reward}."""
         unit = self.units[-1] + 1 if self.units else 0
         starts: dict[int, int] = {}
         for numbers in sequences:
@@ -316,8 +316,8 @@ def _unit_columns(trajectories: Sequence[Trajectory], scored: bool) -> dict[str,
 
 
 def _sequences(trajectory: Trajectory) -> list[list[int]]:
-    """The numbers of the turns of each sequence, up to its last sampled turn with tokens. Where none was sampled, the
-    prompt stands for the trajectory, because its reward is in the baseline of its group."""
+    """The turn numbers of each sequence, up to its last sampled turn with tokens. If no turn was sampled, the prompt
+    represents the trajectory, because its reward counts in the baseline of its group."""
     contexts: list[list[int]] = []
     for number, turn in enumerate(trajectory.turns):
         if turn.fresh or not contexts:

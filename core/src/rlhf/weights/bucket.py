@@ -1,7 +1,7 @@
 """Buckets of named tensors.
 
-A bucket that is pickled with protocol 5 passes its bytes out of band, so an object store holds them once, and a reader
-on the same machine maps them without a copy.
+A bucket that is pickled with protocol 5 passes its bytes out of band. An object store then holds them once, and a
+reader on the same machine maps them without a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Bucket:
         return _restore, (entries, self.fingerprints)
 
     def release(self) -> None:
-        """Drop the tensors, whose memory is no longer valid: whoever still has the bucket keeps none of it alive."""
+        """Drop the tensors, whose memory is no longer valid. References to the bucket then keep none of it alive."""
         object.__setattr__(self, "tensors", ())
 
     def received(self) -> dict[str, str]:
@@ -48,7 +48,7 @@ class Bucket:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, fingerprints: dict[str, str]) -> Iterator[Bucket]:
-    """Group ``weights``, in order, into buckets of at most ``limit`` bytes. A larger tensor has a bucket to itself.
+    """Group ``weights``, in order, into buckets of at most ``limit`` bytes. A larger tensor gets its own bucket.
 
     ``fingerprints`` is filled with the fingerprint of every tensor. A receiver of all buckets must report the same.
     """

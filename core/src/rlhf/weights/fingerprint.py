@@ -2,7 +2,8 @@
 
 On the host the fingerprint is XXH3. On a device it is a sum over 64-bit words, each mixed with its position, so that
 the bytes need not be copied to the host. Integer sums do not depend on their order, so every device computes the same
-one. Neither resists an adversary. Both detect a tensor that is old, partly overwritten, swapped or rounded.
+sum. Both kinds detect a tensor that is old, partly overwritten, swapped or rounded. Neither is safe against an
+adversary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 WORDS = "words-"
 """Prefix of a fingerprint that was computed from words. A fingerprint by XXH3 has no prefix."""
 _CHUNK = 2**25
-"""Bytes that are mixed at once, and so the size of the temporary tensors."""
+"""Number of bytes that are mixed at once, which is the size of the temporary tensors."""
 _GOLDEN, _MIX, _MIX_AGAIN = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
 
