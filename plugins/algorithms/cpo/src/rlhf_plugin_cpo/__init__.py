@@ -1,4 +1,4 @@
-"""CPO: the log-prob of an answer is its reward, and chosen answers are imitated; no reference model."""
+"""CPO: the log-prob of an answer is its reward, and chosen answers are imitated. It needs no reference model."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class CPOLoss(ContrastLoss):
 
     Terms: ``cpo``, the mean over pairs, and ``nll`` (times its coefficient). Metrics: ``accuracy``, ``reward_margin``,
     ``chosen_reward`` and ``rejected_reward`` of the rewards beta x (shaped) log-prob; ``chosen_logprobs`` and
-    ``rejected_logprobs``, sums or means over tokens as the loss type has it.
+    ``rejected_logprobs``, sums or means over tokens, depending on the loss type.
 
-    Deviations: (1) By default the likelihood is averaged over tokens, as in TRL; the paper's is ``seq_mean_token_sum``.
+    Deviations: (1) By default the likelihood is averaged over tokens, as in TRL; the paper uses ``seq_mean_token_sum``.
     (2) All means are over the optimizer batch. (3) AlphaPO's exponential is bounded (:func:`shaped`).
     """
 
@@ -95,8 +95,8 @@ EXP_BOUND = 20.0
 def shaped(logprob: Tensor, alpha: float) -> Tensor:
     """(1 - p^-alpha) / alpha from log p, same shape; log p where alpha is 0, which is the limit.
 
-    Gupta et al. 2025 (AlphaPO), arXiv:2501.03884. Deviation: where -alpha log p is above ``EXP_BOUND`` the exponential
-    goes on along its tangent, so that value and gradient are finite and the gradient does not vanish.
+    Gupta et al. 2025 (AlphaPO), arXiv:2501.03884. Deviation: above -alpha log p = ``EXP_BOUND`` the exponential is
+    replaced by its tangent, so that value and gradient are finite and the gradient does not vanish.
     """
     import torch
     from rlhf_algorithms.ratios import clip
@@ -109,10 +109,10 @@ def shaped(logprob: Tensor, alpha: float) -> Tensor:
 
 
 class CPO(PairLearning):
-    """Raise the chosen answer's log-prob above the rejected one's, and imitate the chosen one.
+    """Raise the log-prob of the chosen answer above that of the rejected answer, and imitate the chosen answer.
 
-    One optimizer step per step, over all its pairs. A pair in which an answer has no token is left out
-    and counted.
+    Each step of the run is one optimizer step over all pairs of the step. Pairs in which an answer has no token are
+    left out and counted.
     """
 
     name = "cpo"

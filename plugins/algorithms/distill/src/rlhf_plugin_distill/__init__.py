@@ -29,7 +29,7 @@ def _in_bf16(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> 
 
 
 class _Distillation(Algorithm[Any]):
-    """A policy, a teacher that is not trained, and the teacher's hidden states at the tokens under the loss mask."""
+    """A policy, a frozen teacher, and the teacher's hidden states at the tokens under the loss mask."""
 
     class Config(ComponentConfig):
         hidden: Literal["fp32", "bf16"] = "fp32"
@@ -51,10 +51,10 @@ class _Distillation(Algorithm[Any]):
 
 
 class DistillDemonstrations(_Distillation):
-    """Train the student on demonstrations, and on the teacher's whole next-token distribution at each of their tokens.
+    """Train the student on demonstrations and, at each of their tokens, on the teacher's whole next-token distribution.
 
-    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer; its size, its head and the padding of
-    its vocabulary may differ. It reads the rows once a step; rows in which no token is trained on are left out.
+    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer. Its size, its head and the padding of
+    its vocabulary may differ. It reads the rows once per step. Rows without trained tokens are left out.
     """
 
     name = "distill"
@@ -71,18 +71,18 @@ class DistillDemonstrations(_Distillation):
 class DistillOnPolicy(_Distillation):
     """The student answers prompts and learns the teacher's distribution at each token of its own answers.
 
-    No reward is needed. If a run has one, it is reported and filters see it, but the loss does not read it. No gradient
+    No reward is needed. If a run has a reward, it is reported and filters use it, but the loss does not. No gradient
     flows through the sampling. The distributions over the whole vocabulary are compared at ``loss.temperature``,
     whatever the sampling temperature.
 
     With ``sampled`` below 1 (lambda of GKD, Algorithm 1) the student learns from the data's answers in the other rows,
-    as ``distill`` with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled.
-    Here each row is drawn separately, from the run's seed and the number of its group, so steps cost about the same
-    and a resumed run draws the same rows.
+    as with ``distill`` and alpha = 1. Deviation: Algorithm 1 draws once per step whether the whole batch is sampled.
+    Here each row is drawn separately, from the run's seed and the number of its group, so steps cost about the same and
+    a resumed run draws the same rows.
 
-    The teacher may be the student itself, and may read a text that the student does not see (``teacher``). Where its
-    weights change during the run (``live``, ``averaged``) it sends its ``loss.top_k`` most probable tokens, because an
-    output head is lent once. A sample that the teacher does not read is left out.
+    The teacher may be the student itself, and may read a text that the student does not see (``teacher``). If the
+    teacher's weights change during the run (``live``, ``averaged``), it sends its ``loss.top_k`` most probable tokens
+    instead, because an output head is lent only once. Samples that the teacher does not read are left out.
     """
 
     name = "distill_on_policy"
@@ -158,7 +158,7 @@ class DistillOnPolicy(_Distillation):
         ]
         metrics = length_metrics(batch.select(sampled_units)) if sampled_units else {}
         batch, left_out = self.teacher.prepared(batch, examples)
-        # Without the column temperature: heads read the student's logits as they are.
+        # Without the column temperature: heads read the student's unscaled logits.
         batch = batch.select_columns(("loss_mask", "own_tokens", "truncated", "is_demonstration", *self.teacher.masks))
         return self.teacher.only_taught(batch), metrics | left_out
 

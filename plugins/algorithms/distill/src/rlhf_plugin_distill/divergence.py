@@ -8,14 +8,15 @@ reverse_kl            KL(q || p)
 jsd                   beta KL(p || m) + (1 - beta) KL(q || m)
 ====================  ==========================================
 
-jsd is at most ln 2; divided by beta it becomes the forward KL as beta goes to 0, divided by 1 - beta the reverse KL as
-beta goes to 1.
+jsd is at most ln 2. Divided by beta, it tends to the forward KL as beta goes to 0. Divided by 1 - beta, it tends to the
+reverse KL as beta goes to 1.
 
-With ``top_k`` p and q are distributions over K + 1 outcomes: the K tokens that the teacher holds most probable, and any
-other token. No divergence is then larger than over the vocabulary.
+With ``top_k``, p and q are distributions over K + 1 outcomes: the teacher's K most probable tokens, and any other
+token. No divergence is then larger than over the vocabulary.
 
-The teacher's distribution comes as its hidden states and its output head, which the student's trainer multiplies, or as
-its K most probable tokens. The output head is copied once, so weights that change in the run give the tokens.
+The teacher's distribution is sent either as its hidden states and its output head, which the student's trainer
+multiplies, or as its K most probable tokens. The output head is copied once, so a teacher whose weights change in the
+run sends the tokens.
 
 Shape suffixes: C tokens of a chunk, V vocabulary, K most probable tokens, H hidden size of the teacher.
 """
@@ -38,8 +39,8 @@ TEACHER = "teacher"
 HIDDEN = "teacher_hidden"
 """Token column: the teacher's hidden states."""
 TOP, TOP_IDS, TOP_LOGPROBS = "teacher_top", "teacher_top_ids", "teacher_top_logprobs"
-"""Token columns: the teacher's most probable tokens. int32 [N, K] their ids, float32 [N, K + 1] their log-probs and
-that of any other token; the first name is of both side by side (:func:`top_head`)."""
+"""Token columns: the teacher's most probable tokens. The ids are int32 [N, K]. The log-probs, with that of any other
+token, are float32 [N, K + 1]. The column with the first name holds both, concatenated (:func:`top_head`)."""
 
 
 def kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
@@ -48,8 +49,8 @@ def kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
 
 
 def with_rest(logp_CV: Tensor, index_CK: Tensor) -> Tensor:
-    """Log-probs of these tokens, and of any other one, [C, K + 1]. From the other tokens' own log-probs: 1 minus the
-    sum would lose a small rest to rounding."""
+    """Log-probs of these tokens and of any other token, [C, K + 1]. The latter is computed from the log-probs of the
+    other tokens, because 1 minus the sum would lose a small remainder to rounding."""
     rest_C = logp_CV.scatter(1, index_CK, -math.inf).logsumexp(1)
     return torch.cat([logp_CV.gather(1, index_CK), rest_C[:, None]], 1)
 
@@ -63,7 +64,7 @@ def divergence(
         teacher_CV, student_CV: logits.
         beta: in (0, 1), the teacher's share of m; read for ``jsd`` only.
         temperature: > 0, divides the logits of both.
-        top_k: None, or as many tokens as there are: all tokens by themselves.
+        top_k: None, or the size of the vocabulary: every token is an outcome by itself.
     """
     logp_CV = torch.log_softmax(teacher_CV / temperature, 1)
     logq_CV = torch.log_softmax(student_CV / temperature, 1)
@@ -86,12 +87,13 @@ def between(logp_CV: Tensor, logq_CV: Tensor, kind: Divergence, beta: float) -> 
 def divergence_head(
     kind: Divergence, beta: float, temperature: float, top_k: int | None = None, by_ids: bool = False
 ) -> Head:
-    """[A, 2]: the divergence at the position that predicts each token, and 1 where both models have the same argmax.
+    """[A, 2]: the divergence at the position that predicts each token, and 1 if both models have the same argmax.
 
-    With ``by_ids`` it reads the teacher's most probable tokens (columns ``teacher_top_ids``, ``teacher_top_logprobs``),
-    else the teacher's hidden states (column ``teacher_hidden``) and multiplies them by the output head that the
-    teacher lends, so the teacher's logits, like the student's, exist for one chunk of tokens at a time. If the
-    vocabularies are padded to different sizes, both distributions are restricted to the tokens that both models have.
+    With ``by_ids`` the head reads the teacher's most probable tokens (columns ``teacher_top_ids``,
+    ``teacher_top_logprobs``). Otherwise it reads the teacher's hidden states (column ``teacher_hidden``) and multiplies
+    them by the lent output head. The teacher's logits, like the student's, then exist for one chunk of tokens at a
+    time. If the vocabularies are padded to different sizes, both distributions are restricted to the tokens that both
+    models have.
     """
     if by_ids:
         constants: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature}
@@ -121,8 +123,8 @@ def _compared_by_ids(
 
 
 def top_head(top_k: int, temperature: float) -> Head:
-    """[A, 2 K + 1]: the ids of the K most probable tokens, most probable first, their log-probs and that of any other
-    token, at the position that predicts each token. K is ``top_k``, or all tokens but one."""
+    """[A, 2 K + 1], at the position that predicts each token: the ids of the K most probable tokens, most probable
+    first, their log-probs, and the log-prob of any other token. K is ``top_k``, or all tokens except one."""
     return Head(TOP, _top, constants={"top_k": top_k, "temperature": temperature})
 
 
@@ -133,7 +135,7 @@ def _top(logits_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], consta
 
 
 def split_top(batch: Batch) -> Batch:
-    """``batch`` with the columns that the student reads, in place of ``teacher_top``."""
+    """``batch`` with ``teacher_top`` replaced by the columns that the student reads."""
     top_N = batch.tok[TOP]
     k = top_N.shape[1] // 2
     batch = batch.with_column("tok", TOP_IDS, top_N[:, :k].int()).with_column("tok", TOP_LOGPROBS, top_N[:, k:])

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its relatives, on given pairs and on pairs of the policy's own samples."""
+"""Direct preference optimisation and related losses, on pairs of the data and on pairs of the policy's samples."""
 
 from __future__ import annotations
 

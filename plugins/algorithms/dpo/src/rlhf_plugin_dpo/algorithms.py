@@ -1,5 +1,5 @@
-"""The algorithms, on given pairs and on pairs of the policy's own samples. Their base has what both share: roles, the
-reference's snapshots, the running shift of rewards."""
+"""The algorithms, on pairs of the data and on pairs of the policy's samples. Their base class has the common parts:
+roles, snapshots of the reference, the running shift of rewards."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Pairing:
     tied_groups: int = 0
     """Groups without two samples whose scores differ by more than the gap."""
     equal_answers: int = 0
-    """Pairs left out because both answers are the same tokens."""
+    """Pairs left out because both answers have the same tokens."""
 
     def add(self, group: Sequence[ScoredAnswer], choice: PairChoice, min_gap: float) -> None:
-        """Add the pairs of one group. ``best_worst``: the first of the best and the first of the worst. ``all``: every
-        two samples. In both cases only if the scores differ by more than ``min_gap``."""
+        """Add the pairs of one group. ``best_worst``: the first of the best samples with the first of the worst.
+        ``all``: every two samples. In both cases the scores must differ by more than ``min_gap``."""
         ranked = sorted(group, key=lambda s: (-s.score, s.number))
         worst = min(group, key=lambda s: (s.score, s.number), default=None)
         if choice == "best_worst":
@@ -88,13 +88,13 @@ def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
 
 
 def scores(batch: Batch) -> Tensor:
-    """float64 [U]: the reward of each sample with its step rewards."""
+    """float64 [U]: the reward of each sample, including its step rewards."""
     step_U = torch.zeros(batch.units, dtype=torch.float64)
     return batch.unit["reward"] + step_U.index_add(0, batch.unit_N, batch.tok["step_reward"].double())
 
 
 def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -> Batch:
-    """A unit for each pair: the sequences of the chosen sample with role 0, those of the rejected with role 1.
+    """A unit for each pair: the sequences of the chosen sample with role 0, and of the rejected sample with role 1.
 
     Token columns ``loss_mask`` and ``temperature``; unit columns ``chosen_score`` and ``rejected_score`` (float64).
     """
@@ -107,7 +107,7 @@ def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -
 class PairwiseAlgorithm(Algorithm[Any]):
     """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
 
-    Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
+    Any loss over pairs fits the slot. There is a reference role if the loss reads ``ref_logprobs``.
     """
 
     Config = SnapshotConfig
@@ -145,8 +145,8 @@ class PairwiseAlgorithm(Algorithm[Any]):
         return [Annotation("reference", "logprobs", "ref_logprobs")] if self.reads_reference else []
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
-        """The update and, when it is due, the snapshot. The snapshot comes last: the ``ref_logprobs`` of the next step
-        are the new reference's."""
+        """The update and, when it is due, the snapshot. The snapshot comes last, so the next step computes
+        ``ref_logprobs`` with the new reference."""
         config = self.config
         return [self.update(batch), *snapshots_due(config.snapshot_every, config.snapshot_share, step)]
 
@@ -161,7 +161,7 @@ class PairwiseAlgorithm(Algorithm[Any]):
         if not self._running:
             return {}
         used = self._shift
-        if "policy/chosen_reward" in metrics:  # absent where the only update was skipped
+        if "policy/chosen_reward" in metrics:  # absent if the only update was skipped
             mean = (metrics["policy/chosen_reward"] + metrics["policy/rejected_reward"]) / 2
             self._rewards += 2 * batch.units
             self._shift += (mean - self._shift) * 2 * batch.units / self._rewards
@@ -178,10 +178,10 @@ class PairwiseAlgorithm(Algorithm[Any]):
 
 
 class DPO(PairwiseAlgorithm, PairLearning):
-    """Prefer the chosen answers of given pairs, measured against a reference. There is no reward model and no sampling.
+    """Prefer the chosen answers of the data's pairs, relative to a reference. It needs no reward model and no sampling.
 
-    One optimizer step in every step of the run, on all its pairs. A pair in which an answer has no token to train on is
-    left out and counted (metric ``pairs/left_out``): its log-ratio would be 0 for every policy.
+    Each step of the run is one optimizer step on all pairs of the step. Pairs in which an answer has no trained token
+    are left out and counted (metric ``pairs/left_out``), because their log-ratio would be 0 for every policy.
     """
 
     name = "dpo"
@@ -202,11 +202,11 @@ class OnlineDPOConfig(SnapshotConfig):
 
 
 class OnlineDPO(PairwiseAlgorithm):
-    """Sample, score, pair, train. With ``snapshot_every`` it is iterative DPO: rounds with a reference each.
+    """Sample, score, pair, train. With ``snapshot_every`` it is iterative DPO: every round has its own reference.
 
-    The best of a prompt's samples is chosen and its worst rejected, the first of several equals; equal scores and equal
-    answers give no pair. Metrics: ``pairs/made``, ``pairs/groups``, ``pairs/tied_groups`` (no two scores differ),
-    ``pairs/equal_answers``, ``pairs/chosen_score``, ``pairs/rejected_score``.
+    The best of a prompt's samples is chosen and the worst is rejected; if several are equal, the first is used. Equal
+    scores and equal answers give no pair. Metrics: ``pairs/made``, ``pairs/groups``, ``pairs/tied_groups`` (no two
+    scores differ), ``pairs/equal_answers``, ``pairs/chosen_score``, ``pairs/rejected_score``.
 
     Deviations: (1) log-probs are of the sampling distribution (``sampling.temperature``), for policy and reference, as
     in TRL's online DPO. (2) OpenRLHF's iterative DPO keeps one reference for all rounds (leave out

@@ -29,7 +29,7 @@ LossType = Literal[
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 """Loss types that read ``label_smoothing``."""
 MARGIN_ONLY = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-"""Loss types that other divergences than the reverse KL are defined for."""
+"""Loss types for which divergences other than the reverse KL are defined."""
 SORTED = ("aot", "aot_unpaired")
 """Loss types that compare the sorted values of the whole optimizer batch."""
 

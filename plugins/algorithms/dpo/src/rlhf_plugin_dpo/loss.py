@@ -1,4 +1,4 @@
-"""The loss ``dpo``: log-ratios of pairs, one term for each chosen type, and the metrics of a preference run."""
+"""The loss ``dpo``: log-ratios of pairs, one term for each selected type, and the metrics of a preference run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Pairs:
     chosen_U: Tensor
     rejected_U: Tensor
     margin_U: Tensor
-    """Of the divergence's scores; ``chosen_U - rejected_U`` for the reverse KL."""
+    """Margin of the divergence's scores; ``chosen_U - rejected_U`` for the reverse KL."""
     mean_margin_U: Tensor
-    """The same, each score divided by its answer's tokens."""
+    """The same, with each score divided by its answer's number of tokens."""
     policy_U: Tensor
     """log pi(chosen) - log pi(rejected)."""
 
 
 class DPOLoss(Loss):
-    """Direct preference optimisation and its relatives; see the README for the table of types.
+    """Direct preference optimisation and related losses. The README has the table of types.
 
     Metrics, all means over pairs: ``chosen_reward`` and ``rejected_reward`` (beta times the log-ratio),
     ``reward_margin``, ``accuracy`` (chosen above rejected; a tie, as at the first step, is one half),
@@ -46,8 +46,8 @@ class DPOLoss(Loss):
 
     Deviations from TRL 1.16: (1) statistics of the batch (``aot``, ``aot_unpaired``, ``sft``) are of the whole
     optimizer batch, not of a micro-batch on one rank. (2) ``label_smoothing`` makes ``sigmoid`` conservative DPO; TRL
-    ignores it there. (3) An answer's length is its number of trained tokens; where a prompt is empty TRL counts its
-    first token too, which no output predicts.
+    ignores it there. (3) An answer's length is its number of trained tokens. If the prompt is empty, TRL also counts
+    the answer's first token, which no output predicts.
     """
 
     name = "dpo"

@@ -1,8 +1,8 @@
-"""The formulas: log-ratios of pairs become one loss value per pair.
+"""The formulas, which compute one loss value per pair from log-ratios.
 
-c = log pi(chosen) - log ref(chosen) and r, the same of the rejected answer, are sums over an answer's tokens, [U];
-h = c - r is the *margin*. Every function takes and returns [U], in the dtype of its input, and is finite with a finite
-gradient for |c|, |r| up to 1e4. beta > 0.
+c = log pi(chosen) - log ref(chosen), and r is the same for the rejected answer. Both are sums over an answer's tokens,
+[U]. h = c - r is the *margin*. Every function takes and returns [U], in the dtype of its input. Value and gradient are
+finite for |c|, |r| up to 1e4. beta > 0.
 
 Deviations from the papers and from TRL: (1) :func:`discopop` computes its product of exp and sigmoid as one exp of a
 sum, as exp alone overflows. (2) :func:`divergence_score` bounds exponents to 40.
@@ -26,7 +26,7 @@ def sigmoid(h_U: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """-(1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
     eps = 0: Rafailov et al. 2023, DPO, arXiv:2305.18290, eq. 7. eps > 0: conservative DPO (Mitchell 2023, "A note on
-    DPO with noisy preferences and relationship to IPO"), which believes that a label is wrong with probability eps.
+    DPO with noisy preferences and relationship to IPO"), which assumes that a label is wrong with probability eps.
     """
     return logistic_loss(beta * h_U, label_smoothing)
 
@@ -34,8 +34,7 @@ def sigmoid(h_U: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
 def robust(h_U: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """(-(1 - eps) log sigmoid(beta h) + eps log sigmoid(-beta h)) / (1 - 2 eps), eps < 1/2.
 
-    Unbiased where labels are flipped with probability eps: Chowdhury et al. 2024, arXiv:2403.00409. It has no lower
-    bound.
+    Unbiased if labels are flipped with probability eps: Chowdhury et al. 2024, arXiv:2403.00409. It has no lower bound.
     """
     clean_U, flipped_U = -logsigmoid(beta * h_U), -logsigmoid(-beta * h_U)
     return ((1 - label_smoothing) * clean_U - label_smoothing * flipped_U) / (1 - 2 * label_smoothing)
@@ -50,8 +49,8 @@ def hinge(h_U: Tensor, beta: float) -> Tensor:
 def ipo(h_U: Tensor, beta: float) -> Tensor:
     """(h - 1 / (2 beta))^2: Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta.
 
-    ``h_U`` is the difference of the *means* over tokens in TRL, where the paper's authors confirmed it, and of the sums
-    in OpenRLHF.
+    ``h_U`` is the difference of the *means* over tokens in TRL, which the paper's authors confirmed, and of the sums in
+    OpenRLHF.
     """
     return (h_U - 1 / (2 * beta)) ** 2
 
@@ -113,7 +112,7 @@ def divergence_score(logratio: Tensor, divergence: Divergence, alpha: float = 0.
     ``alpha_divergence``          (u^(alpha - 1) - 1) / (alpha - 1); log u at alpha = 1
     ============================  =============================================
 
-    Defined for margins only: a constant that belongs to the prompt cancels there and nowhere else.
+    Defined for margins only, because a constant of the prompt cancels only in a margin.
     """
     if divergence == "forward_kl":
         return -torch.expm1(_bounded(-logratio))

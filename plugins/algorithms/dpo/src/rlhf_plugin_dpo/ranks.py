@@ -1,8 +1,9 @@
-"""Partners for ``aot`` and ``aot_unpaired``: ranks over the whole optimizer batch, computed right before its step.
+"""Partners for ``aot`` and ``aot_unpaired``, by ranks over the whole optimizer batch, computed right before its step.
 
 Melnyk et al. 2024, Distributional preference alignment via optimal transport, arXiv:2406.05882: the k-th smallest value
 of one distribution is compared with the k-th smallest of the other. The ranks and the partners' values come from a
-forward pass with the weights of the step, so they are those of the sorted batch, and every pair can be computed alone:
+forward pass with the weights of the step. They are therefore those of the sorted batch, and every pair can be computed
+by itself:
 
 - ``aot``: f(d_i - ref_(k)), d_i = log pi(chosen) - log pi(rejected) of rank k; the reference holds still anyway.
 - ``aot_unpaired``: sum_k f(c_(k) - r_(k)) has both sides moving. With sg = a partner's value, held still,
@@ -24,11 +25,11 @@ from rlhf_plugin_dpo.weighting import tail_weights
 LIVE_LOGPROBS = "now_logprobs"
 """Token column: the policy's log-probs right before the step."""
 REFERENCE_PARTNER = "aot_reference"
-"""Unit column, ``aot``: the reference's log-ratio between chosen and rejected of equal rank."""
+"""Unit column, ``aot``: the reference's log-ratio between chosen and rejected that has the same rank."""
 REJECTED_PARTNER = "aot_rejected"
-"""Unit column, ``aot_unpaired``: the rejected log-ratio of the rank that the pair's chosen one has."""
+"""Unit column, ``aot_unpaired``: the rejected log-ratio with the same rank as the pair's chosen one."""
 CHOSEN_PARTNER = "aot_chosen"
-"""Unit column, ``aot_unpaired``: the chosen log-ratio of the rank that the pair's rejected one has."""
+"""Unit column, ``aot_unpaired``: the chosen log-ratio with the same rank as the pair's rejected one."""
 
 
 def paired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
@@ -50,8 +51,8 @@ def unpaired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) 
 
 
 def partners(own_U: Tensor, other_U: Tensor, live_U: Tensor) -> Tensor:
-    """[U]: for each live unit the value of ``other_U`` that has the rank, among live units, of its ``own_U``; else 0.
-    Equal values are ranked in the order of the batch."""
+    """[U]: for each live unit, the value of ``other_U`` whose rank among live units equals the rank of its ``own_U``; 0
+    for other units. Equal values are ranked in the order of the batch."""
     index_L = live_U.nonzero()[:, 0]
     place_L = torch.sort(own_U[index_L], stable=True).indices
     found_U = torch.zeros_like(own_U)
@@ -60,14 +61,14 @@ def partners(own_U: Tensor, other_U: Tensor, live_U: Tensor) -> Tensor:
 
 
 def live(batch: Batch) -> Tensor:
-    """bool [U]: pairs with a trained token, the ones that enter a mean over pairs."""
+    """bool [U]: pairs with a trained token, which count in a mean over pairs."""
     live_U = torch.zeros(batch.units, dtype=torch.bool)
     live_U[batch.unit_N[batch.tok["loss_mask"]]] = True
     return live_U
 
 
 def sums(batch: Batch, values_N: Tensor, ld_alpha: float | None = None) -> tuple[Tensor, Tensor]:
-    """Sums over the trained tokens of the chosen and of the rejected answers, [U] each."""
+    """Sums of the values over the trained tokens of the chosen and of the rejected answers, [U] each."""
     mask_N = batch.tok["loss_mask"]
     role_A, unit_A, values_A = batch.role_B[batch.seq_N][mask_N], batch.unit_N[mask_N], values_N[mask_N]
     if ld_alpha is not None:

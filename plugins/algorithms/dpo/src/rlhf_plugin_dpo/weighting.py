@@ -1,4 +1,4 @@
-"""Weights of tokens and of pairs that some relatives of DPO add to any loss of a pair."""
+"""Weights of tokens and pairs that some variants of DPO add to any loss of a pair."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 def tail_weights(answer_A: Tensor, answers: int, alpha: float) -> Tensor:
     """[A]: 1 for a token within the length of the shorter answer of its pair, ``alpha`` for later tokens.
 
-    Liu et al. 2024, LD-DPO, arXiv:2409.06411: the surplus of the longer answer has less weight. ``answer_A`` is each
-    trained token's answer, of pairs in order: answers 2u and 2u + 1 are those of pair u.
+    Liu et al. 2024, LD-DPO, arXiv:2409.06411: the excess tokens of the longer answer have less weight. ``answer_A`` is
+    the answer of each trained token. Answers 2u and 2u + 1 belong to pair u.
     """
     count_S = torch.bincount(answer_A, minlength=answers)
     shared_S = count_S.view(-1, 2).min(1).values.repeat_interleave(2)
@@ -29,11 +29,12 @@ def _log_sum_squares(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: 
 
 
 LOG_SUM_SQUARES = Head("log_sum_squares", _log_sum_squares)
-"""log sum_v p(v)^2 of the distribution that a token was predicted by: the log of its own samples' mean probability."""
+"""log sum_v p(v)^2 of the distribution that predicts a token: the log of the mean probability of tokens sampled from
+it."""
 
 
 def pair_weights(mean_aligned_chosen_U: Tensor, mean_aligned_rejected_U: Tensor) -> Tensor:
-    """[U], without gradient: the weight of a pair by the policy's probability of both answers: exp of the sum over the
-    two answers of the mean of log p(token) - log sum_v p(v)^2. Zhou et al. 2024, WPO, arXiv:2406.11827, eq. 2 with its
-    sampled alignment."""
+    """[U], without gradient: the weight of a pair by the policy's probability of both answers. It is exp of the sum,
+    over the two answers, of the mean of log p(token) - log sum_v p(v)^2. Zhou et al. 2024, WPO, arXiv:2406.11827, eq. 2
+    with its sampled alignment."""
     return (mean_aligned_chosen_U + mean_aligned_rejected_U).detach().exp()

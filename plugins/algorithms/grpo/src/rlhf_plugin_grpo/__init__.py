@@ -22,7 +22,7 @@ class GRPO(PolicyGradient):
 
 
 class DAPO(PolicyGradient):
-    """GRPO with a clip that is wider above (0.2, 0.28), the mean over all tokens of the batch, and no KL.
+    """GRPO with a higher upper clip (0.2, 0.28), the mean over all tokens of the batch, and no KL.
 
     The paper's other two parts depend on the run and are set there: dynamic sampling is ``stream.filter`` (low = 0,
     high = 1 for scores of 0 and 1), soft overlong punishment is ``shaping`` (``overlong_max`` =

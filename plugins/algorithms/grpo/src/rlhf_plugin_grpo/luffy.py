@@ -1,4 +1,4 @@
-"""LUFFY: groups with answers of an expert, and a loss that shapes the probabilities of the expert's tokens."""
+"""LUFFY: groups that contain an expert's answers, and a loss that shapes the probabilities of the expert's tokens."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class LuffyConfig(PolicyGradientConfig):
 
 
 class Luffy(PolicyGradient):
-    """Mixed-policy GRPO: in each group the first samples are the answer in the data, an expert's. It is scored, enters
-    the group's mean, and is trained on by the shaped loss ``luffy``.
+    """Mixed-policy GRPO. In each group the first samples are the data's answer, which comes from an expert. It is
+    scored, counts in the group's mean, and is trained on with the shaped loss ``luffy``.
 
     Every row of ``data.train`` needs an answer (``data.response``). In evaluations the policy samples every answer.
-    ``reward/mean`` and ``length/mean`` include the expert's.
+    ``reward/mean`` and ``length/mean`` include the expert's answers.
 
-    Deviations: (1) The sum over tokens is divided by the tokens of the optimizer batch, as in ``grpo``; the paper
-    divides by those of the group.
+    Deviations: (1) The sum over tokens is divided by the number of tokens of the optimizer batch, as in ``grpo``; the
+    paper divides by that of the group.
     """
 
     name = "luffy"
@@ -60,8 +60,8 @@ class LuffyLoss(PPOLoss):
     """Tokens of the policy: the loss ``ppo``. Tokens of an answer in the data: -A p / (p + gamma), without a clip,
     where p is the policy's probability of the token and A its advantage.
 
-    The expert's own probabilities are taken as 1, so p is the importance ratio. The gradient of p / (p + gamma) by
-    log p is gamma p / (p + gamma)^2, which is largest at p = gamma.
+    The expert's own probabilities are assumed to be 1, so p is the importance ratio. The derivative of p / (p + gamma)
+    with respect to log p is gamma p / (p + gamma)^2, which is largest at p = gamma.
     """
 
     name = "luffy"

@@ -1,4 +1,5 @@
-"""The algorithms: rows with labels, or both answers of a pair, become units of an answer and a mismatched one."""
+"""The algorithms. They convert labelled rows, or both answers of a pair, to units of an answer and a mismatched
+answer."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class KTO(Algorithm[Example]):
-    """Make desirable answers likelier and undesirable answers less likely than they are for the reference.
+    """Make desirable answers more likely and undesirable answers less likely than under the reference.
 
-    One optimizer step in every step of the run, on all its rows. A unit is a row's answer (role 0, unit column
+    Each step of the run is one optimizer step on all rows of the step. A unit is a row's answer (role 0, unit column
     ``label``: whether it is desirable). If the loss reads the policy's drift on mismatched answers, the unit also has
     the row's prompt with another row's answer (role 1, under the mask ``twin_mask``). That answer is truncated if
     prompt and answer are longer than ``data.max_tokens``. With fewer than two rows there are no mismatched answers, and
@@ -89,7 +90,7 @@ class KTO(Algorithm[Example]):
         return [annotation, Annotation("reference", twin_logprobs(), "twin_ref_logprobs", per_row=False)]
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
-        """The snapshot comes last: the columns of the next step are the new reference's."""
+        """The snapshot comes last, so the next step computes its columns with the new reference."""
         due = snapshots_due(self.config.snapshot_every, self.config.snapshot_share, step)
         return [Update("policy", "loss"), *due]
 
@@ -97,7 +98,7 @@ class KTO(Algorithm[Example]):
 class KTOPair(KTO):
     """KTO on pairs: the chosen answer is a desirable row, the rejected one an undesirable row.
 
-    Both are in the same optimizer batch, and neither gets the other's answer as its mismatched one.
+    Both are in the same optimizer batch, and neither gets the other's answer as its mismatched answer.
     """
 
     name = "kto_pair"

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RISE = 2.0
-"""Nats by which the policy is above its reference at each token of a mismatched answer."""
+"""Nats by which the policy's log-prob exceeds the reference's at each token of a mismatched answer."""
 
 
 def twin_tokens(unit: int) -> int:
-    """Tokens of a unit's mismatched answer; the first unit has none."""
+    """Number of tokens of a unit's mismatched answer; 0 for the first unit."""
     return 1 + unit % 3 if unit else 0
 
 
 def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
-    """The suite's units, each but the first with a mismatched answer behind a prompt of one token (``assembled`` of
+    """The suite's units. Each except the first gets a mismatched answer after a prompt of one token (``assembled`` of
     :class:`rlhf_testing.loss.LossContract`)."""
     import torch
     from rlhf.ops.packing import SequenceData, UnitData, pack
@@ -71,9 +71,9 @@ class KTOLoss(Loss):
     """lambda_D (1 - sigma(beta (h - z))) for desirable answers, lambda_U (1 - sigma(beta (z - h))) for others, the mean
     over answers (Ethayarajh et al. 2024, equation 7); h = log pi(y|x) - log pi_ref(y|x), sums over the tokens of y.
 
-    z, without gradient, by the weights right before the step and over the whole optimizer batch: for ``kto``
-    max(0, mean of h over mismatched answers), one number; for ``vanilla`` max(0, mean of h over the batch's answers of
-    the other kind), 0 where there is none; for ``apo_zero_unpaired`` 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+    z has no gradient. It is computed with the weights right before the step, over the whole optimizer batch. ``kto``:
+    max(0, mean of h over mismatched answers), one number. ``vanilla``: max(0, mean of h over the batch's answers of the
+    other kind), 0 if there are none. ``apo_zero_unpaired``: 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266).
 
     Metrics: ``kl`` (mean of z; not for APO); ``desirable_reward`` and ``undesirable_reward``, beta h, and
     ``desirable_logprobs`` and ``undesirable_logprobs``, means over the answers of a kind and absent where the batch has
@@ -81,8 +81,8 @@ class KTOLoss(Loss):
     is one half);
     ``desirable``, the share of desirable answers.
 
-    Deviations: (1) z is that of the optimizer batch, whatever its split into micro-batches and ranks. (2) No gradient
-    flows through z in ``vanilla`` either.
+    Deviations: (1) z is computed over the optimizer batch, however it is split into micro-batches and ranks. (2) No
+    gradient flows through z in ``vanilla`` either.
     """
 
     name = "kto"
@@ -107,7 +107,8 @@ class KTOLoss(Loss):
         return ()
 
     def prepare(self, batch: Batch) -> Batch:
-        """z becomes the unit column ``kl``, and the mismatched answers go: only the rows' own are trained on."""
+        """Store z in the unit column ``kl``, and drop the mismatched answers: only the rows' own answers are trained
+        on."""
         if self.config.loss_type == "kto":
             kl = mismatched_drift(batch)
             batch = batch.keep(batch.role_B == ANSWER)
@@ -125,7 +126,7 @@ class KTOLoss(Loss):
         z_U = torch.zeros_like(h_U) if c.loss_type == "apo_zero_unpaired" else x["kl"].to(h_U.dtype)
         gain_U = torch.where(desirable_U, h_U - z_U, z_U - h_U)
         weight_U = torch.where(desirable_U, c.desirable_weight, c.undesirable_weight)
-        loss_U = weight_U * torch.sigmoid(-c.beta * gain_U)  # 1 - sigma(v) = sigma(-v), without the cancellation
+        loss_U = weight_U * torch.sigmoid(-c.beta * gain_U)  # 1 - sigma(v) = sigma(-v), without cancellation
         lp_U = x.of_role(x.sum_per_sequence(logprobs_A), ANSWER)
         metrics: dict[str, Any] = {
             "desirable_reward": ("unit", c.beta * h_U, desirable_U),
@@ -141,9 +142,9 @@ class KTOLoss(Loss):
 
 
 def mismatched_drift(batch: Batch) -> float:
-    """max(0, mean over the mismatched answers of the sum of log pi - log pi_ref); 0 where there is none.
+    """max(0, mean over the mismatched answers of the sum of log pi - log pi_ref); 0 if there are none.
 
-    Raises TrainingError where the batch was laid out without mismatched answers.
+    Raises TrainingError if the batch was built without mismatched answers.
     """
     from rlhf.errors import TrainingError
 
@@ -159,7 +160,7 @@ def mismatched_drift(batch: Batch) -> float:
 
 
 def other_kinds_drift(batch: Batch) -> Tensor:
-    """float64 [U]: max(0, mean of log pi - log pi_ref over the answers of the other kind); 0 where there is none."""
+    """float64 [U]: max(0, mean of log pi - log pi_ref over the answers of the other kind); 0 if there are none."""
     import torch
 
     mask_N = batch.tok["loss_mask"]

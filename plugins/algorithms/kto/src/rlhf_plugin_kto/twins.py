@@ -9,7 +9,7 @@ from rlhf.types import Image
 from rlhf.types.examples import Sequence as TokenSequence
 
 TWIN_MASK = "twin_mask"
-"""Token mask of the mismatched answers; ``loss_mask`` is that of the rows' own."""
+"""Token mask of the mismatched answers. ``loss_mask`` is the mask of the rows' own answers."""
 ANSWER, TWIN = 0, 1
 """Roles of the sequences of a unit."""
 
@@ -21,14 +21,15 @@ class Labelled:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     mask: tuple[bool, ...]
-    """Of the answer's tokens: which are trained on."""
+    """Whether each token of the answer is trained on."""
     desirable: bool
     place: tuple[int, str, int]
-    """Position that depends on the row only, not on the order in a batch: side of a pair, source, index."""
+    """Sort key that depends on the row only, not on the order in a batch: side of a pair, source, index."""
     images: tuple[Image, ...] = ()
-    """Of the prompt."""
+    """Images of the prompt."""
     later_images: tuple[Image, ...] = ()
-    """Of ``answer``, in which other messages may stand between answers. Places count from its first token."""
+    """Images of ``answer``, which may contain other messages between answers. Their positions count from its first
+    token."""
 
     @classmethod
     def of(cls, sequence: TokenSequence, desirable: bool, place: tuple[int, str, int]) -> Labelled:
@@ -40,7 +41,7 @@ class Labelled:
         return cls(ids[:start], ids[start:], mask[start:], desirable, place, prompt_images, answer_images)
 
     def cut(self, room: int) -> Labelled:
-        """A copy with at most ``room`` tokens of the answer, and none of an image that is not whole."""
+        """A copy with at most ``room`` tokens of the answer. An image that would be cut is dropped completely."""
         end = next((image.start for image in self.later_images if image.start + image.tokens > room), room)
         images = tuple(image for image in self.later_images if image.start < end)
         return replace(self, answer=self.answer[:end], mask=self.mask[:end], later_images=images)
@@ -56,8 +57,9 @@ class Labelled:
 
 
 def twins(rows: Sequence[Labelled]) -> list[int | None]:
-    """For each row, the row whose answer its prompt gets: the nearest earlier row in the order of places (the last row
-    precedes the first) with another prompt; if all prompts are equal, with another answer; None if all rows are equal.
+    """For each row, the row whose answer its prompt gets. This is the nearest earlier row in the order of ``place``
+    (cyclic: the last row precedes the first) with another prompt. If all prompts are equal, it is the nearest with
+    another answer. None if all rows are equal.
 
     The result depends on the set of rows, not on their order in ``rows``.
     """

@@ -1,4 +1,5 @@
-"""ORPO: supervised fine-tuning on chosen answers plus their odds against the rejected ones; no reference model."""
+"""ORPO: supervised fine-tuning on chosen answers plus their odds against the rejected ones, without a reference
+model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 TEXT_MASK = "text_mask"
-"""Token mask of ``nll_on = "all"``: all tokens of the chosen sequence but its first, and the rejected answer's."""
+"""Token mask of ``nll_on = "all"``: all tokens of the chosen sequence except its first, and those of the rejected
+answer."""
 
 
 class ORPOConfig(ComponentConfig):
@@ -33,8 +35,8 @@ class ORPOConfig(ComponentConfig):
 class ORPOLoss(Loss):
     """NLL(chosen) + beta x -log sigma(log odds(chosen) - log odds(rejected)) (Hong et al. 2024, eq. 6 and 7).
 
-    odds = P / (1 - P), log P the mean log-prob of an answer's tokens. The likelihood is averaged over tokens, the term
-    of the odds over pairs.
+    odds = P / (1 - P), where log P is the mean log-prob of an answer's tokens. The likelihood is averaged over tokens,
+    the odds term over pairs.
 
     Terms: ``nll`` and ``odds`` (times beta). Metrics: ``accuracy``, ``reward_margin``, ``chosen_reward`` and
     ``rejected_reward`` of the rewards beta x log P; ``chosen_logprobs`` and ``rejected_logprobs`` (log P);
@@ -90,7 +92,7 @@ LN_2 = 0.6931471805599453
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, same shape (Maechler 2012, "Accurately computing log(1 - exp(-|a|))").
 
-    log(-expm1(x)) above -log 2 and log1p(-exp(x)) below: each loses digits where the other does not.
+    Computed as log(-expm1(x)) above -log 2 and as log1p(-exp(x)) below: each loses digits in the other's range.
     """
     import torch
 
@@ -102,7 +104,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p <= 0, same shape; finite, with a finite gradient that is nowhere zero.
+    """log(p / (1 - p)) from log p <= 0, same shape. It is finite, and its gradient is finite and nowhere zero.
 
     log p is bounded to at most :data:`CLOSEST`; the gradient passes through the bound.
     """
@@ -111,10 +113,10 @@ def log_odds(logprob: Tensor) -> Tensor:
 
 
 class ORPO(PairLearning):
-    """Maximise the likelihood of chosen answers, and their odds against those of the rejected ones.
+    """Maximise the likelihood of chosen answers, and their odds against the rejected answers.
 
-    One optimizer step per step, over all its pairs. A pair in which an answer has no token is left out
-    and counted.
+    Each step of the run is one optimizer step over all pairs of the step. Pairs in which an answer has no token are
+    left out and counted.
     """
 
     name = "orpo"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _METRIC_PREFIXES = ("policy", "loss")
-"""Words at the start of names of metrics, which a member's name would hide."""
+"""First words of metric names. A member must not have such a name, which would hide metrics."""
 
 
 class Member(ComponentConfig):
@@ -45,7 +45,7 @@ class Member(ComponentConfig):
         return self
 
     def weight_at(self, step: int) -> float:
-        """The factor in step ``step`` of the run, from 0. It depends on nothing else, so a resume needs no state."""
+        """The factor in step ``step`` of the run, from 0. It depends on the step only, so a resume needs no state."""
         if self.weight_end is None or self.weight_steps is None:
             return self.weight
         return self.weight + (self.weight_end - self.weight) * min(step / self.weight_steps, 1.0)
@@ -81,20 +81,21 @@ class PerSource(Algorithm[Group]):
 
         loss = sum over members m of weight_m * loss_m
 
-    loss_m is the loss of member m, computed on the samples of its sources only: its own groups, its own advantages and
-    their normalisation, its own columns, and its own number of tokens or samples in the optimizer batch as divisor. A
-    member without samples in an optimizer batch adds 0; the others keep their weights. weight_m may move over the steps
-    of the run (``weight_end``).
+    loss_m is the loss of member m, computed on the samples of its sources only. The member has its own groups,
+    advantages, normalisation and columns, and the divisor is its own number of tokens or samples in the optimizer
+    batch. A member without samples in an optimizer batch adds 0; the others keep their weights. weight_m may change
+    over the steps of the run (``weight_end``).
 
     Metrics of a member begin with its name: ``math/reward/mean``, ``policy/math/clip_fraction``,
     ``policy/loss/math/policy``.
 
-    A member may learn from demonstrations (``sft``): the rows of its sources have an answer, which it is trained on in
-    the same optimizer steps (``Needs.demonstration_sources``).
+    A member may learn from demonstrations (``sft``). The rows of its sources then have an answer, which is trained on
+    in the same optimizer steps (``Needs.demonstration_sources``).
 
-    Restrictions, refused before the run: the other members, at least one, learn from samples (``prompts``) with a
-    reward. All train the policy alone (no critic) and copy no weights (no ``kl.snapshot_every``); those that sample
-    agree on epochs and minibatches. All prompts get ``sampling.samples_per_prompt`` samples.
+    Restrictions, which are checked before the run: at least one member, and every member without demonstrations, learns
+    from samples (``prompts``) with a reward. All members train only the policy (no critic) and copy no weights (no
+    ``kl.snapshot_every``). Members that sample have the same epochs and minibatches. All prompts get
+    ``sampling.samples_per_prompt`` samples.
     """
 
     name = "per_source"
@@ -128,7 +129,7 @@ class PerSource(Algorithm[Group]):
         self.parts["loss"] = LossOfMembers(losses, {n: m.weight for n, m in self.config.members.items()})
 
     def _check_sources(self) -> None:
-        """Raises ConfigError where the members' sources are not those of ``data.train``."""
+        """Raises ConfigError if the members' sources are not those of ``data.train``."""
         sources = self.run.sources
         if not sources:  # not in a run
             return
@@ -146,7 +147,7 @@ class PerSource(Algorithm[Group]):
     # ------------------------------------------------------------------------------------ declared
 
     def needs(self) -> Needs:
-        """What all members need together. Samples may come from another distribution only if every member's loss
+        """The combined needs of all members. Samples may come from another distribution only if every member's loss
         corrects for it (feature ``correction``)."""
         roles: dict[str, tuple[RoleSpec, str]] = {}
         needs = {name: member.needs() for name, member in self.members.items()}
@@ -176,7 +177,7 @@ class PerSource(Algorithm[Group]):
             member.use_tokens(tokens)
 
     def conflicts(self, shape: OnlineShape) -> list[str]:
-        self.annotations(0)  # raises an error about those that cannot be joined
+        self.annotations(0)  # raises an error for annotations that cannot be joined
         return [
             re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", line)
             for name, member in self.members.items()
@@ -206,7 +207,7 @@ class PerSource(Algorithm[Group]):
         return (join(parts, self.members) if parts else None), metrics
 
     def annotations(self, step: int) -> list[Annotation]:
-        """The annotations of every member, at its own units only."""
+        """The annotations of all members. Each covers only the units of its member."""
         from rlhf.ops.heads import resolve_head
 
         annotations = []
@@ -234,8 +235,8 @@ class PerSource(Algorithm[Group]):
         return join(parts, self.members), metrics
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
-        """One update of the policy. A step with fewer samples than minibatches takes as many as the member that takes
-        most."""
+        """One update of the policy. If a step has fewer samples than minibatches, the largest number of minibatches
+        among the members is used."""
         from rlhf_plugin_per_source.loss import FACTOR
 
         planned = self._check_updates(step)
@@ -281,7 +282,7 @@ class PerSource(Algorithm[Group]):
 
     @property
     def _moving(self) -> dict[str, Member]:
-        """The members whose weight moves."""
+        """The members whose weight changes."""
         return {name: m for name, m in self.config.members.items() if m.weight_end is not None}
 
     def _samples(self, name: str) -> bool:
@@ -289,7 +290,7 @@ class PerSource(Algorithm[Group]):
         return self.members[name].data == "prompts"
 
     def _parts(self, batch: Batch) -> Iterator[tuple[str, Algorithm, Batch]]:
-        """Each member with units in the batch, and its part."""
+        """(name, algorithm, part of the batch) for each member with units in the batch."""
         from rlhf_plugin_per_source.batch_parts import part
 
         for name, member in self.members.items():
@@ -298,8 +299,8 @@ class PerSource(Algorithm[Group]):
                 yield name, member, member_batch
 
     def _check_updates(self, step: int) -> Update:
-        """The passes of a step, on which all members that sample must agree; demonstrations take part in them. Raises
-        ConfigError where they do not."""
+        """The passes of a step, which must be equal for all members that sample. Demonstrations use the same passes.
+        Raises ConfigError if they differ."""
         sampling = [(name, member) for name, member in self.members.items() if self._samples(name)]
         updates = {name: planned_update(name, member, step) for name, member in sampling}
         passes = {name: (update.epochs, update.minibatches) for name, update in updates.items()}
@@ -338,8 +339,8 @@ def check_member(name: str, member: Algorithm) -> None:
 
 
 def demonstration(group: Group) -> Example:
-    """The answer in the data that stands for the samples of a row, as a row of demonstrations. Raises TrainingError
-    where there is none."""
+    """The data's answer, which replaces the samples of a row, as a demonstration. Raises TrainingError if the group has
+    none."""
     if len(group.trajectories) != 1 or not group.trajectories[0].is_demonstration:
         raise TrainingError(
             f"row {group.row.index} of {group.row.source!r} is a demonstration, but its group holds "
@@ -353,12 +354,12 @@ def demonstration(group: Group) -> Example:
 
 
 def planned_update(name: str, member: Algorithm, step: int) -> Update:
-    """What a member trains in a step, as planned."""
+    """The update that a member plans for a step."""
     return policy_update(name, member, member.updates(step))
 
 
 def policy_update(name: str, member: Algorithm, updates: Sequence[Any]) -> Update:
-    """The one update of the policy that ``updates`` must be. Raises ConfigError for anything else."""
+    """The only element of ``updates``, an update of the policy. Raises ConfigError for anything else."""
     if len(updates) == 1 and isinstance(updates[0], Update) and updates[0].role == "policy":
         return updates[0]
     names = ", ".join(f"{type(u).__name__}({u.role!r})" for u in updates) or "nothing"
@@ -369,8 +370,8 @@ def policy_update(name: str, member: Algorithm, updates: Sequence[Any]) -> Updat
 
 
 def metrics_of(name: str, members: Sequence[str], metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step as the algorithm reads them where it is alone: its own without its name, those of other
-    members left out."""
+    """The metrics of a step as the member reads them when it runs alone: its own metrics without its name, and none of
+    other members."""
     member_metrics = {}
     for key, value in metrics.items():
         for start in ("policy/loss/", "policy/", ""):

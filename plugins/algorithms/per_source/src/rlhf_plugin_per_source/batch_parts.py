@@ -1,8 +1,8 @@
-"""Several batches as one, and back. The *part* of a member is what the batch holds for its units.
+"""Join several batches into one, and split it again. The *part* of a member is the batch restricted to its units.
 
-The columns of member M are called ``M/<column>`` in the joined batch, and are zero at units of other members.
-``M/part`` is the unit column that says which units are its own. ``loss_mask``, ``temperature`` and ``experts``, which
-trainers read, are also there for all units together.
+The columns of member M are called ``M/<column>`` in the joined batch, and are zero at units of other members. The unit
+column ``M/part`` marks the units of M. ``loss_mask``, ``temperature`` and ``experts``, which trainers read, also exist
+as columns of all units.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
     """The parts, one after another.
 
     Args:
-        names: of all members, also of those without a part.
+        names: names of all members, also of members without a part.
     """
     bare = [replace(b, tok=_shared(b, parts.values()), seq={}, unit={}) for b in parts.values()]
     joined = concat(bare)
@@ -48,7 +48,8 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
 
 
 def part(batch: Batch, name: str) -> Batch | None:
-    """The part of a joined batch that is this member's, with its present columns; None where it has no unit."""
+    """The part of a joined batch that belongs to this member, with its current columns; None if the member has no
+    unit."""
     units_U = batch.unit[f"{name}/{PART}"]
     if not bool(units_U.any()):
         return None
@@ -63,8 +64,8 @@ def part(batch: Batch, name: str) -> Batch | None:
 
 
 def _shared(b: Batch, parts: Collection[Batch]) -> dict[str, Tensor]:
-    """The columns that members share. A part without ``temperature`` was sampled at 1, and gets this column; the
-    experts of one without records are not known."""
+    """The columns that members share. A part without ``temperature`` was sampled at 1 and gets this column. In a part
+    without records, the experts are unknown."""
     shared = {"loss_mask": b.tok["loss_mask"]}
     if any("temperature" in other.tok for other in parts):
         shared["temperature"] = b.tok.get("temperature", torch.ones(b.tokens))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FACTOR = "factor"
-"""Coefficient of an update: what a member's weight is multiplied by in this step, 0 where it trains nothing."""
+"""Coefficient of an update: factor of a member's weight in this step; 0 if the member trains nothing."""
 
 
 class LossOfMembers(Loss):
@@ -67,7 +67,7 @@ class LossOfMembers(Loss):
         return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in (PART, *loss.columns()))
 
     def signal(self) -> tuple[str, ...]:
-        """The columns of all members. Of a member whose loss needs all its units: the column that marks them."""
+        """The columns of all members. For a member whose loss needs all its units: the column that marks them."""
         return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in loss.signal() or (PART,))
 
     def reduce(self) -> dict[str, Reduce]:
@@ -112,7 +112,7 @@ class LossOfMembers(Loss):
                 has_mask = reduce.over != "loss_mask"
                 terms[f"{name}/{term}"] = values if has_mask else _spread(values, keep[level])
             for metric, (level, values, *selection) in output.metrics.items():
-                if level not in keep:  # the mask of a term, which is the member's own
+                if level not in keep:  # the mask of a term, which belongs to the member
                     metrics[f"{name}/{metric}"] = (_over(name, level), values, *selection)
                     continue
                 mask = _spread(selection[0], keep[level]) if selection else keep[level]
@@ -121,7 +121,7 @@ class LossOfMembers(Loss):
 
 
 def _over(name: str, mask: str) -> str:
-    """A mask of a member's loss in the joined batch: that of all members, or of its own term."""
+    """Name of a mask of a member's loss in the joined batch: the common mask, or the mask of its own term."""
     return mask if mask == "loss_mask" else f"{name}/{mask}"
 
 
@@ -134,7 +134,7 @@ def _no_values(x: LossInput, name: str, loss: Loss) -> Tensor:
 
 
 def _spread(values: Tensor, keep: Tensor) -> Tensor:
-    """The values at the places where ``keep`` is True, 0 elsewhere."""
+    """Scatter the values to the positions where ``keep`` is True; 0 elsewhere."""
     spread = values.new_zeros(keep.shape)
     spread[keep] = values
     return spread

@@ -1,4 +1,4 @@
-"""The algorithm: solutions with labelled steps become units of one sequence."""
+"""The algorithm, which converts solutions with labelled steps to units of one sequence."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ProcessRewardModel(Algorithm[Example]):
     """Train a model to tell, after each step of a solution, whether the step is right.
 
     The policy is the process reward model. It starts from a causal language model (``classes`` adds a new head), or
-    from a process reward model. One optimizer step in every step of the run, on all its solutions; a solution without
-    a step is left out.
+    from a process reward model. Each step of the run is one optimizer step on all solutions of the step. Solutions
+    without a step are left out.
     """
 
     name = "prm"

@@ -63,14 +63,14 @@ class ProcessRewardConfig(ComponentConfig):
 
 
 class ProcessReward(Reward):
-    """The probability that a step is right, less ``baseline``, for every step that ends in the policy's own tokens.
+    """The probability that a step is right, minus ``baseline``, for every step that ends in the policy's own tokens.
 
     With ``credit = "step"`` in its section the values go to their tokens (``RewardResult.steps``), and the aggregate is
     the score that the dynamic filter reads. With ``credit = "outcome"`` the aggregate is the answer's value. No step
     counts twice.
 
-    The model is a role of the run and reads the same tokens and images as the policy: of a trajectory with several
-    turns, all that the policy saw up to each step.
+    The model is a role of the run and reads the same tokens and images as the policy. In a trajectory with several
+    turns, it reads everything that the policy saw up to each step.
     """
 
     name = "prm"
@@ -207,8 +207,8 @@ def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
 def close_last_step(
     all_contexts: Sequence[Context], trajectory: Trajectory, ends: StepEnds, separator_ids: Sequence[int]
 ) -> None:
-    """Add the step that the trajectory's last turn leaves open: the last context ends with its text, without the end
-    token, and with the separator. The step's place is its last token."""
+    """Close the step that the trajectory's last turn leaves open. The last context then ends with the text of the step,
+    without the end token, and with the separator. The step's place is its last token."""
     if not trajectory.turns:
         return
     number, turn = len(trajectory.turns) - 1, trajectory.turns[-1]
@@ -239,7 +239,7 @@ def head_of(settings: dict[str, Any], model: str) -> str:
     """``classes:2`` | ``lm``. Raises ModelError for a classification model with another number of labels."""
     if not any("Classification" in name for name in settings.get("architectures") or ()):
         return "lm"
-    labels = len(settings.get("id2label") or {0: "", 1: ""})  # transformers writes none where there are two
+    labels = len(settings.get("id2label") or {0: "", 1: ""})  # transformers writes none if there are two
     if labels != 2:
         raise ModelError(
             f"reward 'prm': {model!r} has {labels} labels; a process reward model has 2 (0 wrong, 1 right), or is a "
@@ -255,9 +255,10 @@ def label_ids(settings: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def separator_of(settings: dict[str, Any], model: str, separator: str | None) -> str:
-    """The text that ends a step: the one that training wrote there, else ``separator``, else a line break.
+    """The text that ends a step: the text that training wrote to ``config.json``, else ``separator``, else a line
+    break.
 
-    Raises ConfigError if both exist and differ: the model was not trained to be read after the given text.
+    Raises ConfigError if both exist and differ, because the model was not trained to be read after that separator.
     """
     trained = settings.get(STEP_SEPARATOR)
     if not isinstance(trained, str) or not trained:

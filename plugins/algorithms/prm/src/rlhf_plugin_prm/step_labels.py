@@ -25,20 +25,21 @@ class StepLabelsConfig(ComponentConfig):
 
 
 class StepLabels(Loss):
-    """-p log sigma(l) - (1 - p) log sigma(-l) for each step: l the model's log-odds that it is right, p its label.
+    """-p log sigma(l) - (1 - p) log sigma(-l) for each step. l is the model's log-odds that the step is right, p its
+    label.
 
     p = 1 and p = 0 are hard labels. A value between is a soft label, e.g. the share of continuations with a correct
     result. The gradient with respect to l is sigma(l) - p, so it is finite everywhere.
 
-    A solution is judged right to its first wrong step: the first with sigma(l) < 0.5 must be the first with p < 0.5, or
-    neither exists (ProcessBench: Zheng et al. 2024, arXiv:2412.06559, and QwenLM/ProcessBench, run_eval_prm_trl.py).
-    A step without a label that comes after the first wrong one changes nothing.
+    A solution counts as judged correctly if its first step with sigma(l) < 0.5 is its first step with p < 0.5, or if
+    neither exists (ProcessBench: Zheng et al. 2024, arXiv:2412.06559, and QwenLM/ProcessBench, run_eval_prm_trl.py). A
+    step without a label that comes after the first wrong one changes nothing.
 
     Metrics, per step: ``accuracy`` (sigma(l) and p are on the same side of 0.5; p = 0.5 counts as right),
     ``accuracy_right`` and ``accuracy_wrong`` (over the steps with such a label), ``label`` and ``probability`` (the
     means of p and of sigma(l)). Per solution: ``solution_accuracy_wrong`` and ``solution_accuracy_right`` (over the
-    solutions with and without a wrong step), and ``solution_f1``, their harmonic mean 2 a b / (a + b); 0 if both are 0,
-    where ProcessBench's script divides by 0.
+    solutions with and without a wrong step), and ``solution_f1``, their harmonic mean 2 a b / (a + b). It is 0 if both
+    are 0; ProcessBench's script then divides by 0.
     """
 
     name = "step_labels"

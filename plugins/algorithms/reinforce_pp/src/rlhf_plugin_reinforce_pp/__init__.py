@@ -1,4 +1,4 @@
-"""REINFORCE++, REINFORCE++-baseline and FlashREINFORCE: no critic, and a statistic of the whole batch."""
+"""REINFORCE++, REINFORCE++-baseline and FlashREINFORCE, which use a statistic of the whole batch and no critic."""
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Slot
@@ -30,12 +30,12 @@ class ReinforcePPBaseline(PolicyGradient):
 
 
 class FlashReinforce(PolicyGradient):
-    """Reward minus the mean of the rollout batch, not whitened; one sample per prompt is enough. Answers that the
-    generator sampled with other probabilities are left out: mean binary KL above 5e-3 (``loss.correction``). Every
-    answer has the same weight.
+    """Reward minus the mean of the rollout batch, not whitened; one sample per prompt is enough. Answers are left out
+    if the generator sampled them with other probabilities, with a mean binary KL above 5e-3 (``loss.correction``).
+    Every answer has the same weight.
 
-    Made for samples that are some versions old (``stream.staleness``). With one optimizer step the ratio of the loss is
-    1, so its gradient is that of REINFORCE, weighted by the correction.
+    Intended for samples that are some versions old (``stream.staleness``). With one optimizer step the ratio of the
+    loss is 1, so its gradient is the REINFORCE gradient, weighted by the correction.
     """
 
     name = "flash_reinforce"

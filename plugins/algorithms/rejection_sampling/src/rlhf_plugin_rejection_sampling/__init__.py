@@ -33,13 +33,13 @@ class RejectionSampling(Algorithm[Group]):
 
     For each prompt the samples with the highest rewards are kept. Ties go to the lower sample number, so the choice
     does not depend on chance or on the order in which samples arrive. With ``stream.round = R`` the samples of R steps
-    are drawn from one policy, and the next round samples from the policy that those steps trained.
+    come from one policy, and the next round samples from the policy after those steps.
 
     Metrics: ``reward/mean`` of all samples and ``reward/best`` of the kept ones, ``rejection/kept`` (samples),
     ``rejection/empty_groups`` (prompts without a kept sample), ``rejection/ties`` (prompts where a sample was left out
     although its reward equals that of a kept one).
 
-    Deviations from the source: (1) rewards are of any kind; step rewards are summed. (2) Only samples of the current
+    Deviations from the source: (1) any reward can be used; step rewards are summed. (2) Only samples of the current
     round compete, not those of earlier rounds. (3) The loss is the mean over all kept tokens of the optimizer batch.
     Samples drawn at another temperature are trained on at temperature 1, as demonstrations are.
     """
@@ -83,7 +83,7 @@ class BestSamples:
     """The kept samples of a batch, and statistics."""
 
     units: list[int] = field(default_factory=list)
-    """Indices of the kept samples in the batch: group by group, the best of each first."""
+    """Indices of the kept samples in the batch: group by group, best first."""
     empty_groups: int = 0
     """Groups without a kept sample."""
     ties: int = 0

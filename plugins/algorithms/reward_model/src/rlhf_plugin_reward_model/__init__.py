@@ -27,10 +27,10 @@ class RewardModelConfig(ComponentConfig):
 
 
 class RewardModel(Algorithm[Example]):
-    """Train a scalar head, and the model under it, to score the chosen answer of a pair above the rejected one.
+    """Train a scalar head and its model to score the chosen answer of a pair above the rejected one.
 
-    The policy is the reward model: it starts from a causal language model with a new head, or from a reward model.
-    One optimizer step in every step of the run, on all its pairs. Every export's ``config.json`` holds ``mean`` and
+    The policy is the reward model: it starts from a causal language model with a new head, or from a reward model. Each
+    step of the run is one optimizer step on all pairs of the step. Every export's ``config.json`` holds ``mean`` and
     ``std`` of the scores: over the chosen and rejected answers of the last evaluation or, if there was none, running
     averages over the training pairs.
     """
@@ -64,7 +64,7 @@ class RewardModel(Algorithm[Example]):
                 {"margin": float(example.values["margin"])} if "margin" in example.values else {},
             )
             for example in examples
-            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are the bare prompt
+            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are only the prompt
         ]
         return pack(units) if units else None, {}
 
@@ -72,7 +72,7 @@ class RewardModel(Algorithm[Example]):
         return [Update("policy", "loss")]
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        if "policy/score_mean" in metrics:  # absent where the step was skipped, or with another loss
+        if "policy/score_mean" in metrics:  # absent if the step was skipped, or with another loss
             self._training.add(metrics["policy/score_mean"], metrics["policy/score_square"])
         return {}
 
@@ -105,8 +105,8 @@ class PairwiseLoss(Loss):
     """-log sigma(r_c - r_r - m), the mean over pairs; r is the score at a sequence's last token.
 
     m is the unit column ``margin`` if the batch has one (Llama 2, equation 2), else 0. Both forms are finite for any
-    finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also the
-    mean over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
+    finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also
+    averaged over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
 
     Metrics: ``accuracy`` (share of pairs with r_c > r_r, whatever the margin; a tie is one half), ``margin``
     (r_c - r_r),
@@ -170,7 +170,7 @@ class Moments:
     second: float = 0.0
 
     def add(self, mean: float, square: float) -> None:
-        """One step's mean score and mean squared score."""
+        """Add one step's mean score and mean squared score."""
         self.weight = self.decay * self.weight + (1 - self.decay)
         self.first = self.decay * self.first + (1 - self.decay) * mean
         self.second = self.decay * self.second + (1 - self.decay) * square

@@ -1,4 +1,4 @@
-"""RLOO: every sample's baseline is the mean of the others."""
+"""RLOO: the baseline of each sample is the mean reward of the other samples."""
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Slot

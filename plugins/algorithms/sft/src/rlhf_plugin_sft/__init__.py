@@ -37,12 +37,12 @@ class NLLConfig(LikelihoodConfig):
 
 
 class NLL(Loss):
-    """-log p(token), averaged as ``reduce`` says over the whole optimizer batch; with ``label_smoothing`` e
-    -(1 - e) log p(token) - e mean_v log p(v) over the V rows of the model's output head.
+    """-log p(token), averaged over the whole optimizer batch according to ``reduce``. With ``label_smoothing`` e it is
+    -(1 - e) log p(token) - e mean_v log p(v), over the V rows of the model's output head.
 
-    Metrics: ``nll``, the mean of -log p(token) whatever ``reduce`` and ``label_smoothing`` say (its exponential is the
-    perplexity); ``token_prob``, the mean probability of the demonstrated token; and ``token_accuracy``, the share of
-    demonstrated tokens that are the most probable one.
+    Metrics: ``nll``, the mean of -log p(token) independent of ``reduce`` and ``label_smoothing`` (its exponential is
+    the perplexity); ``token_prob``, the mean probability of the demonstrated token; and ``token_accuracy``, the share
+    of demonstrated tokens that are the most probable one.
     """
 
     name = "nll"
@@ -62,7 +62,7 @@ class NLL(Loss):
 
 
 class DFT(Loss):
-    """-stop(p) log p per token, p the token's own probability: dynamic fine-tuning. The gradient of the likelihood
+    """Dynamic fine-tuning: -stop(p) log p per token, where p is the token's probability. The gradient of the likelihood
     weighs a demonstrated token by 1 / p; the factor p cancels this weight.
 
     Metrics: those of ``nll``.
@@ -88,10 +88,10 @@ def _metrics(nll_A: Tensor, top1_A: Tensor) -> dict[str, Any]:
 
 
 class SFT(Algorithm[Example]):
-    """Maximise the likelihood of demonstrations: one optimizer step per step, over all its rows.
+    """Maximise the likelihood of demonstrations. Each step of the run is one optimizer step over all rows of the step.
 
-    Which tokens are trained on (the last answer, all answers, everything) is decided by ``data.loss_on`` when rows
-    are tokenised. A row in which no token is trained on is left out; a step without any row trains nothing.
+    Which tokens are trained on (the last answer, all answers, everything) is decided by ``data.loss_on`` when rows are
+    tokenised. Rows without trained tokens are left out; a step without rows trains nothing.
     """
 
     name = "sft"

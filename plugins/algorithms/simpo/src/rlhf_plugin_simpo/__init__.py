@@ -1,4 +1,4 @@
-"""SimPO: the mean log-prob of an answer is its reward; no reference model."""
+"""SimPO: the mean log-prob of an answer is its reward. It needs no reference model."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SimPOLoss(ContrastLoss):
     ``rejected_reward`` of the rewards beta x mean log-prob (gamma not subtracted); ``chosen_logprobs`` and
     ``rejected_logprobs``, the means per token of an answer.
 
-    Deviations: (1) gamma is that of the paper; the authors' code takes gamma / beta. (2) The mean is over all pairs of
-    the optimizer batch, and that of the likelihood over all tokens of its chosen answers.
+    Deviations: (1) gamma is defined as in the paper; the authors' code uses gamma / beta. (2) The mean is over all
+    pairs of the optimizer batch, and the mean of the likelihood is over all tokens of its chosen answers.
     """
 
     name = "simpo"
@@ -60,10 +60,10 @@ class SimPOLoss(ContrastLoss):
 
 
 class SimPO(PairLearning):
-    """Raise the chosen answer's mean log-prob above the rejected one's by a target margin.
+    """Raise the mean log-prob of the chosen answer above that of the rejected answer by a target margin.
 
-    One optimizer step per step, over all its pairs. A pair in which an answer has no token is left out
-    and counted.
+    Each step of the run is one optimizer step over all pairs of the step. Pairs in which an answer has no token are
+    left out and counted.
     """
 
     name = "simpo"

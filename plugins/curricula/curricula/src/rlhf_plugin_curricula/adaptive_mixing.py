@@ -1,4 +1,4 @@
-"""Sources of data by what is learnt from them: a bandit whose arms are the sources."""
+"""Mixes data sources by how much is learnt from them: a bandit whose arms are the sources."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhf.seeds import derive_seed
 
 
 class AdaptiveMixing(Curriculum):
-    """The share of each source follows what is learnt from it, measured by the advantages of its samples.
+    """The share of each source depends on how much is learnt from it, measured by the advantages of its samples.
 
     Self-Evolving Curriculum (arXiv:2505.14970). The gain of a source in a batch is the mean over its groups, and over
-    the samples of a group, of |score - mean| / std. It is 0 where all scores of a group are equal and, of scores that
-    are 0 or 1, largest where half of the samples pass. With a = ``rate`` and T = ``temperature``::
+    the samples of a group, of |score - mean| / std. It is 0 if all scores of a group are equal. For scores of 0 and 1
+    it is largest if half of the samples pass. With a = ``rate`` and T = ``temperature``::
 
         Q(source) <- a * gain + (1 - a) * Q(source)         after each batch that had rows of the source; at first Q = 0
         share(source) is proportional to prior(source) * exp(Q(source) / T)
 
-    The prior is ``data.train.*.probability``, or the same for all sources. Each row's source is drawn by these shares;
-    the rows of a source come in an order from the seed, none twice before all of them came. The page of the
+    The prior is ``data.train.*.probability``, or uniform. Each row's source is drawn with these shares. The rows of a
+    source come in a random order from the seed, and no row is repeated before all have come. The README of the
     distribution lists the deviations from the paper.
     """
 
@@ -57,15 +57,15 @@ class AdaptiveMixing(Curriculum):
         self._rows, self._seed = rows, seed
         self._prior = {source.name: source.probability or 1.0 for source in rows.sources}
         self._values = dict.fromkeys(names, 0.0)
-        """Q by source."""
+        """{source: Q}."""
         self._row_counts = dict.fromkeys(names, 0)
-        """Rows of each source so far."""
+        """{source: number of rows so far}."""
         self._orders: dict[str, tuple[int, Sequence[int]]] = {}
-        """By source: the number of its pass under way, and the order of its rows in that pass."""
+        """{source: (number of its current pass, order of its rows in that pass)}."""
         self._used = self.shares()
 
     def shares(self) -> dict[str, float]:
-        """{source: its share of the rows that are drawn now}; they sum to 1."""
+        """{source: current share of the drawn rows}. The shares sum to 1."""
         highest = max(self._values.values())
         weights = {
             name: self._prior[name] * math.exp((value - highest) / self.config.temperature)
@@ -123,8 +123,7 @@ class AdaptiveMixing(Curriculum):
 
 
 def gain(scores: Sequence[float]) -> float:
-    """The mean absolute advantage of a group: the mean of |score - mean| / std (of the population); 0 for equal
-    scores."""
+    """The mean absolute advantage of a group: the mean of |score - mean| / std (population); 0 for equal scores."""
     if max(scores) == min(scores):
         return 0.0
     mean = math.fsum(scores) / len(scores)

@@ -1,4 +1,4 @@
-"""Arrays as texts in a checkpoint: a value for every row of the data, and little to do after every step."""
+"""Arrays as text for checkpoints: one value per row of the data, written with little work after every step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def to_text(array: NDArray[Any]) -> str:
 
 
 def from_text(text: str, like: NDArray[Any]) -> NDArray[Any]:
-    """The array that :func:`to_text` was given, of the type and length of ``like``. Raises ValueError where it is of
-    another length."""
+    """The inverse of :func:`to_text`. The array has the type and length of ``like``. Raises ValueError for another
+    length."""
     stored = np.frombuffer(base64.b64decode(text, validate=True), like.dtype.newbyteorder("<"))
     if len(stored) != len(like):
         raise ValueError(f"{len(stored)} values were saved, and the data has {len(like)} rows")

@@ -1,4 +1,5 @@
-"""Easy rows first: a column says how hard a row is, and a schedule over the run's steps lets harder ones in."""
+"""Easy rows first: a column holds the difficulty of each row, and a schedule over the run's steps admits harder
+rows."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from rlhf_plugin_curricula.arrays import from_text, to_text
 
 
 class EasyToHard(Curriculum):
-    """Chooses among the easiest rows only, and among more of them step by step.
+    """Chooses among the easiest rows only. Their number grows with the steps.
 
-    At step t of a run of ``total_steps`` the share c(t) of the rows may come, the easiest first. With
-    T = ``until`` * ``total_steps`` and c0 = ``start`` (arXiv:1903.09848)::
+    At step t of a run of ``total_steps`` the easiest rows, a share c(t) of all, may be chosen. With T = ``until`` *
+    ``total_steps`` and c0 = ``start`` (arXiv:1903.09848)::
 
         linear  c(t) = min(1, c0 + (1 - c0) * t / T)
         root    c(t) = min(1, sqrt(c0^2 + (1 - c0^2) * t / T))
 
-    Rows of equal hardness are in the order of the data. The rows that may come are passed through in an order from the
-    seed: none comes again before all of them came. A row that may come from now on joins the pass under way.
+    Rows of equal difficulty are in the order of the data. The allowed rows come in a random order from the seed, and no
+    row is repeated before all have come. A row that becomes allowed joins the current pass.
     """
 
     name = "easy_to_hard"
@@ -54,10 +55,10 @@ class EasyToHard(Curriculum):
         """Positions, the easiest first."""
         self._pass = 0
         self._came = np.zeros(len(rows), np.uint8)
-        """By row: 1 where it came in this pass."""
+        """For each row: 1 if it has come in the current pass."""
         self._places = self._places_of(self._pass)
         self._allowed = 0
-        """How many rows may come at the latest step."""
+        """Number of rows that are allowed at the latest step."""
 
     def choose(self, n: int, step: int) -> Sequence[int]:
         self._allowed = max(1, math.ceil(self.share(step) * len(self._rows) - 1e-9))
@@ -93,12 +94,13 @@ class EasyToHard(Curriculum):
         self._places = self._places_of(self._pass)
 
     def _places_of(self, number: int) -> NDArray[np.int64]:
-        """By row: its place in the order of a pass."""
+        """For each row: its place in the order of a pass."""
         return np.argsort(np.asarray(self._rows.shuffled(len(self._rows), number), np.int64))
 
 
 def _numbers(rows: TrainingRows, column: str) -> list[float]:
-    """The column of every row. Raises ConfigError where a source lacks it, DataError where a row has no number."""
+    """The column's value in every row. Raises ConfigError if a source lacks the column, DataError if a value is not a
+    number."""
     for source in rows.sources:
         if column not in source.columns:
             raise ConfigError(

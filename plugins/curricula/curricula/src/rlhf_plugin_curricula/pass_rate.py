@@ -1,4 +1,4 @@
-"""Rows that the policy solves sometimes: those whose pass rate lies in a band."""
+"""Chooses rows that the policy solves sometimes: rows whose pass rate lies in a band."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class PassRate(Curriculum):
     """Prefers rows whose pass rate so far lies in a band, and explores the others.
 
-    Rows of the band come in turn: the one first that was chosen longest ago. A share ``explore`` of the draws goes to
-    rows that have not come yet, in an order from the seed, and when there are none left, to rows outside the band, the
-    one first that was chosen longest ago: a policy that learns moves rows into the band and out of it. The same rows
-    are taken where the band has none left. A row comes twice in a batch only where the batch holds all rows already.
+    Rows in the band come in turn: the row that was chosen longest ago comes first. A share ``explore`` of the draws
+    goes to rows that have not come yet, in a random order from the seed. When no such row is left, it goes to rows
+    outside the band, again the row that was chosen longest ago first, because a policy that learns moves rows into and
+    out of the band. These rows are also used if the band has no row left. A row comes twice in a batch only if the
+    batch already has all rows.
     """
 
     name = "pass_rate"
@@ -52,17 +53,17 @@ class PassRate(Curriculum):
         self._order = np.asarray(rows.shuffled(len(rows)), np.int64)
         """Positions in the order in which rows are explored."""
         self._scored = np.zeros(len(rows))
-        """By row: samples with a score, weighed by :attr:`Config.memory`."""
+        """For each row: number of samples with a score, weighed by :attr:`Config.memory`."""
         self._passed = np.zeros(len(rows))
-        """By row: those of them that passed."""
+        """For each row: number of those samples that passed."""
         self._last = np.full(len(rows), -1, np.int64)
-        """By row: number of the draw that chose it last; -1 before it has come."""
+        """For each row: number of the draw that chose it last; -1 if it has not come yet."""
         self._draws = 0
         self._step = -1
         self._first = 0
         """First draw of the batch of :attr:`_step`. Rows drawn since then are in the batch."""
         self._origins = {"band": 0, "unseen": 0, "outside": 0}
-        """Rows of that batch, by why they were chosen."""
+        """{reason of the choice: number of rows of that batch}."""
 
     def choose(self, n: int, step: int) -> Sequence[int]:
         if step != self._step:
@@ -73,7 +74,7 @@ class PassRate(Curriculum):
             chosen += self._draw(n - len(chosen))
             if len(chosen) == n:
                 return chosen
-            self._first = self._draws  # the batch holds every row: they come again
+            self._first = self._draws  # the batch has every row, so rows are repeated
 
     def finished(self, groups: Sequence[FinishedGroup]) -> None:
         keep = self.config.memory
@@ -111,7 +112,7 @@ class PassRate(Curriculum):
         self._passed = from_text(state["passed"], self._passed)
 
     def _draw(self, n: int) -> list[int]:
-        """``n`` rows that are not in the batch yet; fewer where there are not as many."""
+        """``n`` rows that are not in the batch yet, or fewer if fewer are left."""
         free, band, old = self._last < self._first, self._in_band(), self._last >= 0
         queues = {
             "band": self._oldest(free & band, n),
@@ -133,13 +134,13 @@ class PassRate(Curriculum):
         return chosen
 
     def _in_band(self) -> NDArray[np.bool_]:
-        """By row: whether its pass rate is known and lies in the band."""
+        """For each row: whether its pass rate is known and lies in the band."""
         has_rate = self._scored > 0
         rates = np.divide(self._passed, self._scored, out=np.zeros_like(self._passed), where=has_rate)
         band_mask: NDArray[np.bool_] = has_rate & (rates > self.config.low) & (rates < self.config.high)
         return band_mask
 
     def _oldest(self, selection: NDArray[np.bool_], n: int) -> Iterator[np.int64]:
-        """Of the rows in ``selection``, a mask, the ``n`` that were chosen longest ago, in that order."""
+        """The ``n`` rows under the mask ``selection`` that were chosen longest ago, in that order."""
         rows = np.flatnonzero(selection)
         return iter(rows[np.argsort(self._last[rows], kind="stable")][:n])

@@ -57,11 +57,11 @@ class MLflowConfig(ComponentConfig):
 
 
 class MLflowObserver(Observer):
-    """Logs the line of every step in ``metrics.jsonl``, over ``step``, before the step's event returns.
+    """Logs each line of ``metrics.jsonl``, over ``step``, before the event of the step returns.
 
     The config is redacted, MLflow's usage statistics are off, and its client records no source, command line or git
-    state. MLflow allows no ``@`` in names: ``pass@1`` is ``pass_at_1``; other characters that it refuses become ``_``.
-    In a folder ``policy/loss/kl`` is ``policy/loss.kl``, because ``policy/loss`` is a file.
+    state. MLflow allows no ``@`` in names: ``pass@1`` becomes ``pass_at_1``. Other characters that it refuses become
+    ``_``. In a folder ``policy/loss/kl`` becomes ``policy/loss.kl``, because ``policy/loss`` is a file.
     """
 
     name = "mlflow"
@@ -161,7 +161,8 @@ def _name(text: str) -> str:
 
 
 def _file(name: str, names: Collection[str]) -> str:
-    """``policy/loss.kl`` for ``policy/loss/kl`` where ``policy/loss`` is a metric too: in a folder each is a file."""
+    """``policy/loss.kl`` for ``policy/loss/kl`` if ``policy/loss`` is a metric too, because in a folder each metric is
+    a file."""
     parts = name.split("/")
     for length in range(len(parts) - 1, 0, -1):
         if (front := "/".join(parts[:length])) in names:

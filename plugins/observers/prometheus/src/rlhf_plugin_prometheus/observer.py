@@ -24,7 +24,7 @@ class PrometheusConfig(ComponentConfig):
 
 
 class PrometheusObserver(Observer):
-    """The newest value of each metric as ``rlhf_metric{run="...",name="reward/mean"}``, until the run ends."""
+    """Serves the newest value of each metric as ``rlhf_metric{run="...",name="reward/mean"}``, until the run ends."""
 
     name = "prometheus"
     source = "https://prometheus.io"
@@ -34,7 +34,7 @@ class PrometheusObserver(Observer):
     def __init__(self, config: ComponentConfig | None = None) -> None:
         super().__init__(config)
         self.port = self.config.port
-        """Where it listens, once the run has started."""
+        """Port on which it listens, once the run has started."""
         self._server: Any = None
 
     def check(self, output: Path) -> None:

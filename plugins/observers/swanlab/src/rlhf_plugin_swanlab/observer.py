@@ -1,6 +1,6 @@
 """Logs metrics, samples and the resolved config to SwanLab. A resumed run continues its run.
 
-SwanLab is imported when a run starts: it is an extra, because it allows no version of protobuf above 6.
+SwanLab is imported when a run starts. It is an extra, because it allows no version of protobuf above 6.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SwanLabConfig(ComponentConfig):
 
 
 class SwanLabObserver(Observer):
-    """Logs the line of every step in ``metrics.jsonl``, over ``step``.
+    """Logs each line of ``metrics.jsonl``, over ``step``.
 
     The config is redacted, and SwanLab's capture of the command line, the terminal, the installed packages and the git
     remote is off.

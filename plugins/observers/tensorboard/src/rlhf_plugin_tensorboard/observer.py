@@ -33,7 +33,7 @@ class TensorBoardConfig(ComponentConfig):
 
 
 class TensorBoardObserver(Observer):
-    """Every metric of a step as a scalar, a few samples as a text table, the config (redacted) as text.
+    """Logs every metric of a step as a scalar, a few samples as a text table, and the config (redacted) as text.
 
     A resumed run marks its first step as a restart. TensorBoard then removes the steps that the killed process had
     logged after its last checkpoint, so no step is shown twice.

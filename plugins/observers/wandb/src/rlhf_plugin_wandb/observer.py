@@ -39,7 +39,7 @@ class WandbConfig(ComponentConfig):
 
 
 class WandbObserver(Observer):
-    """Logs the line of every step in ``metrics.jsonl``, plotted over ``step``.
+    """Logs each line of ``metrics.jsonl``, plotted over ``step``.
 
     The config is redacted, and W&B's capture of the command line, the terminal, the source code and the git remote is
     off.
