@@ -1,4 +1,4 @@
-"""Recognises files written for OpenRLHF, and makes rewards and environments of them."""
+"""Recognises files written for OpenRLHF, and converts them to rewards, environments and rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASES = {"AgentInstanceBase", "AgentExecutorBase", "MultiTurnAgentExecutor", "Si
 class OpenRLHF(Adapter):
     """Files for OpenRLHF's ``--reward.remote_url FILE`` (a ``reward_func``) become rewards. Files for its
     ``--train.agent_func_path FILE`` become environments if they have an ``AgentInstance`` and a
-    ``MultiTurnAgentExecutor``, and rollouts if their executor has an ``execute()`` of its own."""
+    ``MultiTurnAgentExecutor``, and rollouts if their executor defines its own ``execute()``."""
 
     name = "openrlhf"
     source = "OpenRLHF 0.11.0, https://github.com/OpenRLHF/OpenRLHF"
@@ -40,7 +40,7 @@ class OpenRLHF(Adapter):
         self._runs_nemo_gym = "nemo_gym" in _packages(tree)
         if kind == "reward":
             functions = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-            # functions of this name with another framework's parameters need no adapter
+            # functions with this name and another framework's parameters need no adapter
             reward_functions = (f for f in functions if f.name == REWARD_FUNCTION)
             return any(form_of([a.arg for a in (*f.args.args, *f.args.kwonlyargs)]) is None for f in reward_functions)
         if kind in ("env", "rollout"):
@@ -50,7 +50,7 @@ class OpenRLHF(Adapter):
         return False
 
     def importing(self) -> AbstractContextManager[None]:
-        """Raises PluginInvalid for an executor of NeMo Gym, before one of the packages that it needs is missed."""
+        """Raises PluginInvalid for an executor of NeMo Gym, before the import of a missing package can fail."""
         if self._runs_nemo_gym:
             raise PluginInvalid(
                 "the file starts NeMo Gym's services and a server of the policy in the training process, which is not "

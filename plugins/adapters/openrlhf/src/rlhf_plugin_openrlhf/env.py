@@ -28,7 +28,7 @@ def env_class(module: ModuleType, instance_class: type[Any] | None, executor: ty
     """An Env class in the file's module.
 
     Args:
-        instance_class: None: only an executor that was built with arguments knows it.
+        instance_class: None: the class is known only after an executor has been built with arguments.
     """
     source_class = instance_class or executor
     assert source_class is not None
@@ -111,7 +111,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _content(content: Any) -> str:
-    """The text of a message; images have none."""
+    """The text of a message, without its images."""
     if isinstance(content, list):
         return "".join(str(part["text"]) for part in content if "text" in part)
     return str(content)

@@ -1,4 +1,5 @@
-"""The executor and the instance class of an agent file: found, checked, and built with the run file's arguments."""
+"""Finds and checks the executor and the instance class of an agent file, and builds them with the run file's
+arguments."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from rlhf.interfaces import ComponentConfig
 
 _LOG = logging.getLogger(__name__)
 _WARNED: set[type[Any]] = set()
-"""Classes that were warned of: a start resolves a file several times."""
+"""Classes about which a warning was shown, because a start resolves a file several times."""
 INSTANCE_BASE = "AgentInstanceBase"
 EXECUTOR_BASE = "AgentExecutorBase"
 EXECUTOR = "AgentExecutor"
 MULTI_TURN = "MultiTurnAgentExecutor"
 OLDER = ("llm_engine", "hf_tokenizer", "result_queue")
-"""Parameters of executors of OpenRLHF 0.8, which only its engine can give."""
+"""Parameters of executors of OpenRLHF 0.8, which only its engine can provide."""
 
 
 class ExecutorConfig(ComponentConfig):
@@ -51,12 +52,12 @@ C = TypeVar("C", bound=ExecutorConfig)
 
 
 def config_of(base: type[C], executor: type[Any] | None, module: ModuleType) -> type[C]:
-    """The options for components of this executor; None: the file has none."""
+    """The config class for components with this executor; None: the file has no executor."""
     return type(base.__name__, (base,), {"__module__": module.__name__, "__doc__": base.__doc__, "executor": executor})
 
 
 def executor_of(module: ModuleType, attribute: str | None) -> type[Any]:
-    """The file's executor with an ``execute()`` of its own. Raises PluginInvalid."""
+    """The file's executor that defines its own ``execute()``. Raises PluginInvalid."""
     chosen = _chosen(module, attribute)
     if chosen is None:
         raise PluginInvalid(f"{module.__file__} defines no {EXECUTOR}; expected a subclass of {EXECUTOR_BASE}")
@@ -70,8 +71,8 @@ def executor_of(module: ModuleType, attribute: str | None) -> type[Any]:
 
 
 def instance_of(module: ModuleType, attribute: str | None) -> tuple[type[Any] | None, type[Any] | None]:
-    """The file's instance class and its executor. The class is None if only an executor that was built with arguments
-    knows it. The executor is None if the file has none. Raises PluginInvalid."""
+    """The file's instance class and its executor. The class is None if it is known only after the executor has been
+    built with arguments. The executor is None if the file has none. Raises PluginInvalid."""
     chosen = _chosen(module, attribute)
     if chosen is None:
         instances = _instances(module, attribute)

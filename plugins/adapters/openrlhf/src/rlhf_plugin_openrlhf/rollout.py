@@ -1,4 +1,4 @@
-"""An executor with an ``execute()`` of its own as a rollout."""
+"""An executor that defines its own ``execute()``, as a rollout."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class _ExecutorRollout(Rollout):
 
 
 class ExecutorEngine:
-    """What an executor's ``execute()`` gets: tokens in, tokens out, as vLLM's requests and outputs. It samples the
-    turns of one sample, and makes the trajectory of what was sampled."""
+    """The engine that an executor's ``execute()`` gets. Its requests and outputs are token ids, as in vLLM. It samples
+    the turns of one sample, and builds the trajectory from them."""
 
     def __init__(self, ctx: RolloutContext) -> None:
         self._ctx = ctx
@@ -90,10 +90,10 @@ class ExecutorEngine:
         return SimpleNamespace(prompt_token_ids=ids, outputs=[output])
 
     def turns(self, result: Any) -> list[Turn]:
-        """The trajectory of what ``execute()`` returned. Log-probs are those that were sampled with. Tokens after the
-        last action are left out, because no answer follows them.
+        """The trajectory for the result of ``execute()``. Log-probs are those of the sampling. Tokens after the last
+        action are left out, because no answer follows them.
 
-        Raises RolloutError: ``action_ranges`` names tokens that were not sampled after the tokens before them.
+        Raises RolloutError: tokens in ``action_ranges`` were not sampled in this context.
         """
         if not isinstance(result, dict) or not {"observation_tokens", "action_ranges"} <= result.keys():
             raise RolloutError(
@@ -118,7 +118,7 @@ class ExecutorEngine:
         return turns
 
     def _find(self, tokens: list[int], start: int, end: int) -> Turn:
-        """A copy of the turn whose tokens are at ``start:end``. The last one may be cut at the end of the tokens."""
+        """A copy of the turn whose tokens are at ``start:end``. The last turn may be cut at the end of the tokens."""
         for prompt, turn in self._sampled:
             ids, cut = list(turn.ids[: end - start]), end == len(tokens)
             if prompt == tokens[:start] and ids == tokens[start:end] and ids and (cut or len(ids) == len(turn.ids)):

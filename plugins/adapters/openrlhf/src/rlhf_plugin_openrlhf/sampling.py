@@ -1,4 +1,5 @@
-"""OpenRLHF gives an environment vLLM's mutable ``SamplingParams``. Here it gets its own copy with the same fields."""
+"""Sampling parameters for environments. OpenRLHF passes vLLM's mutable ``SamplingParams``; here an environment gets its
+own copy with the same fields."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def from_params(params: Any, sampling: Sampling) -> Sampling:
         "max_new_tokens": max_tokens,
         "temperature": getattr(params, "temperature", None),
         "top_p": getattr(params, "top_p", None),
-        "top_k": max(0, top_k) if top_k is not None else None,  # vLLM: -1 and 0 are off
+        "top_k": max(0, top_k) if top_k is not None else None,  # in vLLM, -1 and 0 mean off
         "min_p": getattr(params, "min_p", None),
         "stop": _tuple(getattr(params, "stop", None)),
         "stop_token_ids": _tuple(getattr(params, "stop_token_ids", None)),

@@ -1,7 +1,7 @@
 """The names that reward and agent files import from ``openrlhf``, for machines without it.
 
-They exist only while such a file is imported, so that no other code takes them for OpenRLHF. If OpenRLHF is installed,
-files import the real one. An executor of a file may call the ``execute()`` that it inherits.
+They exist only while such a file is imported, so that no other code mistakes them for OpenRLHF. If OpenRLHF is
+installed, files import the real package. A file's executor may call the ``execute()`` that it inherits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AgentInstanceBase(ABC):
 
 
 class AgentExecutorBase(ABC):
-    """Makes a sample with an engine that takes and gives tokens."""
+    """Generates a sample with an engine that takes and returns tokens."""
 
     @abstractmethod
     async def execute(
@@ -133,7 +133,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def extract_boxed_answer(solution: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``; None if there is none, or its brace is not closed."""
+    r"""The content of the last ``\boxed{...}``; None if the text has no box, or its brace is not closed."""
     start = solution.rfind("\\boxed{")
     if start < 0:
         return None

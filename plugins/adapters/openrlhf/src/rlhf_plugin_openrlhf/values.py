@@ -32,8 +32,8 @@ def scalar(value: Any, label: str) -> float | None:
 
 
 def scalars(values: Any, label: str, count: int) -> list[float | None]:
-    """One number for each of ``count`` samples: a list or a tensor; None: none has one. For one sample the number
-    itself too. Raises TypeError for other values."""
+    """One number for each of ``count`` samples, from a list or a tensor. None: no sample has a number. For a single
+    sample, ``values`` may be the number itself. Raises TypeError for other values."""
     if values is None:
         return [None] * count
     if count == 1:
@@ -48,7 +48,8 @@ def scalars(values: Any, label: str, count: int) -> list[float | None]:
 
 
 def batch_logs(values: Any, count: int) -> list[dict[str, Any]]:
-    """``extra_logs`` for each of ``count`` samples. A text, and a single number such as a mean, is of every sample."""
+    """``extra_logs`` for each of ``count`` samples. A text or a single number, such as a mean, is repeated for every
+    sample."""
     infos: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in _mapping(values, "extra_logs").items():
         label = f"extra_logs[{name!r}]"
@@ -80,7 +81,7 @@ def _mapping(values: Any, label: str) -> Mapping[Any, Any]:
 
 
 def label_of(row: Row, column: str | None) -> Any:
-    """The row's label: the column configured, else ``label``, else ``answer``, else an empty text, as in OpenRLHF."""
+    """The row's label: the configured column, else ``label``, else ``answer``, else an empty text, as in OpenRLHF."""
     if column is None:
         return row.get("label", row.get("answer", ""))
     if column not in row.columns:
@@ -89,7 +90,7 @@ def label_of(row: Row, column: str | None) -> Any:
 
 
 def image_bytes(value: Any) -> bytes:
-    """An image of ``environment_images`` as the content of an image file: an object of PIL, bytes, or a path."""
+    """The content of an image file for an item of ``environment_images``, which is a PIL image, bytes or a path."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str) and not value.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""Environment: environments of gymnasium with discrete actions, as text."""
+"""Environment: gymnasium environments with discrete actions, as text."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class GymnasiumEnv(Env):
     """One episode of an environment with a ``Discrete`` action space. The opening names the actions and shows the first
     observation. Rewards are the environment's own.
 
-    The sample's seed resets the environment, so all samples of a group begin alike; a row's column ``seed`` (a whole
-    number from 0) comes first. ``info`` of a step says ``valid``, ``terminated`` (the environment reached an end) and
-    ``truncated`` (its limit of steps ended it). Both ends give ``done``.
+    The sample's seed resets the environment, so all samples of a group begin in the same state. A row's column ``seed``
+    (a whole number from 0) takes precedence. ``info`` of a step contains ``valid``, ``terminated`` (the environment
+    reached an end) and ``truncated`` (its step limit ended it). Both ends set ``done``.
     """
 
     name = "gymnasium"
     source = "https://gymnasium.farama.org"
     Config = GymnasiumConfig
-    conformance = {"configs": (GymnasiumConfig.model_construct(id="FrozenLake-v1"),)}  # made without the check
+    conformance = {"configs": (GymnasiumConfig.model_construct(id="FrozenLake-v1"),)}  # built without validation
     _env: gymnasium.Env[Any, Any] | None = None
 
     def reset(self, row: Row, seed: int) -> str:
@@ -92,7 +92,7 @@ class GymnasiumEnv(Env):
         assert self._env is not None
         answer: str | None = action
         if self.config.answer == "tag":
-            closed = "".join(action.rpartition("</answer>")[:2])  # tags without an end would take quadratic time
+            closed = "".join(action.rpartition("</answer>")[:2])  # unclosed tags would take quadratic time
             answer = next(reversed(TAG.findall(closed)), None)
         number = self._numbers_by_name.get(answer.strip().casefold()) if answer is not None else None
         if number is None:
@@ -160,7 +160,7 @@ OTHER_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def cannot_be_text(space: gymnasium.Space[Any]) -> str:
-    """Why observations of ``space`` cannot be written as text; empty if they can."""
+    """The reason why observations of ``space`` cannot be written as text; empty if they can."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.values() if isinstance(space, spaces.Dict) else space
         return next(filter(None, map(cannot_be_text, parts)), "")
@@ -175,7 +175,8 @@ def cannot_be_text(space: gymnasium.Space[Any]) -> str:
 
 
 def as_text(space: gymnasium.Space[Any], value: Any) -> str:
-    """``value`` of ``space``: numbers with at most 4 digits, arrays in brackets, one line for each key of a table."""
+    """``value`` of ``space`` as text: numbers with at most 4 digits, arrays in brackets, one line for each key of a
+    dict."""
     if isinstance(space, spaces.Dict):
         return "\n".join(f"{key}: {as_text(part, value[key])}" for key, part in space.items())
     if isinstance(space, spaces.Tuple):
@@ -186,8 +187,8 @@ def as_text(space: gymnasium.Space[Any], value: Any) -> str:
 
 
 def plain(rendered: str) -> str:
-    """A terminal's text without its codes. A coloured character becomes ``[red:S]``, because the colour has a meaning:
-    where the player is."""
+    """Terminal output without escape codes. A coloured character becomes ``[red:S]``, because the colour marks the
+    player's position."""
     text = COLOURED.sub(lambda match: _coloured_text(match[1], match[2]), rendered)
     return OTHER_CODES.sub("", text).strip("\n")
 

@@ -1,4 +1,4 @@
-"""Environment: tasks of a resources server of NeMo Gym, over HTTP."""
+"""Environment: tasks of a NeMo Gym resources server, over HTTP."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlhf.types import EnvStep, Row
 
 PARAMS = "responses_create_params"
 LONGEST = 10 * 2**20
-"""Bytes of an answer; a longer one is refused."""
+"""Largest size of an answer in bytes. A larger one is refused."""
 ERROR_STATUSES = (400, 422)
-"""Status codes with which a tool refuses its arguments. The policy is told the answer."""
+"""Status codes with which a tool refuses its arguments. The answer is shown to the policy."""
 
 
 class NemoGymConfig(ComponentConfig):
@@ -40,8 +40,8 @@ class NemoGymConfig(ComponentConfig):
 
 
 class NemoGym(Env):
-    """Tasks of a resources server of NeMo Gym. The session is seeded with the row. Tool calls in the policy's text are
-    made on the server. A turn without a tool call ends the episode: ``/verify`` gives the reward.
+    """Tasks of a NeMo Gym resources server. The session is seeded with the row. The server executes the tool calls in
+    the policy's text. A turn without a tool call ends the episode, and ``/verify`` returns the reward.
     """
 
     name = "nemo_gym"
@@ -107,7 +107,7 @@ class NemoGym(Env):
         return EnvStep("", float(reward), True, info={k: v for k, v in numbers.items() if _is_finite(v)})
 
     async def _post(self, path: str, body: Any, statuses: tuple[int, ...] = ()) -> str:
-        """The text of the server's answer. Raises EnvError for another status than 200 and those in ``statuses``."""
+        """The text of the server's answer. Raises EnvError unless the status is 200 or in ``statuses``."""
         url = f"{self.config.url}/{path}"
         if self._client is None:
             raise EnvError(f"{url}: the episode has not been reset")
@@ -151,7 +151,7 @@ THOUGHT = "</think>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call in the policy's text. ``problem`` says what is wrong with it; such a call is not made."""
+    """One call in the policy's text. ``problem`` says what is wrong with it; such a call is not executed."""
 
     id: str
     name: str
@@ -184,9 +184,9 @@ class PolicyTurn:
 
 
 def parsed(text: str, number: int, tools: set[str]) -> PolicyTurn:
-    """The turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as Qwen and Hermes models write them."""
+    """Parse the turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as in Qwen and Hermes models."""
     reasoning, _, rest = text.rpartition(THOUGHT)
-    # behind the last end, every tag without an end would be searched to the end of the text: quadratic time
+    # after the last closing tag, each unclosed tag would be searched to the end of the text: quadratic time
     front, end, tail = rest.rpartition(CALL_END)
     bodies = CALL.findall(front + end)
     calls = [_call(body, f"call_{number}_{n}", tools) for n, body in enumerate(bodies)]
@@ -195,7 +195,7 @@ def parsed(text: str, number: int, tools: set[str]) -> PolicyTurn:
 
 
 def shown_results(results: list[str]) -> str:
-    """Tool results as the chat templates of these models write them."""
+    """Tool results in the format of these models' chat templates."""
     return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
 
 

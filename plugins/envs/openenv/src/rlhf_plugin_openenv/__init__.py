@@ -1,4 +1,4 @@
-"""Environment: episodes on a server of OpenEnv, over its web socket."""
+"""Environment: episodes on an OpenEnv server, over its web socket."""
 
 from rlhf import hookimpl
 

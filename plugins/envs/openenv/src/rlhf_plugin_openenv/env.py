@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from rlhf_plugin_openenv.socket_messages import InvalidAction, Observed, UnknownField, action_of, message, observed
 
 LONGEST = 10 * 2**20
-"""Bytes of an answer; a longer one is refused."""
+"""Largest size of an answer in bytes. A larger one is refused."""
 GOODBYE = 5.0
 """Seconds that the server has to end a session after ``close``."""
 SCHEMES = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss"}
@@ -50,10 +50,10 @@ class OpenEnvConfig(ComponentConfig):
 
 
 class OpenEnv(Env):
-    """Episodes of a server that was written with OpenEnv. Each episode is a session of its own on the server.
+    """Episodes on a server that was written with OpenEnv. Each episode has its own session on the server.
 
-    A server that cannot be reached, ends the connection, answers with an error, or answers something else than its
-    protocol allows, fails the sample.
+    The sample fails if the server cannot be reached, ends the connection, answers with an error, or violates its
+    protocol.
     """
 
     name = "openenv"
@@ -94,12 +94,12 @@ class OpenEnv(Env):
         return EnvStep(step.text(c.observation_field), step.reward, step.done, info={"valid": True})
 
     async def close(self) -> None:
-        """End the session. Waits until the server has ended it, so that the next episode finds a free one."""
+        """End the session. Waits until the server has ended it, so that a session is free for the next episode."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
         try:
-            if not self._waits:  # a server that owes an answer would not read the message
+            if not self._waits:  # while an answer is outstanding, the server does not read the message
                 with contextlib.suppress(WebSocketException, OSError, TimeoutError):
                     async with asyncio.timeout(GOODBYE):
                         await connection.send(message("close"))
@@ -113,7 +113,7 @@ class OpenEnv(Env):
             raise EnvError(f"{call} was called before reset()")
         self._waits = True
         with self._attributed(call):
-            with contextlib.suppress(ConnectionClosed):  # what the server sent before it ended the connection says why
+            with contextlib.suppress(ConnectionClosed):  # the server's last messages say why it ended the connection
                 await self._connection.send(text)
             answer = await self._connection.recv()
         self._waits = False

@@ -1,4 +1,4 @@
-"""Messages of OpenEnv's web socket: what is sent, and what is read, strictly."""
+"""Messages of OpenEnv's web socket, with strict parsing of the answers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from rlhf.errors import EnvError, brief
 
 MISFIT = ("missing", "extra_forbidden")
-"""Types of pydantic's errors for an object that has other fields than the model."""
+"""Types of pydantic's errors for an object whose fields differ from the model's."""
 
 
 class InvalidAction(Exception):
-    """The policy's text is not an action of this environment. The policy is told the message."""
+    """The policy's text is not an action of this environment. The message is shown to the policy."""
 
 
 class UnknownField(Exception):
-    """The action has no field of the configured name."""
+    """The action has no field with the configured name."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the server answered to ``reset`` or ``step``."""
+    """The server's answer to ``reset`` or ``step``."""
 
     observation: dict[str, Any]
     reward: float
@@ -43,7 +43,7 @@ class Observed:
 
 
 def action_of(text: str, field: str | None) -> dict[str, Any]:
-    """The action that the policy's text is. Raises InvalidAction."""
+    """The policy's text as an action. Raises InvalidAction."""
     if field is not None:
         return {field: text}
     try:
@@ -56,7 +56,7 @@ def action_of(text: str, field: str | None) -> dict[str, Any]:
 
 
 def message(kind: str, data: dict[str, Any] | None = None) -> str:
-    """A message for the server. Raises EnvError for data that JSON cannot hold."""
+    """A message for the server. Raises EnvError for data that JSON cannot represent."""
     try:
         return json.dumps({"type": kind} if data is None else {"type": kind, "data": data}, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -69,8 +69,8 @@ def observed(answer: str | bytes, field: str | None) -> Observed:
     Args:
         field: the action's field, if the policy's text is one field of it.
 
-    Raises InvalidAction: the server refuses the action. UnknownField: the action has no such field. EnvError: any other
-    answer than an observation.
+    Raises InvalidAction: the server refuses the action. UnknownField: the action has no such field. EnvError: the
+    answer is not an observation.
     """
     try:
         content = json.loads(answer, parse_constant=_refuse)

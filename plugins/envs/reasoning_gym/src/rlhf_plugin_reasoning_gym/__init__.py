@@ -1,4 +1,4 @@
-"""Environment and reward: the tasks of reasoning-gym, each made and scored by a program."""
+"""Environment and reward: the tasks of reasoning-gym, which programs generate and score."""
 
 from rlhf import hookimpl
 

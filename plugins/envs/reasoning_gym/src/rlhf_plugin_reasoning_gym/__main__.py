@@ -15,13 +15,13 @@ HASH_SEED = "PYTHONHASHSEED"
 
 
 def rows(task: str, config: dict[str, Any], seeds: range) -> Iterator[dict[str, Any]]:
-    """One row per seed. The order of sets must be that of worker processes; see :func:`with_hash_seed`."""
+    """One row per seed. Sets must have the same order as in worker processes; see :func:`with_hash_seed`."""
     for seed in seeds:
         yield {"prompt": GymEntry(task, config, seed).question, "task": task, "task_config": config, "seed": seed}
 
 
 def with_hash_seed() -> None:
-    """Start this program again with the hash seed of worker processes. Some tasks draw from sets of texts."""
+    """Restart this program with the hash seed of worker processes, because some tasks draw from sets of texts."""
     if os.environ.get(HASH_SEED) is None:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, HASH_SEED: "0"})
 

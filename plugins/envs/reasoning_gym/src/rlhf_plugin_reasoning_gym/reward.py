@@ -16,8 +16,8 @@ from rlhf_plugin_reasoning_gym.task import AnswerConfig, GymEntry, judge
 class ReasoningGymReward(Reward):
     """Scores the last turn from 0 to 1, by the scorer of the row's task.
 
-    The rows are those of ``python -m rlhf_plugin_reasoning_gym``: the question is the prompt, and the columns ``task``,
-    ``task_config`` and ``seed`` make it again for the scorer.
+    ``python -m rlhf_plugin_reasoning_gym`` writes the rows: the question is the prompt, and the scorer recreates it
+    from the columns ``task``, ``task_config`` and ``seed``.
     """
 
     name = "reasoning_gym"

@@ -1,6 +1,7 @@
 """A task of reasoning-gym with its config: drawing an entry from a seed, reading an answer, and scoring it.
 
-The package is imported when the first entry is drawn: its import takes seconds, and every command lists the plugin.
+The package is imported when the first entry is drawn, because its import takes seconds, and every command lists the
+plugin.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ COMPOSITE = "composite"
 SET_HERE = {"seed", "size"}
 """Fields of a task's config that are set for every entry."""
 MOST_SEED = 2**31 - 1
-"""Largest seed of an entry. Some tasks use NumPy's seeds of 32 bits, and some add small numbers to theirs."""
+"""Largest seed of an entry. Some tasks use NumPy's 32-bit seeds, and some add small numbers to their seed."""
 
 
 class GymEntry:
-    """One question. ``GymEntry(task, config, seed)`` is the same question wherever it is made.
+    """One question. ``GymEntry(task, config, seed)`` gives the same question in every process.
 
     Raises whatever the task raises for a config that it cannot use; see :func:`check`.
     """
@@ -39,12 +40,13 @@ class GymEntry:
         self._entry: dict[str, Any] = self._dataset[0]
         self.question: str = self._entry["question"]
         self.answer: str | None = self._entry["answer"]
-        """One right answer; None for a task that has only a scorer."""
+        """One correct answer; None for a task that only has a scorer."""
         self.task: str = self._entry["metadata"]["source_dataset"]
-        """The task of the question; for ``composite`` the part that it comes from."""
+        """The task of the question; for ``composite`` the part that the question comes from."""
 
     def score(self, answer: str) -> float:
-        """From 0 to 1, by the task's own scorer. Raises what the scorer raises, and EnvError for another value."""
+        """Score from 0 to 1 by the task's own scorer. Raises the scorer's exceptions, and EnvError for a value outside
+        the range."""
         value = float(self._dataset.score_answer(answer, self._entry))
         if not -1e-6 <= value <= 1 + 1e-6:  # sums of shares are rounded
             raise EnvError(f"task {self.task!r} scored an answer with {value}; allowed: 0 to 1")
@@ -52,7 +54,7 @@ class GymEntry:
 
 
 def check(task: str, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a task that does not exist, and for a config with which it makes no entry."""
+    """Raises ValueError if the task does not exist, or creates no entry with this config."""
     try:
         text = json.dumps(config, sort_keys=True)
     except TypeError as error:
@@ -112,7 +114,7 @@ class AnswerConfig(ComponentConfig):
 
 
 def judge(entry: GymEntry, turn: str, config: AnswerConfig, failure: type[RlhfError]) -> tuple[float, dict[str, Any]]:
-    """(score from 0 to 1, whether there was an answer and the scorer's error).
+    """(score from 0 to 1, {whether an answer was found, the scorer's error}).
 
     Raises ``failure`` if the scorer raises and ``scorer_error`` is not set.
     """

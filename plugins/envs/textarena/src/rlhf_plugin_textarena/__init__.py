@@ -59,20 +59,22 @@ class TextArenaConfig(ComponentConfig):
 
 
 class TextArena(Env):
-    """The opening is what the game tells the policy before its first turn; each observation is what it tells after.
+    """The opening is the game's message to the policy before its first turn. Observations are the game's messages after
+    its turns.
 
     The sample's seed starts the game and, in games of two, chooses the policy's seat. A row's column ``seed`` (a whole
-    number from 0 to 2**32 - 1) comes first. All samples of a group play the same game. The reward is the game's own,
-    given at its end. ``info`` says why it ended (``reason``), and whether the policy lost by an invalid move.
+    number from 0 to 2**32 - 1) takes precedence. All samples of a group play the same game. The reward is the game's
+    own reward at its end. ``info`` says why the game ended (``reason``), and whether the policy lost by an invalid
+    move.
 
-    With ``opponent = "self"`` the policy plays both seats, as the agents ``player0`` and ``player1``. Each reads what
-    the game tells it, and gets its own reward at the end.
+    With ``opponent = "self"`` the policy plays both seats, as the agents ``player0`` and ``player1``. Each reads its
+    own messages of the game, and gets its own reward at the end.
     """
 
     name = "textarena"
     source = "https://github.com/LeonGuertler/TextArena"
     Config = TextArenaConfig
-    conformance = {"configs": (TextArenaConfig.model_construct(id="GuessTheNumber-v0"),)}  # made without the check
+    conformance = {"configs": (TextArenaConfig.model_construct(id="GuessTheNumber-v0"),)}  # built without validation
 
     @classmethod
     def agents(cls, config: TextArenaConfig) -> tuple[str, ...]:
@@ -106,7 +108,7 @@ class TextArena(Env):
         return replace(step, reward=step.rewards[SEATS[self._seat]], rewards={})
 
     def _next(self) -> EnvStep:
-        """What the player reads whose turn it is, in self-play."""
+        """The observation for the player whose turn it is, in self-play."""
         return EnvStep(self._game.messages(), agent=SEATS[self._game.player])
 
     def _end_step(self, seats: Sequence[int]) -> EnvStep:
@@ -121,7 +123,7 @@ class TextArena(Env):
         return EnvStep(done=True, info=info, rewards={SEATS[s]: float((rewards or {})[s]) for s in seats})
 
     def _opponents_turns(self) -> bool:
-        """The opponent's turns until it is the policy's. Returns whether the game is over."""
+        """Play the opponent's turns until it is the policy's turn. Returns whether the game is over."""
         while self._opponent is not None and self._game.player != self._seat:
             action = self._opponent(self._game.messages(), derive_seed(self._seed, "opponent", self._turn))
             self._turn += 1
@@ -135,7 +137,7 @@ class TextArena(Env):
 
 
 def opponent_of(reference: str) -> Opponent:
-    """The function ``act`` of the file. Raises PluginError or ConfigError if there is none."""
+    """The function ``act`` of the file. Raises PluginError or ConfigError if the file does not define it."""
     if not reference.startswith(FILE):
         raise ValueError(
             f"opponent = {reference!r}; allowed: {SELF!r}, or {FILE}PATH, a Python file with act(messages, seed)"
@@ -180,9 +182,9 @@ def _refusal(id: str) -> str:
 
 
 class Game:
-    """A game with its own state of the random generators, which TextArena's games draw from as globals.
+    """A game with its own random state, because TextArena's games use the global random generators.
 
-    Raises whatever the game raises when it is made or reset, AssertionError for a wrong number of players.
+    Raises whatever the game raises when it is created or reset; AssertionError for a wrong number of players.
     """
 
     def __init__(self, id: str, kwargs: Mapping[str, Any], players: int, seed: int) -> None:
@@ -196,8 +198,8 @@ class Game:
         while isinstance(inner, textarena.Wrapper):
             inner = inner.env
         self._inner = inner
-        """Without wrappers: it gives each message once. The wrappers' observations repeat the whole game at every turn,
-        which a conversation already contains."""
+        """The game without wrappers, which returns each message once. The wrappers' observations repeat the whole game
+        at every turn, although a conversation already contains it."""
 
     @property
     def state(self) -> Any:
@@ -210,7 +212,7 @@ class Game:
         return number
 
     def messages(self) -> str:
-        """What the player whose turn it is has not seen yet, without its own actions."""
+        """The new messages for the player whose turn it is, without its own actions."""
         with self._own_random():
             player, messages = self._inner.get_observation()
         names = {GAME_ID: "GAME", **(self.state.role_mapping or {})}
@@ -222,7 +224,7 @@ class Game:
         return "\n".join(lines)
 
     def act(self, action: str) -> bool:
-        """The turn of :attr:`player`. Returns whether the game is over."""
+        """Play the turn of :attr:`player`. Returns whether the game is over."""
         with self._own_random():
             done, _ = self._game.step(action)
         return bool(done)

@@ -1,6 +1,6 @@
-"""Assertions: evaluated in a sandbox of their own, with the values that the program returned in another.
+"""Assertions, which are evaluated in one sandbox with the values that the program returned in another sandbox.
 
-So the program never meets an assertion, an expected value or the evaluator, and its values arrive without its methods.
+So the program has no access to assertions, expected values or the evaluator, and its values arrive without its methods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 VALUES = files("rlhf_plugin_code").joinpath("values.py").read_text()
 EVALUATE = VALUES + files("rlhf_plugin_code").joinpath("inside_assertions.py").read_text()
 ROUNDS = 20
-"""Starts of a program for calls whose arguments hang on results of earlier calls."""
+"""Largest number of starts of a program, for calls whose arguments depend on results of earlier calls."""
 Call = tuple[str, str]
 """(name of a function, nodes of its arguments as text)."""
 
@@ -33,7 +33,7 @@ class TestResults:
 
 
 class Assertions:
-    """The assertions of a row, with the calls that they make first."""
+    """The assertions of a row, with their first calls."""
 
     def __init__(self, tests: AssertionTests, launcher: SandboxLauncher) -> None:
         self._tests, self._launcher = tests, launcher
@@ -66,8 +66,8 @@ class Assertions:
         """One verdict per test.
 
         Args:
-            cpu_seconds: limit of the program's starts.
-            partial: whether tests go on after one has failed.
+            cpu_seconds: processor time of each start of the program.
+            partial: whether tests continue after a failed one.
         """
         prelude = self._tests.prelude
         if program.lstrip("\n")[:1] in (" ", "\t"):  # the body of the function that the prelude begins
@@ -92,7 +92,7 @@ class Assertions:
         return [waiting if verdict.word == "unanswered" else verdict for verdict in evaluation.verdicts]
 
     async def _evaluate(self, answers: dict[Call, tuple[str, str]]) -> TestResults | str:
-        """The verdicts, or why there are none."""
+        """The verdicts, or the reason why there are none."""
         tests = self._tests
         setup = {
             "prelude": tests.prelude,
@@ -113,7 +113,8 @@ class Assertions:
 
 
 def _answer(reply: str | Verdict) -> tuple[str, str]:
-    """What the evaluation reads: a value's nodes, an exception, or the verdict of a call without either."""
+    """A reply in the form that the evaluation reads: a value's nodes, an exception, or the verdict of a call without
+    either."""
     if isinstance(reply, Verdict):
         return reply.word, reply.reason
     kind, _, text = reply.partition(" ")

@@ -10,7 +10,7 @@ from rlhf.interfaces import Check, Examination, Finding
 
 
 class CodeCheck(Check):
-    """Which sandboxes can run the programs of the reward ``code`` on this machine."""
+    """Finds the sandboxes that can run the programs of the reward ``code`` on this machine."""
 
     name = "code"
 

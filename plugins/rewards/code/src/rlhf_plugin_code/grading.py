@@ -1,4 +1,4 @@
-"""Compares what a program did with what was expected, outside the sandbox."""
+"""Compares the results of a program with the expected results, outside the sandbox."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Verdict:
     """The result of one test."""
 
     word: Word
-    """``wrong``: another answer. ``error``: an exception, a status other than 0, or no answer. ``output``: too much."""
+    """``wrong``: a different answer. ``error``: an exception, an exit status other than 0, or no answer. ``output``:
+    too much output."""
     reason: str = ""
 
 
@@ -42,8 +43,8 @@ def call_verdicts(tests: Sequence[CallTest], run: Finished, cpu_seconds: int, to
 
 
 def call_answers(calls: int, run: Finished, cpu_seconds: int) -> list[str | Verdict]:
-    """The answer to each call as the program's process wrote it, or why there is none. A call that was answered twice
-    has no answer: a program does not choose between two."""
+    """The answer to each call as written by the program's process, or the reason why it is missing. A call that was
+    answered twice counts as unanswered, so that a program cannot choose between two answers."""
     lines: dict[int, list[str]] = {}
     for line in run.out.split("\n"):
         mark, _, rest = line.partition(" ")
@@ -110,7 +111,7 @@ def _failure(run: Finished, cpu_seconds: int) -> Verdict | None:
 
 
 def printable(value: Any) -> str:
-    """The start of a text of the program, such as an exception's, as text that can be stored."""
+    """The start of a text from the program, such as an exception's message, in a form that can be stored."""
     return str(value)[:200].encode(errors="replace").decode()
 
 

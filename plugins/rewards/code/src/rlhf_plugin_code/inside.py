@@ -1,12 +1,13 @@
-"""Runs inside the sandbox: sets limits, then runs the program. Its text is given to the interpreter with ``-c``.
+"""Runs inside the sandbox: sets limits, then runs the program. The text of this file is passed to the interpreter with
+``-c``.
 
 Standard input holds one line with the size of the setup, the setup (a Python literal), and the program's own input.
-Standard output gets one line with ``setup["nonce"]`` before the program begins. What follows is the program's output,
-or, for calls of functions, one line per call: ``NONCE NUMBER = JSON`` or ``NONCE NUMBER ! "why there is no answer"``.
-With ``setup["values"]``, the source of ``values.py``, arguments and answers are nodes in place of JSON.
+Standard output gets one line with ``setup["nonce"]`` before the program begins. Then follows the program's output or,
+for calls of functions, one line per call: ``NONCE NUMBER = JSON`` or ``NONCE NUMBER ! "why there is no answer"``. With
+``setup["values"]``, the source of ``values.py``, arguments and answers are nodes instead of JSON.
 
-The setup holds no expected value, so a program that reads or changes anything here gains nothing. Nothing is imported
-that the program may not need, because every import costs time. The interpreter may be older than the one of rlhf.
+The setup contains no expected value, so a program gains nothing by reading or changing anything here. This file imports
+as little as possible, because every import costs time. The interpreter may be older than that of rlhf.
 """
 
 
@@ -37,7 +38,7 @@ def _main():  # type: ignore[no-untyped-def]
         soft, hard = (value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit) for value in limit)
         resource.setrlimit(resource_id, (soft, hard))
     if setup["filter"]:
-        import _ctypes  # the package ctypes takes as long to import as the interpreter to start
+        import _ctypes  # importing the package ctypes takes as long as starting the interpreter
 
         class Length(_ctypes._SimpleCData):
             _type_ = "H"
@@ -50,7 +51,7 @@ def _main():  # type: ignore[no-untyped-def]
 
         prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
         words = Filter(len(setup["filter"]) // 8, setup["filter"])
-        # PR_SET_PDEATHSIG with SIGKILL: no program outlives the launcher process. The filter keeps it set.
+        # PR_SET_PDEATHSIG with SIGKILL: no program outlives the launcher process. The filter prevents unsetting it.
         if _ctypes.call_function(prctl, (1, 9, 0, 0, 0)) or posix.getppid() != parent:
             sys.exit("the launcher process has ended")
         # PR_SET_NO_NEW_PRIVS, then PR_SET_SECCOMP with SECCOMP_MODE_FILTER
@@ -65,7 +66,7 @@ def _main():  # type: ignore[no-untyped-def]
     module = type(sys)(name)
     sys.modules[name] = module
     program = setup["program"]
-    if program[:1] == "\ufeff":  # a byte-order mark, which Python accepts in a file and not in a text
+    if program[:1] == "\ufeff":  # a byte-order mark, which Python accepts in a file but not in a text
         program = program[1:]
 
     class ProgramLoader:
@@ -75,7 +76,8 @@ def _main():  # type: ignore[no-untyped-def]
     module.__file__, module.__loader__ = "program.py", ProgramLoader()  # for inspect.getsource
 
     class SemLock:
-        """Thread pools of multiprocessing need a lock of processes, for which there is no memory to share."""
+        """Replaces the lock between processes that multiprocessing's thread pools need. There is no shared memory for
+        it."""
 
         SEM_VALUE_MAX = 2**31 - 1
 

@@ -1,10 +1,10 @@
-"""Runs inside the sandbox, in the place of a program: evaluates the assertions of a row. No code of the policy is here.
+"""Runs inside the sandbox, instead of a program: evaluates the assertions of a row. It runs no code of the policy.
 
-A function of the program is an object that looks its call up among the answers. Where a call has no answer yet, the
-test stops there; the call is reported, and the assertions are evaluated again when the program has answered it.
+Each function of the program is replaced by an object that looks up its calls in the answers. At a call without an
+answer, the test stops and the call is reported. The assertions are evaluated again when the program has answered it.
 
-Standard input holds the setup (a Python literal), standard output gets one JSON object: a verdict for each test and the
-calls without an answer. The source of ``values.py`` stands before this text.
+Standard input holds the setup (a Python literal). Standard output gets one JSON object with a verdict for each test and
+the calls without an answer. The source of ``values.py`` precedes this text.
 """
 
 
@@ -24,16 +24,16 @@ def _evaluate():  # type: ignore[no-untyped-def]
     random.seed(0)  # so that every evaluation makes the same calls
     answers, calls, verdicts = setup["answers"], {}, {}
     namespace = {"__name__": "tests"}
-    classes = collections.ChainMap({}, namespace)  # the program adds to the first: it hides no name of the tests
+    classes = collections.ChainMap({}, namespace)  # the program adds to the first, so it hides no name of the tests
     counts = {"unanswered": 0}
-    QUIET = ("StopIteration", "StopAsyncIteration")  # they would end a loop of a test, not fail it
+    QUIET = ("StopIteration", "StopAsyncIteration")  # they would end a loop of a test instead of failing it
     last = [""]
 
     class Unanswered(BaseException):
-        """The program has not been asked yet."""
+        """The program has not answered this call yet."""
 
     class NoAnswer(BaseException):
-        """(word, why): no exception that a test may expect."""
+        """(word, reason). It is not an exception that a test may expect."""
 
     class Function:
         def __init__(self, name):  # type: ignore[no-untyped-def]
@@ -69,7 +69,7 @@ def _evaluate():  # type: ignore[no-untyped-def]
             self.unanswered, last[0] = counts["unanswered"], ""
 
         def __exit__(self, kind, error, trace):  # type: ignore[no-untyped-def]
-            # what fails after a call without an answer may fail for want of its result
+            # a failure after an unanswered call may be caused by its missing result
             count = self.unanswered if error is None else 0
             verdicts[self.number] = verdict(error, counts["unanswered"] > count)
             return True

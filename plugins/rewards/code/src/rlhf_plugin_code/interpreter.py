@@ -12,14 +12,14 @@ from pathlib import Path
 from rlhf.errors import ConfigError, brief
 
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-"""Shared libraries and the list of their places."""
+"""Shared libraries and the cache of their locations."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
-"""All environment variables of a program. The order of sets of texts does not change from run to run. Without
-``MALLOC_ARENA_MAX`` each thread reserves 64 MiB of the address space, and a pool of eight has no room."""
+"""All environment variables of a program. Sets of texts have the same order in every run. Without ``MALLOC_ARENA_MAX``
+each thread reserves 64 MiB of the address space, which is too much for a pool of eight."""
 ASK = """
 import json, os, sys
 print(json.dumps([os.path.realpath(sys.executable), sys.prefix, sys.base_prefix]))

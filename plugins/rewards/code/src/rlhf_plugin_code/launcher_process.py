@@ -1,11 +1,11 @@
-"""The process that starts programs and talks to them: ``python -m rlhf_plugin_code.launcher_process``.
+"""The process that starts programs and exchanges data with them: ``python -m rlhf_plugin_code.launcher_process``.
 
 It is separate from the process of the run, because starting programs from a process with many threads and much memory
-is slow, and because its own capabilities can be dropped here. One JSON object per line:
+is slow, and because this process can drop its capabilities. It reads and writes one JSON object per line:
 
-* first ``{"sandbox", "command", "paths", "limits", "filter"}``,
-* then ``{"id", "header", "input"}`` for each start, answered by ``{"id", "end", "code", "seconds", "out", "err"}``,
-* ``{"cancel": id}`` ends a program; it is answered like any other.
+* first ``{"sandbox", "command", "paths", "limits", "filter"}``, * then ``{"id", "header", "input"}`` for each start,
+answered by ``{"id", "end", "code", "seconds", "out", "err"}``, * ``{"cancel": id}`` ends a program, which is answered
+like any other.
 
 ``end`` is ``exit``, ``wall`` (time), ``output`` (too much), ``threads``, ``files`` (too many), ``cancelled`` or
 ``failed`` (the sandbox did not start; the cause is in ``err``). At the end of standard input all programs are killed.
@@ -27,10 +27,10 @@ from rlhf_plugin_code.limits import FILE_BYTES, LOOK_SECONDS, MIB, THREADS, Prog
 from rlhf_plugin_code.starters import STARTERS, Started, drop_capabilities
 
 ERRORS = 4096
-"""Bytes at the end of standard error that are kept."""
+"""Number of bytes that are kept from the end of standard error."""
 CHUNK = 65536
 END_SECONDS = 2.0
-"""Time in which programs that were killed at the end may remove their folders."""
+"""Time for the programs that are killed at the end to remove their folders."""
 
 
 class SandboxProgram:
@@ -100,7 +100,7 @@ class SandboxProgram:
                             streams.unregister(started.stdin)
                             started.stdin.close()
                     for stream, buffer in ((started.stdout, out), (started.stderr, err)):
-                        # what was written before the exit is read to its end
+                        # read all output that was written before the exit
                         while (stream in ready or exited in ready) and stream in streams.get_map():
                             try:
                                 part = os.read(stream.fileno(), CHUNK)
@@ -120,10 +120,10 @@ class SandboxProgram:
             os.close(exited)
 
     def _excess(self, pid: int) -> str:
-        """Of what the program has too many; empty if of nothing.
+        """The resource that the program exceeds (``threads`` or ``files``); empty if none.
 
         Args:
-            pid: of the process that was started.
+            pid: process id of the started process.
         """
         try:
             for _ in range(self._starter.parents):
@@ -156,7 +156,7 @@ def main() -> None:
     def serve(number: int, program: SandboxProgram, data: bytes) -> None:
         try:
             answer = program.run(data)
-        except Exception as error:  # a defect of this process is a failed sample, not a lost answer
+        except Exception as error:  # an error in this process must fail the sample, not lose the answer
             reason = f"{type(error).__name__}: {error}"
             answer = {"end": "failed", "code": 0, "seconds": 0.0, "out": "", "err": reason}
         running.pop(number, None)

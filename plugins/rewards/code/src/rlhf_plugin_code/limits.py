@@ -1,4 +1,4 @@
-"""What a program may use."""
+"""Resource limits of a program."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ MIB = 2**20
 OPEN_FILES = 64
 THREADS = 64
 FILE_BYTES = 4096
-"""The temporary folder holds one file, folder or link for each of these bytes of its size."""
+"""The temporary folder may hold one file, folder or link per this number of bytes of its size."""
 LOOK_SECONDS = 0.05
-"""Between two counts of threads and files, for which the kernel has no limit: for root, and in a folder in memory."""
+"""Interval between two counts of threads and files. The kernel limits neither threads of root nor files of a folder in
+memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,12 @@ class CodeConfig(ComponentConfig):
 
 
 class CodeReward(Reward):
-    """Functions are called one after another in one start of the program. A test by standard input is one start.
-    Assertions are evaluated in another sandbox, with what the program's functions returned in one or more starts. After
-    a time-out, and without ``partial`` after any failed test, the remaining tests of the program are not run.
+    """Functions are called one after another in one start of the program. A test with standard input is one start.
+    Assertions are evaluated in another sandbox, with the values that the program's functions returned in one or more
+    starts. The remaining tests of a program are not run after a time-out and, without ``partial``, after any failed
+    test.
 
-    A program that crashes or takes too long has failed its test. A sandbox that does not start is a failed sample.
+    A program that crashes or takes too long fails its test. If the sandbox does not start, the sample fails.
     """
 
     name = "code"
@@ -142,12 +143,12 @@ BLANKS = " \t\r\ufeff"
 
 
 def last_block(text: str, tags: Sequence[str]) -> str | None:
-    """The content of the last closed fenced block with one of these tags; None if there is none. Where the fence is
-    indented, as in a list, so many spaces are removed from each line (CommonMark). The time is linear in the length of
-    the text: this runs on the event loop, where no deadline ends it.
+    """The content of the last closed fenced block with one of these tags; None if there is none. If the fence is
+    indented, as in a list, its indentation is removed from each line (CommonMark). The time is linear in the length of
+    the text, because this runs on the event loop, where no deadline ends it.
 
     Args:
-        tags: in any case of letters; an empty text allows blocks without a tag.
+        tags: case is ignored; an empty text allows blocks without a tag.
     """
     allowed = {tag.casefold() for tag in tags}
     block, tag, start, indent = None, None, 0, 0

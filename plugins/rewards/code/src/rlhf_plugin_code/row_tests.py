@@ -43,14 +43,14 @@ class AssertionTests:
     """Python code that calls functions of the program."""
 
     texts: tuple[str, ...]
-    """Each is a test; a text that stands alone and is ``code`` holds all tests."""
+    """The tests, one per text. A single text that is ``code`` holds all tests."""
     code: bool
     prelude: str = ""
     """Code before the program and before the tests: imports and classes that both use."""
     setup: str = ""
     """Code before the tests."""
     entry_point: str = ""
-    """The function under test, which ``check`` gets; empty: tests call it by its name."""
+    """The function under test, which is passed to ``check``; empty: tests call it by its name."""
 
 
 Tests = list[StdinTest] | list[CallTest] | AssertionTests
@@ -58,8 +58,8 @@ ENTRY_POINT = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 
 def read_tests(row: Row, column: str) -> Tests | None:
-    """The tests of a row, all of one kind and at least one. None if the column holds None. Beside assertions, other
-    columns of the row are read, as published sets have them.
+    """The tests of a row, all of one kind and at least one. None if the column holds None. For assertions, other
+    columns of the row are read too, as in published data sets.
 
     Raises RewardError for any other layout.
     """
@@ -144,8 +144,8 @@ def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
 
 
 def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
-    """A test that says whether it is a call, in ``type`` (PrimeIntellect's sets) or ``testtype`` (LiveCodeBench, where
-    arguments and result are lines of JSON)."""
+    """A test that says whether it is a call: in ``type`` (PrimeIntellect's data sets) or ``testtype`` (LiveCodeBench,
+    where arguments and result are lines of JSON)."""
     metadata = case.get("metadata")
     name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
@@ -164,7 +164,7 @@ def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
 
 def _columns(value: Mapping[str, Any], label: str) -> list[StdinTest] | list[CallTest]:
     """The layout of APPS and TACO. An input or output of a script may be a list of lines. The expected value of a call
-    may stand in a list of one, because there it often does."""
+    may be in a list with one item, which is common in these data sets."""
     if set(value) == {"input", "output"}:  # of CodeContests
         value = {"inputs": value["input"], "outputs": value["output"]}
     if not {"inputs", "outputs"} <= set(value) <= {"inputs", "outputs", "fn_name"}:
@@ -212,7 +212,7 @@ def _lines(value: Any, label: str) -> str:
 
 
 def _json(value: Any, label: str) -> Any:
-    """The value as JSON gives it back, so that types can be compared exactly."""
+    """The value after a round trip through JSON, so that types can be compared exactly."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

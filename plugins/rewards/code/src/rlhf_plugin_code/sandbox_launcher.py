@@ -26,7 +26,7 @@ from rlhf_plugin_code.seccomp import seccomp_filter
 from rlhf_plugin_code.starters import STARTERS
 
 PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
-"""Environment variables of the launcher process. It gets no others, because they may hold secrets."""
+"""Environment variables of the launcher process. It gets no other variables, because they may hold secrets."""
 
 Call = tuple[str, Sequence[Any]]
 """(name of a function, its arguments)."""
@@ -37,8 +37,8 @@ class Finished:
     """The end of a program that was started."""
 
     end: Literal["exit", "wall", "output", "threads", "files"]
-    """``wall``: it was killed at the limit of wall time. ``output``, ``threads``, ``files``: it was killed because it
-    wrote too much, or had too many of these."""
+    """``wall``: killed at the limit of wall time. ``output``: killed for too much output. ``threads``, ``files``:
+    killed because it had too many."""
     code: int
     """Exit status. Negative, or 128 and more: a signal."""
     seconds: float
@@ -47,11 +47,11 @@ class Finished:
     err: str
     """End of standard error."""
     nonce: str
-    """Begins the lines with answers to calls."""
+    """Prefix of the lines with answers to calls."""
 
 
 class SandboxLauncher:
-    """Starts the launcher process when it is first needed, and again if it died."""
+    """Starts the launcher process when it is first needed, and restarts it if it died."""
 
     def __init__(self, sandbox: str, python: Interpreter, limits: ProgramLimits) -> None:
         starter = STARTERS[sandbox]
@@ -120,7 +120,7 @@ class _Process:
     def __init__(self, settings: dict[str, Any]) -> None:
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         command = [sys.executable, "-P", "-m", "rlhf_plugin_code.launcher_process"]
-        # a session of its own, so that an interrupt from the terminal leaves it to the run how to end
+        # its own session, so that an interrupt from the terminal reaches only the run
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""Which sandbox is used: what is installed, and what works."""
+"""Selects the sandbox: the first installed one that works."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ UNISOLATED = (
 
 
 def candidates(choice: Choice) -> list[str]:
-    """The installed sandboxes to try, the best first.
+    """The installed sandboxes to try, best first.
 
-    Raises ConfigError if there is none, with what to install.
+    Raises ConfigError, with what to install, if there is none.
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError(
@@ -54,7 +54,7 @@ def candidates(choice: Choice) -> list[str]:
 async def working(names: Sequence[str], python: Interpreter, limits: ProgramLimits) -> SandboxLauncher:
     """The first of these sandboxes that isolates a program on this machine.
 
-    Raises ConfigError if there is none, with what each of them did.
+    Raises ConfigError, with the result of each sandbox, if there is none.
     """
     failures = []
     for name in names:
@@ -107,7 +107,8 @@ NAMES = (
 
 
 async def probe(launcher: SandboxLauncher, memory: int) -> tuple[str, ...]:
-    """What a program could do that no sandbox allows; empty where the sandbox works. Nothing is harmed.
+    """Actions that a program could perform although a sandbox must prevent them; empty if the sandbox works. The probe
+    does no harm.
 
     Raises RewardError if no program can be started.
     """

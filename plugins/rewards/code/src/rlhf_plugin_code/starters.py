@@ -1,4 +1,4 @@
-"""How a program is started in each sandbox. Used by the launcher process."""
+"""Start a program in each kind of sandbox. Used by the launcher process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Started(Protocol):
 
 
 class Bwrap:
-    """Namespaces by the program ``bwrap``: an own view of files, no network, no other processes."""
+    """Namespaces by the program ``bwrap``: a separate view of files, no network, no other processes."""
 
     own_user = True
     """See :meth:`ProgramLimits.of_process`."""
@@ -40,16 +40,17 @@ class Bwrap:
     disk = True
     """Whether there is a temporary folder."""
     parents = 2
-    """Processes of the sandbox above the program. With some, the temporary folder is in memory, empty files too."""
+    """Number of processes of the sandbox above the program. If not 0, the temporary folder is in memory, including
+    empty files."""
     drops_capabilities = True
-    """Whether the sandbox itself takes the capabilities of root from the program. It needs them to map the user."""
+    """Whether the sandbox itself drops the program's root capabilities. The sandbox needs them to map the user."""
 
     def __init__(self, python: Interpreter, limits: ProgramLimits, filter_: bytes) -> None:
         self._filter = filter_
         binds = [word for path in python.paths for word in ("--ro-bind", path, path)]
         devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
         variables = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-        # a session of its own, because a signal to the process group would reach bwrap and the launcher process outside
+        # its own session, because a signal to the process group would reach bwrap and the launcher process outside
         self._command = [
             "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
             "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv", *variables,
@@ -70,7 +71,7 @@ class Bwrap:
 
 
 class Sandlock:
-    """Landlock and seccomp by the package ``sandlock``, which needs no namespaces. There is no folder to write in."""
+    """Landlock and seccomp by the package ``sandlock``, which needs no namespaces. It has no writable folder."""
 
     own_user = False
     filters_outside = False
@@ -115,7 +116,7 @@ class LimitsOnly:
 
 
 class _WithFolder(subprocess.Popen[bytes]):
-    """A process in a new folder that is removed with the process."""
+    """A process in a new folder, which is removed when the process ends."""
 
     def __init__(self, command: list[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rlhf-code-", ignore_cleanup_errors=True)
@@ -137,7 +138,7 @@ STARTERS: dict[str, Any] = {"bwrap": Bwrap, "sandlock": Sandlock, "limits": Limi
 
 
 def drop_capabilities() -> None:
-    """Give up root's extra rights, for this thread and all processes that it starts. Other users have none."""
+    """Drop root's capabilities, for this thread and all processes that it starts. Other users have none."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

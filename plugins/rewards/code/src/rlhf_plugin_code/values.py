@@ -2,18 +2,18 @@
 
 The first node is the whole value. A node is None, a bool, int, float, complex, str or bytes, or ``(kind, start,
 count)``: a container whose items are ``count`` nodes from number ``start``, which is larger than its own number. So a
-long linked list needs no recursion. A dictionary has its keys and values in turn. An object of a class of the program
-or of the tests is its name, with its attributes in the same way. ``("float", text, 0)`` is a float without a literal,
-``("type", name, 0)`` one of Python's types.
+long linked list needs no recursion. The items of a dictionary are its keys and values in turn. For an object of a class
+of the program or of the tests, the kind is the class name and the items are its attributes in the same way. ``("float",
+text, 0)`` is a float without a literal, ``("type", name, 0)`` is one of Python's types.
 
-Subclasses become their base, and an object gets the methods of the class of its name on the other side, or none:
-whoever reads nodes runs no code of whoever wrote them.
+Subclasses become their base. An object gets the methods of the reader's class of the same name, or none: the reader of
+nodes runs no code of their writer.
 """
 
 KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)}
 TYPES = dict(KINDS, **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes)})
 MAX_NODES = 500_000
-"""Nodes of one value. A list that contains itself has no end."""
+"""Largest number of nodes of one value, because a list that contains itself is endless."""
 
 
 def pack(value, classes):  # type: ignore[no-untyped-def]
@@ -53,9 +53,9 @@ def pack(value, classes):  # type: ignore[no-untyped-def]
 
 
 def unpack(nodes, classes):  # type: ignore[no-untyped-def]
-    """The value of nodes. A class that ``classes`` lacks is added, without methods.
+    """The value that the nodes represent. A class that ``classes`` lacks is added, without methods.
 
-    Raises some Exception for nodes that are no value.
+    Raises some Exception for nodes that represent no value.
     """
     values = list(nodes)
     for index in reversed(range(len(nodes))):

@@ -23,8 +23,8 @@ class HttpConfig(ServersConfig):
 
 
 class HttpReward(Reward):
-    """``POST {"query": [...], "prompts": [...], "labels": [...]}`` for each group; a query is the prompt with the
-    answer. See :func:`results` for what the server answers; an answer that is not understood is an error at once.
+    """Sends ``POST {"query": [...], "prompts": [...], "labels": [...]}`` for each group. A query is the prompt with the
+    answer. :func:`results` describes the server's answer. An answer in another form is an error, without a retry.
     """
 
     name = "http"
@@ -54,7 +54,7 @@ class HttpReward(Reward):
         return results(body, len(group.trajectories), url)
 
     def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
-        """The prompt, and what follows it."""
+        """(prompt, text after it)."""
         if not self.config.special_tokens:
             return trajectory.prompt_text, trajectory.completion
         if self._tokens is None:

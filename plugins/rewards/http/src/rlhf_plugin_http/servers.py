@@ -1,4 +1,4 @@
-"""Servers that give the same answers: their options, and one question to the first of them that answers."""
+"""Servers with equal answers: their options, and requests to the first available one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf.interfaces import ComponentConfig
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 10 * 2**20
-"""Bytes of an answer; a longer one is refused."""
+"""Largest size of an answer in bytes. A larger one is refused."""
 PAUSE, LONGEST_PAUSE = 0.5, 10.0
 """Seconds before the second attempt, doubled before each further one, and their limit."""
 
@@ -47,14 +47,14 @@ class ServersConfig(ComponentConfig):
 
 
 class Servers:
-    """A server that cannot be reached, is too slow or answers with an HTTP status of 429 or above 499 has failed, and
-    the next one is asked. Any other status than 200 is an error at once, because every server would answer so.
-    Redirects are not followed.
+    """If a server cannot be reached, is too slow or answers with an HTTP status of 429 or above 499, it has failed, and
+    the next server is asked. Any other status than 200 is an error without a retry, because every server would answer
+    the same. Redirects are not followed.
 
     Args:
         reward: name of the plugin, for messages.
 
-    Raises ConfigError where the variable of ``token_env`` is not set.
+    Raises ConfigError if the variable of ``token_env`` is not set.
     """
 
     def __init__(self, reward: str, config: ServersConfig) -> None:
@@ -69,7 +69,7 @@ class Servers:
                     "Export it, or remove token_env."
                 )
             self._headers["Authorization"] = f"Bearer {token}"
-        self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
+        self._certificates = ssl.create_default_context()  # created once, because this takes longer than a request
 
     async def ask(
         self, question: dict[str, Any], path: str = "", longest: int = LONGEST, server: str | None = None
@@ -77,9 +77,9 @@ class Servers:
         """(URL, answer) of the first server that answers. Raises RewardError.
 
         Args:
-            path: is added to each address.
-            longest: bytes of an answer.
-            server: the one address that is asked.
+            path: appended to each address.
+            longest: largest size of an answer in bytes.
+            server: the only address to ask.
         """
         failures: list[str] = []
         for attempt in range(self._config.attempts):
@@ -120,11 +120,11 @@ class Servers:
 
 
 class _Unavailable(Exception):
-    """The server answers, but not now."""
+    """The server is temporarily unavailable."""
 
 
 class Order:
-    """Which server is asked next, and which are left out for a while.
+    """The order in which servers are asked. Failed servers are left out for a while.
 
     Args:
         urls: at least one.
@@ -138,15 +138,15 @@ class Order:
         self._turn = count()
 
     def urls(self) -> Iterator[str]:
-        """The servers to ask for one request, the first first. Requests begin at the servers in turn. Servers that are
-        left out come last, the one that failed first before the others."""
+        """The servers to ask for one request, in order. Successive requests begin with different servers in turn.
+        Servers that are left out come last, in the order in which they failed."""
         n = next(self._turn) % len(self._urls)
         turned = [*self._urls[n:], *self._urls[:n]]
         time_s = time.monotonic()
         yield from sorted(turned, key=lambda url: max(0.0, self._retry_times[url] - time_s))
 
     def failed(self, url: str) -> bool:
-        """Leave a server out. Returns whether it was not left out already."""
+        """Leave a server out. Returns False if it was already left out."""
         time_s = time.monotonic()
         fresh = self._retry_times[url] <= time_s
         self._retry_times[url] = time_s + self._rest

@@ -1,4 +1,4 @@
-"""A teacher behind a server: its log-prob of every token that the policy sampled."""
+"""A teacher on a server: its log-prob of every token that the policy sampled."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlhf_plugin_http.servers import LONGEST, Servers, ServersConfig
 
 PATH = "/completions"
 REQUEST = 16_384
-"""Tokens of a request; a longer sequence has a request to itself."""
+"""Largest number of tokens of a request. A longer sequence gets its own request."""
 TOKEN = 1024
-"""Bytes of an answer for each token, beside ``LONGEST``."""
+"""Allowed bytes of an answer for each token, in addition to ``LONGEST``."""
 PROBE = "The 7 quick foxes jump over 1,024 lazy dogs.\n\tdef area(r): return 3.14 * r ** 2  # naïve café\n日本語 🙂"
-"""Text of many kinds of tokens."""
+"""Text with many kinds of tokens."""
 ABOVE_0 = 1e-3
-"""How far above 0 rounding may lift a log-prob."""
+"""Largest log-prob above 0 that rounding may produce."""
 
 Place = tuple[int, int, int]
 """(turn, token of the turn, token of the sequence)."""
@@ -35,12 +35,13 @@ class TeacherRewardConfig(ServersConfig):
 
 
 class TeacherReward(Reward):
-    """``POST {"prompt": [token ids, ...], "prompt_logprobs": 0, "max_tokens": 1, ...}`` to ``URL/completions``, vLLM's
-    form of the OpenAI protocol: the tokens of a group's samples, in requests of at most 16,384 tokens. The log-probs of
-    the sampled tokens are the steps of each result, and the algorithm's ``teacher`` reads them.
+    """Sends ``POST {"prompt": [token ids, ...], "prompt_logprobs": 0, "max_tokens": 1, ...}`` to ``URL/completions``,
+    which is vLLM's form of the OpenAI protocol. The prompts are the tokens of a group's samples, in requests of at most
+    16,384 tokens. The log-probs of the sampled tokens are the steps of each result, which the algorithm's ``teacher``
+    reads.
 
-    Before the first sample each server is asked for a text, as text and as the policy's tokens: one whose tokens differ
-    is refused.
+    Before the first sample, the same text is sent to each server as text and as the policy's tokens. A server whose
+    tokens differ is refused.
     """
 
     name = "teacher"
@@ -72,7 +73,7 @@ class TeacherReward(Reward):
         return [RewardResult(None, steps=tuple(trajectory_steps)) for trajectory_steps in steps]
 
     async def _logprobs(self, sequences: Sequence[Sequence[int]], server: str | None = None) -> list[list[float]]:
-        """The log-prob of each token of each sequence; NaN of the first."""
+        """The log-prob of each token of each sequence; NaN for the first token."""
         longest = LONGEST + TOKEN * sum(map(len, sequences))
         url, body = await self._servers.ask(self._question([list(ids) for ids in sequences]), PATH, longest, server)
         choices = _choices(body, len(sequences), url)
@@ -163,7 +164,7 @@ def _choices(body: bytes, prompts: int, url: str) -> list[list[Any]]:
 
 
 def _values(places: Sequence[Any], ids: Sequence[int], server: str) -> list[float]:
-    """The log-probs of the tokens ``ids`` in ``prompt_logprobs``; NaN of the first, which nothing predicts."""
+    """The log-probs of the tokens ``ids`` in ``prompt_logprobs``; NaN for the first token, which nothing predicts."""
     if len(places) != len(ids):
         raise RewardError(f"{server}: {len(places)} log-probs for {len(ids)} tokens")
     values = [math.nan]

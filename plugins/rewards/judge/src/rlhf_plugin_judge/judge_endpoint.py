@@ -16,9 +16,9 @@ import httpx
 from rlhf.errors import ConfigError, RewardError, brief
 
 LONGEST = 10 * 2**20
-"""Bytes of an answer; a longer one is refused."""
+"""Largest size of an answer in bytes. A larger one is refused."""
 LONGEST_WAIT = 60.0
-"""Most seconds that ``Retry-After`` can ask for."""
+"""Largest number of seconds that ``Retry-After`` may request."""
 
 
 class Unavailable(Exception):
@@ -27,12 +27,13 @@ class Unavailable(Exception):
     def __init__(self, cause: str, after: float | None = None) -> None:
         super().__init__(cause)
         self.after = after
-        """Seconds after which the server wants to be asked again; None: it did not say."""
+        """Seconds after which the server may be asked again; None: not stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The text of the first choice, why it ended, and its tokens: None where the server does not count them."""
+    """The text of the first choice, its finish reason, and its token counts (None if the server does not report
+    them)."""
 
     text: str
     finish: str | None
@@ -46,7 +47,7 @@ class JudgeEndpoint:
     token_env: environment variable that holds a token; None: none is sent.
     timeout: seconds for one request.
 
-    Raises ConfigError where the variable is not set.
+    Raises ConfigError if the variable is not set.
     """
 
     def __init__(self, url: str, token_env: str | None, timeout: float, at_once: int) -> None:
@@ -61,11 +62,11 @@ class JudgeEndpoint:
                 )
             self._headers["Authorization"] = f"Bearer {token}"
         self._turns = asyncio.Semaphore(at_once)
-        self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
+        self._certificates = ssl.create_default_context()  # created once, because this takes longer than a request
 
     async def ask(self, body: dict[str, Any]) -> Reply:
-        """Raises Unavailable where the server cannot be reached, is too slow, or answers with status 429 or above 499;
-        RewardError for any other answer that is not understood. Redirects are not followed."""
+        """Send one request. Raises Unavailable if the server cannot be reached, is too slow, or answers with status 429
+        or above 499, and RewardError for any other answer that cannot be read. Redirects are not followed."""
         async with self._turns:
             try:
                 return self._read(await self._post(body))
@@ -103,7 +104,7 @@ class JudgeEndpoint:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             start = body[:80].decode(errors="replace")
             raise RewardError(f"{self._url} answered {start!r}, which is not the JSON of a chat completion") from None
-        if text is None:  # a refusal, or nothing but reasoning
+        if text is None:  # a refusal, or only reasoning
             text = ""
         if not isinstance(text, str) or any(count is not None and type(count) is not int for count in counts):
             raise RewardError(

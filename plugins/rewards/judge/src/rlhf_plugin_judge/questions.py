@@ -1,4 +1,4 @@
-"""The question to the judge: rules and form in the system message, the case in the user's message."""
+"""The question to the judge: rules and form in the system message, prompt and answers in the user message."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Messages = list[dict[str, str]]
 
 
 class Questions:
-    """Renders questions. Raises ConfigError where the template's file cannot be read, or is no template."""
+    """Renders questions. Raises ConfigError if the template's file cannot be read or is not a template."""
 
     def __init__(self, config: JudgeConfig, form: Form) -> None:
         self._config, self._schema = config, json.dumps(form.schema)
@@ -74,12 +74,10 @@ class Questions:
             raise ConfigError(f"reward 'judge': {config.template!r} is not a Jinja template: {error}") from None
 
     def messages(self, fence: str, prompt: str, answers: Mapping[str, str], columns: Mapping[str, Any]) -> Messages:
-        """Args:
-            fence: the mark around answers; nobody who writes an answer knows it.
-            answers: {name in the template: text}.
-            columns: of the row.
+        """Args: fence: the mark around answers, which the writer of an answer cannot know. answers: {name in the
+            template: text}. columns: columns of the row.
 
-        Raises RewardError where the template, or ``reference``, names a column that the row does not have.
+        Raises RewardError if the template or ``reference`` names a column that the row does not have.
         """
         c = self._config
         if c.reference is not None and c.reference not in columns:
@@ -95,7 +93,7 @@ class Questions:
         }
         try:
             user = self._template.render(values)
-        except Exception as error:  # also what an expression of the template raises
+        except Exception as error:  # also errors of expressions in the template
             raise RewardError(f"reward 'judge': the template cannot be filled in: {error}") from None
         system = SYSTEM.format(what=self._subject, fence=fence, schema=self._schema)
         return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -30,12 +30,12 @@ _LOG = logging.getLogger(__name__)
 PAUSE, LONGEST_PAUSE = 0.5, 10.0
 """Seconds before the second attempt, doubled before each further one, and their limit."""
 FENCE = "answer"
-"""Mark around an answer where the question is not sent: in the key of the cache."""
+"""Mark around an answer in the cache key, for which the question is rendered but not sent."""
 
 
 @dataclass(slots=True)
 class _Judgement:
-    """A verdict, and what it cost. Tokens are None where the server does not count them."""
+    """A verdict and its cost. Token counts are None if the server does not report them."""
 
     verdict: dict[str, Any]
     tokens: tuple[int, int] | None = (0, 0)
@@ -43,9 +43,9 @@ class _Judgement:
 
 
 class JudgeReward(Reward):
-    """A judgement is JSON of one form (:mod:`rlhf_plugin_judge.verdicts`). An answer of another form is shown to the
-    judge again with what is wrong. After ``attempts`` requests without a judgement the sample fails: it never gets a
-    reward of 0.
+    """A judgement is JSON of one form (:mod:`rlhf_plugin_judge.verdicts`). If the judge's answer has another form, the
+    judge is asked again and told what is wrong. After ``attempts`` requests without a judgement the sample fails; it
+    never gets a reward of 0.
     """
 
     name = "judge"
@@ -67,7 +67,7 @@ class JudgeReward(Reward):
         self._warned = False
 
     def columns(self) -> tuple[str, ...]:
-        """A template may read further columns. Whether it does is known only when it is filled in."""
+        """A template may read further columns. They are known only when it is rendered."""
         return () if self.config.reference is None else (self.config.reference,)
 
     async def score(self, group: Group) -> list[RewardResult]:
@@ -81,7 +81,7 @@ class JudgeReward(Reward):
         return RewardResult(self._scores.value(judgement.verdict), info=scores | self._costs([judgement], 1))
 
     async def _compare(self, group: Group) -> list[RewardResult]:
-        """The share of comparisons that each answer wins. An answer without a rival has none: not applicable."""
+        """The share of comparisons that each answer wins. The reward does not apply to an answer without a rival."""
         answers = group.trajectories
         if len(answers) == 1:
             return [RewardResult(None)]
@@ -106,7 +106,7 @@ class JudgeReward(Reward):
             try:
                 return _Judgement(self._form.checked(verdict), cached=True)
             except InvalidVerdict:
-                pass  # a file that somebody changed: ask
+                pass  # the file was changed: ask again
         fence = f"{FENCE}-{secrets.token_hex(8)}"
         judgement = await self._ask(self._questions.messages(fence, prompt, answers, columns))
         self._cache.put(key, judgement.verdict)
@@ -148,7 +148,7 @@ class JudgeReward(Reward):
         return {}
 
     def _costs(self, judgements: list[_Judgement], samples: int) -> dict[str, float]:
-        """What the judgements of a call cost, for each of its samples."""
+        """The cost of a call's judgements, per sample."""
         costs = {"cached": sum(judgement.cached for judgement in judgements) / len(judgements)}
         token_counts = [judgement.tokens for judgement in judgements if judgement.tokens is not None]
         if len(token_counts) < len(judgements):
@@ -164,7 +164,7 @@ class JudgeReward(Reward):
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once. After the first failure the others are cancelled."""
+    """Run all concurrently. After the first failure the others are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -180,19 +180,19 @@ def _added(used: tuple[int, int] | None, reply: Reply) -> tuple[int, int] | None
 
 
 IN_MEMORY = 100_000
-"""Judgements kept in memory; the oldest is dropped first."""
+"""Largest number of judgements in memory. The oldest is dropped first."""
 
 
 def key_of(request: dict[str, Any]) -> str:
-    """The hash of everything that decides a judgement."""
+    """The hash of everything that determines a judgement."""
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
 class Cache:
-    """A folder holds one small file per judgement, ``{"verdict": {...}}``, named by its key: no prompt and no token.
-    Several runs may use it at once.
+    """Cache of judgements. A folder holds one small file per judgement, ``{"verdict": {...}}``, named by its key. The
+    files contain no prompts and no tokens. Several runs may use the folder at once.
 
-    Raises ConfigError where the folder cannot be made.
+    Raises ConfigError if the folder cannot be created.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -225,8 +225,8 @@ class Cache:
         temporary = self._folder / f"{key}.{secrets.token_hex(4)}"
         try:
             temporary.write_text(json.dumps({"verdict": verdict}), encoding="utf-8")
-            os.replace(temporary, self._folder / f"{key}.json")  # readers see all of it or nothing
-        except OSError as cause:  # a full disk: the judgement counts all the same
+            os.replace(temporary, self._folder / f"{key}.json")  # readers see the whole file or no file
+        except OSError as cause:  # a full disk: the judgement is used without being stored
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             if self._is_writable:

@@ -1,4 +1,4 @@
-"""What the judge must answer, and how it is read: JSON of one form, and nothing else."""
+"""The form of the judge's answer, and its parser: JSON of one form, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.errors import brief
 
 WINS = {"A": 1.0, "tie": 0.5, "B": 0.0}
-"""{winner: the share of answer A}."""
+"""{winner: share of the win for answer A}."""
 
 
 class InvalidVerdict(Exception):
@@ -27,7 +27,7 @@ class Form(ABC):
 
     @abstractmethod
     def check(self, verdict: dict[str, Any]) -> None:
-        """Raises InvalidVerdict for a verdict with the keys of the schema that is wrong otherwise."""
+        """Raises InvalidVerdict for a verdict that has the keys of the schema but is invalid in another way."""
 
     def read(self, text: str) -> dict[str, Any]:
         """The verdict in the judge's answer. Raises InvalidVerdict."""

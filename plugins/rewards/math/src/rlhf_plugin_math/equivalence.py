@@ -1,4 +1,4 @@
-"""Whether two answers are the same mathematical object."""
+"""Decides whether two answers are the same mathematical object."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def equivalent(answer: str, truth: str, tolerance: float = 0.0, max_chars: int =
 
     ``50%`` equals both 50 and 1/2, because data sets use both. Expressions are equal if their difference is zero: by
     SymPy's automatic arithmetic, or numerically to 30 digits at three points (Schwartz 1980: only an answer that was
-    constructed for these points can agree at them by mistake). Nothing is simplified, so the cost is bounded. What
-    these rules cannot read goes to math-verify.
+    constructed for these points can agree at them by mistake). Nothing is simplified, so the cost is bounded. Answers
+    that these rules cannot read are passed to math-verify.
     """
     verdict = _verdict(answer, truth, tolerance, max_chars, max_bits)
     return equal_structures(answer, truth) if verdict is None else verdict
 
 
 def _verdict(answer: str, truth: str, tolerance: float, max_chars: int, max_bits: int) -> bool | None:
-    """None: these rules cannot read one of the two."""
+    """Whether the answers are equal; None if these rules cannot read one of them."""
     left, right = normalise(answer), normalise(truth)
     if not left or not right:
         return False
@@ -88,7 +88,7 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
 
 
 def _depths(text: str) -> list[int]:
-    """How many brackets are open after each character."""
+    """Number of open brackets after each character."""
     return list(accumulate({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(c, 0) for c in text))
 
 
@@ -127,7 +127,7 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool | None:
 
 
 def _text(text: str) -> str:
-    """The text without spaces, except spaces between digits: 1 2 is not 12; and without braces around one character, as
-    LaTeX reads it: \\frac{1}{23} is not \\frac{12}{3}."""
+    """The text without spaces and without braces around one character. Spaces between digits stay: 1 2 is not 12. Other
+    braces stay, as LaTeX reads them: \\frac{1}{23} is not \\frac{12}{3}."""
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\(?=[{}])", "", text)
     return re.sub(r"\{(.)\}", r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").casefold()

@@ -1,8 +1,8 @@
 """A small parser that converts LaTeX and plain formulas to SymPy.
 
 SymPy's own parsers execute Python and evaluate every expression, which is not safe for a policy's text. This parser
-raises :class:`FormulaError` for syntax that its grammar does not have, and :class:`NoValue` for powers above a size
-limit before they are computed.
+raises :class:`FormulaError` for syntax outside its grammar, and :class:`NoValue` for powers above a size limit, before
+they are computed.
 """
 
 from __future__ import annotations

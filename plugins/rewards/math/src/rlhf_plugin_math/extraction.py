@@ -25,15 +25,16 @@ _IS = re.compile(
     r"(?:\banswer\b[*_\s]*(?:is|are|:|=)[*_:\s]*(?:the[ ](?:final[ ])?(?=answer\b))?)+([^\n]+)|^[ \t]*A:[ \t]*([^\n]+)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Also twice: "Final Answer: The final answer is 7. I hope it is correct." (Lewkowycz et al. 2022, Minerva)."""
+"""Also matches it twice: "Final Answer: The final answer is 7. I hope it is correct." (Lewkowycz et al. 2022,
+Minerva)."""
 
 
 MAX_CHARS = 1000
-"""Characters of a sentence with the answer that are searched."""
+"""Number of characters of a sentence that are searched for the answer."""
 
 
 def extract_answer(text: str, places: Sequence[str]) -> str | None:
-    """The answer from the first of ``places`` with an answer; None if there is none."""
+    """The answer from the first of ``places`` that has one; None if none has."""
     for place in places:
         answer = _PLACES[place](text)
         if answer is not None and answer.strip():
@@ -50,7 +51,8 @@ _JOIN = re.compile(
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``, after those that a comma or "and" joins."""
+    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``, preceded by the boxes that a comma or "and"
+    joins to it."""
     contents: list[str] = []
     limit = len(text)
     for match in reversed(list(_BOX.finditer(text))):
@@ -60,12 +62,12 @@ def boxed(text: str) -> str | None:
             break
         if content is not None and content not in contents:
             contents.insert(0, content)
-        limit = match.start()  # a box that is not closed: an earlier one must end before it
+        limit = match.start()  # a box that is not closed: an earlier box must end before it
     return ", ".join(contents) if contents else None
 
 
 def _braced(text: str, start: int, limit: int) -> str | None:
-    """The text from ``start`` to the brace that closes it, which must stand before ``limit``."""
+    """The text from ``start`` to its closing brace, which must be before ``limit``."""
     depth = 1
     for i in range(start, limit):
         depth += {"{": 1, "}": -1}.get(text[i], 0)

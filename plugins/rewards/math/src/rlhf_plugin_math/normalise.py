@@ -90,15 +90,15 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _is_part(text: re.Match[str]) -> bool:
-    """Whether a match of :data:`_TEXT` is a part of the answer: ``and`` and the like, what stands between two numbers,
-    and every text of an answer without a digit elsewhere. Other texts are units and explanations."""
+    """Whether a match of :data:`_TEXT` is a part of the answer: ``and`` and similar words, text between two numbers,
+    and all text of an answer that has no digit elsewhere. Other texts are units and explanations."""
     front, rest = text.string[: text.start()].rstrip(), text.string[text.end() :].lstrip()
     is_joint = text[1].strip().lower() in _NOT_UNITS or (front[-1:].isdigit() and rest[:1].isdigit())
     return is_joint or not re.search(r"\d", front + rest)
 
 
 def _without_unit(text: str) -> str:
-    """``18 dollars`` -> ``18``, but ``2x`` and ``3 pi`` stay as they are."""
+    """``18 dollars`` -> ``18``, but ``2x`` and ``3 pi`` are not changed."""
     tail = _TAIL.search(text)
     if tail is None or tail[2].lower() in _NOT_UNITS:
         return text

@@ -1,4 +1,4 @@
-"""Answers that are no single expression, compared by math-verify: unions, inequalities, equations, matrices."""
+"""Compares answers that are not a single expression with math-verify: unions, inequalities, equations, matrices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ _LARGE = re.compile(
     r"|\d{3}[)}\s]*!|![)}\s]*!"  # a factorial of a large number, or of a factorial
     r"|\\d?t?binom|\\choose|\\sum|\\prod|\\int|\\lim",
 )
-"""What SymPy would compute before anything is compared. The reader of single expressions has exact limits for these."""
+"""Formulas that SymPy would compute before any comparison. The parser of single expressions has exact limits for
+them."""
 MAX_POWER = 1000
-"""Largest product of the exponents of an answer: powers of sums are expanded."""
+"""Largest product of the exponents of an answer, because powers of sums are expanded."""
 DIGITS = 12
 """Digits to which numbers inside a structure must agree."""
 
 
 def equal_structures(answer: str, truth: str) -> bool:
-    """Whether math-verify (Kydlíček 2025) reads both as the same object. It has no deadline of its own here, because
-    it would need a signal: the worker process of the reward is killed at the reward's deadline."""
+    """Whether math-verify (Kydlíček 2025) reads both as the same object. Its own deadline is off, because it would need
+    a signal. The reward's worker process is killed at the reward's deadline instead."""
     texts = (answer, truth)
     if any(_LARGE.search(text) or _power(text) > MAX_POWER or not re.search(r"\d|\\", text) for text in texts):
         return False

@@ -29,10 +29,10 @@ class ModelConfig(ComponentConfig):
 
 
 class ModelReward(Reward):
-    """The model is a role of the run: placed, loaded and put to sleep like the others.
+    """The model is a role of the run, which is placed, loaded and put to sleep like other roles.
 
-    It reads the tokens and images of the trajectory (from the last rewritten context on). Nothing is decoded and
-    encoded again, so the model must have been trained with the policy's tokenizer and chat template. A model of text
+    It reads the tokens and images of the trajectory, from the last rewritten context. Tokens are not decoded and
+    encoded again, so the model must have been trained with the policy's tokenizer and chat template. A text-only model
     refuses trajectories with images.
     """
 
@@ -49,8 +49,8 @@ class ModelReward(Reward):
         self._score: ScoreWithRole | None = None
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Raises ConfigError if the model scores steps: it has no score of a whole answer; ModelError where
-        it was not saved with what ``normalise`` reads."""
+        """Raises ConfigError if the model scores steps, because it has no score of a whole answer. Raises ModelError if
+        the model was saved without the values that ``normalise`` reads."""
         if self._separator is not None:
             raise ConfigError(
                 f"reward {self.name!r}: {self.config.model!r} is a process reward model, which is read after each step "
@@ -104,7 +104,7 @@ class ModelReward(Reward):
 
 
 def _last_context(trajectory: Trajectory) -> list[Turn]:
-    """The turns of the last context: prompt, observations and answers."""
+    """The turns since the last rewrite of the context: prompt, observations and answers."""
     start = max((i for i, t in enumerate(trajectory.turns) if t.fresh), default=0)
     return trajectory.turns[start:]
 

@@ -1,4 +1,4 @@
-"""Run by the program's Python, which need not have this package: calls the function and sends back what it returns.
+"""Calls the function and sends its result back. Run by the program's Python, which need not have this package.
 
 Only the standard library may be imported here.
 """

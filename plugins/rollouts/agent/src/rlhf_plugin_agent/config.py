@@ -1,4 +1,4 @@
-"""Options of the rollout, and the checks of what they name."""
+"""Options of the rollout, and checks of the files and programs that they name."""
 
 from __future__ import annotations
 

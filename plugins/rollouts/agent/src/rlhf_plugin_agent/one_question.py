@@ -1,4 +1,4 @@
-"""The smallest program, for the conformance suite and the benchmark: it asks the row's prompt, as a command.
+"""The smallest program, for the conformance suite and the benchmark: a command that sends the row's prompt.
 
 Only the standard library is imported here.
 """

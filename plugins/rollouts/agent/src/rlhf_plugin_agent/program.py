@@ -1,4 +1,4 @@
-"""The process of a program: its environment, its end, what it returned."""
+"""The process of a program: its environment, its end and its result."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rlhf_plugin_agent.config import AgentConfig
 
 _RUNNER = Path(__file__).with_name("call_function.py")
 _TAIL, _LONGEST_RESULT = 2000, 2**16
-"""Bytes kept of the end of the output, and of the result."""
+"""Number of bytes kept from the end of the output, and largest size of the result."""
 
 
 class AgentProgram:
-    """A process. Everything that it starts ends with it, in whatever session (:mod:`rlhf.children`). After
-    :meth:`start`, ``async with`` ends them all.
+    """A process. All its descendants end with it, in whatever session (:mod:`rlhf.children`). After :meth:`start`,
+    ``async with`` ends them all.
 
     Args:
-        task: what the program gets, as JSON values.
+        task: input of the program, as JSON values.
         secret: the key of the sample, which is left out of messages.
     """
 
@@ -81,7 +81,7 @@ class AgentProgram:
         await self._child.wait_async()
 
     async def reward(self) -> float | None:
-        """Wait for the end of the process. Returns the reward that it gave, if the option says that it gives one.
+        """Wait for the end of the process. Returns its reward if ``returns_reward`` is set.
 
         Raises ProgramFailed, or RolloutError if it returned something else.
         """
@@ -125,7 +125,7 @@ class AgentProgram:
             raise RolloutError(f"the program ended before its function returned{self._tail_text()}") from None
 
     def _tail_text(self) -> str:
-        """The end of what it printed, for messages."""
+        """The end of its output, for messages."""
         text = bytes(self._output.tail).decode(errors="replace").replace(self._secret, "<key>").strip()
         return f". The end of its output:\n{text}" if text else " and printed nothing"
 

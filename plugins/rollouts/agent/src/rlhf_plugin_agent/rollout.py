@@ -1,4 +1,4 @@
-"""The rollout: runs the program of a sample and returns what the policy was asked and answered."""
+"""The rollout: runs the program of a sample and returns its requests to the policy, with the answers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlhf_plugin_agent.program import AgentProgram, ProgramFailed
 
 
 class Agent(Rollout):
-    """Starts a program for every sample, in a process of its own. The program gets the row's columns as its task, the
-    address of an OpenAI-compatible endpoint on this machine and a key. Behind the endpoint is the policy.
+    """Starts a program for every sample, in a separate process. The program gets the row's columns as its task, the
+    address of an OpenAI-compatible endpoint on this machine and a key. The endpoint serves the policy.
 
-    Sampled tokens are never tokenised again. A request that continues a known conversation adds tokens to its sequence;
-    any other begins another sequence of the same trajectory. The turns of the sequence that was answered last come
-    last.
+    Sampled tokens are never tokenised again. A request that continues a known conversation appends tokens to its
+    sequence. Any other request begins a new sequence of the same trajectory. The turns of the sequence with the latest
+    answer come last.
 
-    Raises RolloutError (a failed sample): the program ends with an error, returns something that is no reward, or never
-    asks the policy. If the conversation has become too long for ``data.max_tokens`` and the program then fails, its
-    last turn gets ``finish = "length"`` instead, unless the program was to return the reward.
+    Raises RolloutError (a failed sample): the program ends with an error, returns a value that is not a reward, or
+    never calls the policy. If the program fails after the conversation has become too long for ``data.max_tokens``, its
+    last turn gets ``finish = "length"`` instead, unless the program should return the reward.
     """
 
     name = "agent"
@@ -41,7 +41,7 @@ class Agent(Rollout):
         self.gives_rewards = config.returns_reward
         self.concurrency = config.concurrency
         self._endpoint = Endpoint(config)
-        self._starting = asyncio.Lock()  # processes start one by one: each start blocks the event loop for a moment
+        self._starting = asyncio.Lock()  # processes start one by one, because each start blocks the event loop briefly
 
     def check(self) -> None:
         check_program(self.config)
@@ -75,7 +75,7 @@ class Agent(Rollout):
         return turns
 
     async def _result(self, program: AgentProgram, session: Session) -> tuple[float | None, ProgramFailed | None]:
-        """The reward, or the failure. Raises the error of the run that ended the sample before."""
+        """The reward, or the failure. Raises the run's error if that ended the sample earlier."""
         try:
             return await session.during(program.reward()), None
         except ProgramFailed as failure:

@@ -18,21 +18,20 @@ from rlhf.types import ExpertRecord, Image, Row, Turn
 Key = tuple[int, int]
 """(group number in the run, sample in the group)."""
 Recorded = tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]
-"""({source, index} of the row, turns, numbers about the sample)."""
+"""({source, index} of the row, turns, numbers that were reported about the sample)."""
 
 
 class ReplayRollout(Rollout):
-    """The turns of every sample, from the ``rollouts/`` of another run.
+    """Reads the turns of every sample from the ``rollouts/`` of another run.
 
     A run with the same data, seed and batch size requests the same groups. Rewards, advantages and losses are computed
-    again. So two backends, or two losses, can be compared on equal samples, and a bad step can be studied without a
-    generator.
+    again. This allows comparing two backends or losses on equal samples, and studying a bad step without a generator.
 
     A sample that is not in the recording is a failed sample. With ``stream.on_failed_sample = "drop_group"`` groups
     that the recorded run had filtered out are left out and refilled again.
 
-    Rewards that an environment gave to turns are in the recording. ``[env]`` of the recorded run may stay: no
-    environment is opened, and its ``credit`` still decides where those rewards go.
+    The recording contains the environment's rewards for turns. ``[env]`` of the recorded run may stay: no environment
+    is opened, and its ``credit`` still determines how those rewards are credited.
     """
 
     name = "replay"
@@ -104,7 +103,7 @@ def read(path: Path) -> dict[Key, Recorded]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):  # texts may hold other line ends
+    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):  # texts may contain other line ends
         if text:
             yield f"{file}:{number}", json.loads(text)
 

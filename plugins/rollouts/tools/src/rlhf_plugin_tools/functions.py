@@ -1,4 +1,4 @@
-"""A Python function as a tool: its JSON schema, made of its signature and docstring, and the check of its arguments."""
+"""A Python function as a tool: its JSON schema, from its signature and docstring, and the check of its arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FunctionSource:
 class PythonFunction:
     """The function of a :class:`FunctionSource`. Its file is executed.
 
-    Raises PluginImportFailed: the file. Raises ConfigError: the function cannot be a tool.
+    Raises PluginImportFailed: the file cannot be imported. Raises ConfigError: the function cannot be a tool.
     """
 
     def __init__(self, source: FunctionSource) -> None:
@@ -74,7 +74,7 @@ class PythonFunction:
         self.schema = schema_of(self.name, description, parameters)
 
     def validated(self, arguments: str) -> dict[str, Any]:
-        """Keyword arguments from a JSON object. Nothing is converted: ``"3"`` is no integer.
+        """Keyword arguments from a JSON object. Nothing is converted: ``"3"`` is not an integer.
 
         Raises ToolError, which names every invalid argument.
         """

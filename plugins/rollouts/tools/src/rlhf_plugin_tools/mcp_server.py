@@ -1,4 +1,4 @@
-"""The tools of an MCP server. Imports the ``mcp`` package, which only runs with such servers need."""
+"""The tools of an MCP server. Imports the package ``mcp``, which is needed only for runs with such servers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from rlhf_plugin_tools.tool import LONGEST_ERROR, Tool, ToolError, as_text, inva
 START_DEADLINE = 60.0
 """Maximum seconds for a server to start and to list its tools."""
 ALIVE_DEADLINE = 10.0
-"""Seconds in which a server must list its tools after a call took too long. Otherwise it counts as dead."""
+"""Seconds within which a server must list its tools after a call timed out. Otherwise it counts as dead."""
 
 CLOSE_DEADLINE = 10.0
-"""Seconds in which a connection is closed, before it is abandoned."""
+"""Seconds that closing a connection may take before it is abandoned."""
 
 
 class Server:
-    """A connection to a server. A task of its own holds it, because ``mcp`` wants a connection to be closed by the task
-    that opened it. After the server died the next call of :meth:`connect` starts it again."""
+    """A connection to a server. A separate task holds it, because ``mcp`` requires that the task that opened a
+    connection also closes it. If the server has died, the next call of :meth:`connect` restarts it."""
 
     def __init__(self, name: str, config: McpServer) -> None:
         self.label, self.config = f"MCP server {name!r}", config
@@ -45,8 +45,8 @@ class Server:
         self._stop = asyncio.Event()
 
     async def connect(self) -> mcp.Client:
-        """Connect, if there is no connection, and list the tools. Raises RolloutError, or ConfigError where a variable
-        of ``env`` is not set."""
+        """Connect if there is no connection, and list the tools. Raises RolloutError, or ConfigError if a variable of
+        ``env`` is not set."""
         async with self._connecting:
             if not self._alive:
                 await self._start()
@@ -86,7 +86,7 @@ class Server:
             await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE)
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> types.CallToolResult:
-        """The result of a call. Raises ToolError, or RolloutError where the server does not answer any more."""
+        """The result of a call. Raises ToolError, or RolloutError if the server no longer answers."""
         client = await self.connect()
         try:
             async with asyncio.timeout(timeout) as limit:
@@ -103,14 +103,14 @@ class Server:
         except RuntimeError as error:
             if self._client is not client or not self._alive:  # closed meanwhile, for another sample
                 raise RolloutError(f"{self.label} closed its connection during a call of {name!r}") from None
-            # what `mcp` raises for a result that breaks the tool's output schema
+            # raised by `mcp` for a result that violates the tool's output schema
             first = str(error).partition("\n")[0]
             raise ToolError(f"{self.label} breaks its own declaration of {name!r}: {first}"[:LONGEST_ERROR]) from None
         except Exception as error:
             raise await self._died(client, f"failed during a call of {name!r}: {_first(error)}") from None
 
     async def _died(self, client: mcp.Client, doing: str) -> RolloutError:
-        owns_client = self._client is client and self._alive  # another sample may have closed it, or started it again
+        owns_client = self._client is client and self._alive  # another sample may have closed or restarted it
         error = RolloutError(f"{self.label} {doing}{self._tail() if owns_client else ''}")
         if owns_client:
             await self.close()
@@ -168,7 +168,7 @@ def _first(error: BaseException) -> str:
 
 
 class McpTool(Tool):
-    """A tool of an MCP server. Raises ConfigError where a schema that the server declares is no JSON schema."""
+    """A tool of an MCP server. Raises ConfigError if a schema that the server declares is not a JSON schema."""
 
     def __init__(self, server: Server, tool: types.Tool) -> None:
         self.name, self.source, self._server = tool.name, server.label, server

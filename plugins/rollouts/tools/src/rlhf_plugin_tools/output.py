@@ -1,4 +1,4 @@
-"""The output of a process: the last lines are kept for the error about its end."""
+"""The output of a process. The last lines are kept for the error message about its end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KEPT_LINES = 12
 
 
 class Output:
-    """A pipe that a process writes to. Use it inside of a running event loop.
+    """A pipe that a process writes to. Use it inside a running event loop.
 
     Args:
-        label: every line is shown on standard error after this label. None: lines are kept, not shown.
+        label: every line is shown on standard error after this label. None: lines are kept but not shown.
     """
 
     def __init__(self, label: str | None = None) -> None:
@@ -25,11 +25,11 @@ class Output:
         self._read_end, write = os.pipe()
         os.set_blocking(self._read_end, False)
         self.stream: TextIO = os.fdopen(write, "w")
-        """The end for the process."""
+        """The process's end of the pipe."""
         self._loop.add_reader(self._read_end, self._receive)
 
     def started(self) -> None:
-        """The process has its own copy of :attr:`stream`."""
+        """Call this when the process has its own copy of :attr:`stream`."""
         self.stream.close()
 
     def tail(self) -> str:

@@ -1,4 +1,4 @@
-"""The rollout: an answer, the results of the tools that it calls, the next answer, ... until one calls no tool."""
+"""The rollout: an answer, the results of its tool calls, the next answer, and so on until an answer calls no tool."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ToolsRollout(Rollout):
     * a sampled turn is cut at its token budget: its ``finish`` is ``length``, or
     * results leave no room for an answer: they are left out, and the turn before them gets ``finish = "length"``.
 
-    Sampled tokens are never decoded and encoded again. Where the chat template writes earlier messages otherwise once
-    results follow, the next turn begins a new sequence (``Turn.fresh``).
+    Sampled tokens are never decoded and encoded again. If results change how the chat template writes earlier messages,
+    the next turn begins a new sequence (``Turn.fresh``).
 
-    What is wrong with a call (unknown tool, invalid arguments, an error, a timeout) is its result, which the policy
-    reads. A worker process or a server that fails is a failed sample (RolloutError). Every sample reports how often
-    each tool was called and how often this was an error.
+    A failed call (unknown tool, invalid arguments, an error, a timeout) has the error message as its result, which the
+    policy reads. If a worker process or a server fails, the sample fails (RolloutError). Every sample reports the
+    number of calls of each tool and the number of errors.
     """
 
     name = "tools"
@@ -62,7 +62,7 @@ class ToolsRollout(Rollout):
             return toolbox.schemas
 
         try:
-            with ThreadPoolExecutor(1) as thread:  # this thread may have an event loop that runs, as in a notebook
+            with ThreadPoolExecutor(1) as thread:  # this thread may have a running event loop, as in a notebook
                 return thread.submit(asyncio.run, start()).result()
         except RolloutError as error:
             raise ConfigError(f"rollout 'tools': {error}") from None
@@ -103,7 +103,7 @@ class ToolsRollout(Rollout):
             self._loop, self._toolbox = asyncio.get_running_loop(), None
         if self._toolbox is None or (self._toolbox.done() and self._toolbox.exception() is not None):
             self._toolbox = asyncio.create_task(self._start())
-        return await asyncio.shield(self._toolbox)  # it goes on for other samples if this one is cancelled
+        return await asyncio.shield(self._toolbox)  # it continues for other samples if this one is cancelled
 
     async def _start(self) -> Toolbox:
         toolbox = self._new()
@@ -127,7 +127,7 @@ async def _close_at_the_end(toolbox: Toolbox) -> None:
 
 
 def _room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
-    """Tokens that may still follow in the sequence that ``turns`` end with."""
+    """Number of tokens that may still follow in the last sequence of ``turns``."""
     start = max((n for n, turn in enumerate(turns) if turn.fresh), default=0)
     return ctx.max_tokens - sum(len(turn.ids) for turn in turns[start:])
 

@@ -1,4 +1,4 @@
-"""A tool as the policy sees it, and how what it returns becomes text."""
+"""A tool as the policy sees it, and the conversion of its results to text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 ALLOWED = "text, or a JSON value: numbers (finite), true, false, null, lists and dicts with text as keys"
 
 LONGEST_ERROR = 2000
-"""Characters of an error's message."""
+"""Largest number of characters of an error message."""
 
 
 class ToolError(Exception):
@@ -22,10 +22,10 @@ class Tool(ABC):
 
     name: str
     source: str
-    """Where it comes from, for messages."""
+    """Origin of the tool, for messages."""
     schema: dict[str, Any]
-    """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}``, as chat templates
-    take it."""
+    """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}``, the form for chat
+    templates."""
 
     @abstractmethod
     async def call(self, arguments: str, timeout: float, longest: int) -> str:
@@ -34,9 +34,9 @@ class Tool(ABC):
         Args:
             arguments: a JSON object.
             timeout: seconds for this call.
-            longest: characters of the result; what is longer is cut.
+            longest: largest number of characters of the result; a longer result is cut.
 
-        Raises ToolError: the policy is told. Raises RolloutError: the sample fails.
+        Raises ToolError: the policy reads its message. Raises RolloutError: the sample fails.
         """
 
 
@@ -52,7 +52,7 @@ def too_slow(name: str, timeout: float) -> ToolError:
 
 
 def raised(name: str, error: BaseException) -> ToolError:
-    """What the policy is told of an error in a function."""
+    """The ToolError for an exception in a function, with the text that the policy reads."""
     return ToolError(f"{name!r} raised {type(error).__name__}: {error}"[:LONGEST_ERROR])
 
 
@@ -65,7 +65,7 @@ def invalid_arguments(name: str, problems: Iterable[tuple[Iterable[object], str]
 
 
 def as_text(name: str, value: object, longest: int) -> str:
-    """The result of a call as the policy reads it: text as it is, anything else as JSON.
+    """The result of a call as the policy reads it: text unchanged, anything else as JSON.
 
     Raises ToolError: ``value`` is neither.
     """
@@ -84,7 +84,7 @@ def cut(text: str, longest: int) -> str:
 
 
 def _check_keys(value: object) -> None:
-    """Raises TypeError where json.dumps would turn another key into text."""
+    """Raises TypeError for keys that are not text, which json.dumps would convert."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

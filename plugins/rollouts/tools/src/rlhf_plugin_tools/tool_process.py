@@ -1,9 +1,9 @@
 """The program of a worker process: calls Python functions, one at a time, as ``python -m
-rlhf_plugin_tools.tool_process``. Requests and answers are JSON, one a line.
+rlhf_plugin_tools.tool_process``. Requests and answers are JSON, one per line.
 
-The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, its answer ``{"ready":
-true}`` or ``{"broken": message}``. Every other one is ``{"name", "arguments"}``, its answer ``{"result": text}`` or
-``{"error": text}``.
+The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, with the answer
+``{"ready": true}`` or ``{"broken": message}``. Every other request is ``{"name", "arguments"}``, with the answer
+``{"result": text}`` or ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # what functions print is not an answer
+    os.dup2(2, 1)  # prints of functions are not answers
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
     begin = json.loads(lines.get())
@@ -42,7 +42,7 @@ def main() -> None:
     while True:
         request = json.loads(lines.get())
         answer = _answer(functions[request["name"]], request["arguments"], begin["longest"])
-        if os.getpid() != process_id:  # a fork made by the function returned here and must not answer
+        if os.getpid() != process_id:  # a fork of the function returned here and must not answer
             os._exit(0)
         _send(answers, answer)
 
@@ -62,8 +62,8 @@ def _send(stream: IO[str], answer: dict[str, Any]) -> None:
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    """Pass requests on. The end of the stream means that the driver is gone: end this process, also during a call. On
-    Linux the driver's supervisor ends it too, with what it started."""
+    """Pass requests on. The end of the stream means that the driver has ended: end this process, also during a call. On
+    Linux the driver's supervisor ends it too, with its descendants."""
     for line in stream:
         lines.put(line)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""All tools of a run on one event loop: which there are, and how the calls of an answer are executed."""
+"""All tools of a run on one event loop: starts them and executes the calls of an answer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Toolbox:
         self.tools: dict[str, Tool] = {}
 
     def counts(self) -> Counter[str]:
-        """The counts of a sample, all 0. :meth:`answer` adds to them. Names that the policy makes up have one count, so
-        that metrics do not get names of its choice."""
+        """The counts of a sample, all 0. :meth:`answer` increments them. All unknown tool names share one count, so
+        that the policy cannot create names of metrics."""
         of_tools = [f"{kind}/{name}" for name in self.tools for kind in ("calls", "errors")]
         return Counter(dict.fromkeys([*of_tools, "calls_unknown", "calls_unreadable", "no_room"], 0))
 
@@ -42,8 +42,8 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     async def start(self) -> None:
-        """Start a worker and the servers. Raises RolloutError where one cannot start, ConfigError where two tools have
-        one name or a server declares something that is not allowed."""
+        """Start a worker and the servers. Raises RolloutError if one cannot start, ConfigError if two tools have the
+        same name or a server's declaration is not allowed."""
         try:
             if self._plain:
                 await self._workers.start()
@@ -68,8 +68,8 @@ class Toolbox:
     async def answer(
         self, calls: Sequence[Mapping[str, Any]], counts: Counter[str] | None = None
     ) -> list[dict[str, Any]]:
-        """Execute the calls of one answer. Returns a message with the result of each, in their order. Raises
-        RolloutError where the machinery failed; the other calls are then stopped."""
+        """Execute the calls of one answer. Returns a message with the result of each call, in order. Raises
+        RolloutError if a worker or server failed; the other calls are then stopped."""
         counts = self.counts() if counts is None else counts
         tasks = [asyncio.ensure_future(self._result(call["function"], counts)) for call in calls]
         try:

@@ -24,7 +24,7 @@ LONGEST_LINE = 1 << 26
 
 
 class ToolWorker:
-    """One process. After a failure it is killed, and another one takes its place."""
+    """One process. After a failure it is killed and replaced."""
 
     def __init__(
         self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output: Output
@@ -62,8 +62,8 @@ class ToolWorker:
         return worker
 
     async def ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
-        """The answer to one request. Kills the process where it breaks or where this call is cancelled. Raises
-        RolloutError where it broke."""
+        """The answer to one request. Kills the process if it fails or this call is cancelled. Raises RolloutError if it
+        failed."""
         try:
             self._writer.write(json.dumps(request).encode() + b"\n")
             line = b""
@@ -103,13 +103,13 @@ class ToolWorker:
 
 
 class Workers:
-    """Processes that have the functions of all ``sources``. As many are started as calls are under way at once."""
+    """Processes that have the functions of all ``sources``. One is started per concurrent call."""
 
     def __init__(self, sources: Sequence[FunctionSource], longest: int) -> None:
         self._sources, self._longest = list(sources), longest
         self._idle: list[ToolWorker] = []
         self._all: set[ToolWorker] = set()
-        """Those that run, and those that were killed but have not ended."""
+        """Workers that run, and workers that were killed but have not ended."""
 
     async def start(self) -> None:
         """Start a first worker. Raises RolloutError."""

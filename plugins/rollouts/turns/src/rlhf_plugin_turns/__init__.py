@@ -29,7 +29,7 @@ class SingleTurn(Rollout):
 
 
 class MultiTurn(Rollout):
-    """Prompt and the environment's opening, followed by sampled turns and the environment's observations, until
+    """The prompt and the environment's opening, followed by sampled turns and the environment's observations, until
 
     * the environment returns ``done`` (at the latest after ``[env] max_turns`` steps),
     * a sampled turn uses the last token of ``data.max_tokens``: its ``finish`` is ``length``, and the environment
@@ -37,14 +37,14 @@ class MultiTurn(Rollout):
     * an observation leaves no room for an answer: it is left out, the turn before it gets ``finish = "length"``, and
       the metric ``rollout/no_room`` counts the sample.
 
-    So ``Trajectory.truncated`` is true exactly if the token budget ended the episode before the environment did, or if
-    the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
+    ``Trajectory.truncated`` is therefore true exactly if the token budget ended the episode before the environment did,
+    or if the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
     ``EnvStep.reward`` and ``EnvStep.score`` become the reward and the score of the sampled turn. ``EnvStep.sampling``
-    replaces the sampling parameters of this sample, and of no other, from its next turn on. The observation of the last
-    step is not appended, because no answer follows it.
+    replaces the sampling parameters of this sample only, from its next turn on. The observation of the last step is not
+    appended, because no answer follows it.
 
-    Where the policy plays several agents, each has a conversation of its own, which begins with the prompt and the
-    first observation for it. An observation without room ends the episode for all: the last turn of each agent gets
+    If the policy plays several agents, each has its own conversation, which begins with the prompt and the agent's
+    first observation. An observation without room ends the episode for all agents: the last turn of each agent gets
     ``finish = "length"``.
 
     Raises RolloutError (a failed sample) if prompt and opening leave no room for an answer.
@@ -80,21 +80,22 @@ class MultiTurn(Rollout):
 
 
 class AgentConversations:
-    """The conversations of the agents of one sample: one, without a name, where the policy plays no others."""
+    """The conversations of the agents of one sample. With a single agent there is one conversation, whose name is
+    empty."""
 
     def __init__(self, row: Row, ctx: RolloutContext) -> None:
         self.row, self.ctx = row, ctx
         self.conversations: dict[str, list[Turn]] = {}
         self._owed: dict[str, float] = {}
-        """{agent without a turn: its rewards so far}."""
+        """{agent that has no turn yet: sum of its rewards so far}."""
 
     def turns(self) -> list[Turn]:
-        """Conversation by conversation."""
+        """All turns, conversation by conversation."""
         return [turn for turns in self.conversations.values() for turn in turns]
 
     def observe(self, step: EnvStep) -> bool:
-        """Add what the agent reads whose turn is next. Returns whether it has room to answer; if not, nothing is added
-        and the last turn of each agent is marked as cut."""
+        """Add the observation of the agent whose turn is next. Returns whether the agent has room to answer. If not,
+        nothing is added and the last turn of each agent is marked as cut."""
         turns = self.conversations.get(step.agent)
         if turns is None:
             if step.images:
@@ -111,7 +112,7 @@ class AgentConversations:
         return True
 
     def reward(self, rewards: Mapping[str, float]) -> None:
-        """Add each reward to the last turn of its agent, or keep it for the first one."""
+        """Add each reward to the last turn of its agent, or keep it for the agent's first turn."""
         for agent, reward in rewards.items():
             self._owed[agent] = self._owed.get(agent, 0.0) + reward
         for agent in [agent for agent in self._owed if agent in self.conversations]:
@@ -120,7 +121,8 @@ class AgentConversations:
 
 
 def room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
-    """Tokens of ``data.max_tokens``, which counts prompt, observations and answers, that may still follow ``turns``."""
+    """Number of tokens that may still follow ``turns`` within ``data.max_tokens``, which counts prompt, observations
+    and answers."""
     return ctx.max_tokens - sum(len(t.ids) for t in turns)
 
 

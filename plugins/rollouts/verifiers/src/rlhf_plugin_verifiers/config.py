@@ -1,4 +1,4 @@
-"""Options of the rollout, and the check of the Python that they name."""
+"""Options of the rollout, and the check of the Python interpreter that they name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_python(config: VerifiersConfig) -> None:
 
 
 def required() -> Requirement:
-    """What this distribution declares for the environment's Python."""
+    """The requirement on verifiers that this distribution declares for the environment's Python."""
     texts = importlib.metadata.distribution(DISTRIBUTION).requires or []
     requirement = next(r for r in map(Requirement, texts) if r.name == "verifiers")
     requirement.marker = None

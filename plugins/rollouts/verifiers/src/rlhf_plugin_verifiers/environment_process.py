@@ -1,8 +1,8 @@
-"""Run by the environment's Python, which has verifiers and need not have this package: loads an environment and plays
-examples of its dataset, all at once that are asked for.
+"""Loads an environment and plays the requested examples of its dataset concurrently. Run by the environment's Python,
+which has verifiers and need not have this package.
 
 Only the standard library may be imported here before the environment is loaded. Requests and answers are JSON lines on
-what were standard input and output at the start; what the environment prints goes to standard error.
+the original standard input and output; prints of the environment go to standard error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import sys
 from typing import Any
 
 FAILED_REWARDS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("FAILED_REWARDS")
-"""Of the sample that is scored, the reward functions that raised. verifiers counts each as 0."""
+"""Reward functions that raised for the current sample. verifiers counts each as 0."""
 EMPTY_ANSWER = "EmptyModelResponseError"
 RESERVED = ("reward", "metrics", "error", "is_truncated", "stop_condition")
-"""Fields of a result. verifiers writes the value of a reward function over the field of its name."""
+"""Fields of a result. The value of a reward function with such a name would overwrite the field in verifiers."""
 
 
 class Refused(Exception):
@@ -48,7 +48,7 @@ def load(name: str, args: dict[str, Any]) -> Any:
 
 
 def watch_environment(environment: Any) -> None:
-    """Note the reward functions that raise in :data:`FAILED_REWARDS`."""
+    """Record reward functions that raise in :data:`FAILED_REWARDS`."""
     watch(environment.rubric)
     for part in getattr(environment, "envs", ()):
         watch_environment(part)
@@ -103,7 +103,7 @@ class Player:
         FAILED_REWARDS.set(failed)
         result = await self._environment.run_rollout(example, OpenAIChatCompletionsClient(client), request["model"], {})
         error = result.get("error")
-        if error and EMPTY_ANSWER not in error["error_chain_str"]:  # an empty answer is the policy's
+        if error and EMPTY_ANSWER not in error["error_chain_str"]:  # an empty answer is an error of the policy
             raise Refused(f"{error['error_chain_repr']}")
         if result.get("stop_condition") == "timeout_reached":
             raise Refused("its own time limit (timeout_seconds) has passed")
@@ -115,7 +115,7 @@ class Player:
         return {"reward": float(result["reward"]), "metrics": metrics, "truncated": bool(result.get("is_truncated"))}
 
     def example(self, split: str, index: int, prompt: Any = None) -> dict[str, Any]:
-        """Raises Refused: there is no such example, or its prompt is not that of the row."""
+        """Raises Refused: there is no such example, or its prompt differs from the row's."""
         examples = self.examples(split)
         if index >= len(examples):
             raise Refused(f"index is {index}, but the split {split!r} has {len(examples)} examples")
@@ -137,7 +137,7 @@ class Player:
 
 
 def text_of(prompt: Any) -> str:
-    """The last message of a prompt: what a person reads of it."""
+    """The last message of a prompt, as readable text."""
     if isinstance(prompt, str):
         return prompt
     content = prompt[-1]["content"] if prompt else ""
@@ -145,7 +145,7 @@ def text_of(prompt: Any) -> str:
 
 
 async def serve(requests: int, tell: Any, environment: Any) -> None:
-    """Play what is asked for until the run closes its end."""
+    """Play the requested examples until the run closes its end."""
     reader = asyncio.StreamReader(limit=2**26)
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(requests, "rb"))
@@ -205,5 +205,5 @@ def write_rows(tell: Any, player: Player, split: str, first: int, count: int | N
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.getcwd()  # in place of this file's folder: environments are found where the run was started
+    sys.path[0] = os.getcwd()  # instead of this file's folder: environments are found where the run was started
     main(json.loads(sys.argv[1]))

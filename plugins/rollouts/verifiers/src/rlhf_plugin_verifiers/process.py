@@ -1,4 +1,4 @@
-"""A process of the environment's Python, as the run sees it."""
+"""The run's side of a process of the environment's Python."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rlhf_plugin_verifiers.config import VerifiersConfig, own_python
 PROGRAM = Path(__file__).with_name("environment_process.py")
 LONGEST_LINE = 2**26
 STOP_DEADLINE = 5.0
-"""Seconds in which a sample that was cancelled must end. Otherwise its process is killed, with all its samples."""
+"""Seconds within which a cancelled sample must end. Otherwise its process is killed, with all its samples."""
 _TAIL = 2000
-"""Bytes kept of the end of what the process prints."""
+"""Number of bytes kept from the end of the process's output."""
 
 
 class EnvironmentProcess:
-    """Plays samples in one process, all that are asked for at once. The process starts with the first of them; after
-    its end another one starts. It is killed when the event loop of the run ends."""
+    """Plays all requested samples concurrently in one process. The process starts with the first sample, and a new one
+    starts after its end. It is killed when the event loop of the run ends."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         self._config = config
         self.samples = 0
-        """How many samples are under way, which the rollout counts."""
+        """Number of current samples, which the rollout counts."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._started: asyncio.Future[asyncio.subprocess.Process] | None = None
@@ -54,8 +54,8 @@ class EnvironmentProcess:
         return played
 
     async def _running(self) -> asyncio.subprocess.Process:
-        """The process, when it has loaded the environment. Its start goes on if the sample that began it is cancelled.
-        An environment that could not be loaded is not tried again."""
+        """The process, after it has loaded the environment. The start continues if the sample that began it is
+        cancelled. An environment that could not be loaded is not tried again."""
         while True:
             if self._started is None:
                 self._started = asyncio.ensure_future(self._start())
@@ -91,7 +91,7 @@ class EnvironmentProcess:
         return process
 
     async def _hold(self, process: asyncio.subprocess.Process, output: Pipe, load_error: asyncio.Future[str]) -> None:
-        """Hands the process's answers to the samples, until its end."""
+        """Passes the process's answers to the samples, until its end."""
         assert process.stdin is not None
         assert process.stdout is not None
         label = f"the environment {self._config.id!r}"
@@ -123,14 +123,14 @@ class EnvironmentProcess:
             await process.wait()
 
     async def _stopped(self, process: asyncio.subprocess.Process, done: asyncio.Future[dict[str, Any]]) -> None:
-        """Kill the process if a cancelled sample does not end: something blocks its event loop."""
+        """Kill the process if a cancelled sample does not end, because its event loop is blocked."""
         await asyncio.wait({done}, timeout=STOP_DEADLINE)
         if not done.done():
             _kill(process)
 
     def _send(self, process: asyncio.subprocess.Process, line: dict[str, Any]) -> None:
         assert process.stdin is not None
-        if not process.stdin.is_closing():  # else its end is told to all that wait
+        if not process.stdin.is_closing():  # else all that wait are notified of its end
             process.stdin.write(json.dumps(line).encode() + b"\n")
 
     def _keep(self, work: Any) -> None:

@@ -1,4 +1,4 @@
-"""The rollout: an environment of verifiers plays the row's example and asks the policy itself."""
+"""The rollout: a verifiers environment plays the row's example and calls the policy itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_plugin_verifiers.process import EnvironmentProcess
 
 
 class Verifiers(Rollout):
-    """Plays examples of an environment's dataset. The environment runs in processes of its own Python and asks the
-    policy behind an OpenAI-compatible endpoint on this machine. Its rubric gives the reward.
+    """Plays examples of an environment's dataset. The environment runs in processes of its own Python and calls the
+    policy through an OpenAI-compatible endpoint on this machine. Its rubric returns the reward.
 
     A row names its example with the columns ``index`` and ``split`` (``train``, the default, or ``eval``).
 
-    Sampled tokens are never tokenised again. A request that continues a known conversation adds tokens to its sequence;
-    any other begins another sequence of the same trajectory.
+    Sampled tokens are never tokenised again. A request that continues a known conversation appends tokens to its
+    sequence. Any other request begins a new sequence of the same trajectory.
 
     Raises RolloutError (a failed sample): the environment cannot be loaded, has no such example, its process ends, or
     its rollout or one of its reward functions fails.
