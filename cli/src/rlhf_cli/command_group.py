@@ -13,7 +13,7 @@ from rlhf_cli.main import run_command
 
 
 class CommandGroup(Command):
-    """A command whose first word names an action, which is a command with the words after it."""
+    """A command whose first word names an action. The action is a command, which gets the remaining words."""
 
     actions: ClassVar[tuple[type[Command], ...]]
 

@@ -1,4 +1,5 @@
-"""What commands read: numbers, the short flags of a run that they do not take, given answers, the run file of a run."""
+"""Input of commands: numbers, short flags of a run that they do not accept, answers in the data, the run file of a
+run."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf_runtime.config.command_line import add_run_file
 
 OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
-"""Short flags of the run file that a command without a run does not take."""
+"""Short flags of the run file that a command without a run does not accept."""
 
 
 def natural(text: str, minimum: int = 0) -> int:
@@ -25,7 +26,8 @@ def positive(text: str) -> int:
 
 
 def add_dataset_answers(parser: argparse.ArgumentParser, model: str) -> None:
-    """Flags of a command that scores answers in the data. ``model``: whose tokenizer is used without one."""
+    """Add the flags of a command that scores answers in the data. ``model``: the model whose tokenizer is the
+    default."""
     add_run_file(parser, (*OF_A_RUN, "model"), {"data": "rows with the answers"})
     text = f"model whose tokenizer and chat template are used (default: those of {model})"
     parser.add_argument("--model", metavar="MODEL", help=text)
@@ -34,7 +36,7 @@ def add_dataset_answers(parser: argparse.ArgumentParser, model: str) -> None:
 
 
 def run_file_of(run: Path) -> str:
-    """The run file of the run in a folder. Raises ConfigError where there is none."""
+    """The run file of the run in a folder. Raises ConfigError if there is none."""
     file = run / "config.toml"
     if not file.is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no config.toml.")

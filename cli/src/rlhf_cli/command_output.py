@@ -1,4 +1,4 @@
-"""What commands write: notes, lines for a reader of a pipe, and new files."""
+"""Output of commands: notes, lines that reach a pipe at once, and new files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlhf.paths import path_argument
 
 
 def note(text: str) -> None:
-    """A remark on standard error."""
+    """Write a note to standard error."""
     sys.stderr.write(f"note: {text}\n")
 
 
 def say(line: str) -> None:
-    """A line for a reader of a pipe, who gets it at once."""
+    """Write a line and flush it, so that the reader of a pipe gets it at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def require_new_file(file: Path, force: bool) -> None:
-    """Raises ConfigError where the file cannot be written, or exists and may not be replaced."""
+    """Raises ConfigError if the file cannot be written, or exists and may not be replaced."""
     if file.is_dir():
         raise ConfigError(f"--output {file} is a folder. Name a file in a folder that exists.")
     if file.exists() and not force:
@@ -32,7 +32,7 @@ def require_new_file(file: Path, force: bool) -> None:
 
 
 def add_written_run_file(parser: argparse.ArgumentParser) -> None:
-    """Flags of a command that writes a run file."""
+    """Add the flags of a command that writes a run file."""
     help_text = "file to write (default: standard output)"
     parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=help_text)
     parser.add_argument("--force", action="store_true", help="replace an existing file")

@@ -18,7 +18,7 @@ from rlhf_cli.main import command_names, load_command, one_line_help, plugin_nam
 
 SHELLS = ("bash", "zsh")
 FLAG_KINDS = {"ALGO": "algorithm", "REWARD": "reward", "BACKEND": "backend", "ENV": "env"}
-"""{what help calls the value of a flag: kind of the plugins that it may name}."""
+"""{name of a flag's value in the help: kind of the plugins that it may name}."""
 PLACES = ("policy", "generator")
 """Names that ``--placement.NAME`` is completed with."""
 
@@ -49,8 +49,8 @@ class CompletionCommand(Command):
 
 
 def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
-    """The parser of ``rlhf`` with those of all commands in it, and every option of the run file where it is a flag. A
-    command that cannot be imported is there without arguments."""
+    """The parser of ``rlhf``, including the parsers of all commands. Commands that accept options of the run file have
+    a flag for every option. A command that cannot be imported has no arguments."""
     words = _Words(plugins)
     top = argparse.ArgumentParser(prog="rlhf", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="show the version")
@@ -80,7 +80,7 @@ class _Words:
         self._options: dict[str, tuple[str, Sequence[str]]] | None = None
 
     def fill(self, parser: argparse.ArgumentParser, command: Command) -> None:
-        """Give each argument of a command's parser the values that completion offers."""
+        """Set the completion values of each argument of a command's parser."""
         command.add_arguments(parser)
         for action in _actions(parser):
             metavar = str(action.metavar or action.dest.upper())
@@ -103,8 +103,8 @@ class _Words:
         return [section.path for section in sections()] + list(self._all_options())
 
     def _all_options(self) -> dict[str, tuple[str, Sequence[str]]]:
-        """{dotted name: (first sentence of its meaning, values where they are a fixed set)}, of the run file and of
-        every plugin that a section may select."""
+        """{dotted name: (first sentence of its meaning, its values if they are a fixed set)} for the options of the run
+        file and of every plugin that a section may select."""
         if self._options is not None:
             return self._options
         from rlhf_runtime.config.options import plugin_options, run_file_options
@@ -132,7 +132,7 @@ class _Words:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
-    """The arguments of a parser and of those in it."""
+    """The arguments of a parser and of its subparsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():

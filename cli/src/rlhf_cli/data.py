@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rlhf_runtime.config.data_section import DataSection
 
 LONG = 600
-"""Largest number of tokens of a sequence that is shown without ``--json``. Of a longer sequence, the start and the end
-are shown."""
+"""Largest number of tokens of a sequence that is shown without ``--json``. For a longer sequence, only its start and
+its end are shown."""
 
 
 class DataPreviewCommand(Command):
@@ -87,7 +87,7 @@ class DataPreviewCommand(Command):
 
 
 def _refused(report: dict[str, Any], section: DataSection) -> bool:
-    """Whether a run would refuse one of the rows that were looked at."""
+    """Whether a run would refuse one of the examined rows."""
     fatal = [kind for kind in ("too_long", "bad_rows") if getattr(section, kind) == "error"]
     is_refused = any(counts[kind] for counts in report.get("all", {}).values() for kind in fatal)
     return is_refused or any(row["status"] == "refused" for row in report["shown"])
@@ -184,7 +184,7 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
 
 
 def _positions_to_show(size: int) -> Iterator[int | None]:
-    """Positions of the tokens to show; None for those left out in the middle."""
+    """Positions of the tokens to show; None stands for the tokens left out in the middle."""
     if size <= LONG:
         yield from range(size)
         return
@@ -282,7 +282,7 @@ class DataExportCommand(Command):
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the form. An option that the form does not use is an error."""
+    """The options for the form. An option that the form does not use is an error."""
     options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     for name in options:
         if OPTIONS[name][0] != args.form:

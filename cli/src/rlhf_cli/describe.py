@@ -45,7 +45,7 @@ def describe(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
 
 
 def options(config: type[Any]) -> list[dict[str, Any]]:
-    """One object per option: name, type, default (as TOML has it, null where required), doc."""
+    """One object per option: name, type, default (in TOML's form; null if required), doc."""
     return [
         {"name": o.path, "type": o.type, "required": o.required, "default": o.default, "doc": o.doc}
         for o in options_of(config)
@@ -53,7 +53,8 @@ def options(config: type[Any]) -> list[dict[str, Any]]:
 
 
 def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
-    """Needs or capabilities, with the default options; which options must be set if there are no default options."""
+    """Needs or capabilities with the default options. If there are no default options, the values say on which options
+    they depend."""
     cls = resolved.cls
     if resolved.kind == "env":
         return {"calls": _calls(cls.step)}
@@ -72,7 +73,7 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
 
 
 def _why_not_built(error: Exception) -> str:
-    """The names of the required options. If no option is required by itself: why the default options are refused."""
+    """The names of the required options. If no single option is required: why the default options are refused."""
     if not isinstance(error, ValidationError):
         return f"its options ({str(error).splitlines()[0]})"
     errors = error.errors(include_url=False)
@@ -98,7 +99,8 @@ def _calls(method: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """JSON values: dataclasses and configs become objects, sets sorted lists, functions their names."""
+    """``value`` as JSON values: dataclasses and configs become objects, sets become sorted lists, functions their
+    names."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from rlhf.interfaces import Command
 
 USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
-"""Exit code 2, as for a wrong flag; other errors of this project are 1."""
+"""Errors with exit code 2, as for a wrong flag. Other errors of this project have exit code 1."""
 LIKE = 0.75
-"""Smallest similarity at which an unknown flag is treated as a misspelled flag of the command. Below it, the flag is
-treated as a name of the run file."""
+"""Similarity from which an unknown flag is treated as a misspelled flag of the command. Below it, the flag is treated
+as an option of the run file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,8 +102,8 @@ def call(name: str, words: Sequence[str]) -> int:
 
 
 def _near_command(name: str, plugins: Plugins) -> str:
-    """What may be meant by a name that no command has: an algorithm, the beginning of a command, a misspelt one, or a
-    word of a command's help."""
+    """Suggestion for a name that no command has: an algorithm, a command that begins with it or is spelled similarly,
+    or a command with this word in its help."""
     if name.replace("-", "_") in {entry.name for entry in plugins.list("algorithm")}:
         return f" {name!r} is an algorithm: rlhf train --algo {name.replace('-', '_')}."
     names = command_names(plugins)
@@ -114,7 +114,7 @@ def _near_command(name: str, plugins: Plugins) -> str:
 
 
 def load_command(plugins: Plugins, name: str) -> Command:
-    """The command of this name. Raises PluginError where it is not installed, or cannot be imported."""
+    """The command with this name. Raises PluginError if it is not installed or cannot be imported."""
     command: Command = plugins.resolve("command", name if "/" in name else name.replace("-", "_")).cls()
     return command
 
@@ -147,7 +147,7 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     except IntendedExit:
         raise
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program where the reader closed the pipe
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program if the reader closed the pipe
             raise end.__context__ from None
         raise PluginError(f"{prog} was ended by {first_cause(end)}. A plugin must raise an error instead") from end
     if not isinstance(code, int):
@@ -156,11 +156,11 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
 
 
 def split_dotted(words: Sequence[str], own_flags: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
-    """(other words, flags of the run file with their values). argparse would treat such a value as a positional one.
+    """(other words, flags of the run file with their values). argparse would treat such a value as positional.
 
     Args:
-        own_flags: the command's own flags; every other flag is treated as one of the run file. None: only flags with a
-            dot are.
+        own_flags: the command's own flags; every other flag is treated as a flag of the run file. None: only flags with
+            a dot are.
 
     Raises ConfigError for a flag that is very similar to one of ``own_flags``.
     """

@@ -185,8 +185,8 @@ class PluginsIsolateCommand(Command):
 
 
 def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) -> str:
-    """Make the virtual environment and install there what the plugin and the core need, and ``packages``. Returns what
-    to write into the run file. After a failure the folder is removed.
+    """Create the virtual environment and install in it ``packages`` and the requirements of the plugin and the core.
+    Returns the lines for the run file. After a failure the folder is removed.
 
     Raises ConfigError: the plugin is of another kind, or the folder exists. PluginError: Python or pip failed.
     """
@@ -202,7 +202,7 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
         raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
     requirements = to_install(resolved) + packages
     made_python = folder / "bin" / "python"
-    # Without PYTHONPATH, as in a worker: pip would take packages there for installed.
+    # Without PYTHONPATH, as in a worker: pip would treat packages there as installed.
     variables = environment(str(made_python), os.environ)
     try:
         _call([python, "-m", "venv", str(folder)], variables)

@@ -73,8 +73,8 @@ def _train(config: RunFile, plugins: Plugins, args: argparse.Namespace) -> int:
 
 
 class _RunStream:
-    """A standard stream of a run. The run goes on while its stream cannot be written: on a full disk, into a pipe that
-    was closed, to a terminal that is gone. ``metrics.jsonl`` and ``manifest.json`` have its steps and notes."""
+    """A standard stream of a run. The run continues if the stream cannot be written: on a full disk, into a closed
+    pipe, to a terminal that no longer exists. ``metrics.jsonl`` and ``manifest.json`` have its steps and notes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -101,7 +101,7 @@ def _standard_streams() -> Iterator[None]:
     finally:
         try:
             out.flush()
-        except OSError:  # what it still holds is lost: it would fail once more when Python exits
+        except OSError:  # its remaining content is lost: it would fail again when Python exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
@@ -132,7 +132,7 @@ def _show_run(config: RunFile, plugins: Plugins) -> Prepared:
 
 
 def _show_plan(prepared: Prepared) -> None:
-    """Placement and memory in a few comments, as `rlhf plan` shows them. A run may train a model whose memory cannot be
+    """Show placement and memory in a few comments, as in `rlhf plan`. A run may train a model whose memory cannot be
     estimated."""
     from rlhf_cli.plan.command import planned, show_summary, target
 

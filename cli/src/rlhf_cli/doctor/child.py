@@ -1,7 +1,7 @@
 """Run a probe in a child process with a deadline.
 
 The child writes one JSON object per line to its standard output. Prints of libraries go to standard error. Both are
-files, not pipes, because nobody would read these while the probe runs.
+files, because pipes would not be read while the probe runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
 
     Args:
         probe: a function at the top of an importable module.
-        argument: a JSON value given to the probe.
-        timeout: seconds after which the child and all processes that it started are killed.
+        argument: a JSON value that is passed to the probe.
+        timeout: seconds after which the child and all its descendants are killed.
     """
     # -P: like the program `rlhf`, do not import files of the current folder
     words = [probe.__module__, probe.__qualname__, json.dumps(argument)]
@@ -62,7 +62,7 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
 def _lines(file: IO[bytes]) -> list[dict[str, Any]]:
     file.seek(0)
     lines = file.read().decode(errors="replace").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # a line without its end was cut off when the child died
+    return [json.loads(line) for line in lines[:-1]]  # an incomplete last line was cut off when the child died
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -72,8 +72,8 @@ class Doctor(Command):
 
 
 def _printed(request: Request) -> list[Finding]:
-    """The findings. Each is printed as soon as it is made, into a pipe too. A terminal also shows the name of the
-    current check, because some take seconds."""
+    """The findings. Each is printed as soon as it is known, also to a pipe. A terminal also shows the name of the
+    current check, because some checks take seconds."""
     from rich.console import Console
 
     from rlhf_cli.doctor.examine import examine
@@ -94,7 +94,7 @@ def _printed(request: Request) -> list[Finding]:
 
 
 def _row(name: str, status: str, text: str, style: str) -> Table:
-    """A line of a table, with the same columns in each."""
+    """A line of a table. All lines have the same columns."""
     from rich.table import Table
     from rich.text import Text
 

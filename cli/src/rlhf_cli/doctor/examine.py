@@ -1,4 +1,5 @@
-"""All checks in order: first the doctor's own, which are functions in the other files, and then those of plugins."""
+"""All checks in order: first the doctor's own checks, which are functions in the other files, then checks of
+plugins."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Request:
     run_file: str | None = None
     overrides: Sequence[tuple[str, str | None]] = ()
     """Flags that override the run file, as for :func:`rlhf_runtime.config.load.load`. Flags of the launcher alone do
-    not make a run."""
+    not define a run."""
     start: bool = False
     """Whether checks may start and stop services."""
     timeout: float = 120.0
@@ -43,12 +44,12 @@ Step = tuple[str, Callable[[], Finding | Iterable[Finding]]]
 
 
 def examine(request: Request, announce: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """Every finding, as soon as it is made.
+    """Yield every finding as soon as it is known.
 
     Args:
         announce: called with the name of the next check, which may take seconds.
 
-    Problems of the installation or the run raise nothing. A check that raises is a failed finding.
+    Problems of the installation or the run raise no exception. A check that raises becomes a failed finding.
     """
     for name, step in _installation(request):
         announce(name)

@@ -17,7 +17,7 @@ def redacted(finding: Finding, environment: Mapping[str, str] | None = None) -> 
     them.
 
     Args:
-        environment: the variables; those of this process where None.
+        environment: the variables; None: those of this process.
     """
     text, remedy = finding.text, finding.remedy
     for name, value in _secrets(os.environ if environment is None else environment).items():
@@ -26,7 +26,7 @@ def redacted(finding: Finding, environment: Mapping[str, str] | None = None) -> 
 
 
 def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Longer values first, so that a value which contains another one is replaced whole."""
+    """Secret values, longest first, so that a value that contains another one is replaced completely."""
     names = {path for path in find_secrets(dict(environment)) if len(environment.get(path, "")) >= 4}
     return {name: environment[name] for name in sorted(names, key=lambda n: -len(environment[n]))}
 

@@ -1,4 +1,4 @@
-"""Checks that import packages: in child processes, each with a deadline."""
+"""Checks that import packages, each in a child process with a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNINSTALL = f"pip uninstall -y {' '.join(VISION)}"
 
 
 def present(module: str) -> bool:
-    """Whether a top-level module could be imported; it is not."""
+    """Whether a top-level module is available, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -28,7 +28,7 @@ def present(module: str) -> bool:
 
 
 def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
-    """torchvision, torchaudio and torchcodec must fit this torch, or be absent."""
+    """torchvision, torchaudio and torchcodec must match this torch, or be absent."""
     packages = [m for m in modules if present(m)]
     if not packages:
         return Finding("vision packages", "ok", f"no {', '.join(modules)}: text models need none of them")
@@ -44,7 +44,7 @@ def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
 
 
 def transformers(timeout: float) -> Finding:
-    """The classes that models are loaded with."""
+    """The classes of transformers that load models."""
     answer = ask(probes.transformers, None, timeout)
     if answer.error:
         if _TRAP in answer.log or _TRAP in answer.error:
@@ -94,7 +94,7 @@ def _nccl(facts: dict[str, object]) -> Finding:
 
 
 def driver_gpus() -> list[str]:
-    """``name, memory, driver version`` of each GPU that ``nvidia-smi`` lists; empty if there is no such program."""
+    """``name, memory, driver version`` of each GPU that ``nvidia-smi`` lists; empty if the program is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -107,7 +107,7 @@ def driver_gpus() -> list[str]:
 
 
 def plugins(timeout: float) -> Finding:
-    """Imports every plugin, like ``rlhf plugins list --check``. If one crashes, the others are still checked."""
+    """Imports every plugin, like ``rlhf plugins list --check``. If a plugin crashes, the others are still checked."""
     entries = Plugins.discover().list()
     pending = [[e.kind, f"{e.distribution}/{e.name}"] for e in entries if e.status == "ok"]
     status = {(e.kind, f"{e.distribution}/{e.name}"): e.status for e in entries}

@@ -19,7 +19,7 @@ from rlhf.interfaces import Finding
 from rlhf_cli.doctor.findings import GIB, gib, short_list
 
 SHM_MINIMUM = 2 * GIB
-"""Bytes. Ray keeps its objects there, among them the weights on their way to the engines."""
+"""Smallest size in bytes. Ray stores its objects there, such as weights that are sent to the engines."""
 FILES_MINIMUM = 8192
 """Number of open files. A Ray node with a few dozen workers needs this many for sockets, shards and pipes."""
 DISK_WARN, DISK_FAIL = 10 * GIB, 1 * GIB
@@ -29,7 +29,7 @@ LIBRARIES = ("CUDA_", "DS_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVIDIA_",
 FRAMEWORKS = ("TRANSFORMERS_", "VLLM_", "WANDB_", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 SYSTEM = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "PYTHONPATH", "LD_PRELOAD")
 ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
-"""Variables (or their prefixes) that change what torch, Ray, vLLM and DeepSpeed do."""
+"""Variables (or their prefixes) that change the behaviour of torch, Ray, vLLM and DeepSpeed."""
 
 
 def cores(root: Path = ROOT, membership: Path = MEMBERSHIP, environment: Mapping[str, str] = os.environ) -> Finding:
@@ -121,6 +121,6 @@ def disk(path: Path, name: str = "disk", need: int = 0, content: str = "") -> Fi
 
 
 def environment_variables(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Names, never values, of the variables that change what the libraries do."""
+    """Names, never values, of the variables that change the behaviour of the libraries."""
     names = sorted(name for name in environment if name.startswith(ENVIRONMENT))
     return Finding("environment", "ok", short_list(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")

@@ -33,7 +33,7 @@ class Weights:
 
 
 def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
-    """A check for each model that the run file names, and the sizes of those that were read."""
+    """A check for each model that the run file names, and the sizes of the models that could be read."""
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
         if not looks_local(path):
@@ -55,7 +55,7 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
 
 
 def model_paths(config: RunFile) -> dict[str, str]:
-    """{where it is written: path} of every model."""
+    """{option: path} of every model."""
     sections = {name: getattr(config, name) for name in ("policy", "critic", "reference")}
     sections |= {f"roles.{name}": section for name, section in config.roles.items()}
     paths = {f"{name}.model": section.model for name, section in sections.items() if section.model is not None}
@@ -68,7 +68,7 @@ def model_paths(config: RunFile) -> dict[str, str]:
 def read_model(folder: Path) -> Weights:
     """Read a Hugging Face folder's config and the headers of its weights, not the weights.
 
-    Raises OSError or ValueError saying which file is missing, unreadable or cut short.
+    Raises OSError or ValueError, which say which file is missing, unreadable or truncated.
     """
     if not folder.is_dir():
         raise ValueError("there is no such folder")
@@ -96,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _safetensors(path: Path) -> Weights:
-    """From the header: 8 bytes of its length, and a JSON object of shapes and offsets."""
+    """Read from the header, which is its length (8 bytes) and a JSON object of shapes and offsets."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -143,7 +143,7 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
     except OSError as error:
         return [Finding("output", "fail", f"{place} cannot be written: {error.strerror}", "choose another --output")]
     trained = [size.parameters for name, size in sizes.items() if name in ("policy.model", "critic.model")]
-    copies = config.checkpoint.keep + 2  # the best one, and the one that is being written
+    copies = config.checkpoint.keep + 2  # the best checkpoint, and the one that is being written
     need = sum(trained) * BYTES_PER_PARAMETER * copies
     room = disk(place, "output disk", need, f"{copies} checkpoints (weights and Adam's moments in fp32)")
     has_run = (path / "config.toml").exists()

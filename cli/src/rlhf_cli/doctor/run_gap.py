@@ -1,4 +1,4 @@
-"""`rlhf doctor RUN`: what the generator and the trainer of a run think of the same tokens, in words."""
+"""`rlhf doctor RUN`: compares the log-probs of a run's generator and trainer for the same tokens, as a report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def examine_run(args: argparse.Namespace) -> int:
 
 
 def verdict(result: Mismatch) -> str:
-    """The causes in a sentence, and what to do."""
+    """One sentence with the causes, and what to do."""
     gap = f"The gap is {_nats(result.gap)} a token"
     if result.gap <= result.floor and not result.causes:
         return f"{gap}: generator and trainer agree, up to rounding."

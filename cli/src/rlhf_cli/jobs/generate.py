@@ -71,8 +71,8 @@ class GenerateCommand(Command):
 
 
 def conversation_text(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
-    """Prompt and answer: of a chat each message after its role, as `rlhf samples` shows them. The tokens of a chat as
-    text would run together, because they are shown without special tokens."""
+    """Prompt and answer. For a chat, each message follows its role, as in `rlhf samples`: decoded without special
+    tokens, the messages would run together."""
     from rlhf_runtime.data.messages import text_of
 
     if prompt is None or isinstance(prompt, str):

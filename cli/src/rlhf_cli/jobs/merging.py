@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = 1e-3
-"""Largest difference of outputs in fp32. The merged sums are rounded at other places: 5e-5 in a model of 30 layers."""
+"""Largest allowed difference of outputs in fp32. The merged sums are rounded differently: by 5e-5 in a model of 30
+layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Merged:
     base: str
     dtype: str
     difference: float
-    """Largest difference of an output from that of base and adapter together, in fp32."""
+    """Largest difference between the outputs of the merged model and those of base and adapter together, in fp32."""
     generates: bool
 
     @property
@@ -45,10 +46,11 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
     """Write the model of base and adapter to the new folder ``folder``.
 
     Args:
-        base: in place of the one that the adapter names.
-        dtype: ``fp32`` or ``bf16``; None: as the base's.
+        base: base model, instead of the one that the adapter names.
+        dtype: ``fp32`` or ``bf16``; None: that of the base.
 
-    Raises ConfigError or ModelError; before weights are read, where the adapter is of another base or the disk is full.
+    Raises ConfigError or ModelError. They are raised before weights are read if the adapter is of another base or the
+        disk is full.
     """
     import torch
     from rlhf_modeling.adapter_check import require_same_base
@@ -103,8 +105,8 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
 
 
 def _load(adapter: AdapterFolder, place: str) -> tuple[PreTrainedModel, bool]:
-    """(the base in fp32 as the class that the adapter was trained on, whether its head was tied to its embedding). Its
-    config names the base's number format."""
+    """(the base in fp32 as the class that the adapter was trained on, whether its head was tied to its embedding). The
+    base's config holds its number format."""
     import torch
     from rlhf_modeling.adapter_files import adapter_headers, saved_whole, untie
     from rlhf_modeling.images.architecture import auto_classes, language_model

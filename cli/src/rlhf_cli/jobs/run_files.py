@@ -21,7 +21,8 @@ ADVICE = {
     "min_p": _ALL_TOKENS,
     "ignore_eos": "Leave it out: an answer ends where the model ends it.",
 }
-"""{field of [sampling] that these commands do not read: what to do}. Refused as flags; a run file may have them."""
+"""{field of [sampling] that these commands do not read: what to do}. They are refused as flags, but a run file may have
+them."""
 
 
 def check_folder(save: Path | None) -> None:
@@ -37,10 +38,10 @@ def load_for_answers(
     """The run file with flags, and the plugins. The algorithm is not used and need not be set.
 
     Args:
-        prompts: file with the column ``prompt``, in place of the rows of the run file and of its columns.
+        prompts: file with the column ``prompt``, which replaces the rows and columns of the run file.
 
-    Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only the sampling
-    of training reads.
+    Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only applies to
+    the sampling of training.
     """
     config = load(run_file, flags, algorithm="answer")
     if prompts is not None:
@@ -68,7 +69,7 @@ def load_for_answers(
 def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -> tuple[RunFile, Plugins]:
     """The run file with flags, and the plugins, to compute the losses of its algorithm.
 
-    Raises ConfigError if a model or data is missing, and for a flag of what scores answers.
+    Raises ConfigError if a model or data is missing, and for a flag that only applies to the scoring of answers.
     """
     config = load(run_file, flags)
     sections = {name.partition(".")[0] for name, origin in config.origins.items() if origin.startswith("flag")}
@@ -89,6 +90,6 @@ def _require_names(config: RunFile) -> None:
 
 
 def _rollout_gives_rewards(config: RunFile, plugins: Plugins) -> bool:
-    """Whether the rollout with its options scores its samples itself, as an agent program can."""
+    """Whether the rollout, with its options, scores its samples itself, as an agent program can."""
     rollout = select(plugins, "rollout", config.rollout, "rollout", config.origins).build()
     return bool(rollout.gives_rewards)

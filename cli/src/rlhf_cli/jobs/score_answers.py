@@ -29,7 +29,7 @@ from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.prepare import PlacedPlugins
 
 _AT_ONCE = 64
-"""Rows whose answers are scored together. They are written to the disk before the next rows."""
+"""Number of rows whose answers are scored together. They are written to the disk before the next rows."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ScoreTotals:
     rows: int = 0
     answers: int = 0
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """{reward source, or ``reward`` for the weighted sum of all: [sum, answers to which it applied]}."""
+    """{reward source, or ``reward`` for the weighted sum of all: [sum, number of answers to which it applied]}."""
     left_out: Counter[str] = field(default_factory=Counter)
 
     def mean(self, name: str) -> float | None:
@@ -60,7 +60,7 @@ class ScoreTotals:
 
 
 def value_of(result: RewardResult | None) -> float | None:
-    """The value of a reward with its steps; None where it did not apply, or failed."""
+    """The value of a reward, including its steps; None if it did not apply, or failed."""
     if result is None or (result.value is None and not result.steps):
         return None
     return (result.value or 0.0) + sum(value for _, _, value in result.steps)
@@ -78,14 +78,14 @@ def score_answers(
     """Score every answer of ``data.eval`` and write one line per answer to ``output``, in the format of
     `rlhf eval --save`.
 
-    After a failure ``output`` does not exist (or is unchanged). The scores so far are kept in a file beside it, and the
-    same call continues from there.
+    After a failure ``output`` does not exist (or is unchanged). The scores so far are kept in a file beside it, from
+    which the same call continues.
 
     Args:
         columns: columns of the answers; if empty, they are found by name.
         force: replace ``output``, and start again.
 
-    Raises ConfigError, PluginError, DataError, ModelError or RewardError saying what to change.
+    Raises ConfigError, PluginError, DataError, ModelError or RewardError, which say what to change.
     """
     plugins_of_run, data = prepare(config, plugins)
     for text in data.notes:
@@ -111,7 +111,7 @@ def score_answers(
         count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
-            places = iter(range(scores.rows + 1, total))  # the last row counts when it is written
+            places = iter(range(scores.rows + 1, total))  # the last row is counted when it is written
 
             def advance(places: Iterator[int] = places) -> None:
                 count(next(places, total - 1), total)
@@ -128,8 +128,8 @@ def score_answers(
 
 
 async def score_groups(scorer: Scorer, groups: Sequence[Group], on_end: Callable[[], None]) -> None:
-    """Score all groups at once: a server or worker processes get all of them, and a model reads them together. The time
-    in which a reward waits for a model does not count towards its deadline.
+    """Score all groups concurrently: a server or worker processes get all of them, and a model reads them together. The
+    time for which a reward waits for a model does not count towards its deadline.
 
     Args:
         on_end: called after each group.
@@ -154,7 +154,7 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
 def _facts(
     plugins_of_run: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """The facts that must be equal for a second call to continue the file of the first."""
+    """The facts that must be equal so that a second call may continue the file of the first."""
     config = plugins_of_run.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
     return {

@@ -1,4 +1,4 @@
-"""Models of other formats: a folder with pickled weights, and a GGUF file, as transformers reads them."""
+"""Models in other formats that transformers reads: a folder with pickled weights, and a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_model_error(text: str, advice: str = "") -> Iterator[None]:
-    """Whatever fails becomes a ModelError that begins with ``text``: files of other people raise errors of any kind."""
+    """Convert any exception to a ModelError that begins with ``text``, because foreign files raise errors of any
+    kind."""
     try:
         yield
     except Exception as cause:
@@ -32,37 +33,37 @@ def as_model_error(text: str, advice: str = "") -> Iterator[None]:
 
 
 class SourceModel(ABC):
-    """A model of another format, whose facts were read and whose weights were not."""
+    """A model in another format. Its metadata has been read, its weights have not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def close(self) -> None:  # noqa: B027 (most need nothing)
-        """Release what opening made."""
+        """Release the resources of the opened source."""
 
     @abstractmethod
     def skeleton(self) -> PreTrainedModel:
-        """The model on the meta device. Raises ModelError where transformers makes none of it."""
+        """The model on the meta device. Raises ModelError if transformers cannot build it."""
 
     @abstractmethod
     def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model in evaluation mode, and transformers' report of weights."""
+        """The model in evaluation mode, and transformers' report about the weights."""
 
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """None: the source has none."""
+        """The tokenizer; None: the source has none."""
 
     @abstractmethod
     def save(self, module: PreTrainedModel, folder: Path) -> None:
         """Write weights, config, generation config and tokenizer."""
 
     def notes(self, skeleton: PreTrainedModel) -> list[str]:
-        """What the folder will not have of the source, for people."""
+        """Messages about parts of the source that the folder will not have."""
         return []
 
 
 class BinModel(SourceModel):
-    """Opens the folder. Raises ModelError where it holds an adapter, or files that cannot be read."""
+    """A folder with pickled weights. Raises ModelError if it holds an adapter, or files that cannot be read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -120,7 +121,7 @@ class BinModel(SourceModel):
         return module.eval(), report
 
     def save(self, module: PreTrainedModel, folder: Path) -> None:
-        """All settings except ``config.json`` are copied as they are."""
+        """All settings files except ``config.json`` are copied unchanged."""
         from rlhf_modeling.export_files import mend_generation
         from rlhf_modeling.pretrained import exporting
 
@@ -143,10 +144,10 @@ NAME = "model.gguf"
 
 
 class GgufModel(SourceModel):
-    """Opens the file: its metadata is read, and one block of every kind of quantisation is tried.
+    """A GGUF file. Its metadata is read, and one block of every kind of quantisation is tried.
 
-    Raises ConfigError where a package is missing; ModelError where the file is damaged, is a part of a model, or holds
-    none.
+    Raises ConfigError if a package is missing, ModelError if the file is damaged, is only a part of a model, or holds
+    no model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -230,8 +231,8 @@ class GgufModel(SourceModel):
         return module.eval(), report
 
     def save(self, module: PreTrainedModel, folder: Path) -> None:
-        """transformers refuses to write what it read from a GGUF ("quantized"), so the weights go into a model that is
-        made from the config."""
+        """transformers refuses to write a model that it read from a GGUF ("quantized"), so the weights are copied into
+        a model that is built from the config."""
         import torch
         from rlhf_modeling.pretrained import exporting
         from transformers import GenerationConfig
@@ -263,7 +264,7 @@ class GgufModel(SourceModel):
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The single values of the metadata, and the names of the tensors. One row of each number format is dequantised.
+    """The scalar values of the metadata, and the names of the tensors. One row of each number format is dequantised.
 
     Raises ModelError.
     """

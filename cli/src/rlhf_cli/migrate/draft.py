@@ -1,4 +1,4 @@
-"""The run file that is written: its values, where each comes from, and what happened to the other options."""
+"""The run file to write: its values, the origin of each, and the outcome for the other options."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rlhf_cli.migrate.rows import FrameworkOptions
 from rlhf_cli.options.run_file import BY_NAME, WIDTH, toml
 
 COLUMN = 40
-"""Where comments begin."""
+"""Column at which comments begin."""
 OBSERVERS = ("wandb", "tensorboard", "mlflow")
 
 
 @dataclass
 class Draft:
-    """A run file in the making."""
+    """A run file that is being built."""
 
     source: FrameworkOptions
     values: dict[str, Any] = field(default_factory=dict)
@@ -36,30 +36,30 @@ class Draft:
     causes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """{our option: the options that its value comes from}."""
     notes: dict[str, str] = field(default_factory=dict)
-    """{our option: a remark}."""
+    """{our option: note}."""
     unread: dict[str, str] = field(default_factory=dict)
-    """{option of the other framework that has no effect in this run: why}."""
+    """{option of the other framework that has no effect in this run: reason}."""
     remarks: list[str] = field(default_factory=list)
-    """What is left to the user."""
+    """Messages about what the user has to do."""
     conditions: set[str] = field(default_factory=set)
-    """What the run has, of ``OptionRow.when``."""
+    """The conditions of ``OptionRow.when`` that the run meets."""
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
-        """Give an option its value.
+        """Set an option.
 
         Args:
-            names: the options that it comes from.
+            names: the options that the value comes from.
         """
         self.values[path], self.causes[path] = value, names
         if note:
             self.notes[path] = note
 
     def copy(self, path: str, name: str, *names: str) -> None:
-        """Give an option the value of ``name``."""
+        """Set an option to the value of ``name``."""
         self.set(path, self.source[name], name, *names)
 
     def observers(self, names: Collection[str], option: str) -> list[str]:
-        """Set the observers of these names; those that there are."""
+        """Set the observers with these names. Returns those that exist."""
         observers = [name for name in names if name in OBSERVERS]
         for name in names:
             if name not in observers:
@@ -70,11 +70,11 @@ class Draft:
         return observers
 
     def take(self, conditions: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-        """Set what needs no rule: the values as they are, or as the table translates them.
+        """Set all options that need no rule: unchanged values, and values that the table translates.
 
         Args:
             conditions: {condition: whether the run meets it}.
-            reasons: {condition: why an option has no effect without it}.
+            reasons: {condition: reason why an option has no effect without it}.
         """
         self.conditions = {name for name, holds in conditions.items() if holds}
         for row in self.source.rows.values():
@@ -88,7 +88,7 @@ class Draft:
                     self.set(path, value, row.name)
 
     def text(self, plugins: Plugins) -> str:
-        """The run file. Raises ConfigError where it would not be accepted."""
+        """The run file. Raises ConfigError if it would not be accepted."""
         if self.source.unknown:
             self.remarks.append(
                 f"rlhf does not know these options, of another version of {self.source.framework} or of the project's "
@@ -156,7 +156,7 @@ class Draft:
     # ---------------------------------------------------------------------------------------- others
 
     def _comments_on_rest(self, changes: Collection[str]) -> Iterator[str]:
-        """Comments about the options that no value of the file comes from."""
+        """Comments about the options from which no value of the file comes."""
         names_of_changes = {name for path in changes for name in self.causes[path]}
         paths = {name: path for path, names in self.causes.items() if path not in changes for name in names}
         groups: dict[str, list[str]] = {"The default here too:": [], "No counterpart, or no effect in this run:": []}
@@ -186,7 +186,7 @@ class Draft:
                     )
 
     def _earlier(self) -> Iterator[str]:
-        """A remark about options that are not given, and had another default in earlier versions."""
+        """A note about options that are not set and had another default in earlier versions."""
         rows = [row for row in self.source.rows.values() if row.earlier and row.name not in self.source.user_values]
         if changes := [f"{row.name} {row.earlier}" for row in rows if row.name not in self.unread]:
             yield (
@@ -195,7 +195,7 @@ class Draft:
             )
 
     def _defaults(self, chosen: Chosen, plugins: Plugins) -> dict[str, Any]:
-        """Our defaults of what is set, as far as the plugins are installed."""
+        """Our defaults of the options that are set, as far as the plugins are installed."""
         options = run_file_options()
         for kind, path, choice in chosen:
             try:
@@ -207,7 +207,7 @@ class Draft:
         defaults = {path: default for path, default in general.items() if default is not None}
         for path in self.values:
             _, _, option = path.partition(".trainer.")
-            if option:  # what [trainer] says holds for every role
+            if option:  # [trainer] applies to every role
                 defaults[path] = self.values.get(f"trainer.{option}", option_defaults.get(f"trainer.{option}"))
             if _general(path) == "placement.NAME.ranks" and f"{path.removesuffix('ranks')}share" not in self.values:
                 defaults[path] = 1
@@ -215,7 +215,7 @@ class Draft:
 
 
 def _general(path: str) -> str:
-    """``placement.policy.ranks`` as ``placement.NAME.ranks``; that is how options of named tables are listed."""
+    """``placement.policy.ranks`` as ``placement.NAME.ranks``, the form in which options of named tables are listed."""
     section, _, rest = path.partition(".")
     return f"{section}.NAME.{rest.partition('.')[2]}" if section in BY_NAME else path
 
@@ -227,7 +227,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def with_unique_names(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sources of rows with names where their files are called the same (``gsm8k/train``, ``math/train``)."""
+    """Sources of rows. They get names if their files have the same name (``gsm8k/train``, ``math/train``)."""
     stems = [Path(source["path"]).stem for source in sources]
     folders = [Path(source["path"]).parent.name for source in sources]
     return [

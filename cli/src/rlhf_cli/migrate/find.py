@@ -1,4 +1,4 @@
-"""Which command of a script, or of a line, starts the training; from there to the text of a run file."""
+"""Finds the command of a script or a line that starts the training, and converts it to the text of a run file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rlhf_cli.migrate.shell_branches import UNKNOWN
 
 FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl, "verl": verl}
 OWN_ARGUMENTS = tuple(f"{UNKNOWN}{sign}{UNKNOWN}" for sign in "@*")
-"""``"$@"``: what the script itself is started with, which is nothing here."""
+"""``"$@"``: the arguments of the script itself, which are empty here."""
 SCRIPT = re.compile(r"(.+\.py)")
 COUNTS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes")
 """Options of launchers that count processes or machines."""
 
 
 class Settings(dict[str, str]):
-    """Values of ``--set``, and the names of those that were read: the others are options."""
+    """Values of ``--set``, and the names of the values that were read. The others are options."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         super().__init__(values)
@@ -45,8 +45,8 @@ def migrate(
 
     Args:
         source: path of a file, or a command.
-        settings: values of variables and options, of ``--set``.
-        allow_unknown: whether options that are unknown are listed in the file, instead of refused.
+        settings: values of variables and options, from ``--set``.
+        allow_unknown: list unknown options in the file instead of refusing them.
     """
     read_settings, module = Settings(settings), FRAMEWORKS[framework]
     fields = _trl(source, read_settings) if framework == "trl" else module.read(_start(source, read_settings, module))
@@ -104,7 +104,7 @@ def _of_trl_command(start: Start) -> tuple[FrameworkOptions, dict[str, str]]:
 
 
 def _launcher(start: Start) -> dict[str, str]:
-    """The options of a launcher that say how many processes it starts."""
+    """The options of a launcher that determine its number of processes."""
     options = dict[str, str]()
     for word, following in zip_longest(start.launcher_words, start.launcher_words[1:]):
         name, equals, text = word.text.lstrip("-").partition("=")
@@ -115,7 +115,7 @@ def _launcher(start: Start) -> dict[str, str]:
 
 
 def _processes(launcher: Mapping[str, str], location: str) -> int | None:
-    """The processes that a launcher starts, if it says so; torchrun counts those of one machine."""
+    """The number of processes that a launcher starts, if it is stated. torchrun counts the processes of one machine."""
     numbers = dict[str, int]()
     for name in COUNTS:
         if name in launcher:
@@ -176,7 +176,7 @@ def _makes_trainer(script: str) -> bool:
 def _starts(
     text: str, script: str, settings: Mapping[str, str], entry: re.Pattern[str], first_line: int
 ) -> Iterator[Start]:
-    """All such commands; also one in a text that is passed to another shell (``bash -c "..."``)."""
+    """All commands that start a training, also in a text that is passed to another shell (``bash -c "..."``)."""
     for words in commands(text, script, settings):
         words = [Word(word.text, word.line + first_line) for word in words]
         for number, word in enumerate(words):

@@ -1,4 +1,5 @@
-"""From OpenRLHF's entry points. ``openrlhf.toml`` holds the options; here are those whose values are computed."""
+"""Converts options of OpenRLHF's entry points. ``openrlhf.toml`` lists the options; this file has those whose values
+are computed."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ NEEDS: Mapping[str, str] = {
     "eval": "only with eval.dataset",
     "wandb": "only with logger.wandb.key",
 }
-"""{condition of a row: what is missing without it}."""
+"""{condition of a row: text about what is missing if it is not met}."""
 SUPERVISED = {"sft": "sft", "rm": "reward_model", "dpo": "dpo", "kto": "kto", "kd": "distill"}
 CORRECTIONS = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 OF_LEVEL = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq_mask_tis"}
@@ -244,7 +245,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _divergence(draft: Draft, gating: str) -> None:
-    """A correction by a divergence, which masks what is above one bound."""
+    """A correction by a divergence, which masks values above one bound."""
     s = draft.source
     names = [f"algo.advantage.is_correction_{part}" for part in ("level", "mode", "gating", "threshold")]
     level, mode, _, threshold = (s[name] for name in names)
@@ -362,7 +363,7 @@ def _offloading(draft: Draft) -> None:
 
 
 def _placement(draft: Draft) -> None:
-    """Ranks of the roles, and whose devices they use."""
+    """Ranks of the roles, and the roles whose devices they share."""
     s = draft.source
     draft.set("generator.use", "vllm")
     sections = {"policy": "actor", "reference": "ref", "critic": "critic", "reward_model": "reward"}

@@ -12,7 +12,7 @@ from rlhf_cli.migrate.draft import Draft, with_unique_names
 from rlhf_cli.migrate.rows import FrameworkOptions
 
 NO_LIMIT = 100_000_000
-"""A limit of rows that is not written."""
+"""A limit of rows that means no limit, and is not written."""
 
 
 def rows_of_data(draft: Draft, online: bool) -> None:
@@ -100,7 +100,7 @@ def rewards(draft: Draft) -> None:
 
 
 def _own_executor(path: str) -> bool:
-    """Whether a file's ``AgentExecutor`` has an ``execute()`` of its own. False where the file is not here."""
+    """Whether a file's ``AgentExecutor`` defines its own ``execute()``. False if the file is not on this machine."""
     try:
         classes = [n for n in ast.parse(Path(path).read_text("utf-8")).body if isinstance(n, ast.ClassDef)]
     except (OSError, SyntaxError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
-"""Values of expressions in a Python script, as far as its text states them. The script is parsed, never executed.
+"""Values of expressions in a Python script, if its text determines them. The script is parsed, never executed.
 
-A name has the value that it is assigned once, or the last one above its line at the top level; a parameter has what the
-only call of its function gives it. ``args.lr`` of ``argparse`` or of a dataclass is the flag of the command, else the
-default. Sums, conditions, f-strings, ``int(...)`` and the like are computed from such values.
+A name has the value of its only assignment, or of the last assignment above its line at the top level. A parameter has
+the argument of the only call of its function. ``args.lr`` of ``argparse`` or of a dataclass is the flag of the command,
+else the default. Sums, conditions, f-strings, ``int(...)`` and similar expressions are computed from such values.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "round": lambda number, *digits: round(number, *(max(count, -300) for count in digits)),
 }
 MAX_SIZE = 100_000
-"""Largest size of a value that is repeated (characters and items), and most expressions of a script: a short text can
-ask for more than fits in memory."""
+"""Largest size of a repeated value (characters and items), and largest number of expressions of a script, because a
+short text can require more than fits in memory."""
 _OF_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
-"""Functions that are true where bf16 is computed, as it is by a run."""
+"""Functions that return whether bf16 is supported. A run supports it, so they are true."""
 _OF_TEXTS = ("lower", "upper", "strip", "rstrip", "split", "rsplit", "replace", "join", "startswith", "endswith")
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 
 
 class NoValueError(Exception):
-    """The text of a script does not state the value of an expression."""
+    """The text of a script does not determine the value of an expression."""
 
 
 @dataclass
 class Fields:
-    """Attributes that a name has: flags of ``argparse``, or fields of a class of the script."""
+    """Attributes of a name: flags of ``argparse``, or fields of a class of the script."""
 
     nodes: dict[str, ast.expr] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """A value that a name gets, or an item of it; no value where a name changes in another way."""
+    """A value that is assigned to a name, or an item of it. It has no value if the name changes in another way."""
 
     value: ast.expr | None
     item: int | None
@@ -126,7 +126,7 @@ class PythonValues:
         self.arguments = {name: call for call in self.calls if name_of(call) == "add_argument" for name in _names(call)}
 
     def literal(self, node: ast.expr, name: str) -> Any:
-        """The value of an argument. Raises ConfigError, with the line, where the script does not state it."""
+        """The value of an argument. Raises ConfigError, with the line, if the script does not determine it."""
         if name in self.settings:
             return self.settings[name]
         try:
@@ -141,8 +141,8 @@ class PythonValues:
         return value
 
     def _assignment(self, node: ast.Name) -> _Assignment | None:
-        """The assignment that a name has its value from: the only one of its function, else of the script; of several
-        in a row the last one above."""
+        """The assignment that determines a name: the only one of its function, else of the script. Of several
+        consecutive assignments, the last one above the name."""
         scope = self.functions.get(node)
         is_reached = (node.id, scope) in self.assignments
         assignments = self.assignments.get((node.id, scope if is_reached else None), [])
@@ -157,7 +157,7 @@ class PythonValues:
         return None if value is None or node in ast.walk(value) else assignments[0]
 
     def node(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression that a name stands for in its line; another expression itself."""
+        """The expression that a name stands for at its line. Other expressions are returned unchanged."""
         if isinstance(node, ast.Name) and not self._parameter(node):
             assignment = self._assignment(node)
             if assignment and assignment.item is None:
@@ -245,7 +245,7 @@ class PythonValues:
         return next(((function, argument) for argument in arguments if argument.arg == node.id), None)
 
     def _of_parameter(self, name: str, function: ast.FunctionDef, argument: ast.arg) -> Any:
-        """What the only call of a function gives a parameter; else a default, or the class of its annotation."""
+        """The argument of the only call of a function; else a default, or the class of the annotation."""
         calls = [call for call in self.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
         places = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
         if len(calls) == 1 and not any(keyword.arg is None for keyword in calls[0].keywords):
@@ -309,7 +309,7 @@ class PythonValues:
         raise NoValueError
 
     def _of_class(self, node: ast.ClassDef) -> Fields:
-        """The fields of a class, with their defaults; a flag of the command has precedence."""
+        """The fields of a class, with their defaults. Flags of the command take precedence."""
         fields = Fields()
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id in self.classes and base.id != node.name:
@@ -327,7 +327,7 @@ class PythonValues:
         return fields
 
     def _of_parser(self, parser: ast.expr | None) -> Any:
-        """What a parser returns: the flags of ``argparse``, or a tuple of the fields of dataclasses."""
+        """The result of a parser: the flags of ``argparse``, or a tuple of the fields of dataclasses."""
         constructor = self.node(parser) if parser is not None else None
         if isinstance(constructor, ast.Call) and name_of(constructor) in _PARSERS and constructor.args:
             argument = constructor.args[0]
@@ -370,7 +370,8 @@ def _result(sign: ast.operator, left: Any, right: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Characters and items of a text or list and all that is in it; more than :data:`MAX_SIZE` where there are more."""
+    """Number of characters and items of a text or list, including nested ones. Above :data:`MAX_SIZE` the count may
+    stop."""
     size = len(value) if isinstance(value, str | list | tuple) else 0
     for item in value if isinstance(value, list | tuple) else ():
         size += _size(item) if size <= MAX_SIZE else 0
@@ -388,7 +389,7 @@ def name_of(call: ast.Call) -> str:
 
 
 def source_of(path: str) -> str:
-    """The Python of a script, or of the cells of a notebook without the commands of the notebook itself."""
+    """The Python code of a script, or of the cells of a notebook without the notebook's own commands."""
     text = Path(path).read_text(encoding="utf-8")
     if not path.endswith(".ipynb"):
         return text
@@ -398,7 +399,7 @@ def source_of(path: str) -> str:
 
 
 def _names(call: ast.Call) -> list[str]:
-    """The name of ``add_argument("--lr", ...)`` in what the parser returns."""
+    """The names of ``add_argument("--lr", ...)`` in the parser's result."""
     for keyword in call.keywords:
         if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant):
             return [str(keyword.value.value)]
@@ -408,7 +409,8 @@ def _names(call: ast.Call) -> list[str]:
 
 
 def _default(node: ast.expr) -> ast.expr:
-    """The default of ``field(default=...)`` and ``field(default_factory=lambda: ...)``; another expression itself."""
+    """The default of ``field(default=...)`` and ``field(default_factory=lambda: ...)``. Other expressions are returned
+    unchanged."""
     if isinstance(node, ast.Call) and name_of(node) in ("field", "Field"):
         options = {keyword.arg: keyword.value for keyword in node.keywords}
         factory = options.get("default_factory")
@@ -421,7 +423,7 @@ def _default(node: ast.expr) -> ast.expr:
 
 
 def _plain(text: str) -> Any:
-    """A text of a command as a number or a switch where it is one."""
+    """A text of a command as a number or a switch, if it is one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -1,4 +1,4 @@
-"""The tables of other frameworks' options, and the options of one command line read by such a table."""
+"""The tables of other frameworks' options, and the options of a command line that is read with such a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET = re.compile(r"api_?key|wandb_key|secret|passw|(?:^|[._]|hf_|hub_|auth_|a
 
 @dataclass(frozen=True)
 class OptionRow:
-    """What becomes of one option. The head of a table's file explains the fields."""
+    """The conversion of one option. The head of a table's file explains the fields."""
 
     name: str
     to: tuple[str, ...] = ()
@@ -73,9 +73,10 @@ def rows_of(groups: Mapping[str, Iterable[OptionRow]], names: Sequence[str]) -> 
 def matching(
     rows: Mapping[str, OptionRow], name: str, location: str, groups: Mapping[str, Iterable[OptionRow]]
 ) -> list[OptionRow]:
-    """The rows that an option's name means, an older name perhaps several. Raises ConfigError where there is none.
+    """The rows for an option's name. An older name may have several rows. Raises ConfigError if there is no row.
 
-    A row ``NAME.*`` is for every option below NAME that has no row of its own, and is given the option's name."""
+    A row ``NAME.*`` applies to every option below NAME that has no row itself. The returned row has the option's
+    name."""
     matches = [rows[name]] if name in rows else [row for row in rows.values() if name in row.old]
     if not matches:
         tops = [(top, row) for row in rows.values() for top in (row.name, *row.old) if top.endswith(".*")]
@@ -89,7 +90,7 @@ def matching(
 
 
 def value_of(row: OptionRow, texts: Sequence[str], location: str) -> Any:
-    """The value of an option from its words. Raises ConfigError where they are not of its type."""
+    """The value of an option from its words. Raises ConfigError if they do not have its type."""
     text = texts[0] if len(texts) == 1 else None
     try:
         match row.type:
@@ -117,7 +118,7 @@ def value_of(row: OptionRow, texts: Sequence[str], location: str) -> Any:
 
 
 def typed(row: OptionRow, value: Any, location: str) -> Any:
-    """The value of an option from a value of YAML or Python; None stays None, which is no default."""
+    """The value of an option from a value of YAML or Python. None stays None, which does not mean the default."""
     match row.type:
         case _ if value is None or row.type == "any":
             return value
@@ -134,14 +135,14 @@ def typed(row: OptionRow, value: Any, location: str) -> Any:
             return value_of(row, [str(item) for item in values], location) if values else []
         case "text" if isinstance(value, str | bool | int | float):
             return value if isinstance(value, str) else str(value)
-    if isinstance(value, str):  # YAML reads 1e-6 as a text
+    if isinstance(value, str):  # YAML reads 1e-6 as text
         return value_of(row, [value], location)
     raise ConfigError(f"{location}: {row.name} takes {row.type}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class OptionValue:
-    """An option as it was given."""
+    """An option as it was written."""
 
     value: Any
     text: str
@@ -152,13 +153,13 @@ class OptionValue:
 
 @dataclass
 class FrameworkOptions:
-    """The options of one run in another framework: those that are given, and the framework's defaults.
+    """The options of one run in another framework: the options that are set, and the framework's defaults.
 
     Args:
-        framework: as messages name it.
+        framework: name of the framework, for messages.
         groups: all rows of the framework.
-        rows: those of the entry point, by name.
-        entry: the entry point, for the defaults.
+        rows: rows of the entry point, by name.
+        entry: the entry point, which determines the defaults.
     """
 
     framework: str
@@ -167,15 +168,15 @@ class FrameworkOptions:
     entry: str
     user_values: dict[str, OptionValue] = field(default_factory=dict)
     unknown: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """{option without a row: as it was given, the error}."""
+    """{option without a row: (option as it was written, error)}."""
     problems: list[str] = field(default_factory=list)
-    """Errors of what could not be read."""
+    """Errors about options that could not be read."""
     remarks: list[str] = field(default_factory=list)
-    """What the source has beside options, for the user."""
+    """Messages for the user about other contents of the source."""
     origin: str = ""
-    """What the options were read from, for the first line of the run file."""
+    """The source of the options, for the first line of the run file."""
     processes: int = 1
-    """That the launcher starts, where the framework counts for each."""
+    """Number of processes that the launcher starts, if the framework counts per process."""
 
     def __getitem__(self, name: str) -> Any:
         if name in self.user_values:
@@ -185,7 +186,7 @@ class FrameworkOptions:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep an error, so that the next option is read too."""
+        """Record an error, so that the next option is read too."""
         try:
             yield
         except ConfigError as error:
@@ -199,11 +200,11 @@ class FrameworkOptions:
         location: str,
         convert: Callable[[OptionRow, Any, str], Any] = typed,
     ) -> None:
-        """Give the options that a name means a value. An unknown name is kept, and so is the error of a wrong value.
+        """Set the options that a name stands for. An unknown name is recorded, and so is the error of a wrong value.
 
         Args:
-            text: the option as it was given.
-            convert: makes the value for a row: :func:`typed`, or :func:`value_of` for the words of a command.
+            text: the option as it was written.
+            convert: returns the value for a row: :func:`typed`, or :func:`value_of` for the words of a command.
         """
         try:
             rows = matching(self.rows, name, location, self.groups)
@@ -217,7 +218,7 @@ class FrameworkOptions:
                 self.rows[row.name], self.user_values[row.name] = row, option
 
     def replace(self, settings: Mapping[str, str]) -> None:
-        """Give options the values of ``--set``. Raises ConfigError for a name that no option has."""
+        """Set options to the values of ``--set``. Raises ConfigError for a name that no option has."""
         for name, text in settings.items():
             flag = f"--set {name}={text}"
             self.give(name, text, flag, flag)
@@ -225,7 +226,7 @@ class FrameworkOptions:
                 raise ConfigError(self.unknown[name][1])
 
     def check(self, allow_unknown: bool) -> None:
-        """Raise ConfigError with all that could not be read, and with all options that are unknown."""
+        """Raise ConfigError with everything that could not be read, and with all unknown options."""
         problems = dict.fromkeys(self.problems)
         if self.unknown and not allow_unknown:
             problems |= dict.fromkeys(error for _, error in self.unknown.values())
@@ -234,14 +235,15 @@ class FrameworkOptions:
             raise ConfigError("\n".join(problems))
 
     def refuse_by_table(self) -> None:
-        """Raise ConfigError for a value that the table refuses: any but the default of a row whose rule says so."""
+        """Raise ConfigError for a value that the table refuses: any value except the default, in rows whose rule says
+        so."""
         for name, option in self.user_values.items():
             row = self.rows[name]
             if row.rule.startswith("refused: ") and option.value != row.defaults.get(self.entry, row.default):
                 raise self.refused(name, row.rule.removeprefix("refused: "))
 
     def one_of(self, name: str, values: Mapping[str, str]) -> str:
-        """What the value of an option is here. Raises ConfigError for one that is not known."""
+        """Our value for the value of an option. Raises ConfigError for an unknown value."""
         value = self[name]
         key = str(value).lower() if isinstance(value, bool) else str(value)
         if key not in values:
@@ -249,14 +251,14 @@ class FrameworkOptions:
         return values[key]
 
     def positive(self, name: str) -> int:
-        """A number of something. Raises ConfigError for one below 1."""
+        """The value of an option that is a count. Raises ConfigError if it is below 1."""
         value: int = self[name]
         if value < 1:
             raise self.refused(name, "it must be at least 1")
         return value
 
     def refused(self, name: str, reason: str) -> ConfigError:
-        """The error for a value that cannot be taken over."""
+        """The error for a value that cannot be converted."""
         option = self.user_values.get(name)
         label = f"{option.location}: {option.text}" if option else f"{name} {self[name]} ({self.framework}'s default)"
         return ConfigError(f"{label}: {reason}. (--set {name}=VALUE replaces the value)")

@@ -1,9 +1,9 @@
-"""The words of the commands in a shell script, or on one line. No shell is started, and no command is executed.
+"""Parses the commands of a shell script, or of one line, into words. No shell is started, and no command is executed.
 
-Read are quotes, comments, continued lines, assignments of variables and arrays, sums and products of whole numbers,
-conditions that compare known words, and a text that ``read`` takes from the lines below it (``read -d '' NAME <<EOF``).
-A variable that is set in another way (by a command, by the environment except HOME, by a loop, under a condition that
-is not known) is unknown. That is an error only where an option needs it (:func:`known_text`).
+The parser supports quotes, comments, continued lines, assignments of variables and arrays, sums and products of whole
+numbers, conditions that compare known words, and here-documents of ``read`` (``read -d '' NAME <<EOF``). A variable
+that is set in another way (by a command, by the environment except HOME, by a loop, under an unknown condition) is
+unknown. That is an error only if an option needs it (:func:`known_text`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlhf.errors import ConfigError
 from rlhf_cli.migrate.shell_branches import UNKNOWN, Branches
 
 COMMAND = f"{UNKNOWN}(command){UNKNOWN}"
-"""Stands for what a command would print."""
+"""Stands for the output of a command."""
 _ROUND = r"\((?:[^()]|INNER)*\)"
-for _ in range(7):  # brackets in brackets, as many as a script has
+for _ in range(7):  # nested brackets, up to the depth that scripts have
     _ROUND = _ROUND.replace("INNER", r"\((?:[^()]|INNER)*\)")
 _COMMAND = rf"\$\[[^\[\]]*\]|\${_ROUND.replace('|INNER', '')}"
 _BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
@@ -51,14 +51,14 @@ _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # a shell cuts towards 0
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # a shell truncates towards 0
     ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a command, without its quotes, with its variables replaced."""
+    """A word of a command, without its quotes and with its variables replaced."""
 
     text: str
     line: int
@@ -69,9 +69,9 @@ def commands(text: str, script: str, settings: Mapping[str, str]) -> Iterator[li
 
     Args:
         script: name of the script, for messages.
-        settings: values of variables, instead of those that the script sets.
+        settings: values of variables, which override those of the script.
 
-    Raises ConfigError, with the line, for a quote or a bracket that is not closed.
+    Raises ConfigError, with the line, for an unclosed quote or bracket.
     """
     return _Script(text, script, settings).commands()
 
@@ -81,17 +81,17 @@ class Flag:
     """A flag of a command with the texts of its value."""
 
     name: str
-    """Without dashes."""
+    """Name without dashes."""
     texts: Sequence[str]
     text: str
-    """As it was given."""
+    """The flag as it was written."""
     location: str
     """``run.sh, line 3``."""
 
 
 def flags(words: Sequence[Word], script: str, problems: list[str]) -> Iterator[Flag]:
-    """The flags of a command. What cannot be read is added to ``problems``: a word with an unknown variable, and one
-    that belongs to no flag."""
+    """The flags of a command. Words that cannot be read are added to ``problems``: words with an unknown variable, and
+    words that belong to no flag."""
     rest = list(words)
     while rest:
         word, values = rest.pop(0), list[Word]()
@@ -134,12 +134,12 @@ class Start:
 
     entry: str
     word: str
-    """The word that has it: a module, a script or a name."""
+    """The word with the entry point: a module, a script or a name."""
     launcher_words: Sequence[Word]
     """The words of the launcher, before the entry point."""
     options: Sequence[Word]
     script: str
-    """Where the command is, for messages."""
+    """Location of the command, for messages."""
     line: int
 
     @property
@@ -153,7 +153,7 @@ class _Script:
     location: str
     settings: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
-    """A plain variable is a list of one text."""
+    """{variable: its words}. A plain variable is a list with one text."""
     branches: Branches = field(default_factory=Branches)
 
     def commands(self) -> Iterator[list[Word]]:
@@ -202,7 +202,8 @@ class _Script:
         return words[self.branches.control([word.text for word in words]) :]
 
     def _runs(self, words: list[Word], end: str) -> bool:
-        """Keep the variables that a command sets; whether it is more than that, and not in a branch that is skipped."""
+        """Store the variables that a command sets. Returns whether it does more than that and is not in a skipped
+        branch."""
         words = self._without_control(words)
         runs = self.branches.is_executed([word.text for word in words], end)
         if self.branches.test or (words and words[-1].text == "]]"):
@@ -223,14 +224,14 @@ class _Script:
         return False
 
     def _set(self, name: str, values: list[str], runs: bool | None) -> None:
-        """Keep a variable, which is unknown where it is set under a condition that is not known."""
+        """Store a variable. It is unknown if it is set under an unknown condition."""
         if runs or (runs is None and self.variables.get(name) == values):
             self.variables[name] = values
         elif runs is None:
             self.variables[name] = [f"{UNKNOWN}{name}{UNKNOWN}"]
 
     def _array(self, begin: re.Match[str]) -> int:
-        """Keep the words in the brackets; the place behind them."""
+        """Store the words in the brackets. Returns the position after them."""
         values, position = list(self.variables.get(begin[1], []) if begin[2] else []), begin.end()
         while not self.text.startswith(")", position):
             if match := _SPACE.match(self.text, position) or _COMMENT.match(self.text, position):
@@ -246,7 +247,7 @@ class _Script:
         return position + 1
 
     def _here_text(self, name: str, mark: str, position: int) -> int:
-        """Keep the lines up to the mark; the place behind it."""
+        """Store the lines up to the mark. Returns the position after it."""
         end = re.compile(rf"^[ \t]*{mark}[ \t]*$", re.MULTILINE).search(self.text, position)
         if end is None:
             raise ConfigError(
@@ -259,8 +260,8 @@ class _Script:
     # ------------------------------------------------------------------------------------- variables
 
     def _expanded(self, raw: str, is_value: bool = False) -> list[str]:
-        """The words that a written word stands for: an unquoted variable with spaces is several, except in an
-        assignment."""
+        """The words that a written word expands to. An unquoted variable with spaces becomes several words, except in
+        an assignment."""
         words = [""]
         quoted = False
         for piece in _PIECE.finditer(raw):
@@ -286,7 +287,7 @@ class _Script:
         return words if words != [""] or quoted else []
 
     def _in_quotes(self, text: str) -> str:
-        """Text as between double quotes."""
+        """Expand text between double quotes."""
 
         def replaced(match: re.Match[str]) -> str:
             if match[0].startswith("\\"):
@@ -298,7 +299,7 @@ class _Script:
         return re.sub(rf"\\[\"\\$`\n]|{_COMMAND}|`[^`]*`|{_VARIABLE}", replaced, text)
 
     def _output(self, text: str) -> str:
-        """What ``$(...)`` stands for: the value of a sum of whole numbers; of other commands it is unknown."""
+        """The expansion of ``$(...)``: the value of a sum of whole numbers; unknown for other commands."""
         if not (inner := _SUM.fullmatch(text)):
             return COMMAND
         terms = self._in_quotes(inner[1] or inner[2])
@@ -312,7 +313,7 @@ class _Script:
             return COMMAND
 
     def _values(self, text: str) -> list[str]:
-        """What ``$NAME``, ``${NAME}``, ``${NAME[@]}``, ``${NAME:?TEXT}`` or ``${NAME:-TEXT}`` stands for."""
+        """The expansion of ``$NAME``, ``${NAME}``, ``${NAME[@]}``, ``${NAME:?TEXT}`` or ``${NAME:-TEXT}``."""
         braced = _BRACED.fullmatch(text)
         name = braced[1] if braced else text.strip("${}")
         if name in self.settings:
@@ -342,7 +343,7 @@ class _Script:
 
 
 def _names_set_by(words: Sequence[str]) -> list[str]:
-    """The variables that a command gives values that are not known."""
+    """The variables that a command sets to unknown values."""
     match words:
         case [text, *_] if text.startswith("(("):
             return _SET_BY.findall(text)
@@ -354,7 +355,7 @@ def _names_set_by(words: Sequence[str]) -> list[str]:
 
 
 def _number(node: ast.expr) -> int:
-    """The value of a sum. Raises ValueError for what is none."""
+    """The value of a sum. Raises ValueError for other expressions."""
     match node:
         case ast.Constant(value=int(value)):
             return value

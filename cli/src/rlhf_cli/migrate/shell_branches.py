@@ -1,6 +1,7 @@
-"""Which commands of a shell script are executed, as far as its words tell: ``if``, ``case``, ``&&`` and ``||``.
+"""Determines which commands of a shell script are executed, as far as its words allow: ``if``, ``case``, ``&&`` and
+``||``.
 
-A condition is True, False or None, which is unknown. Loops and functions are read as if their commands stood alone.
+A condition is True, False or None (unknown). The commands of loops and functions are read like other commands.
 """
 
 from __future__ import annotations
@@ -19,36 +20,37 @@ _NUMBERS = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 
 @dataclass
 class _Branch:
-    """An ``if``, a ``case`` or a group in braces whose end is not read yet."""
+    """An ``if``, a ``case`` or a group in braces whose end has not been read yet."""
 
     runs: bool | None
-    """Whether the commands that are read now are executed, as far as this branch says."""
+    """Whether the current commands are executed, as far as this branch determines it."""
     kind: str
     earlier: bool | None = False
     """Whether an earlier branch was taken."""
     tests: list[tuple[list[str], str]] | None = None
-    """The commands between ``if`` and ``then``, and what ends each; None outside."""
+    """The commands between ``if`` and ``then``, each with its terminator; None outside."""
     text: str = ""
-    """What ``case`` compares."""
+    """The text that ``case`` compares."""
     patterns: list[str] | None = None
     """The patterns of the next branch of ``case``; None in a branch."""
 
 
 @dataclass
 class Branches:
-    """Where a script is between its conditions."""
+    """The state of the conditions at a position of a script."""
 
     branches: list[_Branch] = field(default_factory=list)
     and_runs: bool | None = True
     """Whether a command after ``&&`` is executed."""
     or_runs: bool | None = None
     end: str = ""
-    """What ended the command before."""
+    """The terminator of the previous command."""
     test: list[tuple[list[str], str]] = field(default_factory=list)
-    """The parts of ``[[ A && B ]]`` so far, and what ends each."""
+    """The parts of ``[[ A && B ]]`` so far, each with its terminator."""
 
     def control(self, words: Sequence[str]) -> int:
-        """Take ``if``, ``then`` and their like at the begin of a command; how many words these are."""
+        """Process ``if``, ``then`` and similar words at the beginning of a command. Returns the number of these
+        words."""
         count = 0
         while words[count:]:
             word, top = words[count], self.branches[-1] if self.branches else None
@@ -79,17 +81,17 @@ class Branches:
         return count
 
     def runs(self) -> bool | None:
-        """Whether the command that begins now is executed."""
+        """Whether the next command is executed."""
         runs = self._list_runs()
         for branch in self.branches:
             runs = _and(runs, branch.runs)
         return runs
 
     def is_executed(self, words: list[str], end: str) -> bool | None:
-        """Whether a command is executed, which has no words of control any more.
+        """Whether a command, without its control words, is executed.
 
         Args:
-            end: what ends it.
+            end: the terminator of the command.
         """
         top = self.branches[-1] if self.branches else None
         if top and top.tests is not None:
@@ -114,7 +116,7 @@ class Branches:
             join = {"&&": _and, "||": _either}.get(self.end)
             value = join(self.and_runs, value) if join else value
             self.and_runs, self.or_runs = value, _opposite(value) if is_test else None
-        if end == ")":  # of a group or a sum, whose result is not known
+        if end == ")":  # of a group or a sum, whose result is unknown
             self.and_runs, self.or_runs = None, None
         if words or end != "\n":
             self.end = end
@@ -141,7 +143,7 @@ def _either(left: bool | None, right: bool | None) -> bool | None:
 
 
 def _value(tests: Sequence[tuple[list[str], str]]) -> bool | None:
-    """The value of tests that are joined by ``&&`` and ``||``, perhaps in braces."""
+    """The value of tests that are joined by ``&&`` and ``||``, with or without braces."""
     tokens: list[str | list[str]] = []
     for test, end in tests:
         words = list(test)
@@ -179,7 +181,7 @@ def _term(tokens: list[str | list[str]]) -> bool | None:
 
 
 def _test(words: Sequence[str]) -> bool | None:
-    """The value of ``[ A = B ]`` and its like; None where a word is unknown, and for tests of files and commands."""
+    """The value of ``[ A = B ]`` and similar tests; None if a word is unknown, and for tests of files and commands."""
     opened, closed = words[:1] in (["["], ["[["], ["test"]), words[-1:] in (["]"], ["]]"])
     if words in (["true"], ["false"]):
         return words == ["true"]

@@ -1,4 +1,4 @@
-"""From TRL's trainers. ``trl.toml`` holds the fields; here are those whose values are computed."""
+"""Converts fields of TRL's trainers. ``trl.toml`` lists the fields; this file has those whose values are computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS = {
         ("adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit"), "with a state of 32 bits, where theirs has 8"
     ),
 }
-"""{optimizer: what differs here}."""
+"""{optimizer: difference to our optimizer}."""
 AGGREGATIONS = {
     "dapo": "token_mean",
     "bnpo": "token_mean",
@@ -47,9 +47,9 @@ AGGREGATIONS = {
     "dr_grpo": "seq_sum_constant",
 }
 OWN_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-"""Rewards that TRL's script has under a name."""
+"""Rewards that TRL's script selects by name."""
 PROMPT_ROOM = 2048
-"""Tokens for prompts where TRL limits only answers."""
+"""Tokens for prompts if TRL limits only answers."""
 
 
 def trainer(script: str) -> str:
@@ -104,7 +104,8 @@ def _processes(processes: int) -> str:
 
 
 def _batches(draft: Draft, processes: int) -> int:
-    """Prompts a step, and optimizer steps a pass; the optimizer steps of a step in all."""
+    """Set the prompts per step and the optimizer steps per pass. Returns the total number of optimizer steps per
+    step."""
     s = draft.source
     device, accumulated = s.positive("per_device_train_batch_size"), s.positive("gradient_accumulation_steps")
     group, passes = s.positive("num_generations"), s.positive("num_iterations")
@@ -157,7 +158,7 @@ def _run(draft: Draft, updates: int) -> None:
 
 
 def _steps(draft: Draft, name: str, updates: int) -> int:
-    """A number of optimizer steps as steps of the run, rounded up."""
+    """Convert a number of optimizer steps to steps of the run, rounded up."""
     value = draft.source[name]
     if value < 1 or value != int(value):
         raise draft.source.refused(name, "a share of the run has no counterpart; give a number of steps")

@@ -24,7 +24,7 @@ LORA_DEFAULTS = {
     "LoraConfig": {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
     "get_peft_model": {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
 }
-"""Defaults of PEFT and of unsloth, which are not those of ModelConfig."""
+"""Defaults of PEFT and of unsloth that differ from ModelConfig's."""
 LORA_ONLY: Mapping[str, Sequence[Any]] = {
     "bias": ["none"],
     "init_lora_weights": [True],
@@ -32,7 +32,7 @@ LORA_ONLY: Mapping[str, Sequence[Any]] = {
     "fan_in_fan_out": [False],
     "loftq_config": [None, {}],
 }
-"""Values that mean what a run does, of arguments that have no counterpart."""
+"""{argument without a counterpart: values that match the behaviour of a run}."""
 UNSLOTH = ("model", "use_gradient_checkpointing", "random_state", "max_seq_length")
 """Arguments of unsloth's ``get_peft_model`` that are not about adapters."""
 QUANTIZED = {
@@ -49,9 +49,9 @@ OF_LOADING = ("cache_dir", "token", "trust_remote_code", "num_proc", "verificati
 WRAPPERS = ("get_peft_model", "prepare_model_for_kbit_training", "to", "cuda")
 FAST_MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
-"""Configurations of trainers before they had their own."""
+"""Configurations that trainers used before they had their own."""
 OF_TRAINER = ("args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "peft_config", "reward_funcs")
-"""Arguments of trainers that are read elsewhere, or are the model's own."""
+"""Arguments of trainers that are read elsewhere, or belong to the model."""
 TO_DO: Mapping[str, str] = {
     "data_collator": 'it decides which tokens are trained on: data.loss_on is "completion", "assistant" or "all"',
     "formatting_func": "it makes the text of a row: data.input_template, or rows with the columns that a run reads",
@@ -59,15 +59,15 @@ TO_DO: Mapping[str, str] = {
     "compute_metrics": "eval.metric chooses among the run's metrics",
     "ref_model": "reference.model, where it is another than the policy's",
 }
-"""What stays to do for arguments of trainers."""
+"""{argument of a trainer: what the user has to do}."""
 
 
 def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequence[str]] = {}) -> FrameworkOptions:
-    """From the keyword arguments of ``GRPOConfig(...)`` and its like, of ``LoraConfig(...)``, and of the trainer: its
-    ``model``, its data where they are ``load_dataset(...)``, and its rewards by name.
+    """The options from the keyword arguments of ``GRPOConfig(...)`` and similar calls, of ``LoraConfig(...)``, and of
+    the trainer: its ``model``, its data if they are ``load_dataset(...)``, and its rewards by name.
 
     Args:
-        flags: those of the command that starts the script, for what ``argparse`` or a dataclass reads."""
+        flags: flags of the command that starts the script, which ``argparse`` or a dataclass reads."""
     script = Path(path).name
     values = PythonValues(_tree(path), settings, script, flags)
     trainers = [call for call in values.calls if name_of(call) in TRAINERS]
@@ -101,13 +101,13 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
 
 
 def trainer_of_parser(path: str) -> str | None:
-    """The trainer of a script whose parser makes one of TRL's configurations; None for another script."""
+    """The trainer of a script whose parser creates one of TRL's configurations; None for another script."""
     names = {node.id for node in ast.walk(_tree(path)) if isinstance(node, ast.Name) and node.id in CONFIGS}
     return CONFIGS[names.pop()] if len(names) == 1 else None
 
 
 def is_script(path: str) -> bool:
-    """Whether a file is a script or a notebook that makes one of TRL's trainers, or configures one by a call."""
+    """Whether a file is a script or a notebook that creates one of TRL's trainers, or configures one by a call."""
     try:
         calls = {name_of(node) for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)}
     except (ConfigError, OSError):
@@ -124,7 +124,7 @@ def _tree(path: str) -> ast.Module:
 
 
 def _start(values: PythonValues, trainers: Sequence[ast.Call], script: str) -> tuple[ast.Call, str]:
-    """The call that configures the trainer, and which trainer it is."""
+    """(call that configures the trainer, name of the trainer)."""
     starts = [call for call in values.calls if name_of(call) in CONFIGS and name_of(call) not in values.classes]
     without_args = [call for call in trainers if not any(keyword.arg == "args" for keyword in call.keywords)]
     old = [call for call in values.calls if name_of(call) in ARGUMENTS]
@@ -145,13 +145,13 @@ def _start(values: PythonValues, trainers: Sequence[ast.Call], script: str) -> t
 
 
 def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str, names: Mapping[str, str] = {}) -> None:
-    """Keep fields. ``names``: {as the script calls it: field of TRL}, where these differ."""
+    """Store fields. ``names``: {name in the script: field of TRL}, if these differ."""
     for name, value in fields.items():
         source.give(names.get(name, name), value, f"{name}={value!r}", location)
 
 
 def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, names: Mapping[str, str] = {}) -> None:
-    """Keep the keyword arguments of a call."""
+    """Store the keyword arguments of a call."""
     for keyword in call.keywords:
         location = f"{values.location}, line {keyword.value.lineno}"
         if keyword.arg is not None:
@@ -203,7 +203,7 @@ def _fast_model(values: PythonValues, call: ast.Call) -> dict[str, Any]:
 
 
 def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
-    """The arguments of a trainer; before trainers had configurations of their own, also fields of these."""
+    """The arguments of a trainer. In versions before trainers had their own configurations, also fields of these."""
     for keyword in call.keywords:
         location, name = f"{values.location}, line {keyword.value.lineno}", keyword.arg or ""
         with source.reading():
@@ -222,11 +222,11 @@ def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> 
 
 
 def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
-    """Fields that the model of a trainer stands for."""
+    """The fields for the model of a trainer."""
     if "model" in values.settings:
         return {"model_name_or_path": values.settings["model"]}
     node = values.node(argument)
-    while isinstance(node, ast.Call) and name_of(node) in WRAPPERS:  # the same model
+    while isinstance(node, ast.Call) and name_of(node) in WRAPPERS:  # a wrapper of the same model
         node = values.node(node.args[0] if name_of(node) in WRAPPERS[:2] else getattr(node.func, "value", None))
     if not (isinstance(node, ast.Call) and name_of(node) == "from_pretrained" and node.args):
         try:
@@ -261,7 +261,7 @@ def _rewards(source: FrameworkOptions, values: PythonValues, argument: ast.expr,
 
 
 def _rows_of(values: PythonValues, trainer: ast.Call) -> dict[str, Any]:
-    """The fields of the trainer's data, where all of them are of one ``load_dataset(...)``; else none."""
+    """The fields for the trainer's data if all of it comes from one ``load_dataset(...)``; else none."""
     nodes = {keyword.arg: keyword.value for keyword in trainer.keywords}
     train = _source_of_rows(values, nodes.get("train_dataset"), "dataset_train_split")
     if "eval_dataset" not in nodes or not train:
@@ -292,7 +292,7 @@ def _source_of_rows(values: PythonValues, argument: ast.expr | None, split: str)
 
 
 def _stores(source: FrameworkOptions, values: PythonValues, start: ast.Call) -> None:
-    """Fields that the script sets after it made the configuration: ``args.learning_rate = 1e-5``."""
+    """Fields that the script sets after it created the configuration: ``args.learning_rate = 1e-5``."""
     for node in ast.walk(values.tree):
         if not isinstance(node, ast.Assign):
             continue

@@ -25,9 +25,9 @@ LAUNCHER = (
 
 
 def of_command(entry: str, words: Sequence[Word], script: str) -> tuple[FrameworkOptions, dict[str, str]]:
-    """From ``trl grpo --flag value ...``: the fields, and the options of the launcher.
+    """The fields and the options of the launcher from ``trl grpo --flag value ...``.
 
-    ``--config FILE`` is read too; flags have precedence."""
+    ``--config FILE`` is read too; flags take precedence."""
     source = fields_of(entry)
     options = {flag.name.replace("-", "_"): flag for flag in flags(words, script, source.problems)}
     launcher = dict[str, str]()
@@ -47,9 +47,9 @@ def of_command(entry: str, words: Sequence[Word], script: str) -> tuple[Framewor
 
 
 def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
-    """From a configuration in YAML or JSON, whose fields say which trainer it is for; also its launcher's options.
+    """The fields and the launcher's options from a configuration in YAML or JSON. The fields determine the trainer.
 
-    Where several trainers have as many of its fields, the path says which."""
+    If several trainers have the same number of its fields, the path decides."""
     fields = _mapping(path)
     names = [name for name in fields if name not in LAUNCHER]
     unknown = dict[str, list[str]]()
@@ -58,7 +58,7 @@ def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
         unknown[entry] = [name for name in names if name not in names_of_rows]
     fewest = min(map(len, unknown.values()))
     fitting = [entry for entry in GROUPS if len(unknown[entry]) == fewest]
-    for text in (Path(path).name, path):  # what it is called, where its fields do not say it
+    for text in (Path(path).name, path):  # the path decides if the fields do not
         candidates = [entry for entry in GROUPS if re.search(entry, text.lower())]
         fitting = candidates if len(candidates) == 1 else [entry for entry in fitting if entry in candidates] or fitting
         if len(fitting) == 1:
@@ -72,9 +72,9 @@ def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
 
 
 def processes_of_config(config: str) -> int | None:
-    """The processes that a configuration of ``accelerate`` starts, or one that TRL has under a name.
+    """The number of processes that a configuration of ``accelerate``, or a named configuration of TRL, starts.
 
-    Raises ConfigError where the file is not here."""
+    Raises ConfigError if the file is not on this machine."""
     if config in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2", "multi_gpu", "single_gpu"):
         return 1 if config == "single_gpu" else 8
     fields = _mapping(config)
@@ -88,7 +88,7 @@ def fields_of(entry: str) -> FrameworkOptions:
 
 
 def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str) -> dict[str, str]:
-    """Keep the fields of a file; those of the launcher."""
+    """Store the fields of a file. Returns the fields of the launcher."""
     for name, value in fields.items():
         if name not in LAUNCHER:
             source.give(name, value, f"{name}: {value}", location)

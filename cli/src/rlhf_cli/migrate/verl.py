@@ -1,4 +1,4 @@
-"""From verl's ``main_ppo``. ``verl.toml`` holds the keys; here are those whose values are computed."""
+"""Converts keys of verl's ``main_ppo``. ``verl.toml`` lists the keys; this file has those whose values are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN_ENTRY = re.compile(
     r"(?:.*/)?(?:verl[./]trainer[./]|recipe[./]dapo[./](?:src[./])?)(main_ppo|main_ppo_v0|main_ppo_sync|main_dapo)(?:\.py)?"
 )
 OWN_CONFIGS = ("ppo_trainer", "dapo_trainer")
-"""Configurations whose defaults are those of the table."""
+"""Configurations whose defaults are in the table."""
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 NEEDS: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
@@ -41,12 +41,13 @@ NEEDS: Mapping[str, str] = {
     "filter_groups": "only with algorithm.filter_groups.enable",
 }
 ADVANTAGES = ("remax", "opo")
-"""Estimators that are advantages of ``grpo`` here."""
+"""Estimators that correspond to advantages of ``grpo``."""
 OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo")
 
 
 def read(start: Start) -> FrameworkOptions:
-    """The overrides of a command, and the file of its ``--config-name``. What cannot be read is kept as a problem."""
+    """The overrides of a command, and the file of its ``--config-name``. Items that cannot be read are recorded as
+    problems."""
     groups, script = table("verl"), start.script
     source = FrameworkOptions(NAME, groups, rows_of(groups, ("main_ppo",)), "main_ppo")
     source.origin = f"{start.entry} ({start.location})"
@@ -146,7 +147,7 @@ def convert(source: FrameworkOptions) -> Draft:
 
 
 def _algorithm(draft: Draft, estimator: str) -> int:
-    """The algorithm with its batches; the optimizer steps of a step."""
+    """Set the algorithm and its batches. Returns the number of optimizer steps per step."""
     s = draft.source
     names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     prompts, mini = s[names[0]], s[names[1]]
@@ -206,7 +207,7 @@ def _trainer(draft: Draft, updates: int) -> None:
     s = draft.source
     name = f"{OPTIM}.warmup_style" if s[f"{OPTIM}.warmup_style"] else f"{OPTIM}.lr_scheduler_type"
     schedules = {"trainer": (name, f"{OPTIM}.min_lr_ratio")}
-    if "critic" in draft.conditions:  # what [trainer] says would hold for both roles
+    if "critic" in draft.conditions:  # [trainer] would apply to both roles
         critic = ("critic.optim.lr_scheduler_type", "critic.optim.min_lr_ratio")
         schedules = {"policy.trainer": schedules["trainer"], "critic.trainer": critic}
     for section, (name, ratio) in schedules.items():

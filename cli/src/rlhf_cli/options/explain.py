@@ -118,7 +118,7 @@ RESUME = {
     "report": "may be another one; the run says that it continues as a different run",
     "refuse": "must be the same",
 }
-"""{what a resume does with another value: in words}."""
+"""{effect of another value on a resume: description}."""
 
 
 def _wrapped(text: str) -> list[str]:

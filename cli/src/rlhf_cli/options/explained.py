@@ -1,4 +1,4 @@
-"""Which options a name means in a run, and when each may change."""
+"""Finds the options that a name stands for in a run, and when each may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_runtime.config.suggestions import Suggestions
 from rlhf_cli.main import plugin_names
 
 UNNAMED = "none"
-"""``algorithm.use`` where no algorithm was named; its options are then not known."""
+"""``algorithm.use`` if no algorithm was named. Its options are then unknown."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Explained:
 
     option: Option
     resume: str
-    """What a resume does where the value is another one: ``ignore``, ``report`` or ``refuse``."""
+    """Reaction of a resume to a different value: ``ignore``, ``report`` or ``refuse``."""
     live: bool
     """Whether an observer may change it while the run trains."""
     names: Sequence[str] = ()
@@ -35,24 +35,23 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The options that a name means, and the lines above them."""
+    """The options that a name stands for, and the lines above them."""
 
     head: Sequence[str]
-    """Lines about the section; empty where the name is not that of a section."""
+    """Lines about the section; empty if the name is not a section."""
     options: Sequence[Explained]
     single: bool
-    """Whether the name is that of one option."""
+    """Whether the name is a single option."""
 
 
 def explained(name: str, run: RunFile, plugins: Plugins) -> Explanation:
-    """The options that a name means.
+    """The options that a name stands for.
 
     Args:
         name: a section (``trainer``), a table in it (``algorithm.loss``), an option (``trainer.lr``) or a short flag
             without dashes (``model``).
 
-    Raises ConfigError where nothing has this name; PluginError where a plugin that the section selects cannot be
-    imported.
+    Raises ConfigError if nothing has this name, PluginError if a plugin that the section selects cannot be imported.
     """
     tables = {section.path: section for section in sections()}
     full_name = _unnumbered(name if name in tables else SHORT_FLAGS.get(name, name), run)
@@ -96,7 +95,7 @@ def _unnumbered(path: str, run: RunFile) -> str:
 
 
 def _saved_name(option: Option) -> str:
-    """The name in the resolved run file, where the options of a plugin stand apart."""
+    """The name in the resolved run file, which lists the options of a plugin separately."""
     parts = option.path.split(".")
     if option.plugin:
         parts.insert(2 if parts[0] in LISTS else 1, "options")

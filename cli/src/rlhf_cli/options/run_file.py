@@ -1,4 +1,4 @@
-"""The text of a run file to start from."""
+"""The text of a first run file."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from rlhf_cli.main import plugin_names
 
 WIDTH = 120
 COLUMN = 36
-"""Where comments begin."""
+"""Column at which comments begin."""
 SOURCE = "a file, a folder, or a name on the hub"
 PLACEHOLDERS = {"model": "a folder, or a name on the hub", "train": SOURCE, "eval": SOURCE}
-"""{name of an option: what belongs in place of its placeholder}; of others their type says it."""
+"""{name of an option: description of the value that replaces its placeholder}. For other options it is their type."""
 
 
 def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
-    """A run file as text: options that are given or required as values, others that matter first as comments.
+    """A run file as text. Options that are set or required are values; other important options are comments.
 
     Args:
-        run: what is given; options of its algorithm that are required are among it.
-        name: of the file, for the comment at its top.
+        run: the options that are set, including the required options of its algorithm.
+        name: name of the file, for the comment at its top.
 
-    Raises ConfigError or PluginError where a plugin is not there, or is given wrong options.
+    Raises ConfigError or PluginError if a plugin is missing or has wrong options.
     """
     algorithm, _ = build_algorithm(plugins, run.algorithm, run.origins)
     values = _values_of_flags(run, algorithm)
@@ -74,7 +74,7 @@ def _values_of_flags(run: RunFile, algorithm: Algorithm) -> Values:
 
 
 def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins) -> Values:
-    """What the plugins need and nobody gave: sizes that are large enough, a rollout that has an environment, models."""
+    """Values that the plugins need and that are not set: sufficient sizes, a rollout with an environment, models."""
     needs, additions = algorithm.needs(), Values()
     online = algorithm.data == "prompts"
     if needs.rows_min > run.data.batch_size:
@@ -96,7 +96,8 @@ def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins
 
 
 def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
-    """What gives the reward: the rollout, if it can, else a reward that only the user knows."""
+    """The source of the reward: the rollout if it can return one, else a placeholder for a reward that only the user
+    knows."""
     rollout = plugins.resolve("rollout", run.rollout.use).cls
     if rollout.gives_rewards or plain(values.get("rollout.returns_reward")) is True:
         return {}
@@ -106,7 +107,7 @@ def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
 
 
 def _sources(sources: Sequence[SourceSection]) -> Any:
-    """As short as the run file allows: one path, a list of paths, or a list of tables."""
+    """The shortest form that the run file allows: one path, a list of paths, or a list of tables."""
     entries = [source.model_dump(include=source.model_fields_set) for source in sources]
     if any(set(source) != {"path"} for source in entries):
         return entries
@@ -118,8 +119,8 @@ def _sources(sources: Sequence[SourceSection]) -> Any:
 
 
 def _line(option: Option, name: str, values: Values) -> str:
-    """``name = value  # meaning``; with a ``#`` in front where the value is only the default. Where nothing is set by
-    default, the type stands before the meaning."""
+    """``name = value # meaning``, commented out if the value is only the default. If there is no default value, the
+    type precedes the meaning."""
     gap = placeholder(PLACEHOLDERS.get(option.name, option.type))
     if option.path in values:
         value = values[option.path]
@@ -179,16 +180,16 @@ FIRST: Mapping[str, Sequence[str]] = {
     "eval": ("every", "samples", "temperature", "max_rows"),
     "checkpoint": ("every", "keep", "export_every"),
 }
-"""{section: options that matter first, in this order}. A plugin that has none of them shows its first options."""
+"""{section: its most important options, in order}. For a plugin without any of them, its first options are shown."""
 MANY = 6
-"""Options of such a plugin that are shown, besides those that are given or required."""
+"""Number of options of such a plugin that are shown, besides options that are set or required."""
 FEW = 2
-"""Options that are shown of a nested table of such a plugin."""
+"""Number of options that are shown from a nested table of such a plugin."""
 BY_NAME = ("roles", "placement")
 """Sections whose tables have names."""
 
 Values = dict[str, Any]
-"""{dotted path: value} of what the file sets."""
+"""{dotted path: value} of the options that the file sets."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class OptionTable:
 
     heading: str
     path: str
-    """Dotted, with the number of the entry in a list: ``reward.0``."""
+    """Dotted path, with the number of the entry in a list: ``reward.0``."""
     options: Sequence[Option]
 
 
@@ -205,7 +206,7 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
     """The tables of the file, in the order of the run file's sections.
 
     Args:
-        values: what the file sets; a table that holds one of them is among the tables.
+        values: options that the file sets. Every table with one of them is included.
     """
     online = algorithm.data == "prompts"
     roles = [role.name for role in algorithm.needs().roles]
@@ -250,7 +251,7 @@ def _options_of_run_file(place: str, table: str, algorithm: Algorithm) -> list[O
 
 
 def _of_plugin(run: RunFile, values: Values, place: str, table: str, plugins: Plugins) -> list[Option]:
-    """Options of the plugin that a table selects; none where a placeholder stands for its name."""
+    """Options of the plugin that a table selects; none if its name is a placeholder."""
     if place in SINGLE:
         choice = getattr(run, place)
     elif place in LISTS and run.reward + run.observer:
@@ -264,7 +265,7 @@ def _of_plugin(run: RunFile, values: Values, place: str, table: str, plugins: Pl
 
 
 def _select(place: str, root: str, options: Sequence[Option], values: Values, algorithm: Algorithm) -> list[Option]:
-    """Options that are set, required or matter first, those that matter first in front."""
+    """Options that are set, required or important, with the important ones first."""
     ranks = {f"{root}.{name}": rank for rank, name in enumerate(FIRST.get(place, ("use",)))}
     last = len(ranks)
     if not any(o.path in ranks for o in options if o.plugin):
@@ -282,7 +283,7 @@ def _select(place: str, root: str, options: Sequence[Option], values: Values, al
 
 
 def _split(heading: str, table: str, options: Sequence[Option], algorithm: Algorithm) -> Iterator[OptionTable]:
-    """A table for the section itself, and one for each slot of the algorithm, but for losses that train nothing."""
+    """A table for the section itself, and one for each slot of the algorithm, except losses that train nothing."""
     slots = {f"algorithm.{name}": slot for name, slot in algorithm.slots.items()} if table == "algorithm" else {}
     options_of_table = [o for o in options if not o.path.startswith(tuple(f"{path}." for path in slots))]
     yield OptionTable(heading, table, options_of_table)

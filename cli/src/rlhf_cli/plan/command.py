@@ -91,7 +91,7 @@ class PlanCommand(Command):
 
 
 def planned(run: RunPlugins, machine: Machine) -> tuple[Plan, list[str]]:
-    """The plan of a checked run on ``machine``, and what it counts with."""
+    """The plan of a checked run on ``machine``, and its assumptions."""
     from rlhf_cli.plan.from_run_file import layout_of
     from rlhf_cli.plan.report import assumptions
     from rlhf_cli.plan.shortages import make_plan
@@ -116,9 +116,9 @@ def target(
     """The machine of the flags.
 
     Args:
-        device: ``cpu`` | ``cuda``; None: a GPU where ``memory`` is given or torch sees one, else a CPU.
-        memory: of one device, on CPUs of the host, e.g. ``80GiB``. None: what this machine has.
-        host_memory: of the host of ``devices_per_node`` GPUs.
+        device: ``cpu`` | ``cuda``; None: a GPU if ``memory`` is set or torch sees one, else a CPU.
+        memory: memory of one device (on CPUs: of the host), e.g. ``80GiB``. None: that of this machine.
+        host_memory: memory of the host of ``devices_per_node`` GPUs.
 
     Raises ConfigError if a size cannot be read or a flag does not fit the device.
     """
@@ -138,7 +138,7 @@ def target(
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the first GPU that torch sees."""
+    """Memory in bytes of the first GPU that torch sees."""
     import torch
 
     if not torch.cuda.is_available():
@@ -147,7 +147,7 @@ def gpu_memory() -> int | None:
 
 
 def cpu_memory() -> int | None:
-    """Bytes of this host that this process may use; None where the system does not say."""
+    """Memory in bytes that this process may use on this host; None if the system does not report it."""
     memory = machine_memory()
     return None if memory is None else memory.limit or memory.total
 

@@ -1,4 +1,4 @@
-"""Makes the layout of a run file: its plugins, roles and places. Weights are not read."""
+"""Creates the layout of a run file: its plugins, roles and places. Weights are not read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from rlhf_cli.plan.phases import occupied, starts_beside_roles
 from rlhf_cli.plan.row_lengths import Lengths, read_lengths
 
 _STEPS = (0, 1, 1_000_000)
-"""Steps whose updates and annotations are read: a role may be trained late in the run, or only at its start."""
+"""Steps whose updates and annotations are read, because a role may be trained only late in the run, or only at its
+start."""
 
 MOST_STEPS = 10_000
-"""Steps that are searched for snapshots, where the number of steps depends on the data."""
+"""Number of steps that are searched for snapshots, if the number of steps depends on the data."""
 
 MANY = 2**31
-"""Number of samples, if no option limits it."""
+"""Number of samples if no option limits it."""
 
 
 def planned_run(config: RunFile, plugins: Plugins, device: str) -> RunPlugins:
@@ -45,7 +46,7 @@ def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None)
     """The layout of a checked run on ``machine``.
 
     Args:
-        lengths: of the sequences; None: the rows are read.
+        lengths: lengths of the sequences; None: they are read from the rows.
     """
     places = run.places_on(machine.device)
     lengths = lengths or read_lengths(run)
@@ -103,7 +104,7 @@ def _role(
 
 
 def work_of(run: RunPlugins, name: str, annotated: set[str], batches: int, lengths: Lengths) -> TrainerWork:
-    """What the role computes.
+    """The work of a role.
 
     Args:
         batches: steps of the run whose rows are annotated at once.
@@ -131,7 +132,8 @@ def work_of(run: RunPlugins, name: str, annotated: set[str], batches: int, lengt
 
 
 def _borrowed(run: RunPlugins, name: str) -> int:
-    """Bytes of the fp32 output heads that other roles lend. (In one process they share memory with the lenders.)"""
+    """Size in bytes of the fp32 output heads that other roles lend. (In one process they share memory with the
+    lenders.)"""
     lenders = [loan.role for loan in run.algorithm.needs().loans if loan.borrower == name]
     specs = [run.spec(lender) for lender in lenders]
     return sum(4 * read_size(spec.path, "lm", spec.trust_remote_code, spec.images).head for spec in specs)
@@ -153,7 +155,8 @@ def _name(output: str | Head) -> str:
 def _engines(
     run: RunPlugins, places: dict[str, Place], machine: Machine, lengths: Lengths, resident: int | None = None
 ) -> EngineLayout | None:
-    """``resident``: bytes of roles and processes on an engine's device when it starts; None: no role is there."""
+    """``resident``: bytes that roles and processes use on an engine's device when it starts; None: the device has no
+    role."""
     if GENERATOR not in places:
         return None
     config, selection, place = run.config, run.parts["generator"], places[GENERATOR]
@@ -162,7 +165,7 @@ def _engines(
     per_prompt = config.sampling.samples_per_prompt + run.algorithm.needs().greedy
     samples = math.ceil(config.data.batch_size * per_prompt / place.ranks) if run.online else 1
     prompts = math.ceil(samples / per_prompt)
-    if config.data.eval:  # all of its rows are requested at once, each with a prompt of its own
+    if config.data.eval:  # all its rows are requested at once, each with its own prompt
         held_out = MANY if lengths.held_out is None else math.ceil(lengths.held_out / place.ranks)
         samples, prompts = max(samples, held_out * config.eval.samples), max(prompts, held_out)
     policy = run.spec("policy")
@@ -186,6 +189,6 @@ def _engines(
 
 
 def _maps(run: RunPlugins, machine: Machine) -> bool:
-    """Whether weights travel through CUDA IPC where the policy and an engine share a device."""
+    """Whether weights are sent through CUDA IPC if the policy and an engine share a device."""
     links = "ReceivesOverLinks" in abilities(run.parts["generator"].resolved.cls)
     return links and machine.device == "cuda" and machine.processes and run.config.sync.transport in ("auto", "shared")

@@ -1,4 +1,4 @@
-"""Which role is on which device. Devices that hold the same roles form one group."""
+"""Assigns roles to devices. Devices that hold the same roles form one group."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class RoleLayout:
     place: Place
     size: ModelSize
     memory: TrainerMemory
-    """Of one rank."""
+    """Memory of one rank."""
     trained: bool
     longest: int
     """Tokens of the longest sequence."""
     gradient_checkpointing: bool = False
     annotates: bool = True
-    """It computes something without gradient, before the update or for rewards."""
+    """Whether it computes without gradient, before the update or for rewards."""
     rewards: bool = False
-    """It scores samples, so it computes while they are generated."""
+    """Whether it scores samples, and so computes while they are generated."""
     precomputed: bool = False
-    """It computes before any other role is loaded, and is then removed."""
+    """Whether it computes before any other role is loaded, and is then removed."""
     borrowed: int = 0
-    """Bytes of other roles' output heads that each rank has a copy of."""
+    """Size in bytes of the copies of other roles' output heads on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,55 +44,56 @@ class EngineLayout:
     place: Place
     size: ModelSize
     memory: EngineMemory
-    """Of one device."""
+    """Memory of one device."""
     longest: int
     """Tokens of the longest sequence, prompt and answer."""
     devices: int = 1
     """Devices that one engine uses: tensor parallel x pipeline parallel."""
     bucket: int = 2**28
-    """Bytes of weights that are sent at once in a sync."""
+    """Number of bytes of weights that a sync sends at once."""
     mapped: bool = False
-    """On devices that they share, ranks of the policy and engines map the same memory: two buckets on each device."""
+    """Whether ranks of the policy and engines map the same memory on shared devices, with two buckets on each
+    device."""
     canaries: bool = True
-    """After a sync the engine scores a few sequences, so its cache exists then."""
+    """Whether the engine scores a few sequences after a sync, for which it needs its cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the run is planned for."""
+    """The machine for which the run is planned."""
 
     device: str = "cpu"
     """``cpu`` | ``cuda``. On CPUs all ranks share the memory of one host."""
     memory: int | None = None
-    """Bytes of one device, on CPUs of the host; None: unknown, and no verdict is given."""
+    """Memory in bytes of one device (on CPUs: of the host); None: unknown, so there is no verdict."""
     host_memory: int | None = None
-    """Bytes of host memory per :attr:`devices_per_node` devices; None: its use is shown, without a verdict."""
+    """Host memory in bytes per :attr:`devices_per_node` devices; None: its use is shown without a verdict."""
     devices_per_node: int = 8
     processes: bool = False
-    """Every rank is a process of its own; otherwise the whole run is one process."""
+    """Whether every rank is a separate process; otherwise the whole run is one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A frozen role that is another role's model with its adapters switched off, computed where that role is."""
+    """A frozen role that is another role's model with its adapters switched off, computed on that role's devices."""
 
     base_role: str
     place: Place
-    """Devices that are reserved for it nevertheless."""
+    """Devices that are reserved for it although it does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything about a run that its memory depends on."""
+    """Everything that determines the memory of a run."""
 
     roles: tuple[RoleLayout, ...]
     """Roles that hold a model. The work of their views is included."""
     engines: EngineLayout | None
     machine: Machine
     views: Mapping[str, View] = field(default_factory=dict)
-    """By role."""
+    """{role: view}."""
     lengths: Lengths | None = None
-    """Of the sequences that the plan counts with; None: not from a run file."""
+    """Lengths of the sequences that the plan assumes; None: the layout does not come from a run file."""
 
     @property
     def places(self) -> dict[str, Place]:
@@ -105,7 +106,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices of the whole run; one where it is one process."""
+        """Number of devices of the whole run; 1 if it is one process."""
         if not self.machine.processes:
             return 1
         return sum(p.ranks * p.devices for p in self.places.values() if p.share is None)
@@ -121,7 +122,7 @@ class DeviceGroup:
     last: int
     """First and last number among the devices of ``home``, inclusive."""
     holds: Mapping[str, int] = field(default_factory=dict)
-    """{role: ranks, or parts of engines, on each of these devices}."""
+    """{role: number of ranks, or of parts of engines, on each of these devices}."""
 
     @property
     def count(self) -> int:
@@ -136,8 +137,8 @@ class DeviceGroup:
 
 
 def devices_each(places: Mapping[str, Place], name: str) -> int:
-    """Devices of one rank. A role that shares devices has as many as a rank of the role it shares with, or fewer where
-    it has more ranks."""
+    """Number of devices of one rank. A role that shares devices has as many per rank as the role with which it shares,
+    or fewer if it has more ranks."""
     place = places[name]
     if place.share is None or name == GENERATOR:
         return place.devices

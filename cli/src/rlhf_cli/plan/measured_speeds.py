@@ -1,4 +1,4 @@
-"""Reads from the folder of a run how long its parts took: ``metrics.jsonl`` has the phases of the steps,
+"""Reads the durations of a run's parts from its folder. ``metrics.jsonl`` has the phases of the steps,
 ``timeline.json`` every turn of the samples."""
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ADVICE = "Make one with `rlhf train RUN.TOML --run.steps 4 --run.timeline 4`"
 class Measured:
     speeds: Speeds
     steps: int
-    """That were measured."""
+    """Number of measured steps."""
     answers: tuple[float, float]
-    """Fewest and most answers at once on an engine, as means over the time of a turn."""
+    """Smallest and largest number of concurrent answers on an engine, as means over the time of a turn."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Slice:
 def step_lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of the steps with an update, without the first step, which is slower.
 
-    Raises ConfigError if there is none with times.
+    Raises ConfigError if no such line has times.
     """
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if f"{TIME}learn" in line and line["step"] > 1]
     if not lines:
@@ -58,21 +58,21 @@ def mean_time(lines: Sequence[Mapping[str, float]], phase: str) -> float:
 
 
 def other_time(lines: Sequence[Mapping[str, float]]) -> float:
-    """Seconds of a step between its phases. ``annotate`` is a part of ``learn``; ``save`` and ``export`` are after the
+    """Seconds of a step outside its phases. ``annotate`` is a part of ``learn``; ``save`` and ``export`` come after the
     step."""
     phases = ("generate", "learn", "sync", "data", "evaluate")
     return max(0.0, mean_time(lines, "step") - sum(mean_time(lines, phase) for phase in phases))
 
 
 def measured_speeds(folder: Path, waves: bool, batch: int, engines: int) -> Measured:
-    """What the run in ``folder`` measured.
+    """The measured speeds of the run in ``folder``.
 
     Args:
-        waves: whether it sampled in waves.
-        batch: samples of a step.
-        engines: that it had.
+        waves: whether the run sampled in waves.
+        batch: number of samples of a step.
+        engines: number of its engines.
 
-    Raises ConfigError if the run has no timeline, or one without a sample of a second step.
+    Raises ConfigError if the run has no timeline, or its timeline has no sample of a second step.
     """
     lines = step_lines(folder)
     slices = _slices(folder / "timeline.json")
@@ -109,7 +109,8 @@ def measured_speeds(folder: Path, waves: bool, batch: int, engines: int) -> Meas
 
 
 def _slices(path: Path) -> defaultdict[str, list[_Slice]]:
-    """{name: slices in the order of their ends}; seconds. The file of a killed run lacks the end of its array."""
+    """{name: slices in the order of their ends}, in seconds. In the file of a killed run, the end of the array is
+    missing."""
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n]").removesuffix(",\n").removeprefix("[\n")
         events = [json.loads(line.removesuffix(",")) for line in text.splitlines()]
@@ -136,9 +137,9 @@ def _sample_times(sample: _Slice, turns: Sequence[_Slice]) -> SampleTimes:
 
 
 def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int, float]:
-    """{id of a turn: when its wave started}. A wave starts when all samples under way wait for it: at its last request,
-    or when the last sample ends that does not ask again. No turn of the next wave begins before one of this wave
-    ends."""
+    """{id of a turn: start time of its wave}. A wave starts when all unfinished samples wait for it: at its last
+    request, or when the last sample ends that makes no further request. No turn of the next wave begins before the
+    first turn of this wave has ended."""
     sample_ends = sorted(sample.end for sample in samples)
     starts: dict[int, float] = {}
     wave: list[_Slice] = []
@@ -162,9 +163,9 @@ def _sampling_speed(
     syncs: Sequence[_Slice],
     engines: int,
 ) -> tuple[float, float, float, tuple[float, float]]:
-    """``Speeds.token``, ``Speeds.per_answer`` and ``Speeds.request`` with the smallest squared errors of the seconds of
-    turns, none below 0; fewest and most answers at once on an engine. Of terms that explain the times alike, the first
-    of these is taken: what n costs is not known where it is always the same."""
+    """``Speeds.token``, ``Speeds.per_answer`` and ``Speeds.request`` by least squares on the seconds of turns, none
+    below 0, and the smallest and largest number of concurrent answers on an engine. If several terms explain the times
+    equally well, the first is used: the cost of n is unknown if n is always the same."""
     moments = np.sort([*starts.values(), *(turn.end for turn in turns)])
     begins, ends = np.sort(list(starts.values())), np.sort([turn.end for turn in turns])
     under_way = np.searchsorted(begins, moments, "right") - np.searchsorted(ends, moments, "right")
@@ -172,17 +173,17 @@ def _sampling_speed(
     begin = np.array([starts[id(turn)] for turn in counted_turns])
     end = np.array([turn.end for turn in counted_turns])
     seconds = end - begin
-    for sync in syncs:  # nothing is sampled meanwhile
+    for sync in syncs:  # nothing is sampled during a sync
         seconds -= np.clip(np.minimum(end, sync.end) - np.maximum(begin, sync.begin), 0.0, None)
     tokens = np.array([float(turn.arguments["tokens"]) for turn in counted_turns])
 
     def integral(values: Any) -> Any:
-        """Over the time of each turn."""
+        """Integral of the values over the time of each turn."""
         integrals = np.concatenate([[0.0], np.cumsum(values * durations)])
         return np.interp(end, moments, integrals) - np.interp(begin, moments, integrals)
 
     point = best = np.array([1.0, 0.0, 0.0])
-    for step in range(8):  # n is the mean over a turn's tokens, and when these were sampled the result says
+    for step in range(8):  # n is the mean over a turn's tokens, and their times depend on the result
         rates = 1 / np.maximum(point[0] + point[1] * concurrency, 1e-12)
         mean = integral(concurrency * rates) / np.maximum(integral(rates), 1e-12)
         terms, smallest = np.stack([tokens, tokens * mean, np.ones_like(tokens)], axis=1), math.inf
@@ -192,6 +193,6 @@ def _sampling_speed(
             if (values >= 0).all() and error < 0.95 * smallest:
                 best, smallest = np.zeros(3), error
                 best[columns] = values
-        point = (point + best) / 2 if step else best  # half of the way: a whole one alternates
+        point = (point + best) / 2 if step else best  # a half step, because whole steps oscillate
     token, per_sample, request = map(float, best)
     return token, per_sample, request, (float(mean.min()), float(mean.max()))

@@ -12,11 +12,11 @@ from rlhf_hub.published import model_folder
 
 EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hub name."
 KEYS = ("k_proj", "key_proj", "key", "k")
-"""Names of the matrix of keys."""
+"""Names of the matrix that computes keys."""
 FUSED = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv", "W_pack")
-"""Names of one matrix that makes queries, keys and values."""
+"""Names of a single matrix that computes queries, keys and values."""
 LARGE = 2048
-"""Height and width of the image, in pixels. Most processors make larger images smaller."""
+"""Height and width of the image, in pixels. Most processors shrink larger images."""
 
 
 @cache
@@ -27,8 +27,8 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
         head: ``lm`` | ``scalar`` | ``classes:N``. A model without language head keeps its body and gets a new head.
         images: the run has images.
 
-    Raises ModelError if there is no config, transformers makes no language model of it, or its layers are not those of
-    a decoder of text.
+    Raises ModelError if there is no config, transformers cannot build a language model from it, or its layers are not
+    those of a text decoder.
     """
     import torch
     from rlhf_modeling.images.architecture import language_model
@@ -42,7 +42,7 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             module = language_model(config, images).from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as cause:  # anything: configs are other people's files
+    except Exception as cause:  # any exception, because configs are foreign files
         raise ModelError(f"cannot plan with the model {path!r}: {type(cause).__name__}: {cause}\n{EXPECTED}") from cause
     try:
         return _size(module, config, path, head, trust_remote_code, images)
@@ -132,7 +132,7 @@ def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def layer_size(layer: Any, config: Any) -> LayerSize:
-    """``layer``: the module. ``config``: of the text model."""
+    """The size of a layer. ``layer``: the module. ``config``: config of the text model."""
     hidden = int(config.hidden_size)
     matrices = {n: p for n, p in layer.named_parameters() if p.ndim >= 2}
     heads = first(config, "num_attention_heads") or 1
@@ -140,7 +140,7 @@ def layer_size(layer: Any, config: Any) -> LayerSize:
     size = first(config, "head_dim") or hidden // heads
     query = heads * size
     key = value = _key_width(matrices, hidden, query) or key_heads * size
-    if first(config, "kv_lora_rank"):  # latent attention computes with whole heads, and caches less
+    if first(config, "kv_lora_rank"):  # latent attention computes with whole heads, but caches less
         size = (first(config, "qk_nope_head_dim") or 0) + (first(config, "qk_rope_head_dim") or 0)
         query, key, value = heads * size, heads * size, heads * (first(config, "v_head_dim") or size)
     feed = sum(p.numel() for n, p in matrices.items() if "attn" not in n and "attention" not in n)
@@ -163,8 +163,8 @@ def layer_size(layer: Any, config: Any) -> LayerSize:
 
 
 def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:
-    """Width of the keys, from the matrix that makes them, or from one that makes queries and values too; None: the
-    layer has no such matrix."""
+    """Width of the keys, from the matrix that computes them (perhaps with queries and values); None: the layer has no
+    such matrix."""
     for name, matrix in matrices.items():
         last = name.removesuffix(".weight").rpartition(".")[2]
         outputs = matrix.numel() // hidden
@@ -186,7 +186,7 @@ def cached(layer: LayerSize, kind: str, config: Any) -> int:
 
 
 def first(config: Any, *names: str) -> int | None:
-    """The first of these fields that is a number."""
+    """The value of the first of these fields that is a number."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int | float) and value:
@@ -195,13 +195,14 @@ def first(config: Any, *names: str) -> int | None:
 
 
 def vision_size(module: Any, config: Any, path: str, trust_remote_code: bool) -> VisionSize | None:
-    """None where the part has no list of layers, or no convolution that reads patches: its activations are not counted.
+    """The size of the vision part. None if it has no list of layers, or no convolution that reads patches: its
+    activations are then not counted.
 
     Args:
         module: the model on the meta device.
-        config: of the model.
+        config: config of the model.
 
-    Raises ModelError: the folder has no processor of images, as the run would.
+    Raises ModelError, as the run would, if the folder has no image processor.
     """
     from rlhf_modeling.images.architecture import vision_prefixes
     from torch import nn
@@ -241,7 +242,7 @@ def _of_a_large_image(path: str, trust_remote_code: bool, pixels: int) -> tuple[
         blank = Image.new("RGB", (LARGE, LARGE))
         inputs = processor(images=[blank], text=[processor.image_token], add_special_tokens=False, return_tensors="pt")
         return inputs["pixel_values"].numel() // pixels, inputs["input_ids"].numel()
-    except Exception as error:  # of many kinds: the processor may be anybody's
+    except Exception as error:  # of many kinds, because the processor may be foreign code
         raise ModelError(
             f"cannot plan with images for {path!r}: its processor fails with an image of {LARGE}x{LARGE} pixels "
             f"({type(error).__name__}: {error})"

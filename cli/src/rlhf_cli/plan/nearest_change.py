@@ -19,13 +19,13 @@ Flags = Mapping[str, str]
 """{dotted flag without dashes: text}."""
 
 FEWEST_TOKENS = 256
-"""Smaller micro-batches are not proposed: they cost more time than they save memory."""
+"""Smaller micro-batches are not proposed, because they cost much time and save little memory."""
 MORE_RANKS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The best change that was found. ``plan`` fits, or misses least memory of all that were tried."""
+    """The best change. ``plan`` fits, or lacks the least memory of all tried plans."""
 
     flags: Flags
     plan: Plan
@@ -36,12 +36,12 @@ class Nearest:
 
 
 def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) -> Nearest:
-    """Adds changes that lower memory, in the order of what they cost in speed, until the run fits. Changes that turn
-    out to be unnecessary are then removed.
+    """Adds changes that lower memory, in the order of their cost in speed, until the run fits. Unnecessary changes are
+    then removed.
 
     Args:
         plan: a plan that does not fit.
-        reload: gives the run file with these flags added.
+        reload: returns the run file with these flags added.
     """
 
     def attempt(flags: Flags) -> Plan | None:
@@ -72,7 +72,7 @@ def _pruned(best: Nearest, attempt: Callable[[Flags], Plan | None]) -> Nearest:
 
 
 def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
-    """Single changes, the cheapest in speed first."""
+    """Single changes, those with the lowest cost in speed first."""
     layout = plan.layout
     short = {s.group for s in plan.shortages}
     homes = {g.group.home for g in plan.groups if g.group.title in short}
@@ -81,7 +81,7 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     ladders = [list(_smaller(role)) for role in roles]
     for ladder in ladders:
         yield from ladder
-    if len(ladders) > 1:  # roles that take turns: the fullest phase may be that of either
+    if len(ladders) > 1:  # roles that take turns: the phase of either may need the most memory
         for steps in zip(*ladders, strict=False):
             yield {key: value for flags in steps for key, value in flags.items()}
     for role in roles:

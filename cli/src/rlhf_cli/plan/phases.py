@@ -17,21 +17,21 @@ the models; generate: samples are drawn and
 scored; sync: engines that hold a copy get new weights; forward: the batch is annotated; train: forward, backward and
 step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
-"""As in :class:`rlhf.interfaces.memory.PhaseMemory`; process: what a process needs before it holds a model."""
+"""As in :class:`rlhf.interfaces.memory.PhaseMemory`; process: memory of a process before it holds a model."""
 PROCESS = "process"
 """The row of memory that belongs to no role."""
 PROCESS_BYTES = {"cpu": 575 * MIB, "cuda": 1024 * MIB}
 """CPU: Python, torch, transformers and their libraries after the first pass (measured). GPU: context, kernels and
 workspaces on the device, an allowance."""
 TOKENIZER_BYTES = 1400
-"""Per token of the vocabulary, in host memory (measured: those of the driver and of a trainer)."""
+"""Host memory per token of the vocabulary (measured: tokenizers of the driver and of a trainer)."""
 
 Parts = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The fullest moment of a phase on one device."""
+    """The moment of a phase with the highest memory use on one device."""
 
     phase: str
     busy: tuple[str, ...]
@@ -50,7 +50,7 @@ class Moment:
 class GroupPlan:
     group: DeviceGroup
     moments: Mapping[str, Moment]
-    """By phase; only phases that the run has."""
+    """{phase: moment} for the phases that the run has."""
 
     @property
     def peak(self) -> Moment:
@@ -62,7 +62,7 @@ def sum_of(parts: Mapping[str, int]) -> int:
 
 
 def plan_groups(layout: Layout) -> list[GroupPlan]:
-    """Every group of equal devices, in every phase that the run has."""
+    """The plan of every group of equal devices, in every phase that the run has."""
     return [
         GroupPlan(group, {phase: _moment(layout, group, phase) for phase in phases_of(layout)})
         for group in device_groups(layout.places, layout.machine, layout.views)
@@ -85,7 +85,7 @@ def phases_of(layout: Layout) -> list[str]:
 
 
 def starts_beside_roles(layout: Layout) -> bool:
-    """Whether engines take memory of GPUs that hold roles already."""
+    """Whether engines start on GPUs that already hold roles."""
     engines, machine = layout.engines, layout.machine
     if engines is None or not engines.memory.copy or machine.device != "cuda":
         return False
@@ -93,7 +93,7 @@ def starts_beside_roles(layout: Layout) -> bool:
 
 
 def occupied(layout: Layout) -> int:
-    """Bytes that roles and processes hold when engines start, on the fullest of the engines' devices."""
+    """Bytes that roles and processes use when engines start, on the engines' device with the highest use."""
     groups = [g for g in device_groups(layout.places, layout.machine, layout.views) if GENERATOR in g.holds]
     largest = 0
     for group in groups:
@@ -104,8 +104,8 @@ def occupied(layout: Layout) -> int:
 
 
 def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
-    """Roles compute one after the other, so the fullest of their moments. While processes generate, rewards are
-    computed at the same time."""
+    """The moment with the highest use. Roles compute one after the other, except that rewards are computed while
+    processes generate."""
     workers = [name for name in group.holds if _works(layout, name, phase)]
     at_once = phase == "generate" and layout.machine.processes
     turns: list[tuple[str, ...]] = [tuple(workers)] if at_once else [(name,) for name in workers]
@@ -152,14 +152,14 @@ def _memory_in(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, 
 
 
 def _process(layout: Layout, name: str) -> int:
-    """Bytes of a process that holds this role, or an engine, beside the model."""
+    """Memory in bytes, besides the model, of a process that holds this role or an engine."""
     device = layout.machine.device
     size = layout.engines.size if name == GENERATOR and layout.engines else layout.role(name).size
     return PROCESS_BYTES[device] + (TOKENIZER_BYTES * size.vocabulary if device == "cpu" else 0)
 
 
 def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
-    """In one process the gradients that a role freed become those of the role that trains next."""
+    """In one process, the next role that trains reuses the memory of the gradients that another role freed."""
     idle = sorted((n for n, parts in rows.items() if n not in busy), key=lambda n: rows[n].get("allocator", 0))
     need = sum(rows[name].get("gradients", 0) + rows[name].get("activations", 0) for name in busy)
     for name in idle:
@@ -177,7 +177,7 @@ def _role(layout: Layout, name: str, phase: str, busy: bool) -> PhaseMemory:
 
 
 def _sending(layout: Layout, role: RoleLayout) -> int:
-    """Bytes that a rank needs to send weights: a bucket of copies, and the two buffers that engines map."""
+    """Memory in bytes that a rank needs to send weights: a bucket of copies, and the two buffers that engines map."""
     engines = layout.engines
     if engines is None:
         return 0
@@ -218,7 +218,7 @@ def _syncing(engines: EngineLayout, rest: PhaseMemory, *, cache: bool) -> PhaseM
 
 
 def _shares_with_engines(layout: Layout, name: str) -> bool:
-    """Whether ``name`` is on devices that both an engine and a role use. They compute in turns there."""
+    """Whether ``name`` is on devices that an engine and a role share. They compute in turns there."""
     places = layout.places
     if GENERATOR not in places:
         return False

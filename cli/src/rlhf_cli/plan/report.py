@@ -78,14 +78,14 @@ def _group(plan: GroupPlan) -> dict[str, Any]:
 
 
 def assumptions(plan: Plan, replan: Callable[[Lengths], Plan]) -> Iterable[str]:
-    """What the plan counts with, and how much of the peak depends on it: lengths that are limits and not measured."""
+    """The assumptions of the plan, and how much of the peak depends on lengths that are limits and not measured."""
     lengths = plan.layout.lengths
     if lengths is None:
         return
 
     def cost(shorter: Lengths) -> str:
         saving = _peak(plan) - _peak(replan(shorter))
-        if saving <= 0:  # half as many tokens may fill fewer micro-batches, whose gradients exist at another moment
+        if saving <= 0:  # half as many tokens may need fewer micro-batches, whose gradients exist at another moment
             return "the peak is not lower if they are half as long"
         return f"if they are half as long, the peak is {text(saving)} lower"
 

@@ -1,4 +1,4 @@
-"""The lengths of sequences that a plan counts with: those of the tokenised rows, or else the limits of the run file."""
+"""The lengths of sequences that a plan assumes: those of the tokenised rows, or else the limits of the run file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Lengths:
     """Upper bounds, in tokens."""
 
     prompt: int
-    """The longest prompt; of pairs, the prompt of the largest pair."""
+    """The longest prompt; for pairs, the prompt of the largest pair."""
     longest: int
     """The longest sequence."""
     unit: int
-    """The longest unit: a sequence, or the two of a pair."""
+    """The longest unit: a sequence, or the two sequences of a pair."""
     source: str
-    """Where they come from, in words."""
+    """Description of their origin."""
     measured: bool = False
     step: int | None = None
-    """Tokens of the largest batch of given rows, where the prompt of a pair counts once; None: unknown."""
+    """Tokens of the largest batch of offline rows, in which the prompt of a pair counts once; None: unknown."""
     sampled: bool = False
-    """The policy samples what follows the prompt."""
+    """Whether the policy samples the text after the prompt."""
     held_out: int | None = None
     """Number of held-out rows; None: unknown."""
     held_out_prompt: int = 0
@@ -54,7 +54,7 @@ class Lengths:
         )
 
     def with_half_the_rows(self) -> Lengths:
-        """Half the prompt where answers are sampled, else half of everything."""
+        """Half the prompt if answers are sampled, else half of everything."""
         if self.sampled:
             saving = self.prompt // 2
             return replace(self, prompt=self.prompt - saving, longest=self.longest - saving, unit=self.unit - saving)
@@ -62,11 +62,11 @@ class Lengths:
 
 
 def limits(run: RunPlugins, reason: str) -> Lengths:
-    """The run file's own limits. A prompt that is not limited takes what ``max_new_tokens`` leaves, or half for pairs
-    and for several turns.
+    """The limits of the run file. For a prompt without a limit it is the room that ``max_new_tokens`` leaves, or half
+    of all tokens for pairs and for several turns.
 
     Args:
-        reason: the rows are not read.
+        reason: why the rows are not read.
     """
     config, pairs = run.config, run.algorithm.data == "pairs"
     data = config.data
@@ -84,8 +84,7 @@ def limits(run: RunPlugins, reason: str) -> Lengths:
 
 
 def read_lengths(run: RunPlugins) -> Lengths:
-    """The lengths of the rows that the run takes first, and of the held-out rows. Where they cannot be read:
-    :func:`limits`."""
+    """The lengths of the first rows of the run, and of the held-out rows. If they cannot be read: :func:`limits`."""
     config = run.config
     sources = [*config.data.train, *config.data.eval]
     if not config.data.train:
@@ -96,7 +95,7 @@ def read_lengths(run: RunPlugins) -> Lengths:
         return limits(run, "the run has images")
     try:
         return _measured(run)
-    except RlhfError as error:  # the run itself reports it better
+    except RlhfError as error:  # the run itself reports this better
         return limits(run, f"they cannot be read ({' '.join(str(error).split()).rstrip('.')})")
 
 
@@ -171,7 +170,7 @@ def _measured(run: RunPlugins) -> Lengths:
 
 
 def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
-    """The tokens by which the tools of a rollout lengthen the first prompt."""
+    """Number of tokens that a rollout's tools add to the first prompt."""
     if not rollout.needs_messages:
         return 0
     data.template.shows_tools = False
@@ -185,8 +184,8 @@ def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
 
 
 def _rows_of_steps(run: RunPlugins) -> int | None:
-    """The number of rows that the steps of the run take; None: ``run.steps`` is not set, or other rows than the first
-    may be taken."""
+    """Number of rows that the steps of the run use; None: ``run.steps`` is not set, or the run may use other rows than
+    the first."""
     config = run.config
     stream = config.stream
     replaced = stream.filter is not None or stream.on_failed_sample == "drop_group" or stream.mode == "continuous"

@@ -1,4 +1,4 @@
-"""Whether a layout fits. If it does not: the missing memory, and its parts."""
+"""Checks whether a layout fits. If not, it reports the missing memory and its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_cli.plan.units import text
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A group of devices whose memory does not suffice in one phase, or a cache with no room for a whole sequence."""
+    """A group of devices with too little memory in one phase, or a cache without room for a whole sequence."""
 
     group: str
     """The group's title."""
@@ -39,12 +39,12 @@ class Plan:
 
     @property
     def missing(self) -> int:
-        """Bytes that are missing, over all groups and phases. A change has to lower them."""
+        """Missing bytes over all groups and phases. A change must lower them."""
         return sum(s.missing for s in self.shortages)
 
 
 def make_plan(layout: Layout) -> Plan:
-    """Every device in every phase, and what is missing."""
+    """The plan of every device in every phase, and the missing memory."""
     groups = tuple(plan_groups(layout))
     shortages = [s for g in groups for m in g.moments.values() if (s := _shortage(layout, g, m)) is not None]
     shortages += [s for g in groups for m in g.moments.values() if (s := _host(layout, g, m)) is not None]
@@ -66,7 +66,7 @@ def _shortage(layout: Layout, group: GroupPlan, moment: Moment) -> Shortage | No
 
 
 def _host(layout: Layout, group: GroupPlan, moment: Moment) -> Shortage | None:
-    """Host memory, where all devices of a node put data."""
+    """Shortage of host memory, which all devices of a node use."""
     machine = layout.machine
     devices = min(machine.devices_per_node, group.group.count)
     if machine.host_memory is None or moment.host * devices <= machine.host_memory:
@@ -99,7 +99,7 @@ def _device(layout: Layout) -> str:
 
 
 def arithmetic(layout: Layout, moment: Moment) -> list[str]:
-    """``role part size = how it is computed``, the largest first."""
+    """Lines ``role part size = formula``, largest first."""
     lines = []
     for name, parts in sorted(moment.rows.items(), key=lambda row: -sum_of(row[1])):
         for part, size in sorted(parts.items(), key=lambda p: -p[1]):

@@ -1,4 +1,4 @@
-"""How long the parts of a run take: measured in a short run with a timeline, or given by flags."""
+"""Durations of the parts of a run, measured in a short run with a timeline or set by flags."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FLAGS = {
     "turns": ("N", "of a sample, without --speeds (default: 1)"),
 }
 NEEDED = ("answer-tokens", "tokens-per-second", "learn-seconds")
-"""Flags without which there is no step time, unless a run was measured."""
+"""Flags that are required for step times, unless a run was measured."""
 GROUPS = 512
-"""Groups that are drawn where lengths or delays are given as a distribution."""
+"""Number of groups that are drawn if lengths or delays are set as a distribution."""
 STEPS, SAMPLES = 40, 20_000
-"""Steps that are planned, at most; samples that are planned, at most, where they are more than those of 8 steps."""
+"""Largest number of planned steps, and of planned samples. At least 8 steps are planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class TurnTimes:
     tokens: int
     """Sampled tokens."""
     after: float
-    """Seconds until the next turn is asked for, or the sample ends: the environment's step."""
+    """Seconds until the request for the next turn, or the end of the sample: the environment's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTimes:
     turns: tuple[TurnTimes, ...]
     opening: float = 0.0
-    """Seconds until the first turn is asked for: the environment opens."""
+    """Seconds until the request for the first turn: opening the environment."""
     context: int = 0
     """Tokens that are not sampled."""
 
@@ -56,7 +56,8 @@ class GroupTimes:
     """Seconds of scoring."""
 
     def sample(self, index: tuple[int, int], count: int) -> SampleTimes:
-        """A sample of a group of ``count``: its own, if this group has as many, else one of them."""
+        """The times of a sample in a group of ``count``: its own times if this group has ``count`` samples, else those
+        of one of its samples."""
         if count == len(self.samples):
             return self.samples[index[1]]
         return random.Random(f"sample {index}").choice(self.samples)
@@ -66,7 +67,8 @@ class GroupTimes:
 class Speeds:
     groups: Sequence[GroupTimes]
     token: float
-    """An answer gets a token in ``token + per_answer * n`` seconds; n: answers that its engine samples then."""
+    """An answer gets a token in ``token + per_answer * n`` seconds, where n is the number of answers that its engine
+    samples at that time."""
     learn_a_token: float
     """Seconds of learning for a token of the batch, prompts included."""
     per_answer: float = 0.0
@@ -85,11 +87,11 @@ class Speeds:
 
     @cached_property
     def tokens(self) -> float:
-        """Mean of a sample, prompt included."""
+        """Mean number of tokens of a sample, including the prompt."""
         return fmean(s.tokens + s.context for group in self.groups for s in group.samples)
 
     def learn(self, samples: int) -> float:
-        """Seconds for a batch."""
+        """Seconds of learning for a batch."""
         return self.learn_a_token * samples * self.tokens
 
     def steps_to_plan(self, samples: int) -> int:
@@ -130,11 +132,11 @@ _Z95 = NormalDist().inv_cdf(0.95)
 def with_distributions(
     speeds: Speeds, answer: Distribution | None, env: Distribution | None, reward: Distribution | None, longest: int
 ) -> Speeds:
-    """``speeds`` with drawn lengths of answers, seconds of environments after a turn, and seconds of rewards of a
-    group; None: as they are.
+    """``speeds`` with randomly drawn lengths of answers, seconds of environments after a turn, and seconds of rewards
+    of a group. None: unchanged.
 
     Args:
-        longest: tokens of a turn, at most.
+        longest: largest number of tokens of a turn.
     """
     if answer is env is reward is None:
         return speeds

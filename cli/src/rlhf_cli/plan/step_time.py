@@ -38,19 +38,19 @@ PLAIN = {"order": "submission", "oversample": None, "round": 1}
 LAYOUTS = [("waves", 0), ("waves", 1), *(("continuous", staleness) for staleness in (0, 1, 2, 4))]
 SAMPLING = ("policy.model", "policy.dtype", "generator.use", "placement.generator.devices")
 LEARNING = ("policy.model", "policy.dtype", "algorithm.use", "trainer.use", "placement.policy.ranks")
-"""Options on which the speed depends, so that the measured run must have the same."""
+"""Options that determine the speed. The measured run must have the same values."""
 
 
 @dataclass(frozen=True)
 class LayoutTime:
     name: str
     options: Mapping[str, str]
-    """Of the layout, as flags of the run file."""
+    """Options of the layout, as flags of the run file."""
     time: StepTime
     batch: int
-    """Samples, or rows of given data, of a step."""
+    """Number of samples, or of rows of offline data, of a step."""
     devices_idle: float | None = None
-    """Share of the time in which neither engines nor trainer work, where they share devices."""
+    """Share of the time in which neither engines nor trainer work, if they share devices."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StepTimes:
     notes: Sequence[str]
     speeds: Mapping[str, float]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """{name of a layout: why this run file cannot have it}."""
+    """{name of a layout: reason why this run file cannot have it}."""
 
     def as_json(self) -> dict[str, Any]:
         layouts = [
@@ -109,9 +109,9 @@ class StepTimes:
 
 
 def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, Place]) -> StepTimes | None:
-    """What the flags ask for; None: no step times.
+    """The step times that the flags request; None: no step times.
 
-    Raises ConfigError where the speeds are not known, or are those of another kind of run.
+    Raises ConfigError if the speeds are unknown, or belong to another kind of run.
     """
     values = {name: value for name in FLAGS if (value := getattr(args, name.replace("-", "_"))) is not None}
     if args.speeds is None and not values:
@@ -144,7 +144,7 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
 
 
 def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]]:
-    """(name, options as flags, the run with them); the run file's own is the first, and has no flags."""
+    """(name, options as flags, the run with them). The first is the layout of the run file, without flags."""
     section = run.config.stream
     differences = [
         f"{option} {value}" for option, plain in PLAIN.items() if (value := getattr(section, option)) != plain
@@ -161,7 +161,7 @@ def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]
 
 
 def _limit(run: RunPlugins) -> int | None:
-    """Samples that may be under way at once."""
+    """Largest number of concurrent samples."""
     env, section = run.parts.get("env"), run.config.env
     limits = [None if run.rollout is None else run.rollout.concurrency]
     if env is not None and section is not None:
@@ -257,7 +257,7 @@ def _notes(folder: Path | None, measured: Measured | None, speeds: Speeds, batch
 
 
 def _offline(folder: Path | None, values: Mapping[str, str], run: RunPlugins) -> StepTimes:
-    """An algorithm that learns from given rows has the times of its training step only."""
+    """An algorithm that learns from offline rows has only the times of its training step."""
     if folder is None or values:
         raise ConfigError(
             f"algorithm {run.algorithm.name!r} samples nothing: give --speeds RUN, and none of "

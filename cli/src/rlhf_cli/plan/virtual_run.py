@@ -1,5 +1,5 @@
-"""The steps of a run on a virtual clock. The run's own stream, rollouts and requests make the batches; engines,
-environments, rewards, learning and weight syncs only take the time that ``Speeds`` has for them."""
+"""The steps of a run on a virtual clock. The run's own stream, rollouts and requests create the batches. Engines,
+environments, rewards, learning and weight syncs only take the time that ``Speeds`` states."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rlhf_cli.plan.speeds import Speeds
 
 T = TypeVar("T")
 ENDLESS = 10**9
-"""Steps of the stream: the plan is of the middle of a long run."""
+"""Number of steps of the stream. The plan describes the middle of a long run."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when nothing else is left to do."""
+    """An event loop whose clock jumps to the next timer when there is nothing else to do."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -51,12 +51,12 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualMain:
-    """Takes the place of :class:`rlhf_runtime.calls.main_thread.MainThread`."""
+    """Replaces :class:`rlhf_runtime.calls.main_thread.MainThread`."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
         self.after = 0.0
-        """Seconds from the start of a job to the moment at which it hands something over."""
+        """Seconds from the start of a job to the moment at which it passes a result on."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -72,9 +72,9 @@ class VirtualMain:
 
 
 class VirtualEngines:
-    """Takes the place of the generator, and of the pool that answers single requests. A request is a number of tokens.
+    """Replaces the generator, and the pool that answers single requests. A request is a number of tokens.
 
-    Requests are divided evenly over the engines. All that are sampled at a moment get their tokens at the same rate.
+    Requests are divided evenly over the engines. All concurrent answers get their tokens at the same rate.
     """
 
     name = "virtual"
@@ -83,14 +83,14 @@ class VirtualEngines:
         self.version, self._count, self._speeds, self._main = 0, count, speeds, main
         self._requests, self._busy, self._busy_start = 0, 0.0, 0.0
         self._tokens = 0.0
-        """Tokens that an answer would have that is sampled since the beginning."""
+        """Number of tokens of an answer that would have been sampled since the beginning."""
         self._answers: list[tuple[float, int, asyncio.Future[None]]] = []
         """Heap: (value of ``_tokens`` at its last token, number of the request, its end)."""
         self._number, self._paused = 0, False
         self._timer: asyncio.TimerHandle | None = None
 
     def generate(self, requests: Sequence[int]) -> Iterator[tuple[int, None]]:
-        """A wave: all answers begin at once. Each is handed over at its last token."""
+        """A wave: all answers begin at once. Each is yielded at its last token."""
         seconds, tokens_done = self._speeds.request, 0
         for count, position in enumerate(sorted(range(len(requests)), key=requests.__getitem__)):
             left = len(requests) - count
@@ -117,7 +117,7 @@ class VirtualEngines:
             self._requests -= 1
 
     async def load(self, version: int) -> None:
-        """A weight sync. In its last part sampling stands still."""
+        """A weight sync. Sampling pauses in its last part."""
         await asyncio.sleep(max(0.0, self._speeds.sync - self._speeds.pause))
         self._pause(True)
         await asyncio.sleep(min(self._speeds.sync, self._speeds.pause))
@@ -125,7 +125,7 @@ class VirtualEngines:
         self._pause(False)
 
     def busy(self) -> float:
-        """Seconds with a request so far, the mean of the engines."""
+        """Seconds with a request so far, as a mean over the engines."""
         self._pass_time()
         return self._busy
 
@@ -155,23 +155,23 @@ class VirtualEngines:
         self._pass_time()
         while self._answers and self._answers[0][0] <= self._tokens + 1e-6:
             end = heapq.heappop(self._answers)[2]
-            if not end.done():  # it is done where the run has ended
+            if not end.done():  # it is done if the run has ended
                 end.set_result(None)
         self._set_timer()
 
     def idle(self) -> None:
-        """Of a pool: not known here, because :meth:`busy` counts over all steps."""
+        """Part of a pool's interface. Not known here, because :meth:`busy` counts over all steps."""
 
     def restarted(self) -> Mapping[str, int]:
-        """Of a pool: nothing is sampled twice."""
+        """Part of a pool's interface. Nothing is sampled twice here."""
         return {}
 
     def repair(self) -> None:
-        """Of a pool: no engine dies."""
+        """Part of a pool's interface. No engine dies here."""
 
 
 class VirtualRollouts(Rollouts):
-    """The run's rollouts and requests. It is its own rollout, template and rewards, which take time only."""
+    """The run's rollouts and requests. It also replaces rollout, template and rewards, which only take time."""
 
     name = "virtual"
 
@@ -181,7 +181,7 @@ class VirtualRollouts(Rollouts):
         super().__init__(**parts | {"pool": engines if pool else None})
 
     def encode_answer(self, row: Row) -> list[Any]:
-        """Of the template: an answer of the data takes no time."""
+        """Part of the template's interface. An answer of the data takes no time."""
         return []
 
     async def score(self, group: Group, trained_on: bool = True) -> None:
@@ -199,7 +199,7 @@ class VirtualRollouts(Rollouts):
 @dataclass(frozen=True)
 class VirtualAcceptance(Acceptance):
     share: float = 0.0
-    """Of the groups that are rejected."""
+    """Share of the groups that are rejected."""
 
     @property
     def refills(self) -> int:
@@ -231,7 +231,7 @@ def virtual_run(
     """The step time with one ``[stream]`` section.
 
     Args:
-        limit: samples that are under way at once, at most.
+        limit: largest number of concurrent samples.
     """
     main = VirtualMain()
     pool = VirtualEngines(engines, speeds, main)

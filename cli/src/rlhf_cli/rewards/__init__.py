@@ -1,1 +1,1 @@
-"""`rlhf rewards try`: rewards on given or recorded answers, and what to know of them before a run."""
+"""`rlhf rewards try`: checks rewards on answers of the data or recorded answers before a run."""

@@ -59,7 +59,7 @@ class RewardsTryCommand(Command):
         if run is not None:
             data = config.data.model_copy(update={"eval": config.data.train})
             config = config.model_copy(update={"data": data, "env": None})
-        if reward_flags:  # in place of the run's rewards, whose options are not theirs
+        if reward_flags:  # they replace the run's rewards, whose options do not apply to them
             config = config.model_copy(update={"reward": load(None, reward_flags, algorithm="score").reward})
         if not config.data.eval:
             raise ConfigError("no data is named. Set --data FILE, or name the folder of a run.")

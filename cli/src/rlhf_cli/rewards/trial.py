@@ -1,4 +1,4 @@
-"""Calls rewards on given or recorded answers, and on answers that try to cheat, as `rlhf score` does."""
+"""Calls rewards on answers of the data or recorded answers, and on answers that try to cheat, as `rlhf score` does."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rlhf_cli.jobs.score_answers import first_rows, prepare, score_groups
 
 EMPTY, REPEATED, FORMAT, BURIED = "empty", "the prompt repeated", "format alone", "right answer buried in others"
 FRAME = "<think>\n</think>\n<answer>\n\\boxed{}\n</answer>\n####"
-"""Every form that rewards here look for, without content."""
+"""All forms that rewards of this project search for, without content."""
 BURYING = 6
-"""Answers of other rows around the right one."""
+"""Number of answers of other rows around the right answer."""
 TRUTHS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "label")
-"""Columns of the right answer, where no reward says which column it needs."""
+"""Columns of the right answer, if no reward states which column it needs."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What rewards gave, and what they were called with."""
+    """The results of rewards, and the arguments of their calls."""
 
     rewards: dict[str, ActiveReward]
     groups: list[Group]
@@ -43,7 +43,7 @@ class Trial:
     """Groups of answers that try to cheat, and the name of each answer."""
     left_out: Counter[str] = field(default_factory=Counter)
     truth: str = ""
-    """The column of the right answer; empty: it is not known."""
+    """The column of the right answer; empty: unknown."""
 
 
 def try_rewards(
@@ -59,11 +59,11 @@ def try_rewards(
 
     Args:
         columns: columns of the answers; if empty, they are found by name.
-        file: recorded samples, in place of answers in columns of the data.
-        probes: rows for which answers that try to cheat are scored.
+        file: recorded samples, instead of answers in columns of the data.
+        probes: number of rows for which answers that try to cheat are scored.
 
-    Raises ConfigError, PluginError, DataError, CheckpointError or ModelError saying what to change. A failed call of a
-    reward is part of the trial.
+    Raises ConfigError, PluginError, DataError, CheckpointError or ModelError, which say what to change. A failed call
+    of a reward is part of the trial.
     """
     plugins_of_run, data = prepare(config, plugins)
     for text in data.notes:
@@ -108,7 +108,8 @@ def _finder(sources: Sequence[Source]) -> Callable[[str, int], Row]:
 
 
 def _probes(data: TrainData, groups: Sequence[Group], rows: int, column: str) -> list[tuple[Group, list[str]]]:
-    """For the first rows a group of answers that try to cheat. What the template or the data refuses is left out."""
+    """For each of the first rows, a group of answers that try to cheat. Answers that the template or the data refuses
+    are left out."""
     truths = [_text(group.row, column) for group in groups]
     different = list(dict.fromkeys(truth for truth in truths if truth))
     probes: list[tuple[Group, list[str]]] = []
@@ -141,7 +142,7 @@ def _truth_column(rewards: Sequence[ActiveReward], groups: Sequence[Group]) -> s
 
 
 def _text(row: Row, column: str) -> str:
-    """The text or number in a column; empty if it holds nothing of the kind."""
+    """The text or number in a column; empty if it holds neither."""
     value = row.get(column)
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 

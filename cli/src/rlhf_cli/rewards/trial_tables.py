@@ -1,4 +1,4 @@
-"""What a trial of rewards shows: tables of text, in a terminal or as one page of HTML that reads nothing else."""
+"""The output of a trial of rewards: tables of text, in a terminal or as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rlhf_cli.jobs.score_answers import value_of
 from rlhf_cli.rewards.trial import Trial
 
 BINS = 8
-"""Bars of a histogram. A reward with at most as many different values has one for each."""
+"""Number of bars of a histogram. A reward with at most this number of different values has one bar for each."""
 BAR = 32
 """Characters of the longest bar."""
 MAX_ROWS = 5
 """Rows of a table of examples."""
 SCALED = 1e-9
-"""Values that differ by less, relative to their spread, are equal."""
+"""Values whose difference is smaller than this, relative to their spread, count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialTable:
-    """A table with a title. Texts of people and models are in it as they are."""
+    """A table with a title. It contains unescaped texts of people and models."""
 
     title: str
     columns: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def _summary(trial: Trial) -> list[tuple[str, ...]]:
 
 
 def _constant(trial: Trial, name: str) -> tuple[int, int]:
-    """(groups in which all answers have one value, groups with several values)."""
+    """(number of groups in which all answers have the same value, number of groups with different values)."""
     groups = [
         [v for t in group.trajectories if (v := value_of(t.rewards.get(name))) is not None] for group in trial.groups
     ]
@@ -113,7 +113,7 @@ def _distribution(trial: Trial, name: str) -> TrialTable:
 
 
 def _agreement(trial: Trial) -> Iterator[TrialTable]:
-    """The correlation of every two rewards, and the answers of which two think most differently."""
+    """The correlation of every two rewards, and the answers on which they differ most."""
     pairs = []
     examples: list[tuple[float, tuple[str, ...]]] = []
     for first, second in combinations(trial.rewards, 2):
@@ -146,8 +146,8 @@ def _place(group: Group, trajectory: Trajectory) -> tuple[str, str]:
 
 
 def _probes(trial: Trial) -> tuple[TrialTable, list[str]]:
-    """What answers that try to cheat get, beside the given answers of the same rows, and sentences on those that
-    pay."""
+    """The rewards of answers that try to cheat, compared with the data's answers of the same rows, and messages about
+    those that succeed."""
     answers = {(group.row.source, group.row.index): group for group in trial.groups}
     gains: defaultdict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for probe, names in trial.probes:
@@ -209,9 +209,9 @@ def _number(value: float | None) -> str:
 
 
 LONGEST = 60
-"""Characters of a cell in a terminal. The page has whole texts."""
+"""Largest number of characters of a cell in a terminal. The page has whole texts."""
 MESSAGE = "message"
-"""The column whose cells are never cut: the cause of an error is often its last words."""
+"""The column whose cells are never cut, because the cause of an error is often at the end of its message."""
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
 body { margin: 2rem auto; max-width: 75rem; padding: 0 1rem }

@@ -31,7 +31,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class History:
-    """The lines of ``metrics.jsonl``, or why they cannot be read."""
+    """The lines of ``metrics.jsonl``, or the reason why they cannot be read."""
 
     lines: Sequence[dict[str, Any]]
     problem: str = ""
@@ -49,7 +49,7 @@ class History:
         return {name: None for line in self.lines for name in line if name != "step"}
 
     def headline(self, labels: Collection[str] = HEADLINE) -> list[str]:
-        """The metrics of this run that a run shows in its progress.
+        """The metrics of this run that are shown in a run's progress.
 
         Args:
             labels: labels of the metrics in the progress.
@@ -78,7 +78,7 @@ class History:
         return Extremes(points[0][1], points[-1][1], low, high)
 
     def seconds_a_step(self) -> float | None:
-        """The median time of a step without its evaluation, as in a run's last line; None if no step has it."""
+        """The median time of a step without its evaluation, as in a run's last line; None if no step has a time."""
         evaluating = dict(self.curve("time/evaluate").finite)
         times = [seconds - evaluating.get(step, 0.0) for step, seconds in self.curve("time/step").finite if step]
         return median(times) if times else None

@@ -21,7 +21,7 @@ from rlhf_cli.runs.metric_history import History
 from rlhf_cli.runs.output import STATE_STYLES, has_colour, table
 
 CURVES = ("reward", "loss", "pass@1", "eval loss")
-"""What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
+"""Labels of the metrics that are drawn if no metric is named (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
 ABSENT = object()
 TIME = "%Y-%m-%d %H:%M"
 
@@ -165,7 +165,7 @@ def _print_end(console: Console, record: RunRecord) -> None:
 
 
 def next_step(record: RunRecord) -> tuple[str, str] | None:
-    """(what can be done with the run now, the command or the reason); None for a run that is still running."""
+    """(possible next action for the run, its command or the reason); None for a run that is still running."""
     state, model, config = record.state[0], record.path / "model", record.path / "config.toml"
     if state == "finished" and model.is_dir():
         return "Try the model", f"rlhf generate --model {shlex.quote(str(model))} --prompt TEXT"

@@ -12,7 +12,7 @@ from rlhf_runtime.report.recorded_samples import RecordedSample
 from rlhf_cli.runs.curves import number
 
 LONG = 1200
-"""Number of characters that are shown of a long text."""
+"""Number of characters of a long text that are shown."""
 INDENT = "  "
 
 
@@ -73,7 +73,7 @@ def _finding(value: Any) -> str:
 
 
 def _prompt_text(prompt: Any) -> str:
-    """Text, or messages with the name of who speaks before each."""
+    """Text, or messages with the role before each."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)

@@ -62,7 +62,7 @@ class SamplesCommand(Command):
 def _selections(
     samples: Sequence[RecordedSample], args: argparse.Namespace
 ) -> list[tuple[str, Sequence[RecordedSample]]]:
-    """[(what they are, samples)]."""
+    """[(title, samples)]."""
     from rlhf_runtime.report.recorded_samples import draw_samples, extreme
 
     by = f" by {args.sort_by}" if args.sort_by else ""

@@ -1,6 +1,6 @@
 """``rlhf plugins new``: writes a distribution with one plugin and its tests, which works without changes.
 
-The files under ``templates/`` are copied, with names in place of ``@NAME@``, ``@CLASS@`` and similar placeholders.
+The files under ``templates/`` are copied, and ``@NAME@``, ``@CLASS@`` and similar placeholders are replaced by names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIKE = {
     "policy_gradient": ("algorithm", "advantage", "loss"),
     "pairs": ("algorithm", "loss"),
 }
-"""{template of an algorithm for ``--like``: kinds of the classes that are written}; the first is the default."""
+"""{template of an algorithm for ``--like``: kinds of the classes that it contains}. The first is the default."""
 SELECT = {
     "algorithm": '`--algo @NAME@`, or in the run file `[algorithm] use = "@NAME@"`',
     "reward": '`--reward @NAME@`, or in the run file `[[reward]] use = "@NAME@"`',
@@ -43,7 +43,7 @@ SELECT = {
 TEXTS = {
     "command": "Greet somebody.\n\n`rlhf --help` shows the line above and imports nothing; calling the command does.\n"
 }
-"""Docstring of the package, for kinds that do not use the default one."""
+"""Docstrings of the package for kinds that do not use the default docstring."""
 ABOUT_PLUGIN = "@KIND_TITLE@ for rlhf: @NAME@. Listing plugins does not import this; selecting it calls the hook, once."
 SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'
 
@@ -55,7 +55,7 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
         like: template of an algorithm, a key of ``LIKE``; None: the first.
 
     Raises ConfigError: unknown kind, invalid name, ``like`` for another kind or without a template, or a folder that
-    exists already or cannot be made.
+    already exists or cannot be created.
     """
     check_kind(kind)
     check_like(kind, like)
@@ -89,7 +89,7 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
 
 
 def check_like(kind: str, like: str | None) -> None:
-    """Raises ConfigError for a ``like`` of another kind than ``algorithm``, and for one that has no template."""
+    """Raises ConfigError if ``like`` is set for another kind than ``algorithm``, or has no template."""
     allowed = ", ".join(LIKE)
     if like is not None and kind != "algorithm":
         raise ConfigError(

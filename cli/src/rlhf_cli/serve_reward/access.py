@@ -1,4 +1,4 @@
-"""Where the server listens, and who may ask it."""
+"""The address of a server, and access to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Access:
-    """``token``: None where everybody on this machine may ask. It is not shown."""
+    """``token``: None if everybody on this machine has access. It is not shown."""
 
     host: str
     port: int
@@ -23,8 +23,8 @@ class Access:
 
     @classmethod
     def checked(cls, host: str, port: int, token_env: str | None) -> Access:
-        """Raises ConfigError: a port that does not exist, a token that is not set, or no token where other machines can
-        reach the server."""
+        """Raises ConfigError: an invalid port, a token variable that is not set, or no token although other machines
+        can reach the server."""
         if not 0 <= port < 2**16:
             raise ConfigError(f"--port {port} is not a port; ports are 0 (any free one) to {2**16 - 1}.")
         if token_env is None:
@@ -49,32 +49,32 @@ class Access:
         return ConfigError(f"cannot listen on {self.host} port {self.port}: {reason}. Name another --port (0: any)")
 
     def url(self, port: int) -> str:
-        """The address of the server. ``port``: of its socket, as :attr:`port` may be 0."""
+        """The address of the server. ``port``: port of its socket, because :attr:`port` may be 0."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{port}"
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether the header ``Authorization`` of a request shows the token."""
+        """Whether the header ``Authorization`` of a request has the token."""
         if self.token is None:
             return True
         header = (authorization or "").encode(errors="surrogateescape")  # a header may hold any bytes
         return hmac.compare_digest(header, f"Bearer {self.token}".encode(errors="surrogateescape"))
 
     def hide(self) -> None:
-        """Take the token out of the environment, so that worker processes of rewards do not inherit it."""
+        """Remove the token from the environment, so that worker processes of rewards do not inherit it."""
         if self.variable is not None:
             os.environ.pop(self.variable, None)
 
 
 def add_access(parser: argparse.ArgumentParser, port: int) -> None:
-    """Flags of a command that serves. ``port``: the default."""
+    """Add the flags of a command that serves. ``port``: the default port."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=port, help="0: any free port (default: %(default)s)")
     parser.add_argument("--token-env", metavar="NAME", help="environment variable with the clients' token")
 
 
 def _here_only(host: str) -> bool:
-    """Whether only this machine can reach the address. A name other than localhost may be anything."""
+    """Whether only this machine can reach the address. This is not known for names other than localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -29,8 +29,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """``bytes`` of a request, ``samples`` under way, ``seconds`` of a request; ``batch`` samples that a model reads at
-    once, and ``wait``, how many seconds it waits for them."""
+    """``bytes`` of a request, number of unfinished ``samples``, ``seconds`` of a request, ``batch`` of samples that a
+    model reads at once, and ``wait``, the seconds for which it waits for them."""
 
     bytes: int
     samples: int
@@ -46,7 +46,7 @@ class _Refused(Exception):
 
 
 class Metrics:
-    """A registry of its own, so that several servers of one process do not add up."""
+    """Has its own registry, so that the counts of several servers in one process are not added."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -70,14 +70,14 @@ class Metrics:
 
 
 class Application:
-    """Answers once :attr:`answer` is set."""
+    """Answers requests after :attr:`answer` has been set."""
 
     def __init__(self, access: Access, limits: RequestLimits, metrics: Metrics) -> None:
         self._access, self._limits, self._metrics = access, limits, metrics
         self.answer: Answer | None = None
         self.stopping = False
         self.answering: set[Any] = set()
-        """The connections whose requests are under way."""
+        """The connections with a request in progress."""
         self._under_way = 0
         self.web = web.Application(client_max_size=limits.bytes, middlewares=[self._middleware])
         self.web.add_routes(
@@ -117,8 +117,8 @@ class Application:
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every failure becomes JSON, and requests for rewards are counted."""
-        begin, status = time.perf_counter(), "gone"  # the client went away, which cancels the handler
+        """Converts every failure to JSON, and counts requests for rewards."""
+        begin, status = time.perf_counter(), "gone"  # the client disconnected, which cancels the handler
         self.answering.add(request.protocol)
         try:
             response = await self._answered(request, handler)
@@ -159,7 +159,7 @@ class Application:
 
     @contextmanager
     def _admit(self, samples: int) -> Any:
-        """Raises _Refused where these samples are too many."""
+        """Raises _Refused if these samples exceed the limit."""
         limit = self._limits.samples
         if samples > limit:
             raise _Refused(413, f"{samples} samples at once; the server takes {limit}. Send fewer samples at once.")

@@ -1,4 +1,4 @@
-"""Questions become groups of samples, as in a run, and their scores become an answer."""
+"""Converts requests to groups of samples, as in a run, and their scores to an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = ("query", "prompts", "labels")
 
 
 class BadQuestion(Exception):
-    """The client must ask otherwise. The message says how."""
+    """The request is invalid. The message tells the client what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _texts(body_json: dict[str, Any], key: str) -> list[str]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python would keep the last of several values without a word."""
+    """Refuses repeated keys, of which Python would silently keep the last value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -111,17 +111,17 @@ class Unscored(Exception):
 
 
 class SampleGroups:
-    """Makes groups of questions. The samples of a question that have one prompt and one label are a group.
+    """Creates groups from questions. The samples of a question with the same prompt and label are a group.
 
-    A sample is a prompt and one answer. Its row has the columns ``prompt`` and, if labels were sent, the column of the
+    A sample is a prompt and one answer. Its row has the column ``prompt`` and, if labels were sent, the column of the
     label.
 
     Args:
-        tokenizer: None: turns have no tokens, and their texts are those that were sent. Else they have the tokens of
-            these texts, and their texts have no special tokens, as in a run.
-        column: of the label; None: both ``label`` and ``answer``.
+        tokenizer: None: turns have no tokens, and their texts are those of the request. Otherwise turns have the tokens
+            of these texts, and their texts have no special tokens, as in a run.
+        column: column of the label; None: both ``label`` and ``answer``.
         add_eos: whether the end token is added to an answer that does not end with it.
-        longest: most tokens of a sample.
+        longest: largest number of tokens of a sample.
     """
 
     def __init__(self, tokenizer: Any, column: str | None, add_eos: bool, longest: int) -> None:
@@ -132,7 +132,7 @@ class SampleGroups:
     def groups(self, question: Question) -> tuple[list[Group], list[Trajectory]]:
         """The groups, and all samples in the order of the question.
 
-        Raises Unscored for samples that cannot become tokens, or too many.
+        Raises Unscored for samples that cannot be tokenised or are too long.
         """
         groups: dict[str, Group] = {}
         samples: list[Trajectory] = []
@@ -185,10 +185,10 @@ def _prompt_and_answer(prompt: tuple[list[int], str], answer: tuple[list[int], s
 def answer_of(samples: Sequence[Trajectory], sources: Sequence[str]) -> dict[str, Any]:
     """``{"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}`` of scored samples.
 
-    The logs are the numbers in a reward's ``info``, and with several rewards the value of each, under its name, where
-    all samples have them.
+    The logs are the numbers in a reward's ``info`` and, with several rewards, the value of each under its name, if all
+    samples have them.
 
-    Raises Unscored where a sample failed, or no reward applies to it.
+    Raises Unscored if a sample failed, or no reward applies to it.
     """
     causes: dict[int, str] = {}
     for n, sample in enumerate(samples):

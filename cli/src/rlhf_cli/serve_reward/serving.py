@@ -1,4 +1,4 @@
-"""Loads the rewards, and serves them until the process is asked to stop: its sockets, and the connections to them."""
+"""Loads the rewards, and serves them until a stop is requested: the sockets, and their connections."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlhf_cli.serve_reward.sample_groups import Question, SampleGroups, answer_o
 
 _LOG = logging.getLogger(__name__)
 END = 5.0
-"""Seconds that the server has to close its connections after a failure."""
+"""Seconds within which the server must close its connections after a failure."""
 IDLE = 15.0
-"""Seconds that a connection has to send the headers of a request."""
+"""Seconds within which a connection must send the headers of a request."""
 MAX_CONNECTIONS = 1024
-"""Most connections, as far as the limit on open files allows."""
+"""Largest number of connections, if the limit on open files allows it."""
 
 
 def serve(
@@ -44,14 +44,14 @@ def serve(
     announce: Callable[[str], None],
     stop: StopRequest | None = None,
 ) -> None:
-    """Serve the rewards of ``config``. Returns after a stop was asked for and the requests under way are answered.
+    """Serve the rewards of ``config``. Returns after a stop was requested and all current requests have been answered.
 
     Args:
         label: column of the row that gets a sample's label.
-        announce: told where the server listens, when it is ready.
-        stop: None: signals ask for a stop.
+        announce: called with the address when the server is ready.
+        stop: None: signals request a stop.
 
-    Raises ConfigError, PluginError, ModelError or RewardError saying what to change.
+    Raises ConfigError, PluginError, ModelError or RewardError, which say what to change.
     """
     rewards = active_rewards(Selections.of(plugins, config, ("reward",)))
     access.hide()  # after the rewards have read their own variables, which may be the same
@@ -101,7 +101,8 @@ def _answer(scorer: Scorer, samples: SampleGroups) -> Answer:
 
 
 def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
-    """Raises ConfigError for options that a server cannot follow, because a request has a prompt and an answer only."""
+    """Raises ConfigError for options that a server cannot support, because a request has only a prompt and an
+    answer."""
     if config.env is not None:
         raise ConfigError(f"env {config.env.use!r} is set, but a request says nothing of an environment. Remove [env].")
     for reward in rewards:
@@ -123,18 +124,18 @@ def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
 
 
 def largest_number() -> int:
-    """How many connections the server holds at once. Each is an open file; the rest is for the rewards."""
+    """Largest number of concurrent connections. Each is an open file; the remaining files are for the rewards."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(16, min(MAX_CONNECTIONS, files // 4))
 
 
 class Connections:
-    """Makes the protocol of each new connection. A connection over the limit takes the place of the one that has been
-    open longest without a request under way, so clients without a token cannot keep others out.
+    """Creates the protocol of each new connection. A connection over the limit replaces the connection that has been
+    open longest without a current request, so clients without a token cannot lock others out.
 
     Args:
-        server: of aiohttp's runner.
-        answering: the connections whose requests are under way.
+        server: server of aiohttp's runner.
+        answering: the connections with a request in progress.
     """
 
     def __init__(self, server: web.Server, answering: Collection[Any], limit: int) -> None:
@@ -180,7 +181,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """aiohttp would answer and log the line that it cannot read, which may be the one with the token."""
+        """aiohttp would return and log the line that it cannot parse, which may contain the token."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         _LOG.debug("a request of %s is not HTTP: %s", request.remote, type(exc).__name__)
@@ -201,7 +202,7 @@ class _Server:
         self._listening: asyncio.Server | None = None
 
     async def start(self) -> str:
-        """Listen. Returns the URL of the rewards. Raises ConfigError where the address cannot be used."""
+        """Listen. Returns the URL of the rewards. Raises ConfigError if the address cannot be used."""
         await self._runner.setup()
         assert self._runner.server is not None
         limit = largest_number()
@@ -217,7 +218,7 @@ class _Server:
         return self._access.url(self._listening.sockets[0].getsockname()[1]) + PATH
 
     async def until_stopped(self) -> None:
-        """Serve until :attr:`stop` is set. Then take no more requests, and answer those under way."""
+        """Serve until :attr:`stop` is set. Then accept no more requests, and answer the current ones."""
         await self.stop.wait()
         self._application.stopping = True
         await self.close()

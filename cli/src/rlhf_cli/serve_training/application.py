@@ -1,4 +1,5 @@
-"""The Tinker protocol over HTTP. Computing requests get a number at once; clients ask for their results by it."""
+"""The Tinker protocol over HTTP. A request for a computation is answered at once with a number, by which clients
+request the result."""
 
 from __future__ import annotations
 
@@ -30,42 +31,42 @@ from rlhf_cli.serve_training.wire import check_ids, read_learning, write_learned
 
 _LOG = logging.getLogger(__name__)
 WAIT = 20.0
-"""Seconds that a request for a result waits for it. Clients ask again."""
+"""Seconds for which a request waits for a result. Clients then repeat it."""
 MAX_ANSWERS = 1000
-"""Results that are kept after a client got them. Where its connection broke, it asks again."""
+"""Number of results that are kept after a client got them. A client whose connection broke requests them again."""
 LARGEST = 64 * 2**20
-"""Bytes of a request. Clients send at most 5 MB of data at once."""
+"""Largest size of a request in bytes. Clients send at most 5 MB of data at once."""
 PROTOBUF = "application/x-protobuf"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the server offers."""
+    """The model that the server offers."""
 
     name: str
-    """Of the base model, as clients name it."""
+    """Name of the base model for clients."""
     tokenizer: str
     """Folder or hub name."""
     vocabulary: int
     longest: int
-    """Tokens of a sequence, prompt and answer together."""
+    """Largest number of tokens of a sequence, prompt and answer together."""
     rank: int
 
 
 class TrainingApplication:
-    """Handlers run on the event loop, and hand what computes to the main thread, in the order in which it came. Samples
-    of one checkpoint that wait at the same time are drawn together."""
+    """Handlers run on the event loop and pass computations to the main thread, in the order of arrival. Waiting sample
+    requests for the same checkpoint are computed together."""
 
     def __init__(self, served: Served, access: Access, main: MainThread, models: TrainedModels) -> None:
         self._served, self._access, self._main, self._models = served, access, main, models
         self._results: dict[str, asyncio.Task[Any]] = {}
         self._fetched_ids: OrderedDict[str, None] = OrderedDict()
-        """The results that a client got, the oldest first."""
+        """The results that a client got, oldest first."""
         self._samplers: dict[str, str] = {}
         """{sampling session: checkpoint or BASE}."""
         self._waiting: dict[str, list[tuple[SampleQuestion, asyncio.Future[bytes]]]] = {}
-        """{checkpoint or BASE: questions about it that no job has taken yet}."""
+        """{checkpoint or BASE: sample requests for it that no job has taken yet}."""
         self._guard = threading.Lock()
         self.web = web.Application(client_max_size=LARGEST, middlewares=[self._middleware])
         self.web.add_routes([web.get("/api/v1/healthz", self._health), web.post("/api/v1/telemetry", self._telemetry)])
@@ -97,11 +98,12 @@ class TrainingApplication:
         return _json(types.HealthResponse(status="ok"))
 
     async def _telemetry(self, request: web.Request) -> web.Response:
-        """What the client reports about itself is dropped."""
+        """Telemetry of clients is dropped."""
         return web.json_response({"status": "accepted"})
 
     async def _client_config(self, request: web.Request) -> web.Response:
-        """Parts of a batch come one after another, so that they are computed in the order of their numbers."""
+        """Clients send the parts of a batch one after another, so that they are computed in the order of their
+        numbers."""
         return _json(types.ClientConfigResponse(parallel_fwdbwd_chunks=False, use_pyqwest_transport=False))
 
     async def _dynamic_config(self, request: web.Request) -> web.Response:
@@ -315,8 +317,8 @@ class TrainingApplication:
         return await answer
 
     def _draw(self, source: str) -> list[tuple[asyncio.Future[bytes], bytes | Exception]]:
-        """On the main thread: answers to all questions about a checkpoint that wait. The first of their jobs draws all
-        of them, the others none."""
+        """On the main thread: the answers to all waiting sample requests for a checkpoint. The first of their jobs
+        computes all of them, the others none."""
         with self._guard:
             waiting = self._waiting.pop(source, [])
         if not waiting:
@@ -334,8 +336,8 @@ class TrainingApplication:
     # -------------------------------------------------------------------------------------- results
 
     def _begin(self, name: str, compute: Callable[[], Any], model: str) -> web.Response:
-        """Let the main thread compute, and answer with the number of the result. A request that is sent again, after
-        its connection broke, gets the same number and computes nothing."""
+        """Start the computation on the main thread, and answer with the number of the result. A request that is
+        repeated after its connection broke gets the same number and computes nothing."""
         return self._begin_task(name, self._main.call(compute), model_id=model)
 
     def _begin_task(self, name: str, coroutine: Coroutine[Any, Any, Any], **facts: Any) -> web.Response:

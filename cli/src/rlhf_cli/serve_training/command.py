@@ -16,7 +16,7 @@ from rlhf_cli.command_output import say
 from rlhf_cli.serve_reward.access import Access, add_access
 
 ADAPTERS = (("trainer.lora.rank", "32"), ("trainer.lora.alpha", "32"))
-"""Defaults, those of the protocol."""
+"""Defaults of the protocol."""
 
 
 class ServeTrainingCommand(Command):

@@ -22,7 +22,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "cispo": ("logprobs", "advantages"),
     "dro": ("logprobs", "advantages"),
 }
-"""{loss: its inputs beside the target tokens}."""
+"""{loss: its inputs in addition to the target tokens}."""
 OPTIONS: Mapping[str, Mapping[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
@@ -32,12 +32,12 @@ OPTIONS: Mapping[str, Mapping[str, float]] = {
 
 
 class BadRequest(Exception):
-    """What a client asked for is wrong, or cannot be had here."""
+    """A client's request is wrong or not supported."""
 
 
 @dataclass(frozen=True)
 class LossChoice:
-    """A loss by name, with its options. Equal choices are one loss."""
+    """The name of a loss, with its options. Equal choices share one loss."""
 
     name: str
     options: tuple[tuple[str, float], ...] = ()
@@ -62,7 +62,7 @@ class LossChoice:
 
 
 def target_logprobs(logits_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], constants: Any) -> Tensor:
-    """Log-probs of the target tokens: [C], or [C, K] where each position has K of them."""
+    """Log-probs of the target tokens: [C], or [C, K] if each position has K targets."""
     targets = columns[TARGETS]
     chosen_CK = logits_CV.gather(1, targets.reshape(len(targets), -1)) - logits_CV.logsumexp(-1, keepdim=True)
     return chosen_CK.reshape(targets.shape)
@@ -73,7 +73,7 @@ def head(over: str = "loss_mask") -> Head:
 
 
 def values(choice: LossChoice, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of each target: the shape of ``logprobs``, [A] or [A, K]. ``inputs``: the columns of :data:`READS`.
+    """The loss of each target, with the shape of ``logprobs``, [A] or [A, K]. ``inputs``: the columns of :data:`READS`.
 
     Source: https://tinker-docs.thinkingmachines.ai/tinker/losses.
     """
@@ -95,10 +95,10 @@ def values(choice: LossChoice, logprobs: Tensor, inputs: Mapping[str, Tensor]) -
 
 
 class ProtocolLoss(Loss):
-    """:func:`values` over the tokens of ``trained``, added up.
+    """The sum of :func:`values` over the tokens of ``trained``.
 
     Args:
-        sequences: number of sequences with such a token; their mean is multiplied by it.
+        sequences: number of sequences with such a token, by which the mean over them is multiplied.
     """
 
     name = "tinker"

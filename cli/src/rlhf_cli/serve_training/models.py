@@ -1,4 +1,4 @@
-"""The models that clients train: adapters of one base, of which the trainer holds one at a time."""
+"""The models that clients train: adapters of one base model. The trainer holds one model at a time."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from rlhf_cli.serve_training.wire import Array, Datum, Drawn
 FACTS = "served.json"
 NAME = r"[\w-]+:train:\d+"
 PATH = re.compile(rf"tinker://({NAME})/(weights|sampler_weights)/([\w.-]+)")
-"""Clients choose parts of these, which are names of folders here."""
+"""Address of a checkpoint. Clients choose parts of it, which are names of folders here."""
 UNNAMED = 8
-"""Weights of sampling clients without a name that are kept, of each model. A run of many steps makes one a step."""
+"""Number of unnamed checkpoints for sampling clients that are kept per model. A long run writes one per step."""
 BASE = "base"
-"""What is sampled from where a client names the base model."""
+"""Source of samples if a client names the base model."""
 
 
 @dataclass
 class Model:
-    """The adapters of one client. ``state``: the folder with its training state, as of when the trainer last held it;
-    ``changed``: whether it has learnt since."""
+    """The adapters of one client. ``state``: the folder with the training state from when the trainer last held it.
+    ``changed``: whether the model has been trained since."""
 
     folder: Path
     state: Path
     unsaved: bool = False
     unnamed: list[str] = field(default_factory=list)
-    """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, the oldest first."""
+    """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, oldest first."""
 
 
 @dataclass(frozen=True)
 class SampleQuestion:
-    """Samples to draw from one prompt."""
+    """A request for samples of one prompt."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -65,12 +65,12 @@ class SampleQuestion:
 class TrainedModels:
     """All methods compute, and are called one at a time.
 
-    The gradient of a batch is computed by :meth:`step`, not by :meth:`learn`, which only computes the loss. Between
-    the two the trainer may hold another model, or other weights to sample from, and no gradient is lost.
+    :meth:`learn` only computes the loss of a batch; :meth:`step` computes its gradient. Between the two calls the
+    trainer may hold another model, or other weights for sampling, and no gradient is lost.
 
     Args:
-        base: name of the model that adapters are trained for; checkpoints are of this model only.
-        folder: of all checkpoints.
+        base: name of the base model of the adapters. Only checkpoints of this model are used.
+        folder: folder of all checkpoints.
     """
 
     def __init__(self, policy: TrainedPolicy, base: str, folder: Path) -> None:
@@ -83,22 +83,22 @@ class TrainedModels:
         """Folders with the weights that the trainer holds."""
         self._weights, self._sampler_weights, self._draw_count = 0, "", 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._own_folder = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may have the same folder
+        self._own_folder = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may use the same folder
         self._new = Path(self._own_folder.name) / "new-model"
         self._write(self._new)
 
     # ------------------------------------------------------------------------------------- training
 
     def create(self, name: str) -> None:
-        """A new model. The first training state is the same for all: that of ``run.seed``."""
+        """Create a model. All models have the same initial training state, from ``run.seed``."""
         if re.fullmatch(NAME, name) is None:
             raise BadRequest(f"{name!r} is no model: a session's name has letters, digits, '_' and '-'")
         self._models.setdefault(name, Model(self._folder / _folder_name(name), self._new))
         self._pending.setdefault(name, [])
 
     def learn(self, name: str, data: Sequence[Datum], loss: LossChoice, learns: bool) -> tuple[list[Array], float]:
-        """Log-probs of the targets of each datum, [n] or [n, K], and the loss, a sum. With ``learns`` the next step
-        follows the gradient of it."""
+        """Log-probs of the targets of each datum, [n] or [n, K], and the loss, which is a sum. With ``learns`` the next
+        step uses its gradient."""
         self._hold(name)
         batch = _batch_of(data, loss)
         logprobs_N = self._role.forward(batch, [head()])["target_logprobs"]
@@ -114,9 +114,9 @@ class TrainedModels:
         """One optimizer step with the gradients of all batches since the last one.
 
         Args:
-            options: of the trainer, for this step.
+            options: options of the trainer for this step.
 
-        Raises BadRequest, also for a gradient that is not finite: then the weights are as before.
+        Raises BadRequest, also for a gradient that is not finite; the weights are then unchanged.
         """
         model, pending = self._hold(name), self._pending[name]
         if not pending:
@@ -148,7 +148,7 @@ class TrainedModels:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def save(self, name: str, kind: str, label: str, overwrite: bool) -> str:
-        """Write a checkpoint, and return its address. ``kind``: ``weights`` | ``sampler_weights``; both hold the
+        """Write a checkpoint and return its address. ``kind``: ``weights`` | ``sampler_weights``. Both contain the
         optimizer's state."""
         path = f"tinker://{name}/{kind}/{label}"
         folder = checkpoint_folder(self._folder, path)
@@ -159,7 +159,7 @@ class TrainedModels:
         return path
 
     def save_unnamed(self, name: str, label: str) -> str:
-        """Write a checkpoint for one sampling client. Those of earlier clients are deleted, but for :data:`UNNAMED`."""
+        """Write a checkpoint for one sampling client. Only the last :data:`UNNAMED` of a model are kept."""
         path, model = self.save(name, "sampler_weights", label, overwrite=False), self._models[name]
         model.unnamed.append(path)
         while len(model.unnamed) > UNNAMED:
@@ -169,7 +169,7 @@ class TrainedModels:
         return path
 
     def load(self, name: str, path: str, optimizer: bool) -> None:
-        """Replace the weights of a model by those of a checkpoint; ``optimizer``: and the optimizer's state."""
+        """Replace the weights of a model by those of a checkpoint; with ``optimizer`` also the optimizer's state."""
         self.facts(path)
         trainer = self._policy.trainer.resolved.cls
         if not optimizer and not issubclass(trainer, RestartsOptimizer):
@@ -182,7 +182,7 @@ class TrainedModels:
             self._role.every("restart_optimizer")
 
     def export(self, path: str, folder: Path) -> None:
-        """Write the model of a checkpoint, with its adapter in PEFT's form."""
+        """Write the model of a checkpoint, with its adapter in PEFT format."""
         self.facts(path)
         self._show(checkpoint_folder(self._folder, path))
 
@@ -193,7 +193,7 @@ class TrainedModels:
         publish_folder(folder, write)
 
     def facts(self, path: str) -> dict[str, Any]:
-        """What a checkpoint says of itself. Raises BadRequest where there is none, or it is of another base."""
+        """The metadata of a checkpoint. Raises BadRequest if it does not exist, or is of another base model."""
         try:
             facts: dict[str, Any] = json.loads((checkpoint_folder(self._folder, path) / FACTS).read_text())
         except OSError:
@@ -263,7 +263,7 @@ class TrainedModels:
     # ----------------------------------------------------------------------------- what is held
 
     def _hold(self, name: str) -> Model:
-        """Let the trainer hold a model, and keep the training state of the one that it held."""
+        """Load a model into the trainer, and save the training state of the model that it held."""
         if name not in self._models:
             raise BadRequest(f"there is no model {name!r}. Create it first")
         model = self._models[name]
@@ -282,7 +282,7 @@ class TrainedModels:
         self._live_model = None
 
     def _show(self, folder: Path) -> None:
-        """Let the trainer hold the weights of a checkpoint."""
+        """Load the weights of a checkpoint into the trainer."""
         if folder not in self._equal:
             self._put_aside()
             self._read(folder)
@@ -305,7 +305,8 @@ class TrainedModels:
 
 
 def checkpoint_folder(folder: Path, path: str) -> Path:
-    """Where the checkpoint ``tinker://...`` is, below the folder of all. Raises BadRequest for another address."""
+    """The folder of the checkpoint ``tinker://...``, below the folder of all checkpoints. Raises BadRequest for another
+    address."""
     match = PATH.fullmatch(path)
     if match is None or set(match[3]) == {"."}:
         raise BadRequest(f"{path!r} is no checkpoint: names have letters, digits, '.', '_' and '-'")
@@ -317,10 +318,10 @@ def _folder_name(model: str) -> str:
 
 
 def _batch_of(data: Sequence[Datum], loss: LossChoice) -> Batch:
-    """A unit for each datum: its tokens and one more, so that every token predicts the next. Columns are at the token
-    that is predicted.
+    """A unit for each datum: its tokens and one more, so that every token predicts the next one. Columns are at the
+    predicted token.
 
-    ``loss_mask``: all of these. ``trained``: those with a gradient, or all where there is none.
+    ``loss_mask``: all predicted tokens. ``trained``: those with a gradient, or all if no token has one.
     """
     batch = pack(
         [

@@ -1,4 +1,4 @@
-"""Loads the policy, and serves it until the process is asked to stop."""
+"""Loads the policy, and serves it until a stop is requested."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def serve(
     announce: Callable[[str], None],
     stop: StopRequest | None = None,
 ) -> None:
-    """Returns after a stop was asked for and the computation under way has ended.
+    """Serve the policy. Returns after a stop was requested and the current computation has ended.
 
     Args:
-        name: how clients name the base model.
-        folder: of checkpoints; those of earlier servers can be loaded.
-        announce: told where the server listens, when it is ready.
+        name: name of the base model for clients.
+        folder: folder of checkpoints; checkpoints of earlier servers can be loaded.
+        announce: called with the address when the server is ready.
 
-    Raises ConfigError where the address cannot be used.
+    Raises ConfigError if the address cannot be used.
     """
     stop = stop or StopRequest("ending after the computation under way; what was not saved is lost")
     with stop, trained_policy(plugins_of_run, note=note) as policy:
@@ -53,8 +53,8 @@ def serve(
 
 
 def export(plugins_of_run: PlacedPlugins, name: str, folder: Path, checkpoint: str, target: Path) -> None:
-    """Write the model of a checkpoint in ``folder``. Raises ConfigError, before the policy is loaded, where there is
-    none, or where ``target`` exists."""
+    """Write the model of a checkpoint in ``folder``. Raises ConfigError, before the policy is loaded, if the checkpoint
+    does not exist or ``target`` exists."""
     try:
         if not checkpoint_folder(folder, checkpoint).is_dir():
             raise BadRequest(f"there is no checkpoint {checkpoint} in {folder} (--checkpoints)")

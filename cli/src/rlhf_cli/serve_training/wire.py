@@ -1,4 +1,4 @@
-"""Requests and answers of the Tinker protocol that are protocol buffers, as arrays."""
+"""Converts the protocol buffers of the Tinker protocol to arrays and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence: n input tokens, and arrays of n rows, one for what each token predicts."""
+    """One sequence: n input tokens, and arrays with n rows, one row for the prediction of each token."""
 
     ids: Array
     """int32 [n]"""
     inputs: Mapping[str, Array]
-    """``target_tokens`` int64 [n] or [n, K], and the floats of the loss, of equal shape."""
+    """``target_tokens``, int64 [n] or [n, K], and the float inputs of the loss, with the same shape."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Learning:
 
     model: str
     number: int
-    """Of the request, among those of its model."""
+    """Number of the request among the requests of its model."""
     data: Sequence[Datum]
     loss: LossChoice
     learns: bool
 
 
 def read_learning(body: bytes, vocabulary: int, longest: int) -> Learning:
-    """Raises BadRequest."""
+    """Read a request. Raises BadRequest."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
-    except Exception as error:  # protobuf's DecodeError is another class in each of its implementations
+    except Exception as error:  # protobuf's DecodeError is a different class in each of its implementations
         raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from None
     options: dict[str, Any] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -94,7 +94,7 @@ def check_ids(ids: Array, vocabulary: int, label: str) -> None:
 
 
 def _dense(message: Any, label: str) -> Array:
-    """A tensor as an array; entries that a sparse one does not list are 0."""
+    """A tensor as an array. Entries that a sparse tensor does not list are 0."""
     if message.dtype not in DTYPES:
         raise BadRequest(f"{label}: number format {message.dtype} is neither float32 nor int64")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -129,7 +129,7 @@ def write_learned(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> by
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sample: its tokens, their log-probs, and whether it ended by itself."""
+    """A sample: its tokens, their log-probs, and whether it ended by itself, not by its token limit."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
@@ -137,7 +137,8 @@ class Drawn:
 
 
 def write_samples(samples: Sequence[Drawn], prompt_logprobs: Array | None) -> bytes:
-    """``prompt_logprobs``: float32, one for each token of the prompt, NaN for the first; None: not asked for."""
+    """The answer with samples. ``prompt_logprobs``: float32, one for each token of the prompt, NaN for the first; None:
+    not requested."""
     message = pb.SampleResponse()
     for sample in samples:
         message.sequences.add(
