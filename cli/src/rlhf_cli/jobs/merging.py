@@ -50,7 +50,7 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
         dtype: ``fp32`` or ``bf16``; None: that of the base.
 
     Raises ConfigError or ModelError. They are raised before weights are read if the adapter is of another base or the
-        disk is full.
+    disk is full.
     """
     import torch
     from rlhf_modeling.adapter_check import require_same_base

@@ -17,7 +17,7 @@ def parse(text: str, option: str) -> int:
     """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
 
     Raises ConfigError if ``text`` is not a number with one of :data:`UNITS`, or is less than 1 MiB, such as ``80``
-        without its unit.
+    without its unit.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     factor = {name.lower(): value for name, value in UNITS.items()}.get(match.group(2).lower()) if match else None

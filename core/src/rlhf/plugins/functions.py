@@ -1,13 +1,15 @@
 """Plain functions as rewards. The names of a function's parameters determine which of three forms it has:
 
-``f(prompt, completion, row) -> float | None`` called for each sample; ``row`` is a mapping of the data row's columns;
-    ``f(completions, **columns) -> list[float | None]`` called with the samples of one prompt: ``completions``,
-    ``prompts`` and ``completion_ids``, and each column of the data row, are lists with an item for each sample. If the
-    prompt of the data is a list of messages, each completion is a list with one message. ``log_extra(name, values)``
-    stores a value with each sample, and ``log_metric(name, value)`` a number with all of them; ``f(solution_str,
-    ground_truth, **columns) -> float | {"score": float, ...}`` called for each sample, also with ``data_source`` and
-    ``extra_info``; ``ground_truth`` is the column ``reward_model.ground_truth``. Further values of a mapping are stored
-    with the sample.
+``f(prompt, completion, row) -> float | None``
+    called for each sample; ``row`` is a mapping of the data row's columns;
+``f(completions, **columns) -> list[float | None]``
+    called with the samples of one prompt: ``completions``, ``prompts`` and ``completion_ids``, and each column of the
+    data row, are lists with an item for each sample. If the prompt of the data is a list of messages, each
+    completion is a list with one message. ``log_extra(name, values)`` stores a value with each sample, and
+    ``log_metric(name, value)`` a number with all of them;
+``f(solution_str, ground_truth, **columns) -> float | {"score": float, ...}``
+    called for each sample, also with ``data_source`` and ``extra_info``; ``ground_truth`` is the column
+    ``reward_model.ground_truth``. Further values of a mapping are stored with the sample.
 
 A function of the last two forms gets only the arguments for which it has parameters, or all if it has ``**``. All forms
 may be ``async def``, and may return None for a sample to which the reward does not apply.

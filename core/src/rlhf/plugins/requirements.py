@@ -21,8 +21,7 @@ META = "rlhf-kit"
 
 
 def installed_version(distribution: str, path: Sequence[str] | None = None) -> str | None:
-    """Version of an installed distribution; None if it is not installed. For ``rlhf-core``: version of the running
-    code.
+    """Version of an installed distribution; None if it is not installed. For ``rlhf-core``: of the running code.
 
     Args:
         path: folders in which to look for the distribution before ``sys.path``.
