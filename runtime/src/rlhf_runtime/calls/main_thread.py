@@ -54,7 +54,7 @@ class MainThread:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run ``coroutine`` on the event loop until it ends. Its jobs with the models run on the calling thread.
 
-        Raises StandstillError where the run was asked to stop and a coroutine blocks the event loop.
+        Raises StandstillError if the run was asked to stop and a coroutine blocks the event loop.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         future.add_done_callback(lambda _: self._jobs.put(None))

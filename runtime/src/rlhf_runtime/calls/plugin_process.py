@@ -136,7 +136,7 @@ def send(connection: socket.socket, body: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next frame's body; None where the driver has closed the connection."""
+    """The next frame's body; None if the driver has closed the connection."""
     header = _exactly(connection, HEADER.size)
     return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
 

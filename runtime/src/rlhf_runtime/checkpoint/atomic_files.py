@@ -112,7 +112,7 @@ def delete_old(path: Path, note: Callable[[str], None]) -> None:
 
 
 def _set_aside(path: Path) -> Path | None:
-    """Rename a folder that is to be deleted. Returns its new path; None where there is no folder."""
+    """Rename a folder that is to be deleted. Returns its new path; None if there is no folder."""
     if not path.exists():
         return None
     discarded = path.with_name(f"{DISCARDED}{path.name}")

@@ -104,7 +104,7 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """At a run's start: delete the files of a killed save, repair the pointer to the best checkpoint, and delete
-        the old checkpoints that the save did not. Raises CheckpointError where that fails (disk full)."""
+        the old checkpoints that the save did not. Raises CheckpointError if that fails (disk full)."""
         with self.writing(self.root):
             for name in files.remove_leftovers(self.root):
                 self._note(f"removed {self.root / name}, left by a process that was killed while saving")
@@ -135,7 +135,7 @@ class CheckpointStore:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint; None if there is none. Presence and sizes are checked, checksums are not.
 
-        Raises CheckpointError where it cannot be read. An older one is not used in its place: a checkpoint gets its
+        Raises CheckpointError if it cannot be read. An older one is not used in its place: a checkpoint gets its
         name when it is complete, so something else than a killed run has damaged it, or a newer release saved it.
         """
         unusable: list[str] = []
@@ -157,7 +157,7 @@ class CheckpointStore:
         return self._find(int(pointer["step"])) if pointer else None
 
     def pointer(self) -> dict[str, Any] | None:
-        """The content of ``best.json``; None if there is none. Raises CheckpointError where it is damaged."""
+        """The content of ``best.json``; None if there is none. Raises CheckpointError if it is damaged."""
         path = self.root / BEST
         if not path.is_file():
             return None
@@ -184,7 +184,7 @@ class CheckpointStore:
     def _folders(self) -> list[tuple[int, Path]]:
         """Everything with the name of a checkpoint, by step.
 
-        Raises CheckpointError where :attr:`root` cannot be listed, such as a link to a disk that is not there.
+        Raises CheckpointError if :attr:`root` cannot be listed, such as a link to a disk that is not there.
         """
         if not os.path.lexists(self.root):
             return []

@@ -40,7 +40,7 @@ class RunPlugins:
     rewards: Sequence[ActiveReward]
     roles: Mapping[str, RoleSpec]
     rollout: Rollout | None
-    """None where the run samples nothing."""
+    """None if the run samples nothing."""
     scored: bool
     """Whether answers must get a reward, and the rollout gives none itself."""
     commits: Commits
@@ -68,7 +68,7 @@ class RunPlugins:
 
     @property
     def generator_class(self) -> type[Generator] | None:
-        """None where the run has no generator."""
+        """None if the run has no generator."""
         return self.parts[GENERATOR].resolved.cls if GENERATOR in self.parts else None
 
     @property
@@ -133,7 +133,7 @@ class RunPlugins:
         Args:
             device: ``cpu`` | ``cuda``, the kind of devices as far as it is known here.
 
-        Raises ConfigError where a placement section conflicts with another one, or an engine does not fit its devices.
+        Raises ConfigError if a placement section conflicts with another one, or an engine does not fit its devices.
         """
         sections, roles, engines = self.config.placement, list(self.roles), GENERATOR in self.parts
         if not self.trains:  # the run file may be that of a run with further parts
@@ -151,7 +151,7 @@ class RunPlugins:
         """The role whose model a frozen role starts as. Where that other role trains adapters, the frozen role may be
         the same model without them.
 
-        None where the run file sets anything for the role (placement, precision, trainer) that would be ignored.
+        None if the run file sets anything for the role (placement, precision, trainer) that would be ignored.
         Placing the role on the devices of the other one (``share``) is allowed; it avoids reserving devices.
         """
         declared = self.roles[role]
@@ -303,7 +303,7 @@ def active_rewards(selections: Selections) -> list[ActiveReward]:
 
 
 def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
-    """The roles of a run by name. Raises ConfigError where two plugins declare a role differently."""
+    """The roles of a run by name. Raises ConfigError if two plugins declare a role differently."""
     declared: dict[str, tuple[RoleSpec, str]] = {}
     declarations = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
     for role, owner in declarations + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:

@@ -315,7 +315,7 @@ class Selections:
             kinds: of the plugins that are selected.
             roles: whose own trainers are selected; None: those of all roles.
 
-        Raises ConfigError with the problems of the options of all plugins; PluginError where one cannot be resolved,
+        Raises ConfigError with the problems of the options of all plugins; PluginError if one cannot be resolved,
         unless it is the default of a section that the algorithm does not use.
         """
         other_trainers = {path for path, name, _ in _role_trainers(run) if roles is not None and name not in roles}

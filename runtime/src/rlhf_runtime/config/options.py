@@ -42,7 +42,7 @@ class Option:
     type: str
     """``integer > 0``, ``"error", "drop"``, ``list of texts``."""
     default: Any
-    """A JSON value; None where nothing is set, and where the option is required."""
+    """A JSON value; None if nothing is set, and where the option is required."""
     required: bool
     doc: str
     """Its meaning: one paragraph of Markdown."""
@@ -51,7 +51,7 @@ class Option:
     kind: str = ""
     """The option names a plugin of this kind."""
     plugin: str = ""
-    """The plugin that reads it; empty where the run file itself does."""
+    """The plugin that reads it; empty if the run file itself does."""
     table: str = ""
     """Path of the nested table that holds it, where that table may be absent: ``trainer.lora``. What is required and
     what is the default then holds where the table is written."""
@@ -77,7 +77,7 @@ class Section:
 
     @property
     def default_plugin(self) -> str:
-        """The plugin that is used where the run file does not have the section; empty where there is none."""
+        """The plugin that is used where the run file does not have the section; empty if there is none."""
         field = RunFile.model_fields.get(self.path)
         return field.default.use if field is not None and isinstance(field.default, Choice) else ""
 
@@ -145,7 +145,7 @@ def plugin_options(plugins: Plugins, kind: str, path: str, choice: Choice, skip_
         path: dotted path of the section, e.g. ``reward.0``.
         skip_broken: of a plugin in a slot that cannot be imported, only ``use`` is listed.
 
-    Raises PluginError where a plugin cannot be imported.
+    Raises PluginError if a plugin cannot be imported.
     """
     resolved: Resolved = plugins.resolve(kind, choice.use)
     options = options_of(resolved.cls.Config, f"{path}.", str(resolved))
@@ -186,7 +186,7 @@ def option(path: str, field: FieldInfo, plugin: str = "") -> Option:
 
 
 def default_text(option: Option) -> str:
-    """The default as the run file has it; ``required``, or empty where nothing is set."""
+    """The default as the run file has it; ``required``, or empty if nothing is set."""
     if option.required:
         return "required"
     value = option.default
@@ -209,7 +209,7 @@ def _meaning(config: type[BaseModel], field: FieldInfo) -> str:
 
 
 def _table(annotation: Any) -> type[BaseModel] | None:
-    """The class of a table, or of the entries of a list or table of tables; None where the field is a value."""
+    """The class of a table, or of the entries of a list or table of tables; None if the field is a value."""
     item = item_of(annotation)
     return model_of(item[1] if item is not None else annotation)
 

@@ -103,7 +103,7 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
 
 
 def unequal_pairs(answers: Any, meaning: str) -> list[tuple[int, ...]]:
-    """The positions of every two answers with different scores; empty where the scores cannot be read."""
+    """The positions of every two answers with different scores; empty if the scores cannot be read."""
     try:
         scores = _scores(meaning, None, None, answers) if isinstance(answers, list) else []
     except DataError:
@@ -199,7 +199,7 @@ def question_and_answer(question: Any, answer: Any) -> list[dict[str, Any]]:
 
 def _question(values: Values) -> Values:
     """The prompt of WebGPT's questions, and of posts to summarise (Stiennon et al. 2020, arXiv:2009.01325, as their
-    code writes it); empty where the prompt is another."""
+    code writes it); empty if the prompt is another."""
     prompt = values.get("prompt")
     if not isinstance(prompt, Mapping):
         return {}

@@ -193,7 +193,7 @@ class TrainData:
 
     def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> str:
         """Check the first ``rows`` training rows of a run, in its order, without taking or counting them. Returns a
-        note on those that will be left out; empty where none will.
+        note on those that will be left out; empty if none will.
 
         Args:
             stopped: called before each row; True ends the check.

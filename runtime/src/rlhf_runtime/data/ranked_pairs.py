@@ -48,7 +48,7 @@ class RankedPairs(Source):
 
 
 def all_pairs(sources: list[Source]) -> list[Source]:
-    """The sources, those with ranked answers as :class:`RankedPairs`. Raises DataError where there is none."""
+    """The sources, those with ranked answers as :class:`RankedPairs`. Raises DataError if there is none."""
     ranked = [source.layout is not None and source.layout.conversion in _SCORED for source in sources]
     if not any(ranked):
         names = ", ".join(repr(source.name) for source in sources)

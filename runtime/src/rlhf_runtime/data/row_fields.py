@@ -140,7 +140,7 @@ class Cells:
 
     def step_labels(self) -> list[float | None]:
         """A label for each step: a hard one (as :meth:`label`), the probability (0 .. 1) that the step is right, or
-        None where the set says that a step has no label."""
+        None if the set says that a step has no label."""
         value, name = self.value("step_labels"), self.name("step_labels")
         if not isinstance(value, list):
             raise DataError(f"{name}: must be a list with a label for each step, got {brief(value)}")

@@ -40,10 +40,10 @@ class RowImages:
 
     def __init__(self, tokenizer: Any, tokens: ImageTokens | str, limit: int) -> None:
         self.tokens = tokens if isinstance(tokens, ImageTokens) and limit else None
-        """Makes the tokens of images; None where the run cannot have images."""
+        """Makes the tokens of images; None if the run cannot have images."""
         self._reason = tokens if isinstance(tokens, str) else f"data.max_images = {limit}"
         self.limit = 0 if self.tokens is None else limit
-        """Largest number of images of a sequence; 0 where the run cannot have images."""
+        """Largest number of images of a sequence; 0 if the run cannot have images."""
         self._decode = decoder_of(tokenizer, special_tokens=False)
         mark = None
         if isinstance(tokens, ImageTokens) and tokens.placeholder >= 0:

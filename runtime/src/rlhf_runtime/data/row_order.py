@@ -239,7 +239,7 @@ class ChosenOrder(RowOrder):
         return FinishedGroup(self.rows.position(group.row), group.number, step, scores, outcome)
 
     def restored(self, saved: Sequence[Mapping[str, Any]] | None) -> list[FinishedGroup]:
-        """The groups of one batch, from a checkpoint. Raises CheckpointError where they are not of this data."""
+        """The groups of one batch, from a checkpoint. Raises CheckpointError if they are not of this data."""
         if saved is None:
             raise CheckpointError(f"stream.ready of the checkpoint lacks the results of the rows of a batch. {WAY_OUT}")
         groups = [FinishedGroup(**{**group, "scores": tuple(group["scores"])}) for group in saved]

@@ -206,7 +206,7 @@ _passed: set[str] = set()
 
 
 def try_template(source: str, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
-    """Render a short conversation for the first time, in a child process with limits. Raises ConfigError where the
+    """Render a short conversation for the first time, in a child process with limits. Raises ConfigError if the
     template needs more. Other errors of the template are left to the renders that follow.
 
     A template is a program that comes with a model. The sandbox of jinja2 keeps it from files and from the interpreter,

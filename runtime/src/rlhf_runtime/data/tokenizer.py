@@ -66,7 +66,7 @@ def embedding_rows(tokenizer: Any) -> int | None:
 
 
 def vocabulary_size(model: str) -> int | None:
-    """``vocab_size`` of a model's ``config.json``; None where the file does not say it or cannot be read, which loading
+    """``vocab_size`` of a model's ``config.json``; None if the file does not say it or cannot be read, which loading
     the model reports better."""
     try:
         settings = settings_of(model, "the tokenizer")
@@ -78,7 +78,7 @@ def vocabulary_size(model: str) -> int | None:
 
 
 def check_ids(path: str, trust_remote_code: bool = False) -> None:
-    """Raises ModelError where ``tokenizer.json`` has an id that stands for two tokens. The library that reads it drops
+    """Raises ModelError if ``tokenizer.json`` has an id that stands for two tokens. The library that reads it drops
     one of them, and encodes its text as an unknown token."""
     file = Path(tokenizer_folder(path, code=trust_remote_code)) / "tokenizer.json"
     if not file.is_file():

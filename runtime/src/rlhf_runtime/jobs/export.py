@@ -36,7 +36,7 @@ Which = int | Literal["best", "average"]
 def choose(run: Path, choice: Which) -> list[Checkpoint]:
     """The checkpoints of the run in ``run`` that an export reads, every file compared with its checksum.
 
-    Raises CheckpointError or ConfigError where there are none, or they are damaged.
+    Raises CheckpointError or ConfigError if there are none, or they are damaged.
     """
     store = CheckpointStore(run)
     complete = store.complete()

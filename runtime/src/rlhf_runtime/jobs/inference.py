@@ -104,7 +104,7 @@ def evaluate_model(
 def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     """The losses of the run file's algorithm on every evaluation row, and their metrics.
 
-    Raises ConfigError where the algorithm learns from prompts, compares the model with itself, or needs a head that the
+    Raises ConfigError if the algorithm learns from prompts, compares the model with itself, or needs a head that the
     model has not.
     """
     name = config.algorithm.use
@@ -171,7 +171,7 @@ class Conversation:
     def answer(self, text: str) -> Iterator[str]:
         """The answer to ``text``, in pieces. The exchange is remembered when the answer has ended.
 
-        Raises ConfigError or DataError where the model cannot be given the conversation, such as one that is too long.
+        Raises ConfigError or DataError if the model cannot be given the conversation, such as one that is too long.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         chat, tokens = self._template.chat, self._template.tokens

@@ -139,7 +139,7 @@ def examine(
         max_samples: number of samples that are compared, evenly spaced in the file.
         note: shows remarks of the trainer.
 
-    Raises ConfigError or CheckpointError where there is nothing to compare, or the weights of the step are not kept.
+    Raises ConfigError or CheckpointError if there is nothing to compare, or the weights of the step are not kept.
     """
     checkpoints, version = weights_kept(run), step - 1
     if version not in checkpoints:

@@ -54,7 +54,7 @@ class Change:
     values: Mapping[str, Any]
     """Of a :class:`Setting`."""
     name: str = ""
-    """Empty where the cause acts in one way only."""
+    """Empty if the cause acts in one way only."""
 
 
 OTHER_DTYPE = Change({"other_dtype": True})

@@ -266,7 +266,7 @@ def text_canary(draw: random.Random, vocabulary: int, tokens: int) -> Canary:
 def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longest: int) -> Canary | None:
     """One random token, an image of noise with the tokens that the run's data would have for it, and random tokens.
 
-    None where ``longest`` tokens leave no room after the image.
+    None if ``longest`` tokens leave no room after the image.
     """
     import PIL.Image
 

@@ -27,7 +27,7 @@ class BusyFolderError(ConfigError):
 
 
 class FolderLock:
-    """Held from construction to :meth:`release` or the end of the process. Raises BusyFolderError where another run
+    """Held from construction to :meth:`release` or the end of the process. Raises BusyFolderError if another run
     holds it.
 
     It is a POSIX record lock. Unlike ``flock``, it is not inherited by forked worker processes, which may outlive a
@@ -60,7 +60,7 @@ class FolderLock:
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Raises ConfigError where another run holds ``folder``, or it cannot be locked. Takes no lock and writes
+        """Raises ConfigError if another run holds ``folder``, or it cannot be locked. Takes no lock and writes
         nothing."""
         cls._require_other(folder)  # first: closing a descriptor releases this process's own lock
         try:

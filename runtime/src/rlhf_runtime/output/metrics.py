@@ -27,7 +27,7 @@ class MetricsLog:
         self._last: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of ``step`` and force it to the disk. Raises CheckpointError where ``step`` is not larger than
+        """Write the line of ``step`` and force it to the disk. Raises CheckpointError if ``step`` is not larger than
         the last one."""
         if self._last is None:
             if self.path.exists() and self.path.read_bytes()[-1:] not in (b"\n", b""):
@@ -48,7 +48,7 @@ class MetricsLog:
         self._last = step
 
     def missing(self, step: int) -> str:
-        """Which of the steps 1 .. ``step`` have no line, as text for a message; empty where every step has one."""
+        """Which of the steps 1 .. ``step`` have no line, as text for a message; empty if every step has one."""
         steps = {line["step"] for line in read_metrics(self.path)}
         absent = [n for n in range(1, step + 1) if n not in steps]
         return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"

@@ -94,7 +94,7 @@ class RunDirectory:
         Args:
             locked: whether the caller holds the lock of ``path``, and releases it.
 
-        Raises ConfigError where another process is running in ``path``; where ``path`` already holds a run and neither
+        Raises ConfigError if another process is running in ``path``; where ``path`` already holds a run and neither
         ``resume`` nor ``overwrite`` is set; where its content is not recognised as a run; and where ``resume`` is set
         and it holds no run.
         """
@@ -146,7 +146,7 @@ class RunDirectory:
 
         Args:
             status: ``finished``, ``stopped`` or ``failed``.
-            reason: the signal, the exhausted patience or the error; empty where the run finished.
+            reason: the signal, the exhausted patience or the error; empty if the run finished.
             notes: what the run has said beside its steps.
         """
         path = self.path / "manifest.json"
@@ -166,7 +166,7 @@ class RunDirectory:
 
     @staticmethod
     def last_start(path: Path | str) -> dict[str, Any]:
-        """The manifest's entry about the last start of the run in ``path``; empty where there is no manifest."""
+        """The manifest's entry about the last start of the run in ``path``; empty if there is no manifest."""
         starts = _starts(Path(path) / "manifest.json")
         return starts[-1] if starts else {}
 
@@ -217,7 +217,7 @@ class RunDirectory:
         return self.model_of("best")
 
     def exported_best(self) -> int | None:
-        """The step of :attr:`best_model`, None where there is none."""
+        """The step of :attr:`best_model`, None if there is none."""
         file = self.best_model / BEST
         way_out = f"Restore it from a copy, or delete {file.parent}"
         return validated(SavedBest, read_json(file, way_out), file).step if file.is_file() else None
@@ -293,7 +293,7 @@ def _timestamp() -> str:
 
 
 def _starts(manifest: Path) -> list[dict[str, Any]]:
-    """Raises CheckpointError where the manifest is not one of a run."""
+    """Raises CheckpointError if the manifest is not one of a run."""
     if not manifest.exists():
         return []
     way_out = "Restore it from a copy, or delete it: a resume then looks up the commits of hub names again"
@@ -380,7 +380,7 @@ def _gpus() -> list[str]:
 
 
 def _output(*command: str) -> str:
-    """A program's output. Empty where the program is not installed, fails or hangs: none of these may stop a run."""
+    """A program's output. Empty if the program is not installed, fails or hangs: none of these may stop a run."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -30,7 +30,7 @@ def is_free(path: Path) -> bool:
 
 
 def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
-    """Raises ConfigError where a run with these options may not use ``path``. Changes nothing."""
+    """Raises ConfigError if a run with these options may not use ``path``. Changes nothing."""
     path = Path(path)
     require_place(path, resume)
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -43,7 +43,7 @@ def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False
 
 
 def require_place(path: Path, resume: bool) -> None:
-    """Raises ConfigError where ``path`` is a file, or there is no run to resume."""
+    """Raises ConfigError if ``path`` is a file, or there is no run to resume."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
     if resume and not _present(path):
@@ -54,7 +54,7 @@ def require_place(path: Path, resume: bool) -> None:
 
 
 def require_free(path: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ConfigError where the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
+    """Raises ConfigError if the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
     present = _present(path)
     if resume or is_free(path):
         return
@@ -138,7 +138,7 @@ def default_folder(takes_newest: bool) -> Path:
         takes_newest: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest
             one where the run in it finished no step and is no longer running.
 
-    Raises ConfigError where ``runs/latest`` is a folder instead of a link, and holds a run.
+    Raises ConfigError if ``runs/latest`` is a folder instead of a link, and holds a run.
     """
     if LATEST.is_dir() and not LATEST.is_symlink():  # a run was given it as run.output
         if not takes_newest and not is_free(LATEST):
@@ -177,7 +177,7 @@ def is_latest(folder: Path) -> bool:
 
 
 def check_models(folder: Path, models: Mapping[str, str]) -> None:
-    """Raises ConfigError where the run in ``folder`` becomes ``runs/latest`` and names a model by this link.
+    """Raises ConfigError if the run in ``folder`` becomes ``runs/latest`` and names a model by this link.
 
     Args:
         models: {role: path of its model}.

@@ -50,7 +50,7 @@ class ObjectFiles:
         Args:
             name: ``train`` or ``eval``, for messages and the file's name.
 
-        Raises DataError where there are no rows, or a row is not a dict of JSON values.
+        Raises DataError if there are no rows, or a row is not a dict of JSON values.
         """
         if is_dataset(data):
             return self._keep(name, "", lambda path: save_dataset(data, path))
@@ -61,7 +61,7 @@ class ObjectFiles:
     def model(self, model: Any, tokenizer: Any) -> str:
         """Saves a model and its tokenizer with transformers and returns the path of the folder.
 
-        Raises ConfigError where the object is not a transformers model, has adapters, or comes without a tokenizer.
+        Raises ConfigError if the object is not a transformers model, has adapters, or comes without a tokenizer.
         """
         check_model(model, tokenizer)
         return self._keep("model", "", lambda path: save_model(model, tokenizer, path))
@@ -201,7 +201,7 @@ def json_value(value: Any, location: str) -> Any:
 
 
 def check_model(model: Any, tokenizer: Any) -> None:
-    """Raises ConfigError where a model object cannot be saved so that a run can use it."""
+    """Raises ConfigError if a model object cannot be saved so that a run can use it."""
     label = f"model: a {type(model).__name__} object"
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(

@@ -51,7 +51,7 @@ class Result:
     status: Literal["finished", "stopped"]
     """``stopped``: the run ended before its last step and saved a checkpoint. A failed run raises its error instead."""
     reason: str
-    """Why the run stopped: the signal, an observer's reason, or evaluations without improvement. Empty where it
+    """Why the run stopped: the signal, an observer's reason, or evaluations without improvement. Empty if it
     finished."""
     output: Path
     """The run's folder: ``config.toml``, ``manifest.json``, ``metrics.jsonl``, checkpoints, samples and the model."""

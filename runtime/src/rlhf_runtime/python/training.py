@@ -223,7 +223,7 @@ def _lock_folder(run: RunSection, has_output: bool) -> tuple[str, ObjectFiles, F
 
 
 def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:
-    """Arguments and options as flags of the command. Raises ConfigError where a name is given twice or is not text."""
+    """Arguments and options as flags of the command. Raises ConfigError if a name is given twice or is not text."""
     for key in options:
         if not isinstance(key, str):
             raise ConfigError(f"options: a name is text like 'trainer.lr', got {brief(key)}")
@@ -237,7 +237,7 @@ def _is_path(value: object) -> bool:
 
 
 def _paths(name: str, rows: Any) -> list[str]:
-    """The paths, where paths were given, else an empty list. Raises ConfigError where the argument cannot hold rows."""
+    """The paths, where paths were given, else an empty list. Raises ConfigError if the argument cannot hold rows."""
     if _is_path(rows):
         return [os.fspath(rows)]
     if isinstance(rows, Sequence) and rows and all(map(_is_path, rows)):

@@ -39,7 +39,7 @@ MOST_PROBLEMS = 30
 def report(runs: Sequence[Path], page: Path) -> None:
     """Write the page about ``runs``. After a crash the file is complete or absent.
 
-    Raises ConfigError where a folder holds no run, or ``page`` is a file that is not such a page.
+    Raises ConfigError if a folder holds no run, or ``page`` is a file that is not such a page.
     """
     records = [RunRecord.read(run) for run in runs]
     check_page(page)
@@ -61,7 +61,7 @@ def report(runs: Sequence[Path], page: Path) -> None:
 
 
 def check_page(page: Path) -> None:
-    """Raises ConfigError where ``page`` cannot be written, or is a file of something else."""
+    """Raises ConfigError if ``page`` cannot be written, or is a file of something else."""
     if page.is_dir() or not page.parent.is_dir():
         raise ConfigError(f"the page cannot be written to {page}: name a file in a folder that exists.")
     if page.exists() and not is_report(page):
@@ -306,7 +306,7 @@ def spread(values: Sequence[T], limit: int) -> list[T]:
 
 
 def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
-    """The text of each token, by the ``tokenizer.json`` of the run's model; empty where it cannot be read, which is one
+    """The text of each token, by the ``tokenizer.json`` of the run's model; empty if it cannot be read, which is one
     of the record's problems. Nothing is looked up on a hub, and no code of a model runs."""
     from tokenizers import Tokenizer
 

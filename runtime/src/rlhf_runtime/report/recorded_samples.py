@@ -222,7 +222,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
 
 
 def _of_environment(turns: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """{"env": the sum of the rewards of the turns}, as the metric reward/env/mean has it; empty where there are none.
+    """{"env": the sum of the rewards of the turns}, as the metric reward/env/mean has it; empty if there are none.
     With ``env.credit = "step"`` the reward of the sample is without it."""
     rewards = [reward for turn in turns if (reward := _reward(turn.get("reward"))) is not None]
     return {ENV: sum(rewards)} if rewards else {}

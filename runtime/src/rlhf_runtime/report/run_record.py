@@ -181,7 +181,7 @@ class RunRecord:
         return [time for start in self.starts if (time := _time(start.get("time"))) is not None]
 
     def line(self, number: int) -> Mapping[str, Any]:
-        """A line of ``metrics.jsonl``, counted from 0. Empty where it cannot be read: see :attr:`problems`."""
+        """A line of ``metrics.jsonl``, counted from 0. Empty if it cannot be read: see :attr:`problems`."""
         location = f"{self.path / 'metrics.jsonl'}:{number + 1}"
         try:
             line = loads(self.lines[number].decode("utf-8", errors="replace"), location)

@@ -120,7 +120,7 @@ class RewardCall:
 class Scorer:
     """Call ``setup`` once, ``score`` for each group (any number concurrently) and ``close`` at the end.
 
-    Raises ConfigError where two sources have the same name.
+    Raises ConfigError if two sources have the same name.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Acceptance:
         return dict.fromkeys([*names, "demonstrations"] if has_demonstrations else names, 0.0)
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
-        """The part of the group that is trained on; None where the group is rejected. ``counts`` says why. The filter
+        """The part of the group that is trained on; None if the group is rejected. ``counts`` says why. The filter
         accepts a group if it accepts the samples of one agent."""
         if all(
             t.is_demonstration for t in group.trajectories

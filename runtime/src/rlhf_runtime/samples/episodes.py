@@ -86,7 +86,7 @@ class Episodes:
 
 
 def agents_played(resolved: Resolved, config: ComponentConfig | None) -> tuple[str, ...]:
-    """The agents that the policy plays in an environment. Raises PluginInvalid where they have no names."""
+    """The agents that the policy plays in an environment. Raises PluginInvalid if they have no names."""
     try:
         return agents_of(resolved.cls, config)
     except InvalidResult as error:

@@ -111,7 +111,7 @@ class Failures:
             )
 
     def by_cause(self) -> str:
-        """A line for each cause with its number of samples; empty where there are not several causes."""
+        """A line for each cause with its number of samples; empty if there are not several causes."""
         if len(self.causes) < 2:
             return ""
         lines = [f"\n  {count}: {cause}" for cause, count in self.causes.most_common()]

@@ -161,12 +161,12 @@ class PendingGroups:
 
 
 def oldest_version(group: Group) -> int | None:
-    """The oldest weight version of a token that the policy sampled; None where it sampled none."""
+    """The oldest weight version of a token that the policy sampled; None if it sampled none."""
     sampled = [turn for trajectory in group.trajectories for turn in trajectory.turns if turn.sampled]
     return min((version for turn in sampled for _, version in turn.versions), default=None)
 
 
 def age(group: Group, step: int) -> int | None:
-    """How many steps older its oldest sampled token is than the weights of ``step``; None where it has none."""
+    """How many steps older its oldest sampled token is than the weights of ``step``; None if it has none."""
     oldest = oldest_version(group)
     return None if oldest is None else step - oldest

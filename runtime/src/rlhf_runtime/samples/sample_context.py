@@ -178,7 +178,7 @@ class SampleContext(RolloutContext):
         return answers
 
     def check_training(self, turns: Sequence[Turn]) -> None:
-        """Raises RolloutError where the rollout returns a turn that it asked for with ``training = False``."""
+        """Raises RolloutError if the rollout returns a turn that it asked for with ``training = False``."""
         for number, turn in enumerate(turns):
             if turn.logprobs is not None and any(turn.logprobs is other.logprobs for other in self._side_turns):
                 raise RolloutError(

@@ -100,7 +100,7 @@ def _train(config: RunFile, plugins: Plugins, show: Show, locked: bool) -> Run:
 
 
 def _report(run: Run) -> Path | None:
-    """The page that shows the run, which has released everything; None where it is not asked for or not written."""
+    """The page that shows the run, which has released everything; None if it is not asked for or not written."""
     return try_report(run.directory.path, run.progress.note) if run.config.run.report else None
 
 

@@ -65,7 +65,7 @@ class Prepared(PlacedPlugins):
     data: TrainData
     total_steps: int
     episodes: Episodes | None
-    """None where the run has no environment."""
+    """None if the run has no environment."""
     curriculum: Curriculum | None
     """Chooses the rows of each batch; None: the rows come in the order of the data."""
     observers: Mapping[str, Observer]
@@ -93,7 +93,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
 
 
 def last_start(config: RunFile) -> dict[str, Any]:
-    """What the last start of the run recorded; empty where the run does not resume."""
+    """What the last start of the run recorded; empty if the run does not resume."""
     return RunDirectory.last_start(config.run.output) if config.run.resume else {}
 
 

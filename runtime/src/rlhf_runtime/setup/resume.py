@@ -51,21 +51,21 @@ def check_output(prepared: Prepared) -> list[str]:
 
 
 def check_latest(prepared: Prepared) -> None:
-    """Raises ConfigError where a model is named by the link ``runs/latest``, which this run moves."""
+    """Raises ConfigError if a model is named by the link ``runs/latest``, which this run moves."""
     check_models(Path(prepared.config.run.output), {name: spec.path for name, spec in prepared.specs.items()})
 
 
 def check_observers(prepared: Prepared) -> None:
-    """Raises ConfigError where an observer could not start (:meth:`Observer.check`)."""
+    """Raises ConfigError if an observer could not start (:meth:`Observer.check`)."""
     for observer in prepared.observers.values():
         observer.check(Path(prepared.config.run.output))
 
 
 def check_resume(prepared: Prepared) -> Checkpoint | None:
-    """The checkpoint from which the run continues; None where it does not resume, or has none yet. Every byte of it was
+    """The checkpoint from which the run continues; None if it does not resume, or has none yet. Every byte of it was
     compared with its checksum. Changes nothing.
 
-    Raises CheckpointError where the newest checkpoint cannot be read or belongs to another run, and where the run has
+    Raises CheckpointError if the newest checkpoint cannot be read or belongs to another run, and where the run has
     saved something but holds no checkpoint. A change of threads or device is only reported, by :func:`restore`, because
     both are known only when the models are loaded.
     """
@@ -95,7 +95,7 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
 
 
 def _check_unsaved(folder: Path) -> None:
-    """Raises CheckpointError where the run in ``folder`` has saved something, so that it must have had a checkpoint, or
+    """Raises CheckpointError if the run in ``folder`` has saved something, so that it must have had a checkpoint, or
     a start at step 0 would delete what it saved."""
     lost = saved_state(folder)
     if (folder / "checkpoints" / BEST).exists():
@@ -111,7 +111,7 @@ def _check_unsaved(folder: Path) -> None:
 
 
 def check_steps(steps_done: int, total: int) -> None:
-    """Raises ConfigError where a run is resumed that has made more steps than it is to have."""
+    """Raises ConfigError if a run is resumed that has made more steps than it is to have."""
     if steps_done > total:
         raise ConfigError(
             f"a run of {total} steps cannot be resumed after step {steps_done}. Steps count from the start of the run, "
@@ -121,7 +121,7 @@ def check_steps(steps_done: int, total: int) -> None:
 
 
 def _no_steps(prepared: Prepared, steps_done: int) -> list[str]:
-    """A note where ``run.stop_after`` ends the run before its next step."""
+    """A note if ``run.stop_after`` ends the run before its next step."""
     last, total = prepared.config.run.stop_after, prepared.total_steps
     if last is None or not last <= steps_done < total:
         return []
@@ -140,10 +140,10 @@ def restore(
     note: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> int:
-    """Load ``checkpoint``, which :func:`check_resume` returned, into ``state``. Returns its step; 0 where the run has
+    """Load ``checkpoint``, which :func:`check_resume` returned, into ``state``. Returns its step; 0 if the run has
     none.
 
-    Raises CheckpointError where the checkpoint belongs to another run, or its content is invalid.
+    Raises CheckpointError if the checkpoint belongs to another run, or its content is invalid.
     """
     store.clean()
     if checkpoint is None:
@@ -194,7 +194,7 @@ def allow_defaults(
 
 
 def _remove(data: Any, path: list[str]) -> bool:
-    """Delete the value at ``path``. Returns False where there is none."""
+    """Delete the value at ``path``. Returns False if there is none."""
     *parents, last = path
     for part in parents:
         if isinstance(data, list | tuple):
@@ -215,7 +215,7 @@ SECTIONS = (
 
 
 def check_record(prepared: Prepared) -> None:
-    """Raises ConfigError where ``stream.replay`` names a folder without a record, a record of another run, or one of
+    """Raises ConfigError if ``stream.replay`` names a folder without a record, a record of another run, or one of
     too few steps."""
     config = prepared.config
     if config.stream.replay is None:
