@@ -1,5 +1,5 @@
-"""The model card of an export (``README.md``): the configuration, data, hardware and results of the run. It is written
-from the files of the run, and contains no local path, no address and no secret."""
+"""The model card of an export (``README.md``): the data, results, options and versions of the run. It is written from
+the files of the run, and contains no local path, no address and no secret."""
 
 from __future__ import annotations
 
