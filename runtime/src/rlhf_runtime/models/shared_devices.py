@@ -1,4 +1,4 @@
-"""Hybrid engine: roles and engines on the same devices take turns in using the memory."""
+"""Hybrid engine: roles and engines on the same devices take turns in using their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phases:
     ) -> None:
         """
         Args:
-            roles: those that can offload.
+            roles: roles that can offload.
             refresh: sends the current weights to the generator, which may discard them while it sleeps.
         """
         self._sleeper, self._refresh = generator if isinstance(generator, Sleeps) else None, refresh
@@ -96,8 +96,8 @@ class Phases:
 
     @contextmanager
     def _then_learning(self, is_outermost: bool = True) -> Iterator[None]:
-        """Call :meth:`begin_learning` after the body (if ``is_outermost``), also if the body fails. The body's error
-        is raised."""
+        """Call :meth:`begin_learning` after the body (if ``is_outermost``), even if the body fails. The body's error is
+        then raised."""
         try:
             yield
         except BaseException:
