@@ -20,7 +20,8 @@ COLUMNS = ("response", "responses", "completion", "completions", "answers")
 
 
 def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
-    """The columns with a source's answers: the named ones, or else the one of :data:`COLUMNS` that it has.
+    """The columns with a source's answers: the named columns, or else the one column of :data:`COLUMNS` that the source
+    has.
 
     Raises DataError: a named column does not exist, or the source has none or several of :data:`COLUMNS`.
     """
@@ -38,7 +39,7 @@ def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
 
 
 class DatasetAnswers:
-    """Groups of given answers: one group per row, in the order of the sources.
+    """Groups of answers in data rows: one group per row, in the order of the sources.
 
     Raises DataError, with file and line, for unusable answers that ``data.bad_rows`` or ``data.too_long`` do not drop.
     """

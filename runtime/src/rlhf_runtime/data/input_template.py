@@ -1,4 +1,4 @@
-"""``data.input_template``: the columns that it names, and the text that it makes from a row."""
+"""``data.input_template``: the columns that it names, and the text that it produces from a row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_template(template: str, columns: Collection[str], first: Mapping[str, 
     accept a value of the first row.
 
     Args:
-        columns: of all rows.
+        columns: columns of all rows.
         first: values of the first row.
     """
     names = template_columns(template)
