@@ -23,7 +23,7 @@ LOCK = ".lock"
 
 
 class BusyFolderError(ConfigError):
-    """Another run is at work in the folder, or finished a step there."""
+    """Another run uses the folder, or finished a step there."""
 
 
 class FolderLock:
@@ -60,8 +60,8 @@ class FolderLock:
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Raises ConfigError if another run holds ``folder``, or it cannot be locked. Takes no lock and writes
-        nothing."""
+        """Raises ConfigError if another run holds ``folder``, or if the folder cannot be locked. Takes no lock and
+        writes nothing."""
         cls._require_other(folder)  # first: closing a descriptor releases this process's own lock
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)

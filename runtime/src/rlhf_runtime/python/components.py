@@ -1,6 +1,6 @@
-"""What ``rlhf.train`` takes as ``reward`` and ``observers``: references, classes and instances of components, and plain
-functions (:mod:`rlhf.plugins.functions` has the forms of reward functions). They are registered as plugins of the run
-and selected by name, like any other.
+"""The arguments ``reward`` and ``observers`` of ``rlhf.train``: references, classes and instances of components, and
+plain functions (:mod:`rlhf.plugins.functions` has the forms of reward functions). They are registered as plugins of the
+run and selected by name, like other plugins.
 """
 
 from __future__ import annotations
@@ -139,17 +139,17 @@ def register(plugins: Plugins, kind: str, cls: type[Any]) -> str:
 
 
 def plugin_name(text: str) -> str:
-    """``text``, with characters replaced that a plugin's name may not have."""
+    """``text``, with characters replaced that are not allowed in a plugin's name."""
     return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_") or "unnamed"
 
 
 def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[str, Any]]:
     """Turns a component class or instance into (a named class, its options).
 
-    The class made from an instance builds components that share the attributes of that instance, in this process.
+    If ``component`` is an instance, the class builds components that share its attributes, in this process.
 
     Args:
-        name: name of the class; None: the component's own name, or that of the Python class.
+        name: name of the class; None: the component's own name, or the name of the Python class.
     """
     cls: Any = component if isinstance(component, type) else type(component)
     final_name = plugin_name(name or cls.name or cls.__name__)
@@ -166,7 +166,7 @@ def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[s
 
 
 def named_items(items: Any, argument: str) -> list[tuple[str | None, Any]]:
-    """A list of (name or None, item) from what was given: one item, a list, or {name: item}.
+    """A list of (name or None, item) from one item, a list, or {name: item}.
 
     Raises ConfigError if a name is not text, or the list is empty.
     """
