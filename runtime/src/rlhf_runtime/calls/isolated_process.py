@@ -16,7 +16,7 @@ OLDEST = (3, 11)
 
 
 class LentMetadata(Distribution):
-    """Metadata of a distribution that is installed beside the run."""
+    """Metadata of a distribution that is installed in the run's Python."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._texts = texts

@@ -237,7 +237,7 @@ def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any
 
 
 def _plain_lists(value: Any) -> Any:
-    """``value`` with lists in place of arrays."""
+    """``value`` with arrays converted to lists."""
     if isinstance(value, Mapping):
         return {key: _plain_lists(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -2,9 +2,9 @@
 
 ``rollouts/step-000012.arrow`` and the generated, untrained batches of a checkpoint are Arrow files
 (:mod:`rlhf_runtime.checkpoint.sample_table`). The files that `rlhf eval`, `generate` and `score` write are JSON lines.
-Both hold the same values, one sample a row or line. Of the data row, only source and index are written, because its
-columns are in the data. When groups are read, a callback returns the row. The prompt can be written too, for people and
-for exports.
+Both contain the same values, one sample per row or line. Of the data row, only source and index are written, because
+its columns are in the data. When groups are read, a callback returns the row. The prompt can be written too, for people
+and for exports.
 """
 
 from __future__ import annotations

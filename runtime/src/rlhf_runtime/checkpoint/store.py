@@ -97,9 +97,9 @@ class CheckpointStore:
         return target
 
     def mark_best(self, step: int, **best: Any) -> None:
-        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``best``: the metric
-        and its value, for ``best.json``. If ``best`` is passed to :meth:`save` instead, both happen in one atomic
-        step."""
+        """Protect the saved checkpoint ``step`` from rotation, instead of the previous best checkpoint. ``best``: the
+        metric and its value, for ``best.json``. If ``best`` is passed to :meth:`save` instead, both happen in one
+        atomic step."""
         self._find(step)
         self._point(step, best)
 

@@ -128,7 +128,7 @@ class RunPlugins:
         return self.config.data.image_limit if (policy.images or may_show) and reads_images(policy.path) else 0
 
     def places_on(self, device: str) -> dict[str, Place]:
-        """The placement of every role, and of the generator where there is one.
+        """The placement of every role, and of the generator if there is one.
 
         Args:
             device: ``cpu`` | ``cuda``, the kind of devices as far as it is known.
@@ -317,7 +317,7 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
 
 
 def _shares_devices(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
-    """Whether a role is placed on the devices of another one, and its number of ranks is equal or not set."""
+    """Whether a role is placed on the devices of another role, and its number of ranks is equal or not set."""
     place, source = places[name], places[other]
     is_free = config.placement[name].ranks is None
     return place.share in (other, source.share or other) and (is_free or place.ranks == source.ranks)

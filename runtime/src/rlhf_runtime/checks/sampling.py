@@ -83,7 +83,7 @@ def sampling(run: RunPlugins) -> list[str]:
 
 
 def _demonstrations(run: RunPlugins, needs: Needs) -> list[str]:
-    """Answers of the data among those of the policy."""
+    """Problems of mixing answers of the data with the policy's answers."""
     problems, config, name = [], run.config, run.algorithm.name
     share, per_group = needs.demonstration_share, needs.demonstrations_per_group
     if share and (needs.reward or not 0 < share < 1):
@@ -147,7 +147,7 @@ def _teachers(run: RunPlugins, needs: Needs) -> list[str]:
 
 
 def room(run: RunPlugins) -> list[str]:
-    """Answers that leave no room for a prompt."""
+    """Answer lengths that leave no room for a prompt."""
     answer, longest = run.config.sampling.max_new_tokens, run.config.data.max_tokens
     if not run.online or answer < longest:
         return []
@@ -274,7 +274,7 @@ def generator_capabilities(run: RunPlugins) -> list[str]:
 
 
 ANSWERS = "answers"
-"""Capability of launchers: single requests are answered while other work goes on."""
+"""Capability of launchers: single requests are answered during other work."""
 
 KEEPS_KEYS = "keep:keys"
 """Capability of generators: ``GeneratorSpec.keys``."""

@@ -44,7 +44,7 @@ def component_config(
     Raises ConfigError naming the plugin, its distribution and version, and every problem.
     """
     kind = path.partition(".")[0]
-    section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are beside the plugin's own options
+    section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are next to the plugin's own options
     fields = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
     config, problems = options_config(
         resolved, options, path, origins or {}, dict.fromkeys(fields), suggestions=suggestions

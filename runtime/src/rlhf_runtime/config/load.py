@@ -56,7 +56,7 @@ def load(
             replaced plugin, as in the file that a run writes.
         algorithm: the algorithm if the file names none, for commands that do not use it.
 
-    Raises ConfigError listing every problem with its path, its origin, the value got and what is allowed.
+    Raises ConfigError listing every problem with its path, its origin, the value got and the allowed values.
     """
     text = _read(path) if path is not None else ""
     file_name = Path(path).name if path is not None else "flags"
@@ -225,7 +225,7 @@ def _samples(overrides: Sequence[Override], data: Mapping[str, Any], plugins: Pl
             name = raw.value if isinstance(raw, PythonValue) else raw
     try:
         return bool(plugins.resolve("algorithm", str(name)).cls.data == "prompts")
-    except PluginError:  # reported where the algorithm is selected
+    except PluginError:  # reported when the algorithm is selected
         return True
 
 
@@ -265,7 +265,7 @@ def _leave_out_unread(
         return
     try:
         fields = plugins.resolve(kind, names[-1]).cls.Config.model_fields
-    except PluginError:  # reported where the plugin is selected
+    except PluginError:  # reported when the plugin is selected
         return
     try:
         defaults = dumped(plugins.resolve(kind, str(table["use"])).cls.Config())

@@ -47,7 +47,7 @@ class Option:
     doc: str
     """Its meaning: one paragraph of Markdown."""
     allowed: tuple[str, ...] = ()
-    """The values as a flag has them, where they are a fixed set."""
+    """The allowed values as written in a flag, if they are a fixed set."""
     kind: str = ""
     """The option names a plugin of this kind."""
     plugin: str = ""
@@ -77,7 +77,7 @@ class Section:
 
     @property
     def default_plugin(self) -> str:
-        """The plugin that is used where the run file does not have the section; empty if there is none."""
+        """The plugin that is used if the run file does not have the section; empty if there is none."""
         field = RunFile.model_fields.get(self.path)
         return field.default.use if field is not None and isinstance(field.default, Choice) else ""
 
@@ -101,7 +101,7 @@ def sections() -> list[Section]:
 
 
 def run_file_options() -> list[Option]:
-    """The options of the run file itself, in its order, without those of plugins."""
+    """The options of the run file itself, in its order, without options of plugins."""
     defaults = {f"{section.path}.use": section.default_plugin for section in sections() if section.default_plugin}
     return [
         replace(o, default=defaults[o.path], required=False) if o.path in defaults else o for o in options_of(RunFile)

@@ -290,4 +290,4 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
 }
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({**_TRL, **_OPENRLHF})
 """{name, or the end of a dotted name: our dotted options that it may mean}. ``reward``, ``observer``, ``data.train``
-and ``data.eval`` stand for the whole list."""
+and ``data.eval`` refer to the whole list."""

@@ -147,7 +147,7 @@ class ParsedAnswers:
         self._thoughts = next((tags for tags in _THOUGHTS if tags[1] in source), None)
         self._forms = [form for form in FORMS if form.mark in source]
         self._ids_name = "<|tool_call_argument_begin|>" in source
-        """Whether the template writes the id of a call in place of its name (Kimi K2)."""
+        """Whether the template writes the id of a call instead of its name (Kimi K2)."""
         self._in_channels = all(tag in source for tag in ("<|channel|>", "<|message|>", "<|call|>"))
         self._marks = ["<|message|>"] if self._in_channels else []
         """Texts that, in addition to the marks of the forms, show that a call was attempted."""

@@ -84,7 +84,7 @@ def content_hash(table: Any) -> str:
 
     digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
     for start in range(0, table.num_rows, 8192):
-        # take() copies the rows, so equal values give equal bytes, whatever their offsets and chunks were.
+        # take() copies the rows, so equal values give equal bytes, regardless of offsets and chunks.
         part = table.slice(start, 8192).combine_chunks()
         part = part.take(pa.array(range(part.num_rows))).replace_schema_metadata(None)
         sink = pa.BufferOutputStream()

@@ -16,7 +16,7 @@ ROLES: Mapping[str, str] = {
     "human": "user", "gpt": "assistant", "function": "tool", "observation": "tool",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-"""{name of a role: role}: names of the OpenAI chat API, then those of ShareGPT."""
+"""{name of a role: role}: names of the OpenAI chat API, then names of ShareGPT."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields with the reasoning of an answer, which templates write before its content."""

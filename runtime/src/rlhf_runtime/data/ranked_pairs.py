@@ -1,4 +1,4 @@
-"""Every pair of the ranked answers of a row as a row of its own: ``data.pairs = "all"``."""
+"""``data.pairs = "all"``: every pair of ranked answers becomes a separate row."""
 
 from __future__ import annotations
 

@@ -442,7 +442,7 @@ class _Case:
         return [layout for layout in layouts if columns.items() <= layout.columns.items()] or layouts
 
     def _certain(self, field: str, column: str) -> bool:
-        """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
+        """Whether a column is used regardless of its values. Wrong values are reported when a row is read."""
         return column == self.user_columns.get(field, DEFAULTS.get(field, field))
 
     def _is_label(self, column: str) -> bool:
@@ -462,7 +462,7 @@ class _Case:
 
     def with_further_columns(self, layout: SourceLayout) -> SourceLayout:
         """The layout with the columns of system messages, images, reasoning and tools that the source has. Columns of
-        system messages are read if the run file names no prompt, those of tools if a chat template may show them.
+        system messages are read if the run file names no prompt, and columns of tools if a chat template may show them.
 
         Raises DataError: the run file names a column that the source does not have, or that another field uses.
         """
@@ -490,7 +490,7 @@ class _Case:
 
 
 def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:
-    """The layouts without duplicates, and without those whose columns are a subset of another's."""
+    """The layouts without duplicates, and without layouts whose columns are a subset of another layout's columns."""
     layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     sets = [set(layout.columns.values()) for layout in layouts]
     return [layout for layout, columns in zip(layouts, sets, strict=True) if not any(columns < other for other in sets)]

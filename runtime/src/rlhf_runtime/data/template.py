@@ -270,10 +270,10 @@ class Template(Prompts):
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text`` and which of them are in ``spans``.
 
-        The text is tokenised once, if the tokens match those of sampling. Sampling tokenises the text before a span
-        alone, so the policy can never produce a token across the start of a span. The pieces are tokenised separately
-        if a token crosses or may cross the start of a span, or if the text before a span has other tokens when it is
-        tokenised alone (two line breaks are one token at the end of a text, and two tokens before a word).
+        The text is tokenised once, if the tokens match the tokens in sampling. Sampling tokenises the text before a
+        span alone, so the policy can never produce a token across the start of a span. The pieces are tokenised
+        separately if a token crosses or may cross the start of a span, or if the text before a span has other tokens
+        when it is tokenised alone (two line breaks are one token at the end of a text, and two tokens before a word).
         """
         if self.tokenizer.is_fast:
             encoded = self.tokens.encoded(text, return_offsets_mapping=True)

@@ -59,9 +59,9 @@ class TextTokens:
     def ids_after(self, prefix: str, text: str) -> list[int]:
         """Tokens of ``text`` as a continuation of ``prefix``, whose tokens are already fixed.
 
-        Tokenizers like SentencePiece add a space before their input, so the tokens of a text alone differ from those of
-        a continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With such tokenizers the continuation is
-        tokenised after a character, or after the special token at the end of ``prefix``.
+        Tokenizers like SentencePiece add a space before their input, so the tokens of a text alone differ from the
+        tokens of a continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With such tokenizers the
+        continuation is tokenised after a character, or after the special token at the end of ``prefix``.
 
         Raises DataError: the character and the text become one token.
         """

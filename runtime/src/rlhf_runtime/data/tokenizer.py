@@ -145,7 +145,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether there is a tokenizer beside a model. A path that is not a folder is assumed to have one."""
+    """Whether there is a tokenizer in the model's folder. A path that is not a folder is assumed to have one."""
     place = Path(folder).expanduser()
     return not place.is_dir() or any((place / name).exists() for name in _FILES)
 
@@ -172,8 +172,8 @@ class TokenDecoder:
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, specs: Iterable[ModelSpec]) -> None:
     """Refuse a role whose model has another tokenizer than the policy, or an embedding that is too small for it.
 
-    Ids that both tokenizers know must be the same token. A model without a tokenizer beside it is assumed to have the
-    policy's. The size of its embedding is always compared.
+    Ids that both tokenizers know must be the same token. A model without a tokenizer in its folder is assumed to have
+    the policy's tokenizer. The size of its embedding is always compared.
 
     Args:
         tokenizer: tokenizer of the policy.

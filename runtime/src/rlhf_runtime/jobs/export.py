@@ -139,8 +139,8 @@ def _restore(algorithm: Algorithm, state: Path) -> None:
 
 
 def _add_to_mean(folder: Path, exports: Sequence[Path]) -> None:
-    """Replace the weights of the export in ``folder`` by the mean of its weights and those of other exports, which are
-    divided into the same files. At most one file is in memory."""
+    """Replace the weights of the export in ``folder`` by the mean of its weights and the weights of other exports,
+    which are divided into the same files. At most one file is in memory."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 

@@ -340,7 +340,7 @@ def _setting(changes: Iterable[Change]) -> Setting:
 
 
 def _experiment(name: str, cause: Cause, residual: _Residual) -> Experiment:
-    """The cause alone."""
+    """Try one cause alone."""
     if not cause.changes:
         return Experiment(name, None, cause.note)
     gaps = {change.name: residual([change]) for change in cause.changes}

@@ -27,7 +27,7 @@ class Setting:
     other_dtype: bool = False
     """In bf16 instead of fp32, or the reverse."""
     unbatched: bool = False
-    """Each sequence in a micro-batch of its own."""
+    """Each sequence in its own micro-batch."""
     plain: bool = False
     """At temperature 1."""
     cut: bool = False

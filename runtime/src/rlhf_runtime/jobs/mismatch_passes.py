@@ -36,7 +36,7 @@ class Pass:
     other_dtype: bool = False
     """bf16 instead of fp32, or the reverse."""
     unbatched: bool = False
-    """Each sequence in a micro-batch of its own."""
+    """Each sequence in its own micro-batch."""
     weights: str = LIVE
     rendered: bool = False
     """The prompts are rendered by the current template, instead of the recorded prompts."""

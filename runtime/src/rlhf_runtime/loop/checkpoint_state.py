@@ -35,7 +35,7 @@ from rlhf_runtime.samples.stream import RecordedStream, Stream
 
 
 def _number(text: str) -> str:
-    float(text)  # raises ValueError, which says what it got
+    float(text)  # raises ValueError that contains the text
     return text
 
 

@@ -48,7 +48,7 @@ def evaluate_rollouts(
     """Answer every row ``samples`` times with the current weights. Metrics are named ``eval/...``.
 
     Seeds depend only on the run's seed, the row's position and the sample's number, so evaluations of the same weights
-    are equal, also in different runs. Failed samples count as failed, whatever ``stream.on_failed_sample`` is. Raises
+    are equal, also in different runs. Failed samples count as failed, regardless of ``stream.on_failed_sample``. Raises
     RolloutError if too many fail (``stream.max_failed``).
 
     Args:
@@ -155,7 +155,7 @@ def evaluates_average(policy: Role, trainer: type[Trainer], weights: Literal["ex
 def with_average(
     evaluate: Callable[[], Metrics], policy: Role, sampler: Sampler | None, stream: Stream | None, total_steps: int
 ) -> Metrics:
-    """Call ``evaluate`` with the policy's average in place of its weights, also in the generator.
+    """Call ``evaluate`` with the policy's average instead of its weights, also in the generator.
 
     A generator with its own copy gets the average before the evaluation and the live weights after it. Both syncs are
     verified. It gets the live weights only if training samples will be drawn with them. After a failure the policy has

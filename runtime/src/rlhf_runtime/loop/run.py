@@ -243,7 +243,7 @@ class Run:
         self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
         if self.evaluation is not None and self._evaluates(steps_done):
             if not saved:
-                self.saves.hold(steps_done, unfinished=metrics)  # with those of the sync
+                self.saves.hold(steps_done, unfinished=metrics)  # including metrics of the sync
             try:
                 metrics |= self._evaluate(self.evaluation, steps_done)
                 is_best = self.evaluation.best.update(steps_done, metrics)[0] and section.save_best

@@ -127,8 +127,8 @@ class Saves:
         write_card(path, self._directory.path, name)
 
     def rescue(self) -> None:
-        """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost
-        when a row, a reward or an environment fails. The failure remains the error that is shown."""
+        """After a failure, save the last finished step if the weights have not changed since. So nothing is lost when a
+        row, a reward or an environment fails. The run still ends with the original error."""
         state, self._intact, best = self._intact, None, self._intact_best
         if state is None or self._changes() != self._intact_changes:
             return
@@ -207,7 +207,8 @@ class ModelFiles:
 
 
 def _complete_adapter(path: Path) -> None:
-    """Give the adapter in an export the settings of its model, so that it can be named as a model by itself."""
+    """Copy the settings of the model to the adapter in an export, so that the adapter's folder can be used as a
+    model."""
     for file in path.iterdir() if (path / ADAPTER).is_dir() else ():
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copyfile(file, path / ADAPTER / file.name)

@@ -149,7 +149,7 @@ def _tokens(items: _Bin) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UnitPrefixes:
-    """Number of computed tokens of units, alone and next to each other."""
+    """Number of computed tokens of units, alone and as neighbours."""
 
     tokens: list[int]
     """[U]: computed tokens of each unit alone."""

@@ -200,7 +200,7 @@ class WeightSync:
     def _examine(
         self, generator: TakesTensors, proofs: Sequence[Proof], reference: _Reference
     ) -> tuple[list[str], float]:
-        """(what is wrong, largest difference of a canary)."""
+        """(problems, largest difference of a canary)."""
         marks = reference.marks()[0]
         problems = []
         for proof in proofs:
@@ -303,5 +303,5 @@ def canary_differences(
     if bf16:
         kinds = [bool(c.images) for c in canaries]
         gaps = [torch.cat([x for x, other in zip(gaps, kinds, strict=True) if other == kind], 1) for kind in kinds]
-    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN where a token is not finite
+    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN if a token is not finite
     return [float(x.max()) for x in ends]

@@ -51,7 +51,7 @@ class LiveTable:
         self.left = ""
         """Text about the remaining time."""
         self.phase: tuple[str, float, dict[str, tuple[int, int]]] | None = None
-        """(what the step is doing, since when, counts)."""
+        """(current phase of the step, its start, counts)."""
         self.sample = ""
         self._sample_rows = 0
         self._curves: dict[str, deque[float]] = {}
@@ -108,7 +108,7 @@ class LiveTable:
 
     def _draw(self) -> None:
         while not self._end.wait(REFRESH):
-            with suppress(ValueError, OSError):  # the terminal is closed; the run goes on
+            with suppress(ValueError, OSError):  # the terminal is closed; the run continues
                 self.refresh()
 
     def _write_urgent(self) -> None:

@@ -159,7 +159,7 @@ def failure_metrics(groups: Iterable[Group], failed: float, step_sources: Mappin
 def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values, over the samples to which the source
     applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is 1 or 0).
-    The source ``env`` stands for the environment; its value is the sum of the rewards of a sample's turns."""
+    The source ``env`` is the environment. Its value is the sum of the rewards of a sample's turns."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     infos: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (t for group in groups for t in group.trajectories):

@@ -141,7 +141,7 @@ def default_folder(takes_newest: bool) -> Path:
 
     Raises ConfigError if ``runs/latest`` is a folder instead of a link, and holds a run.
     """
-    if LATEST.is_dir() and not LATEST.is_symlink():  # a run was given it as run.output
+    if LATEST.is_dir() and not LATEST.is_symlink():  # a run had it as run.output
         if not takes_newest and not is_free(LATEST):
             raise ConfigError(
                 f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "

@@ -95,7 +95,7 @@ def batch_calls(
 ) -> tuple[ScoreWithRole, ReadRole]:
     """The same two functions with batching. Calls share one forward pass if they are made in one turn of the event
     loop, or while another forward pass computes. The pass is computed in micro-batches of the role's token budget. So
-    groups that are scored at the same time share passes. Values equal those of separate calls up to rounding.
+    groups that are scored at the same time share passes. Values equal the values of separate calls up to rounding.
 
     An invalid call fails alone. If the model fails, all calls of the pass fail. A call that was cancelled before its
     pass begins is not computed.

@@ -47,7 +47,7 @@ class Acceptance:
         filter accepts a group if it accepts the samples of one agent."""
         if all(
             t.is_demonstration for t in group.trajectories
-        ):  # the answer stands for the whole group: Needs.demonstration_share
+        ):  # the answer is the whole group: Needs.demonstration_share
             counts["demonstrations"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]

@@ -367,7 +367,7 @@ class ChosenRows:
         return {"step": self._step, "rejected": [asdict(group) for group in self._rejected], "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Raises CheckpointError if the checkpoint is of a run without a curriculum."""
+        """Raises CheckpointError if the checkpoint is from a run without a curriculum."""
         if state is None:
             raise CheckpointError(f"stream.chosen of the checkpoint is missing. {WAY_OUT}")
         self._step, self._rejected = state["step"], self._order.restored(state["rejected"])

@@ -1,4 +1,5 @@
-"""Failed samples: the first failure of each cause is reported at once, and too large a share stops the run."""
+"""Counts failed samples. The first failure of each cause is reported immediately, and a too large share stops the
+run."""
 
 from __future__ import annotations
 

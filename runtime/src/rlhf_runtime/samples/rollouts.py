@@ -28,7 +28,7 @@ from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
 from rlhf_runtime.samples.sample_context import SampleContext, TurnLog
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
-"""Errors of the generator or of its weights, not of one sample. They end the run whatever ``on_failed_sample`` says."""
+"""Errors of the generator or of its weights, not of one sample. They end the run regardless of ``on_failed_sample``."""
 
 Count = Callable[[int, int], None]
 """Shows progress: called with (number done, number in all)."""
@@ -106,7 +106,7 @@ class Rollouts:
         ]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # after a failure, no task may go on in the background
+        finally:  # after a failure, no task may continue in the background
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -76,8 +76,8 @@ def _launch_role(name: str, prepared: PlacedPlugins, launcher: Launcher) -> Role
 
 
 def _base_of(name: str, prepared: PlacedPlugins, roles: Mapping[str, Role]) -> Role | None:
-    """The other role whose model, with its adapters disabled, serves as this frozen role. None if this role needs a
-    model of its own."""
+    """The other role whose model, with its adapters disabled, serves as this frozen role. None if this role needs its
+    own model."""
     source = roles.get(prepared.base_of(name, prepared.places) or "")
     if source is None or name in prepared.schedule.snapshots or "base" not in source.facts.views:
         return None

@@ -184,7 +184,7 @@ def _read_data(
         if rollout.needs_env:
             data.template.observations.check()
         if rollout.needs_messages:
-            _ = data.template.messages  # raises where there is no chat template
+            _ = data.template.messages  # raises if there is no chat template
             data.template.shows_tools = False
         if rollout.needs_tools:
             data.template.messages.answers.check_tools()

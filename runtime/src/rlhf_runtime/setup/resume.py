@@ -216,7 +216,7 @@ SECTIONS = (
 
 
 def check_record(prepared: Prepared) -> None:
-    """Raises ConfigError if ``stream.replay`` names a folder without a record, a record of another run, or one of
+    """Raises ConfigError if ``stream.replay`` names a folder without a record, a record of another run, or a record of
     too few steps."""
     config = prepared.config
     if config.stream.replay is None:
