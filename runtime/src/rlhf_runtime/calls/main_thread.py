@@ -136,7 +136,7 @@ class MainThread:
 
 
 def _standing_still(thread: threading.Thread, seconds: float) -> str:
-    """The message that names the line that blocks the event loop."""
+    """The message that names the line which blocks the event loop."""
     return (
         f"note: all rollouts, rewards and environments have waited {seconds:.0f} s for {place(thread.ident)}, an "
         "`async def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`, which "

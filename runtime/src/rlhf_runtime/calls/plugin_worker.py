@@ -258,7 +258,7 @@ class WorkerPool:
             raise
 
     def release(self, worker: PluginWorker) -> None:
-        """Return a worker to the pool. A dead worker is replaced when the next worker is needed."""
+        """Return a worker to the pool. A dead one is replaced when the next one is needed."""
         if worker.alive:
             self._idle.append(worker)
         else:

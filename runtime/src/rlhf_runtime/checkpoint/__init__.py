@@ -1,5 +1,5 @@
-"""Checkpoints. They are written atomically, with checksums. Old checkpoints are deleted only after the new one is
-complete. A checkpoint is compared with the run before it is used."""
+"""Checkpoints, written atomically and with checksums. Old checkpoints are deleted only after the new one is complete. A
+checkpoint is compared with the run before use."""
 
 from rlhf_runtime.checkpoint.compare import Difference, compare, describe, require_same_run
 from rlhf_runtime.checkpoint.json_values import dumps, loads, read_json, write_json

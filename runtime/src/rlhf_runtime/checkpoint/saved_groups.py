@@ -80,7 +80,7 @@ def recorded(path: Path, rows: Collection[int] | None = None) -> Iterator[tuple[
     Args:
         rows: only these rows or lines, counted from 0.
 
-    Raises CheckpointError for a file that is missing or damaged. The error names a line that is not JSON.
+    Raises CheckpointError for a file that is missing or damaged, naming the line that is not JSON.
     """
     if path.suffix == SUFFIX:
         yield from read_samples(path, rows)
@@ -116,7 +116,7 @@ def read_groups(path: Path, find: FindRow) -> list[Group]:
     Args:
         find: gives the row of a source at an index, with all its columns.
 
-    Raises CheckpointError for a missing or damaged file. The error names a row that is not a sample.
+    Raises CheckpointError for a missing or damaged file, naming the row that is no sample.
     """
     groups: list[Group] = []
     for place, line in read_samples(path):

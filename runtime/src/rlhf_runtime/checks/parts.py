@@ -231,7 +231,7 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
 def lending_problems(
     loans: Iterable[Lent], roles: Mapping[str, RoleSpec], snapshots: Collection[str], precomputed: Collection[str]
 ) -> list[str]:
-    """The reasons why these heads cannot be lent. The borrower's copy must always equal the lender's head.
+    """Why these heads cannot be lent. The borrower's copy must always equal the lender's head.
 
     Args:
         snapshots: roles whose weights are replaced during the run.
@@ -311,8 +311,8 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def check_texts(rewards: Sequence[ActiveReward], tokenizer: Any) -> None:
-    """Refuse rewards that search for special tokens in answers (``Reward.texts``). Raises ConfigError that names
-    reward, text and token."""
+    """Refuse rewards that look for special tokens in answers (``Reward.texts``). Raises ConfigError that names reward,
+    text and token."""
     problems = []
     for reward in rewards:
         with boundary(PluginError, f"{reward}: texts()"):

@@ -42,7 +42,7 @@ class RunPlugins:
     rollout: Rollout | None
     """None if the run samples nothing."""
     scored: bool
-    """Whether answers must get a reward and the rollout gives none itself."""
+    """Whether answers must get a reward, and the rollout gives none itself."""
     commits: Commits
     """The commits of the models and data that the run names on the hub."""
 
@@ -212,8 +212,8 @@ def job_plugins(
     """The plugins of a job that trains nothing. The algorithm of the run file is ignored.
 
     Args:
-        algorithm: algorithm of the job. The job has the roles of this algorithm and of the rewards. Sections of other
-            roles, and rewards that are teachers, are not read.
+        algorithm: algorithm of the job. The job has its roles and the roles of rewards. Sections of other roles, and
+            rewards that are teachers, are not read.
         kinds: kinds of plugins that the job selects in addition to the rewards.
     """
     plugins.check_requirements(config.run.requires)
@@ -317,7 +317,7 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
 
 
 def _shares_devices(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
-    """Whether a role is placed on the devices of another role, and its number of ranks is equal or not set."""
+    """Whether a role is placed on the devices of another one, and its number of ranks is equal or not set."""
     place, source = places[name], places[other]
     is_free = config.placement[name].ranks is None
     return place.share in (other, source.share or other) and (is_free or place.ranks == source.ranks)

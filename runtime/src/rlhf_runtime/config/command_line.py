@@ -23,7 +23,7 @@ SHORT_FLAGS: Mapping[str, str] = {
     "overwrite": "run.overwrite",
     "steps": "run.steps",
 }
-"""{short flag without dashes: dotted path for the overrides of :func:`rlhf_runtime.config.load.load`}."""
+"""{short flag without dashes: dotted path, as in the overrides of :func:`rlhf_runtime.config.load.load`}."""
 HELP = {
     "algo": "algorithm plugin",
     "reward": "reward: plugin:NAME, file:PATH.py, python:MODULE:NAME, model:PATH; may be given several times",

@@ -1,4 +1,4 @@
-"""The options of a run as data: name, type, default, allowed values and meaning, from the classes that check them.
+"""The options of a run as data: name, type, default, allowed values and meaning, read from the classes that check them.
 
 ``rlhf explain``, ``rlhf init``, ``rlhf plugins show``, shell completion, suggestions for wrong names and the reference
 page of the run file all read options here.

@@ -24,7 +24,7 @@ Override = tuple[str, str | PythonValue | None]
 
 
 class Overrides:
-    """Applies flags. The results are ``data``, ``origins`` of every path, and ``problems``.
+    """Applies flags. :meth:`apply` changes ``data``, ``origins`` of every path, and ``problems``.
 
     Args:
         suggest: returns `` Did you mean ...?`` for an unknown flag, or an empty string.

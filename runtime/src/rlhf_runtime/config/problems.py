@@ -98,8 +98,8 @@ def leaves(table: Mapping[str, Any]) -> list[str]:
 
 
 def origin(path: str, origins: Mapping[str, str]) -> str:
-    """`` (run.toml, line 3)``: the place where the path, or the nearest section above it, was written; empty if it was
-    not written."""
+    """`` (run.toml, line 3)``: the place of the path, or of the nearest section above it; empty if neither was
+    written."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         source = origins.get(".".join(parts[:n]))

@@ -41,7 +41,7 @@ class AnswerEnds:
 
     @cached_property
     def of_template(self) -> str:
-        """The end token that the template writes after an answer of text; empty if it writes none."""
+        """The end token that the template writes after an answer that is text; empty if it writes none."""
         return max((t for t in self._tokens if (self.of_text or "").endswith(t)), key=len, default="")
 
     @cached_property

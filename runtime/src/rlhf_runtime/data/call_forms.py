@@ -38,7 +38,7 @@ argument has a path, such as ``places.*.city`` for a list of objects."""
 @dataclass(frozen=True, slots=True)
 class CallForm:
     mark: str
-    """A text that every chat template with this form contains."""
+    """A text that is in each chat template with this form."""
     opening: str
     """Pattern of the text before one or several calls. It may have the groups ``name`` and ``id``."""
     closing: str
@@ -372,8 +372,8 @@ def _read_json(form: CallForm, opening: re.Match[str]) -> tuple[list[AnswerCall]
 
 
 def _read_text(form: CallForm, opening: re.Match[str], types: Types) -> tuple[list[AnswerCall], int]:
-    """The calls after an opening, and the end of the text that was read. This is the end of the text if no closing tag
-    follows. A value may contain closing tags, so the text up to later closing tags is tried too."""
+    """The calls after an opening, and the position up to which the text was read: its end if no closing tag follows. A
+    value may contain closing tags, so later closing tags are tried too."""
     text, boundary = opening.string, len(opening.string)
     for end in islice(re.compile(form.closing).finditer(text, opening.end()), 8):
         boundary = min(boundary, end.end())
@@ -396,7 +396,7 @@ def _after_space(text: str, position: int) -> int:
 # ---------------------------------------------------------------------------------------- channels of gpt-oss
 
 CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-"""The tags of answers in several parts (the harmony format)."""
+"""The tags of answers in several parts (harmony)."""
 _PART = re.compile(
     r"(?:<\|start\|>assistant)?(?P<header>[^<]*(?:<\|channel\|>(?P<channel>\w*)[^<]*)?(?:<\|constrain\|>[^<]*)?)"
     r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)\s*",

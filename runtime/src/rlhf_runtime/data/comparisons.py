@@ -20,7 +20,7 @@ Values = dict[str, Any]
 """{field: value} of one row."""
 
 OF_MARGIN = "_margin"
-"""Suffix of a conversion's name: the margin is the difference of the two scores."""
+"""End of a conversion's name: the margin is the difference of the two scores."""
 _TEXTS = ("response", "answer", "completion", "text")
 """Fields that may contain the answer, if answers are a list of objects."""
 

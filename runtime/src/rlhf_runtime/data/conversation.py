@@ -1,9 +1,8 @@
 """Find each answer in the render of a chat template.
 
-The tokenised text is always ONE render of the whole conversation. In a second render, every text is replaced by a
-marker. It shows the passages, which are the characters of each message. Replacing the markers by the texts must give
-the first render exactly. A template that rewrites or drops a message's text fails this check and is refused. The error
-names the message.
+The tokenised text is always ONE render of the whole conversation. A second render, with a marker for every text, shows
+the passages: the characters of each message. Replacing the markers by the texts must give the first render exactly. A
+template that rewrites or drops a message's text fails this check and is refused. The error names the message.
 
 An answer starts after the head (the text that ``add_generation_prompt`` adds), which is in the gap before its first
 passage. It ends after the end token that follows its last passage. Tool calls are not passages. They are between the
@@ -48,7 +47,7 @@ class Render:
     """{assistant message: its characters, from the end of the generation prompt up to and including the end token}, in
     the order of the messages."""
     marked_end: bool = True
-    """Whether the end tokens are in the template's ``{% generation %}`` blocks, if it has such blocks."""
+    """Whether the end tokens are in the template's ``{% generation %}`` blocks, if it has these."""
 
 
 class ChatTemplate:

@@ -178,7 +178,7 @@ CONVERSIONS: Mapping[str, tuple[str, Callable[[Values, bool], Values]]] = {
     for meaning, words in PREFERENCES.items()
     for end, suffix in (("", ""), (OF_MARGIN, "; the difference is the margin"))
 }
-"""{conversion: (description for messages, function of the values and of whether a chat template is used)}."""
+"""{conversion: (words for messages, function of the values and of whether a chat template is used)}."""
 
 
 # ------------------------------------------------------------------- what a value looks like

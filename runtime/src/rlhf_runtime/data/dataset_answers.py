@@ -20,8 +20,7 @@ COLUMNS = ("response", "responses", "completion", "completions", "answers")
 
 
 def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
-    """The columns with a source's answers: the named columns, or else the one column of :data:`COLUMNS` that the source
-    has.
+    """The columns with a source's answers: the named ones, or else the one of :data:`COLUMNS` that it has.
 
     Raises DataError: a named column does not exist, or the source has none or several of :data:`COLUMNS`.
     """

@@ -23,7 +23,7 @@ COMPARED = ((64, 64), (640, 480), (1500, 2000))
 class ImageTokens:
     """Replaces the placeholder of each image by the tokens that the model's processor writes.
 
-    The number of tokens depends on the size of the image. The processor is loaded for the first image.
+    The number of tokens depends on the size of the image. The processor is loaded when the first image comes.
 
     Args:
         model: the policy: a folder or hub name of an image-text model.

@@ -1,4 +1,4 @@
-"""``data.input_template``: the columns that it names, and the text that it produces from a row."""
+"""``data.input_template``: the columns that it names, and the text that it makes from a row."""
 
 from __future__ import annotations
 

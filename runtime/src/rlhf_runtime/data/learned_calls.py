@@ -282,7 +282,7 @@ def _elements(write: Writer, text: str, place: _Place) -> _Elements:
 
 
 def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, frozenset[str]]:
-    """{text between key and value: types of values for which the template writes this text}."""
+    """{text between key and value: the types of values for which the template writes it}."""
     kinds = {middle: {"string"}}
     for value, forms in ((70, ("70",)), (7.5, ("7.5",)), (True, ("true", "True")), (None, ("null", "None")),
                          ([71], ("[71]",)), ({"zqx": 72}, ('{"zqx": 72}', '{"zqx":72}'))):  # fmt: skip

@@ -205,7 +205,7 @@ def _text(part: Mapping[str, Any]) -> Any:
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of content is declared as an image."""
+    """Whether a part of content says that it is an image."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
 
 

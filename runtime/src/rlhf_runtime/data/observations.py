@@ -87,11 +87,11 @@ class Observations:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The text that a template writes around turns."""
+    """The text that a template puts around turns."""
 
     end: str
     """The text that ends an answer before another message; empty if the template writes no end token there."""
     prefix: str
-    """Text from the end of an answer (after its end token) to the text of the next user message."""
+    """Text from the end of an answer (after its end token) to the text of the user's next message."""
     suffix: str
     """Text from the end of the user's text to the start of the policy's answer."""

@@ -1,4 +1,4 @@
-"""Rows as a model will see them, as plain values: tokens, trained tokens, ends of steps, rows that are left out."""
+"""Rows as a model will see them, as plain values: tokens, trained tokens, ends of steps, and rows that are left out."""
 
 from __future__ import annotations
 

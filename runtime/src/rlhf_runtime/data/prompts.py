@@ -72,7 +72,7 @@ class Prompts:
         self.decode = decoder_of(tokenizer, special_tokens=False)
         """Converts tokens to text, without special tokens."""
         self.require_text = False
-        """Whether an empty prompt is refused, because the policy reads no other text of a row."""
+        """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self.shows_tools = True
         """Whether prompts show the tools of their rows. A rollout that encodes messages shows its own tools."""
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
@@ -142,7 +142,7 @@ class Prompts:
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's end token, and the chat template's end token if it differs."""
+        """Tokens that end an answer: the tokenizer's end token and the chat template's, if it differs."""
         ids = [self.tokenizer.eos_token_id]
         if self.chat is not None:
             turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

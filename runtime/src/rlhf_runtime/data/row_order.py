@@ -66,7 +66,7 @@ class RowOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of :meth:`state_dict`.
 
-        Raises CheckpointError that names the change: sources, their content, probabilities, seed or shuffling.
+        Raises CheckpointError naming the change: sources, their content, probabilities, seed or shuffling.
         """
         identity = self._identity()
         saved = {name: source["fingerprint"] for name, source in state["sources"].items()}
@@ -204,8 +204,8 @@ class ChosenOrder(RowOrder):
 
     @property
     def epoch(self) -> float:
-        """Number of rows drawn so far, divided by the number of rows that can be drawn. One row may have been drawn
-        several times, another never."""
+        """Rows drawn so far, divided by the rows that can be drawn. A row may have been drawn several times, another
+        never."""
         return self.rows_taken / len(self.rows)
 
     def choose(self, n: int, step: int) -> list[Row]:

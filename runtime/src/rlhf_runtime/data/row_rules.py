@@ -24,7 +24,7 @@ class RowVerdict:
     kind: Literal["", "too_long", "bad_rows"] = ""
     """Empty if the row can be used; else the option of ``[data]`` that decides whether it is refused or left out."""
     text: str = ""
-    """The reason why the row cannot be used."""
+    """The reason, if the row cannot be used."""
     example: Example | None = None
     """Its tokens (offline forms)."""
     error: DataError | None = None

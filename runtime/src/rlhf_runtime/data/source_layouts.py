@@ -107,7 +107,7 @@ def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> li
 
 
 def _layout(source: Source, form: DataForm, answered: bool, section: DataSection, template: Template) -> SourceLayout:
-    """The layout of a source. ``answered``: whether the policy answers its prompts."""
+    """The layout of a source. ``answered``: the policy answers its prompts."""
     chat = template.chat is not None
     takes_all = section.loss_on == "all" and not chat
     layout = recognise(
@@ -156,8 +156,7 @@ HISTORY = "history"
 OUTPUTS = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
 SYSTEMS = ("system", "system_prompt")
 _WITH_SYSTEM = {"prompt", "messages", "chosen"}
-"""Fields before which a system message is added. If the run file names the column of one of them, no column of system
-messages is read."""
+"""Fields that a system message precedes. If the run file names the column of one of them, no system column is read."""
 
 
 def recognise(
@@ -340,8 +339,8 @@ class _Case:
                     )
 
     def _may_be(self, columns: Mapping[str, str]) -> bool:
-        """Whether the source has all columns of a layout, and the user named either no columns, or only columns of the
-        layout including the first one."""
+        """Whether the source has a layout's columns, and the user named no columns, or only columns of the layout
+        including the first."""
         user = self.user_columns
         is_named = not user or (next(iter(columns)) in user and user.items() <= columns.items())
         return is_named and {*columns.values()} <= {*self.columns}

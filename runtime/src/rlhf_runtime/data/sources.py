@@ -31,7 +31,7 @@ TOOLS = "tools"
 column."""
 
 CONVERSIONS = {**convert.CONVERSIONS, **STEP_CONVERSIONS}
-"""{name of a conversion: (description for messages, function)}, for conversations, comparisons and labelled steps."""
+"""{name of a conversion: (words for messages, function)}, of conversations, comparisons and labelled steps."""
 
 ONE_IMAGE = "image"
 """The column of images in many published datasets that have no column ``images``."""
@@ -109,7 +109,7 @@ class Source(ABC):
         """All columns of a row."""
 
     def has(self, column: str) -> bool:
-        """Whether any row has the column. A dotted name may refer to a value inside a column."""
+        """Whether any row has the column. A dotted name may be a value inside of a column."""
         if column in self.columns or column.partition(".")[0] not in self.columns:
             return column in self.columns
         return any(column in self[number].columns for number in range(len(self)))

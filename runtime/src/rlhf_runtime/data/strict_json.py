@@ -36,7 +36,7 @@ def _number(text: str) -> float:
 
 
 STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
-"""One decoder for all calls. It has no state, and creating one takes as long as reading a short row."""
+"""One decoder for all calls. It has no state, and making one takes as long as reading a short row."""
 
 _SPACE = " \t\r\n"
 

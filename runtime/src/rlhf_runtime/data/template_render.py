@@ -40,7 +40,7 @@ _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
 def _strftime(pattern: str) -> str:
-    """The clock of a compiled template. Other users of the template in this process keep their clock."""
+    """The clock of a compiled template. Other users of the template in this process keep theirs."""
     return (_day.get() or datetime.now()).strftime(pattern)
 
 
@@ -212,8 +212,8 @@ def try_template(source: str, render: Callable[[Sequence[Mapping[str, Any]]], st
 
     A template is a program that comes with a model. The sandbox of jinja2 keeps it from files and from the interpreter,
     and limits a single range to 100,000. It limits neither nested loops nor the size of texts, which jinja2 computes
-    even while it compiles. This check detects a template that is always wrong or hostile. It does not detect a template
-    that is wrong or hostile only for certain rows.
+    even while it compiles. This check detects a template that is always wrong or hostile, not one that is so only for
+    certain rows.
 
     Args:
         source: the template's text.

@@ -107,7 +107,7 @@ def tokens_of(tokenizer: Any) -> Tokens:
 
 
 def decoder_of(tokenizer: Any, special_tokens: bool = True) -> Callable[[Sequence[int]], str]:
-    """``decode(ids)`` of a tokenizer, with or without special tokens. Spaces are not cleaned up."""
+    """``decode(ids)`` of a tokenizer, with or without special tokens, and spaces not cleaned up."""
 
     def decode(ids: Sequence[int]) -> str:
         text: str = tokenizer.decode(

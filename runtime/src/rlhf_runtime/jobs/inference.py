@@ -163,7 +163,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything except the system message."""
+        """Forget everything but the system message."""
         system = self._template.section.system
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.prompt = ""

@@ -53,7 +53,7 @@ class Passes:
     """{(rendered, rerouted): the samples}."""
     heads: Sequence[Head]
     exports: Mapping[int, Path]
-    """{version: new folder for its model}, for versions with the weights ROUNDED."""
+    """{version: new folder for its model}: versions with the weights ROUNDED."""
     table: dict[Pass, Mapping[str, Tensor]] = field(default_factory=dict)
     """{pass: {name of a head: [A]}}."""
 

@@ -89,7 +89,7 @@ class Control(RunControl):
         return bool(waiting)
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was requested since the last call."""
+        """Whether a checkpoint was asked for since the last call."""
         save, self._save = self._save, False
         return save
 

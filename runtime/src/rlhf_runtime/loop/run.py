@@ -116,7 +116,7 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + the number of the signal that ended the run before its last step, as in shells. So a command
+        """0, or 128 + the number of the signal that ended the run before its last step, as in shells, so that a command
         after `rlhf train ... &&` does not start with an unfinished model."""
         return 128 + self.stop.signal if self.status == "stopped" and self.stop.signal else 0
 
@@ -160,7 +160,7 @@ class Run:
         """Called within :meth:`learn` with the batch that has advantages."""
 
     def take_devices_back(self) -> None:
-        """Give the roles the devices that they share with the generator. Called before roles learn or save."""
+        """Give the roles the devices that they share with the generator. Called before they learn or save."""
         if self.sampler is not None:
             self.sampler.phases.begin_learning()
 

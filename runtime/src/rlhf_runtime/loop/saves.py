@@ -53,7 +53,7 @@ class Saves:
         self._take_devices_back = take_devices_back
         self._files = ModelFiles(config, algorithm, state.data.template)
         self._intact: State | None = None
-        """The state of the last finished step, until a checkpoint contains it."""
+        """The state of the last finished step, until it is in a checkpoint."""
         self._intact_changes = 0
         """:meth:`_changes` when ``_intact`` was set. A larger value means that the weights have changed since."""
         self._intact_best: Mapping[str, Any] | None = None

@@ -24,7 +24,7 @@ class StopRequest:
     Handlers are installed only in the main thread, because Python allows no other. They are restored at the end.
 
     Args:
-        promise: text that says what the run will do about the request. It is shown at the first signal.
+        promise: text about what the run will do, shown at the first signal.
         callback: called at the first request, in a signal handler or by :meth:`request`.
         show: called in a signal handler with a line for the user. Returns whether it will be shown.
     """
@@ -46,7 +46,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
-        """Request a stop at the next step boundary, from code instead of a signal."""
+        """Ask for a stop at the next step boundary, from code instead of a signal."""
         first, self.requested, self.reason = not self.requested, True, reason
         if first:
             self.callback()

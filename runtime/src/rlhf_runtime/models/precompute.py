@@ -29,7 +29,7 @@ from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 
 BATCHES = 8
-"""Number of batches that the role computes at once."""
+"""Number of batches whose rows the role computes at once."""
 
 _KEY = 16  # bytes; two of 2^40 sequences share one with a probability of 2^-49
 
@@ -173,8 +173,7 @@ def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
 
 
 def identity(spec: ModelSpec) -> str:
-    """Identity of a model and of its arithmetic. It contains the path and, for a folder, the sizes and times of its
-    files."""
+    """Identity of a model and its arithmetic: its path and, for a folder, the sizes and times of its files."""
     folder = Path(spec.path).expanduser()
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("config.json")) if folder.is_dir() else []
     stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
@@ -192,7 +191,7 @@ def _rows(batch: Batch, head: Head) -> list[slice]:
 def problems_of(
     names: Iterable[str], algorithm: Algorithm, trained: Collection[str], snapshots: Collection[str]
 ) -> list[str]:
-    """The reasons why these roles cannot be precomputed."""
+    """Why these roles cannot be precomputed."""
     problems = []
     for name in names:
         annotations = [a for a in algorithm.annotations(0) if a.role == name]

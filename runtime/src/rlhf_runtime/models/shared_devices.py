@@ -1,4 +1,4 @@
-"""Hybrid engine: roles and engines on the same devices take turns in using their memory."""
+"""Hybrid engine: roles and engines on the same devices take turns in using the memory."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Phases:
 
     @contextmanager
     def _then_learning(self, is_outermost: bool = True) -> Iterator[None]:
-        """Call :meth:`begin_learning` after the body (if ``is_outermost``), even if the body fails. The body's error is
-        then raised."""
+        """Call :meth:`begin_learning` after the body (if ``is_outermost``), also if the body fails. The body's error
+        is raised."""
         try:
             yield
         except BaseException:

@@ -37,7 +37,7 @@ CANARY_TOKENS = 48
 """Number of tokens of a canary, a random sequence whose log-probs are compared."""
 FP32_TOLERANCE = 1e-4
 BF16_TOLERANCE = 0.3
-"""Larger than rounding and smaller than the effect of one wrong layer in a real model (``benchmarks/canaries.py``)."""
+"""Larger than rounding and smaller than one wrong layer in a real model (``benchmarks/canaries.py``)."""
 FP8_TOLERANCE = 0.8
 """Larger than rounding in a real model. The effect of one wrong layer may be smaller, so the generator checks its
 layers by itself."""
@@ -232,7 +232,7 @@ class WeightSync:
         return problems, largest
 
     def _suspects(self, generator: TakesTensors) -> str:
-        """After a canary failed, send the weights again, for comparison only."""
+        """After a canary failed, send the weights once more, for comparison only."""
         stale: list[str] = []
         for bucket in self._buckets(generator):
             stale += generator.stale(bucket)

@@ -65,7 +65,7 @@ NOTES_KEPT = 100
 """Largest number of notes that are kept: half of them are the first notes, half the latest. A long run may repeat a
 note at every step."""
 PROMPT = 60
-"""Number of characters from the end of a prompt that the table shows before the completion."""
+"""Number of characters at a prompt's end that the table shows before the completion."""
 
 PHASES: Mapping[str, str] = {
     "data": "tokenising rows",
@@ -195,7 +195,7 @@ class Progress:
             self._spent[phase] += seconds
 
     def last_sample(self, step: int, groups: Sequence[Group]) -> None:
-        """Show a sample that ``step`` trains on in the table."""
+        """Show a sample that ``step`` is trained on in the table."""
         if self._table is not None:
             for sample in first_samples(groups[-1:], 1):
                 reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
@@ -205,7 +205,7 @@ class Progress:
                 self._table.sample = f"step {step}, {reward}: {prompt} -> {sample.completion}"
 
     def samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Show the best and the worst sample that ``step`` trains on."""
+        """Show the best and the worst sample that ``step`` is trained on."""
         if self._quiet:
             return
         for title, sample in best_and_worst(groups):

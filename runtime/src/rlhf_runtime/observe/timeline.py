@@ -29,7 +29,7 @@ class Slice:
     """A block of code that is timed. This class is for runs without a timeline: it records nothing."""
 
     def child(self, name: str, **arguments: Any) -> AbstractContextManager[Slice]:
-        """A block inside this one."""
+        """A block inside of this one."""
         return _NO_SLICE
 
     def add(self, **arguments: Any) -> None:

@@ -130,7 +130,7 @@ class RunDirectory:
 
     def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **facts: Any) -> None:
         """Write ``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume appends
-        an entry to the list of starts."""
+        its start to the list of starts."""
         start = {
             "time": _timestamp(),
             "first_step": first_step,

@@ -139,7 +139,7 @@ def register(plugins: Plugins, kind: str, cls: type[Any]) -> str:
 
 
 def plugin_name(text: str) -> str:
-    """``text``, with characters replaced that are not allowed in a plugin's name."""
+    """``text``, with characters replaced that a plugin's name may not have."""
     return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_") or "unnamed"
 
 

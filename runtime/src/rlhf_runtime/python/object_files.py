@@ -79,7 +79,7 @@ class ObjectFiles:
                 folder.rmdir()
 
     def _keep(self, name: str, suffix: str, write: Any) -> str:
-        """Call ``write(path)``, which creates a file or folder and returns the SHA-256 of its content. Then rename the
+        """Call ``write(path)``, which makes a file or folder and returns the SHA-256 of its content, and rename the
         result to its final name."""
         folder = self.output / OBJECTS
         try:

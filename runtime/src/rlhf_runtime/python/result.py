@@ -23,7 +23,7 @@ from rlhf_runtime.report.recorded_samples import RecordedSample, read_samples, s
 SHOWN_ROWS = 20
 """Maximum number of rows in a notebook's table."""
 PROMPT_FIELDS = ("template", "chat_template", "template_kwargs", "system", "max_prompt_tokens", "max_tokens")
-"""Fields of ``[data]`` that determine how a prompt is converted to tokens."""
+"""Fields of ``[data]`` that say how a prompt becomes tokens."""
 
 
 class MetricRows(list[dict[str, Any]]):
@@ -63,8 +63,8 @@ class Result:
     """The resolved run file."""
 
     def samples(self, step: int | None = None) -> list[RecordedSample]:
-        """The samples that a step trained on, each with ``prompt``, ``completion``, ``reward``, ``rewards`` by name and
-        more.
+        """The samples that a step was trained on, each with ``prompt``, ``completion``, ``reward``, ``rewards`` by name
+        and more.
 
         Args:
             step: None: the last step that has samples.

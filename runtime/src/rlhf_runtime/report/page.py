@@ -89,7 +89,7 @@ def _finite(value: Any) -> Any:
 
 
 def _filled(texts: dict[str, str | bytes]) -> bytes:
-    """The page, with each ``{{name}}`` replaced by a text or by the file of that name."""
+    """The page, with each ``{{name}}`` replaced: by a text, or by the file of that name."""
     assets = files(__package__).joinpath("assets")
     parts = re.split(r"\{\{([\w.-]+)\}\}", assets.joinpath("page.html").read_text(encoding="utf-8"))
     for index in range(1, len(parts), 2):
@@ -131,13 +131,13 @@ NO_POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group in the file of a step."""
+    """A group in a file of a step."""
 
     step: int
     prompt: tuple[str, int]
     """Source and row."""
     rows: range
-    """Rows of the group in the file."""
+    """Its rows in the file."""
 
 
 class ShownSamples:

@@ -289,7 +289,7 @@ class ContinuousStream(Stream):
 
     @property
     def _exhausted(self) -> bool:
-        """Whether so many groups were rejected that the next batch is no longer refilled."""
+        """Whether so many groups were rejected that the next batch is not refilled any more."""
         return self._rejected > self.acceptance.refills * self.pending.batch_size
 
     async def _snapshot(self, hook: Callable[[], object]) -> tuple[dict[str, Any], list[Group]]:
@@ -351,7 +351,7 @@ class ChosenRows:
         return rows
 
     def rejected(self, group: Group, outcome: Outcome) -> None:
-        """Called when a group is rejected and will not be trained on."""
+        """Called when a group is rejected, so that it is not trained on."""
         self._rejected.append(self._order.finished_group(group, 0, outcome))
 
     def finish(self, step: int, groups: Sequence[Group]) -> dict[str, float]:

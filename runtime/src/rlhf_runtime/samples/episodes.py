@@ -75,7 +75,7 @@ class Episodes:
         """A fresh episode. Its environment or worker process starts in ``reset``.
 
         Args:
-            sample: the slice of the timeline in which the calls are shown.
+            sample: the slice of the timeline that shows the calls.
         """
         return Episode(self, sample or Slice())
 

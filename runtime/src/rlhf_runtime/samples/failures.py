@@ -127,8 +127,8 @@ class Failures:
 
 
 def _cause(error: str) -> str:
-    """The first and the last line of the error, with ``N`` in place of numbers. In the output of a program, the last
-    line distinguishes causes."""
+    """The first and the last line of the error, with ``N`` for numbers. The last line of a program's output
+    distinguishes causes."""
     first, *lines = error.strip().splitlines() or [""]
     return _NUMBERS.sub("N", f"{first} ... {lines[-1].strip()}" if lines else first)
 

@@ -51,12 +51,12 @@ class SampleContext(RolloutContext):
         self._envs: list[Env] = []
         self._reported: dict[str, float] = {}
         self._last: Turn | None = None
-        """The most recently sampled turn."""
+        """The turn that was sampled last."""
         self._generating = False
         self._numbers: set[int] = set()
         """Numbers of the turns so far."""
         self._side_turns: list[Turn] = []
-        """Turns that the rollout does not return."""
+        """Turns that are not returned."""
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None

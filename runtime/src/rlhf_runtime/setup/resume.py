@@ -1,6 +1,5 @@
-"""What a run records when it starts, and what it reads from earlier runs. This module checks whether a run may continue
-the run in its folder, restores the checkpoint, and checks whether the samples that ``stream.replay`` names can be
-trained on.
+"""Records the start of a run, and reads earlier runs. Checks whether a run may continue the run in its folder, restores
+the checkpoint, and checks whether the samples that ``stream.replay`` names can be trained on.
 
 A run that is resumed after an upgrade may have options that its checkpoint lacks, because the release or the plugin
 that wrote the checkpoint did not have them. Such options are allowed at their defaults, which leave the run unchanged.
