@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rlhf_runtime.report.recorded_samples import read_samples
 
 from tests.runs import Say, Workshop
 
@@ -17,6 +18,16 @@ ROWS = [
 ]
 CONTAINMENT = "async def score(prompt, completion, row):\n    return float(row['answer'] in completion)\n"
 SIZE = "def score(prompt, completion, row):\n    return -float(len(completion))\n"
+STATUS = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Status(Reward):
+    reads = "text"
+
+    async def score(self, group):
+        return [RewardResult(float(t.status == "truncated")) for t in group.trajectories]
+"""
 HANGS = """
 import time
 
@@ -107,6 +118,11 @@ def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: 
     assert code == 0, err
     [reward] = lines(stdout, "Rewards")[-1:]
     assert int(reward[1]) > 0
+    status = ("--reward", f"file:{shop.file('status.py', STATUS)}", "--step", 2, "--probes", 0)
+    truncated = [sample.status == "truncated" for sample in read_samples(run / "rollouts/step-000002.arrow", 2)]
+    [reward] = lines(say("rewards", "try", run, *status)[1], "Rewards")[-1:]
+    assert float(reward[2]) == pytest.approx(sum(truncated) / len(truncated), abs=1e-4)
+    assert any(truncated)
     assert "It holds samples of steps 1 to 2" in say("rewards", "try", run, "--step", 7)[2]
     assert "answers already" in say("rewards", "try", run, "--data", "x.jsonl")[2]
 

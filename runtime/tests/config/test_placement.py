@@ -30,7 +30,7 @@ def test_shared_devices_are_filled_where_ranks_are_not_set():
     )
     assert [layout[name].ranks for name in (*ROLES, "generator")] == [8, 8, 2, 4]
     wide = places(policy={"ranks": 2, "devices": 4}, critic={"share": "policy"}, generator={"share": "policy"})
-    assert [wide[name].ranks for name in ("policy", "critic", "generator")] == [2, 2, 8]
+    assert [wide[name].ranks for name in ("policy", "critic", "generator")] == [2, 2, 2]
     assert places(policy={"ranks": 8}, generator={"devices": 3, "share": "policy"})["generator"].ranks == 2
     message = r"1 ranks x 4 devices do not fit on the 2 ranks x 1 devices = 2 of 'policy'"
     with pytest.raises(ConfigError, match=message):

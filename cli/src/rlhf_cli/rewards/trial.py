@@ -75,7 +75,7 @@ def try_rewards(
     else:
         groups = read_groups(file, _finder(sources))
         for trajectory in (t for group in groups for t in group.trajectories):
-            trajectory.status, trajectory.error = "ok", ""
+            trajectory.status, trajectory.error = "truncated" if trajectory.truncated else "ok", ""
             trajectory.reward = trajectory.score = None  # an answer that has a reward is not scored
     groups = [group for group in groups if group.trajectories]
     if not groups:

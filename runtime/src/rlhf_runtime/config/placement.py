@@ -50,14 +50,14 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
 
 
 def ranks_of(sections: Mapping[str, PlacementSection], name: str) -> int:
-    """The ranks of a role, or the number of engines. If they are not set: 1, or as many as fit on the shared devices,
-    so that no device is idle."""
+    """The ranks of a role, or the number of engines. If they are not set: 1, or the number of the role whose devices it
+    shares, limited to the number that fits, so that no rank's devices are idle."""
     section = sections.get(name, PlacementSection())
     if section.ranks is not None or section.share is None:
         return section.ranks or 1
     host = sections.get(section.share, PlacementSection())
     ranks = host.ranks or 1
-    return max(1, ranks * host.devices // section.devices) if name == GENERATOR else ranks
+    return max(1, min(ranks, ranks * host.devices // section.devices)) if name == GENERATOR else ranks
 
 
 def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:

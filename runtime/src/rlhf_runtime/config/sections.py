@@ -143,7 +143,8 @@ class PlacementSection(ComponentConfig):
     """Processes and devices of one role, ``[placement.ROLE]``; ``[placement.generator]`` is for the engines."""
 
     ranks: Count | None = None
-    """Processes of the role; engines of the generator. Default: 1, or with ``share`` as many as the devices hold."""
+    """Processes of the role; engines of the generator. Default: 1, or with ``share`` as many as that role has,
+    as far as they fit."""
     devices: Count = 1
     """Devices per rank: GPUs, or CPU cores where there are none."""
     share: str | None = None
