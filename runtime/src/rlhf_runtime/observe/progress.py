@@ -56,8 +56,8 @@ TABLE: Mapping[str, tuple[str, ...]] = {
 }
 """The same as :data:`HEADLINE`, for the table on a terminal."""
 _TELLS_NOTHING_AT_ZERO = frozenset({"kl", "kl_old", "truncated", "loss"})
-"""Labels that are shown only after their first value that is not about 0. In some runs they are always 0: ``kl_old`` if
-an update is one optimizer step, the loss if it is a sum of advantages with mean 0."""
+"""Labels that are shown only after their first value that is not about 0. In some runs they are always about 0:
+``kl_old`` if an update is one optimizer step, the loss if it is a sum of advantages with mean 0."""
 _ABOUT_ZERO = 1e-6
 _ASIDE = {"evaluate": "evaluations", "save": "checkpoints", "export": "exports"}
 """{phase that is not part of every step: word in the summary}."""

@@ -47,7 +47,7 @@ OBJECTS = "objects"
 _OBJECT_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
 _STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
 _OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
-"""Folders with one file or folder per step."""
+"""Folders whose files are named by steps."""
 SKIPPED_KEPT = 20
 """Number of batches of skipped optimizer steps that are kept. Older ones are deleted, so that a diverged run does not
 fill the disk."""
