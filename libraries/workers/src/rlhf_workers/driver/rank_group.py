@@ -1,4 +1,4 @@
-"""The ranks of one role, as the controller calls them."""
+"""The ranks of one role, called by the driver as one group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_workers.driver.watchdog import Watchdog
 from rlhf_workers.process.payload import Stored, pack, unpack
 
 _QUEUE_SIZE = 2
-"""Unread objects of a stream in the store: an item and the None after it. The reader holds another item."""
+"""Number of unread objects of a stream in the store: an item and the None after it. The reader holds another item."""
 
 
 class RankGroup(WorkerGroup):
@@ -35,11 +35,11 @@ class RankGroup(WorkerGroup):
         self._watch = watch
         self._broken = ""
         self._open: tuple[str, Any] | None = None
-        """(method, items) of a stream that was not read to its end; its rank 0 waits for room in the store."""
+        """(method, items) of a stream that was not read to its end. Its rank 0 waits for room in the store."""
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """When a rank fails, its error is raised without waiting for other ranks that wait for it in a collective. If
-        such a rank hangs, the group cannot be called again."""
+        """If a rank fails, its error is raised without waiting for ranks that wait for the failed rank in a collective.
+        If such a rank hangs, the group cannot be called again."""
         return self.begin(method, per_rank)()
 
     def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
@@ -68,7 +68,7 @@ class RankGroup(WorkerGroup):
         self._collect(method, answers)
 
     def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
-        """Handles of the buckets in the store, or of their headers where the ranks are connected to a link."""
+        """Handles of the buckets in the store. If the ranks are connected to a link: handles of the headers."""
         return self.stream("send_buckets", view, limit, timeout=timeout)
 
     def value(self, item: Any) -> Any:
@@ -79,7 +79,7 @@ class RankGroup(WorkerGroup):
         return self.call("peak_memory", [()] * self.size)
 
     def finish_stream(self, method: str) -> None:
-        """Read an unfinished stream to its end, before ``method`` is called. Raises WorkerError if the ranks cannot be
+        """Read an unfinished stream to its end before ``method`` is called. Raises WorkerError if the ranks cannot be
         called any more."""
         if not self._broken and self._open is not None:  # its reader failed or stopped early
             (started, items), self._open = self._open, None
