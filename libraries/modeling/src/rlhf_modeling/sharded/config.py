@@ -1,4 +1,4 @@
-"""Options that all trainers of several ranks have."""
+"""Options that all trainers of several ranks share."""
 
 from __future__ import annotations
 
