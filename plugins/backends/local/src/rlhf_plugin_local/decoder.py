@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROMPT, STEPS = 12, 2
-"""Tokens of the prompt and of the decoding steps that are compared with one forward pass of all of them."""
+"""Number of tokens of the prompt and of the decoding steps that are compared with a single forward pass of all
+tokens."""
 
 
 class Decoder:
-    """A reference to a causal language model of transformers. The model is changed inside :meth:`borrowed` only."""
+    """Samples from a causal language model of transformers by reference. The model is changed only inside
+    :meth:`borrowed`."""
 
     def __init__(self, module: nn.Module) -> None:
         from transformers import PreTrainedModel
@@ -49,22 +51,22 @@ class Decoder:
         self._configs = list({id(m.config): m.config for m in models}.values())
         self._images: ImageInputs | None = None
         self.routers: Routers | None = None
-        """Set where the choices of experts are recorded."""
+        """Set if the choices of experts are recorded."""
         self.choices_MLK: Tensor | None = None
-        """Those of the tokens of the latest forward pass, int64."""
+        """Chosen experts of the tokens of the latest forward pass, int64."""
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
         self.device = next(module.parameters()).device
         self.vocabulary = self.config.vocab_size
         self.positions = _positions(self.config)
-        """Longest sequence, and the config field with this limit."""
+        """Length of the longest sequence, and the config field with this limit."""
 
     def read_images(self, inputs: ImageInputs | None) -> None:
-        """Prompts may have images, whose ``inputs`` the trainer's model has."""
+        """Allow prompts with images. ``inputs`` belong to the trainer's model."""
         self._images = inputs
 
     def require_images(self, i: int) -> None:
-        """Raises ModelError where request ``i`` has images and the model reads none."""
+        """Raises ModelError if request ``i`` has images but the model does not read them."""
         if self._images is None:
             raise ModelError(
                 f"request {i} has images, but {type(self.module).__name__} reads text only here. Use an image-text "
@@ -76,7 +78,7 @@ class Decoder:
         """A context with evaluation mode, this generator's attention and no gradient. The module is restored
         afterwards, also after an error.
 
-        The context must not be open during a ``yield`` to a consumer, who would see the module in this state.
+        The context must not be open during a ``yield``, because the consumer would see the module in this state.
         """
         attention = [c._attn_implementation_internal for c in self._configs]
         autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
@@ -92,12 +94,11 @@ class Decoder:
     def prefill(
         self, prompts: Sequence[IntArray], images: Sequence[tuple[Image, ...]] = ()
     ) -> tuple[Tensor, list[list[LayerKV]], list[int]]:
-        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V], per
-        prompt its keys and values by layer, and per prompt the difference between the position of the token that
-        follows and the prompt's length.
+        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V]; for each
+        prompt its keys and values by layer; for each prompt the position of the next token minus the prompt's length.
 
         Args:
-            images: the images of each prompt; empty: there are none.
+            images: the images of each prompt; empty: no images.
         """
         lens = [len(p) for p in prompts]
         ids_N = torch.frombuffer(bytearray().join(prompts), dtype=torch.int32).to(self.device, torch.int64)
@@ -116,11 +117,11 @@ class Decoder:
         return logits_PV, [[(k[p], v[p]) for k, v in layers] for p in range(len(prompts))], deltas
 
     def step(self, cache: SlotCache, token_S: Tensor, position_S: Tensor, delta_S: Tensor, length: int) -> Tensor:
-        """Compute one token per row at its position (the largest of a live row is ``length - 1``). Returns logits
-        [S, V].
+        """Compute one token per row at its position (the largest of a live row is ``length - 1``). Returns logits [S,
+        V].
 
         Args:
-            delta_S: what the model adds to positions, because images have fewer positions than tokens.
+            delta_S: offset that the model adds to positions, because images have fewer positions than tokens.
         """
         route = StepAttention(cache, position_S, length, self._windows)
         return self._forward(route, _row(token_S, position_S + delta_S), None)
@@ -152,8 +153,8 @@ def _row(ids_N: Tensor, position_N: Tensor) -> dict[str, Tensor]:
 
 
 def check_model(module: PreTrainedModel) -> tuple[int | None, str]:
-    """Longest sequence of the model (loaded or on the meta device), and the config field with this limit. Raises
-    ModelError if this generator cannot sample from the model."""
+    """Length of the longest sequence of the model (loaded or on the meta device), and the config field with this limit.
+    Raises ModelError if this generator cannot sample from the model."""
     _check([module])
     return _positions(module.config.get_text_config())
 
@@ -190,8 +191,8 @@ def refusal(name: str, reason: str) -> ModelError:
 
 
 def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
-    """Raises ModelError if the logits of a prompt and of two tokens after it are not those of the whole sequence in one
-    forward pass: as the trainer computes it, or as the module does by itself."""
+    """Raises ModelError if the logits of a prompt and of two tokens after it differ from one forward pass of the whole
+    sequence, as computed by the trainer or by the module itself."""
     name = type(module).__name__
     with _evaluating(module), short_lengths(module), in_fp32(module):
         decoder = Decoder(module)
@@ -202,14 +203,14 @@ def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
             want_TV = _forward_pass(module, model, torch.tensor(ids, device=decoder.device))[-len(got_TV) :]
         except ModelError:
             raise
-        except Exception as cause:  # any exception: the model's code is not ours
+        except Exception as cause:  # any exception: the model may have custom code
             raise refusal(name, f"cannot be computed token by token here ({type(cause).__name__}: {cause})") from cause
     if not torch.allclose(got_TV, want_TV, rtol=1e-3, atol=1e-3, equal_nan=True):  # NaN is reported while sampling
         raise refusal(name, "gives other log-probs with the attention of this generator")
 
 
 def _stepwise(decoder: Decoder, ids: IntArray) -> Tensor:
-    """Logits [1 + STEPS, V] after a prompt and after each of the tokens that follow."""
+    """Logits [1 + STEPS, V] after a prompt and after each of the following tokens."""
     logits_PV, [prompt], [delta] = decoder.prefill([ids[:PROMPT]])
     cache = SlotCache()
     cache.reserve(prompt, 1, len(ids), 0)
@@ -237,8 +238,8 @@ def _windows(config: Any) -> dict[int, int]:
 
 
 def _positions(config: Any) -> tuple[int | None, str]:
-    """Rotary embeddings of type longrope change for every row of a batch when one row passes the original length.
-    Samples would depend on their neighbours, so the original length is the limit."""
+    """Longest sequence and its config field. Rotary embeddings of type longrope change for every row of a batch when
+    one row exceeds the original length. Samples would depend on the other rows, so the original length is the limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:

@@ -1,4 +1,4 @@
-"""State of the rows that are sampled: one tensor entry per slot, so that a step is a few vector operations."""
+"""State of the sampled rows: one tensor entry per slot, so that a step is a few vector operations."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from torch import Tensor
 from rlhf_plugin_local.token_sampling import Draw, Uniforms, draw
 
 COLUMNS = 64
-"""Initial number of steps with room in the tensors; doubled when a row needs more."""
+"""Initial number of steps that fit into the tensors. It is doubled when a row needs more."""
 
 
 @dataclass(slots=True)
 class SampleRow:
-    """A row on the host. Its step is the difference of two step counts, so nothing is read back from the device."""
+    """A row on the host. Its number of steps is the difference of two step counts, so nothing is read back from the
+    device."""
 
     index: int
-    """Position in the call's requests."""
+    """Index of the request in the call."""
     request: GenerationRequest
     uniforms: Uniforms
     scanner: StopScanner | None
     born: int
-    """``SampleRows.clock`` when its first token was drawn."""
+    """``SampleRows.clock`` when the row's first token was sampled."""
     choices_TLK: np.ndarray | None = None
-    """The experts of the prompt's tokens, where they are recorded."""
+    """The experts of the prompt's tokens, if they are recorded."""
 
 
 class SampleRows:
-    """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished; the slot is still computed, and
+    """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished. The slot is still computed, but
     ignored, until compaction or admission reuses it."""
 
     _MOVED = (
@@ -52,8 +53,8 @@ class SampleRows:
         device: torch.device,
         layers: ExpertLayers | None = None,
     ) -> None:
-        """``size``: largest number of slots. ``stop_ids``: largest number of end and stop tokens of a request.
-        ``layers``: the experts that are recorded."""
+        """``size``: maximum number of slots. ``stop_ids``: maximum number of end and stop tokens of a request.
+        ``layers``: the layers whose experts are recorded."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -61,10 +62,10 @@ class SampleRows:
         self.vocabulary, self.eos, self.decode, self.device = vocabulary, tuple(eos), decode, device
         self.rows: list[SampleRow | None] = []
         self.clock = 0
-        """Decoding steps so far."""
+        """Number of decoding steps so far."""
         self.position, self.step, self.limit, self.last, self.alive = (zeros(size) for _ in range(5))
         self.delta = zeros(size)
-        """What the model adds to positions (:meth:`~rlhf_plugin_local.decoder.Decoder.step`)."""
+        """Offset that the model adds to positions (:meth:`~rlhf_plugin_local.decoder.Decoder.step`)."""
         self.stop_ids = zeros(size, stop_ids) - 1
         self.tokens = zeros(size, COLUMNS)
         self.logprobs = zeros(size, COLUMNS, dtype=torch.float32)
@@ -72,7 +73,7 @@ class SampleRows:
         self.layers = layers
         shape = (0, 0) if layers is None else (len(layers.layers), layers.chosen)
         self.experts = zeros(size, COLUMNS, *shape, dtype=torch.int16)
-        """Of each drawn token; known when it has been an input."""
+        """Experts of each sampled token. They are known after the token was an input."""
         self._draw: Draw | None = None
         self._scanned = False
 
@@ -95,7 +96,7 @@ class SampleRows:
         return row
 
     def length(self) -> int:
-        """Tokens in the cache of the longest live row after the next step."""
+        """Number of tokens in the cache of the longest live row after the next step."""
         return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
 
     def admit(
@@ -105,7 +106,8 @@ class SampleRows:
         deltas: Sequence[int],
         choices: Sequence[np.ndarray | None],
     ) -> None:
-        """Give ``slots`` (free ones first, then new ones) to requests that start. ``choices``: of their prompts."""
+        """Assign ``slots`` (free ones first, then new ones) to requests that start. ``choices``: the experts of their
+        prompts."""
         columns, uniforms = self.uniforms.shape[1], []
         for slot, (index, request), choices_TLK in zip(slots, requests, choices, strict=True):
             s = request.sampling
@@ -131,17 +133,17 @@ class SampleRows:
         self._refresh()
 
     def ends(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Tokens that end this request. ``ignore_eos`` leaves out the model's end tokens, not ``stop_token_ids``."""
+        """Tokens that end this request. ``ignore_eos`` omits the model's end tokens, but not ``stop_token_ids``."""
         s = request.sampling
         return tuple(dict.fromkeys((*s.stop_token_ids, *(() if s.ignore_eos else self.eos))))
 
     def record(
         self, slots: list[int] | None, logits_BV: Tensor, choices_SLK: Tensor | None = None
     ) -> list[tuple[int, Finish]]:
-        """Draw and record each row's next token. Returns (slot, finish) of the rows that ended with it.
+        """Sample and record the next token of each row. Returns (slot, finish) of the rows that ended with it.
 
-        ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step. ``choices_SLK``:
-        the experts of the tokens before, which were the step's inputs.
+        ``slots``: newly admitted slots, whose first token is sampled; None: all slots, after a decoding step.
+        ``choices_SLK``: the experts of the previous tokens, which were the inputs of the step.
         """
         if slots is None:
             self.clock += 1
@@ -185,12 +187,12 @@ class SampleRows:
         return sorted(finishes.items())
 
     def sampled_ids(self, slot: int) -> list[int]:
-        """The tokens so far of a row."""
+        """The tokens sampled so far for a row."""
         tokens: list[int] = self.tokens[slot, : int(self.step[slot])].tolist()
         return tokens
 
     def finish(self, finishes: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
-        """Remove rows from their slots. Returns (position in the requests, turn) of each."""
+        """Remove rows from their slots. Returns (position in the requests, turn) for each."""
         if not finishes:
             return []
         slots = [slot for slot, _ in finishes]
@@ -245,7 +247,7 @@ class SampleRows:
         return self._draw
 
     def _fit(self) -> None:
-        """Make room for one more step of every row; each row's stream of uniforms continues."""
+        """Allocate room for one more step of every row. Each row continues its stream of uniforms."""
         columns = self.tokens.shape[1]
         if all(self.clock - row.born < columns - 1 for row in self.live):
             return

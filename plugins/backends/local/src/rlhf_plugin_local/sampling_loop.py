@@ -18,7 +18,7 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 from rlhf_plugin_local.sample_rows import SampleRows
 
 GROWTH = 64
-"""Smallest growth of the cache in positions (or a quarter of its length, if that is more)."""
+"""Minimum growth of the cache in positions (or a quarter of its length, if that is more)."""
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class _Prompt:
     kv: list[LayerKV] | None = None
     logits_V: Tensor | None = None
     delta: int = 0
-    """Position of the token that follows, minus the number of tokens."""
+    """Position of the next token, minus the number of tokens."""
     choices_TLK: np.ndarray | None = None
-    """The experts of its tokens, where they are recorded."""
+    """The experts of the prompt's tokens, if they are recorded."""
 
 
 def _need(request: GenerationRequest) -> int:
-    """Largest number of cache positions of a request (its last token is never an input)."""
+    """Maximum number of cache positions of a request (its last token is never an input)."""
     return len(request.ids) + request.sampling.max_new_tokens - 1
 
 
@@ -54,11 +54,11 @@ class SamplingLoop:
         version: int,
         work: Counter[str],
     ) -> None:
-        """``requests``: by their positions in the call."""
+        """``requests``: the requests by their position in the call."""
         self.decoder, self.config, self.version, self.work = decoder, config, version, work
         self.waiting = deque(requests.items())
         self.keys = {index: request.context_key for index, request in requests.items()}
-        """Of each request's prompt."""
+        """The context key of each request's prompt."""
         self.size = min(config.max_batch, len(requests))
         self.prompts: dict[bytes, _Prompt] = {}
         for index, request in requests.items():
@@ -74,7 +74,7 @@ class SamplingLoop:
         return not self.waiting and not self.rows.live
 
     def advance(self, steps: int) -> list[tuple[int, Turn]]:
-        """Take up to ``steps`` decoding steps. Returns the samples that finished. Called inside
+        """Run up to ``steps`` decoding steps. Returns the finished samples. Must be called inside
         ``Decoder.borrowed``."""
         for _ in range(steps):
             if self.waiting:
@@ -113,7 +113,7 @@ class SamplingLoop:
     # ------------------------------------------------------------------------------------ admission
 
     def _admissible(self) -> int:
-        """How many waiting requests, in order, can get a row and cache positions for everything that they may
+        """Number of waiting requests, in order, that can get a row and cache positions for everything that they may
         sample."""
         live = self.rows.live
         longest, count = max((_need(row.request) for row in live), default=0), 0

