@@ -1,1 +1,2 @@
-"""Generators of inference engines: open requests, files of weights, and servers that are already running."""
+"""Common parts of generators with inference engines: open requests, files of weights, and servers that are already
+running."""

@@ -13,7 +13,7 @@ from rlhf.interfaces import Check, Examination, Finding
 
 
 class DeepSpeedCheck(Check):
-    """DeepSpeed: it can be imported, and could build the operators that it compiles at first use."""
+    """DeepSpeed: it can be imported, and could build the operators that it compiles at their first use."""
 
     name = "deepspeed"
 
@@ -38,7 +38,7 @@ class DeepSpeedCheck(Check):
 
 
 def import_deepspeed(argument: Any, report: Callable[[Any], None]) -> None:
-    """DeepSpeed, its accelerator, and what it needs for building its operators; nothing is built."""
+    """DeepSpeed, its accelerator, and the requirements for building its operators; nothing is built."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension
