@@ -127,7 +127,7 @@ class CorrectionConfig(ComponentConfig):
         return self
 
     def _check_divergence(self, c: Scheme) -> None:
-        """Raise ValueError for a level, mode or band that only ratios support."""
+        """Raises ValueError for a level, mode or band that only ratios have."""
         if c.mode != "mask" or c.level == "sequence_product":
             raise ValueError(
                 f"statistic = {c.statistic!r} with level = {c.level!r} and mode = {c.mode!r}: a divergence is not a "

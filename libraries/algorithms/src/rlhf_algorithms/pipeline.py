@@ -285,8 +285,8 @@ def length_metrics(batch: Batch) -> Metrics:
 
 
 def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
-    """Mean and standard deviation of the advantages before normalisation, and the largest advantage after it. With
-    values also the share of the returns' variance that the values explain."""
+    """Mean and standard deviation of the advantages before normalisation, and the largest after it; with values also
+    the share of the returns' variance that they explain."""
     mask_N = batch.tok["loss_mask"]
     raw_A = masked(raw_advantages_N, mask_N)
     metrics = {

@@ -330,7 +330,7 @@ class PolicyGradient(Algorithm[Group]):
         return batch.unit["truncated"] & self.config.mask_truncated
 
     def _without_masked(self, batch: Batch) -> Batch:
-        """``batch`` without the masked samples. If all samples are masked, the batch is not changed, because no batch
+        """``batch`` without the masked samples. If all samples are masked the batch is not changed, because no batch
         may be empty; :meth:`updates` then trains nothing."""
         masked_U = self._masked(batch)
         is_partial = bool(masked_U.any()) and not bool(masked_U.all())

@@ -348,8 +348,8 @@ def replaces(cls: type[Any], base: type[Any], method: str) -> bool:
 
 
 def _replaced(cls: type[Any], base: type[Any], method: str) -> tuple[type[Any], tuple[str, ...]] | None:
-    """The class whose override replaces the base's method, and the options that the class and its subclasses declare in
-    ``applies``. None if the method of ``base`` is used."""
+    """The class whose override replaces the base's method, and the options that it and its subclasses declare to apply;
+    None if the method of ``base`` is used."""
     applied_options: tuple[str, ...] = ()
     for owner in _up_to(cls, base):
         applied_options += tuple(vars(owner).get("applies", ()))

@@ -194,7 +194,7 @@ class Teacher:
         return batch
 
     def _served(self, batch: Batch, samples: Sequence[Trajectory]) -> tuple[Batch, Tensor]:
-        """The log-probs that rewards returned, as columns."""
+        """The log-probs that rewards gave, as columns."""
         values: list[float] = []
         taught: list[bool] = []
         for sample in samples:
@@ -281,7 +281,7 @@ class Teacher:
 
 
 def _first(sample: Trajectory) -> int:
-    """The index of the first sampled turn."""
+    """The number of the first sampled turn."""
     return next((n for n, turn in enumerate(sample.turns) if turn.sampled), len(sample.turns))
 
 

@@ -57,7 +57,7 @@ class ChatChoice:
     turn: Turn
     message: Mapping[str, Any]
     context: int
-    """Number of tokens before the answer."""
+    """Tokens before the answer."""
 
     @property
     def finish(self) -> str:

@@ -100,7 +100,7 @@ class Session:
             ending.cancel()
 
     async def close(self) -> list[Turn]:
-        """Wait for active requests, and return all turns."""
+        """Wait for active generation, and return all turns."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.ctx.report("sequences", len(self.sequences) + 1)
         for reason, count in self._reasons.items():
@@ -143,7 +143,7 @@ class Session:
         _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, detail)
 
     def _message(self, turn: Turn, request: ChatRequest) -> dict[str, Any]:
-        """A turn as a message. Calls that the request excludes remain text, which ends before a stop string."""
+        """A turn as a message. Calls that the request excludes stay text, which ends before a stop string."""
         message = self.ctx.parse_answer(turn, request.tools)
         if not request.parallel and (calls := message.get("tool_calls")):
             message = {**message, "tool_calls": calls[:1]}

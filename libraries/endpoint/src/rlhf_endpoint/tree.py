@@ -63,7 +63,7 @@ class Tree:
         self._answers = 0
 
     def find(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Node | None, int]:
-        """The last answer that is a beginning of ``messages``, and the number of messages up to it."""
+        """The last answer whose conversation is a prefix of ``messages``, and the length of this prefix."""
         match: tuple[Node | None, int] = None, 0
         for end, digest in enumerate(_digests(messages, tools), 1):
             for node in reversed(self._nodes.get(digest, ())):
@@ -156,7 +156,7 @@ def text_of(content: Any) -> str:
 
 
 def _images(content: Any) -> list[str]:
-    """The images in content, in order, as the client wrote them: the parts without text."""
+    """The images in content, in order, as the client wrote them: the parts that have no text."""
     sources = []
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and not isinstance(part.get("text"), str):

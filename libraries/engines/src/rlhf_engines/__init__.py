@@ -1,2 +1,1 @@
-"""Common parts of generators with inference engines: open requests, files of weights, and servers that are already
-running."""
+"""Generators of inference engines: open requests, files of weights, and servers that are already running."""

@@ -101,8 +101,7 @@ class OpenRequest:
         return len(self._ids)
 
     def add(self, tokens: NewTokens) -> tuple[Turn, bool] | None:
-        """Add tokens. Returns None until the request has ended, then (turn, whether the engine must abort the
-        request)."""
+        """Returns None until the request has ended, then (turn, whether the engine must abort the request)."""
         old_count = self.count
         self._ids.extend(tokens.ids)
         self._logprobs.extend(tokens.logprobs)

@@ -1,4 +1,4 @@
-"""Options of generators for servers that are already running: the run file's ``[generator]`` section."""
+"""Options of generators of servers that are already running: the run file's ``[generator]`` section."""
 
 from __future__ import annotations
 

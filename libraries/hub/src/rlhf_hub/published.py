@@ -21,7 +21,7 @@ from rlhf_hub.other_formats import refuse_other_formats, refuse_other_weights_on
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of the config and tokenizer files in a repository on a hub."""
 SETTINGS_BYTES, TEMPLATE_BYTES = 2**28, 2**20
-"""Maximum bytes of files of :data:`SETTINGS`, which are read whole, and of chat templates among them."""
+"""Largest files of :data:`SETTINGS`, which are read whole, and of chat templates among them."""
 INDEX = "model.safetensors.index.json"
 BLOCK, BLOCKS = 2**12, 64
 """Bytes of a block, and number of blocks of a weights file, that :func:`content_of` reads."""

@@ -21,12 +21,12 @@ class Arithmetic:
     """How a trainer computes one micro-batch. The default is fp32 without adapters."""
 
     tokens: int = 2048
-    """Number of tokens that a rank computes. A prefix that sequences share counts once."""
+    """Tokens that a rank computes. A prefix that sequences share counts once."""
     accumulated_tokens: int | None = None
     """Number of tokens if a step has several micro-batches; 0: every step has a single micro-batch; None:
     ``tokens``."""
     longest: int = 2048
-    """Number of tokens of the longest sequence."""
+    """Tokens of the longest sequence."""
     repeats: float = 1.0
     """Ratio of the tokens of all sequences to the computed tokens; above 1 if sequences share prefixes."""
     device: str = "cpu"
@@ -44,9 +44,9 @@ class Arithmetic:
     """Maximum number of logits that exist at once."""
     checkpointing: bool = False
     offloads: bool = False
-    """With ``checkpointing`` on a GPU, the inputs of the layers are in host memory."""
+    """With ``checkpointing``, on a GPU: the inputs of the layers are in host memory."""
     adapters: int = 0
-    """Rank of the adapters; 0: the weights themselves are trained."""
+    """Rank of the adapters; 0: the weights are trained."""
     parts: int = 1
     """Number of ranks that divide the tokens of a micro-batch. ``tokens`` counts those of one rank."""
     image_tokens: int = 0
@@ -63,8 +63,7 @@ class Arithmetic:
 
     @property
     def short(self) -> int:
-        """Number of tokens of the sequences that cost most on a CPU: the longest ones whose attention probabilities are
-        kept."""
+        """Tokens of the sequences that cost most on a CPU: the longest ones whose attention probabilities are kept."""
         return min(self.longest, LONGEST[torch.bfloat16 if self.bf16 else torch.float32])
 
 

@@ -1,4 +1,4 @@
-"""Checks the adapter's folder that a role starts from, before a model is loaded."""
+"""Checks an adapter's folder that a role starts from, before a model is loaded."""
 
 from __future__ import annotations
 

@@ -216,12 +216,12 @@ def alpha(lora: LoraOptions) -> int:
 
 
 def scaling(lora: LoraOptions) -> float:
-    """The factor s of a layer's W + s B A, as peft computes it."""
+    """s of a layer's W + s B A, as peft computes it."""
     return alpha(lora) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
 def length_of(layer: Any) -> Tensor | None:
-    """[O]: the lengths of DoRA for the rows of ``layer``; None without DoRA."""
+    """[O]: DoRA's lengths of the rows of ``layer``; None without DoRA."""
     lengths: Tensor | None = layer.lora_magnitude_vector[NAME].weight if NAME in layer.lora_magnitude_vector else None
     return lengths
 

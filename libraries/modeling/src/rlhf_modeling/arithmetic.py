@@ -26,8 +26,8 @@ def arithmetic(
     """How the trainer computes, from its options.
 
     Args:
-        sharers: number of ranks that compute the same micro-batches, each a part of every layer (tensor parallel).
-        parts: number of ranks that divide the tokens of a micro-batch (sequence parallel).
+        sharers: ranks that compute the same micro-batches, each a part of every layer (tensor parallel).
+        parts: ranks that divide the tokens of a micro-batch among them (sequence parallel).
     """
     stored = spec.storage == "bf16"
     bf16 = stored or computes_bf16(spec.dtype, device)
@@ -86,7 +86,7 @@ def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
 
 
 def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:
-    """Number of parameters that ``freeze_vision`` leaves untrained."""
+    """Parameters that ``freeze_vision`` leaves untrained."""
     return size.vision if config.freeze_vision else 0
 
 
@@ -100,7 +100,7 @@ def default_micro_tokens(spec: ModelSpec, bf16: bool, device: str) -> int:
 
 
 def computes_bf16(dtype: str, device: str) -> bool:
-    """Whether ``dtype`` (``auto`` | ``fp32`` | ``bf16``) means bf16. GPUs support it; a CPU is measured."""
+    """Whether ``dtype`` (``auto`` | ``fp32`` | ``bf16``) means bf16. A GPU has it; a CPU is measured."""
     if dtype != "auto":
         return dtype == "bf16"
     if device == "cuda":

@@ -94,7 +94,7 @@ _kinds: ContextVar[set[LayerKind] | None] = ContextVar("rlhf_attention_kinds", d
 
 @contextmanager
 def kinds_of_layers() -> Iterator[set[LayerKind]]:
-    """A set that collects the kind of every layer computed by packed attention inside the context."""
+    """A set that gets the kind of every layer that is computed by packed attention inside the context."""
     kinds: set[LayerKind] = set()
     token = _kinds.set(kinds)
     try:

@@ -48,7 +48,7 @@ class Copy:
 
 class Ema(Copy):
     """``ema := decay * ema + (1 - decay) * weights`` after every optimizer step (Polyak & Juditsky 1992, exponential
-    form). It starts with the initial weights."""
+    form); it starts as the initial weights."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], decay: float, rounded: Mapping[str, nn.Parameter] | None = None

@@ -26,11 +26,11 @@ from rlhf_modeling.token_parts import RowPart
 TOKEN_SHARE = "weight/tokens"
 """Unit column: the unit's share of the optimizer batch's tokens."""
 RECORDED = "router_logits"
-"""The attribute with which transformers' models list their routers."""
+"""The attribute in which transformers' models list their routers."""
 
 
 class ExpertBalance:
-    """Records the routers of a model. ``loss(batch)`` uses the last forward pass inside :meth:`watched`."""
+    """Watches the routers of a model. ``loss(batch)`` is of the last forward pass inside :meth:`watched`."""
 
     def __init__(self, module: nn.Module, coef: float) -> None:
         self.coef = coef

@@ -31,7 +31,7 @@ class HostInputs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.count = 0
-        """Number of inputs that were moved to the host."""
+        """Inputs that were moved to the host."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies: list[tuple[torch.cuda.Event, Tensor]] = []
         self._last: ReferenceType[_Input] | None = None

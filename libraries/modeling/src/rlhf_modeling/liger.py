@@ -130,7 +130,7 @@ def _gated(mlp: Any, kind: Kind) -> Any:
 
 
 def _rotating(attention: Any) -> Any:
-    """transformers' own forward of the layer, in which the name in ``ROTARY`` refers to Liger's function."""
+    """transformers' own forward of the layer, in which the name ``ROTARY`` refers to Liger's function."""
     from liger_kernel.transformers.functional import liger_rope
 
     plain: Any = inspect.unwrap(type(attention).forward)

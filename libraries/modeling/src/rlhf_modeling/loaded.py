@@ -79,8 +79,8 @@ class LoadedModel:
     computing: Sequence[int] = ()
     """Lengths of the sequences in the current call of the body."""
     divided_over: TokenGroup | None = None
-    """The ranks that divide the tokens of every row; None: a rank computes whole rows. Set after all comparisons
-    (:mod:`rlhf_modeling.probe`, kernels)."""
+    """The ranks that divide the tokens of every row among them; None: a rank computes whole rows. Set after all
+    comparisons (:mod:`rlhf_modeling.probe`, kernels)."""
     part: RowPart | None = None
     """This rank's part of the latest row; None if rows are whole."""
     image_text: bool = False
@@ -287,7 +287,7 @@ class LoadedModel:
         return self.shaped(self.head(hidden_CH))
 
     def shaped(self, product_CV: Tensor) -> Tensor:
-        """The logits, computed from the product of hidden states and the head's weights."""
+        """The logits, of the product of hidden states and the head's weights."""
         return shape_logits(product_CV, self.logit_scale, self.softcap)
 
     def logits_of(self, fp32: HeadFp32) -> Callable[[Tensor], Tensor]:

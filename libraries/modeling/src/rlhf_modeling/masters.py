@@ -48,7 +48,7 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the weights. Must be called after every change of the masters."""
+        """Round the masters into the weights. Call it after every change of the masters."""
         for name, p in self.rounded.items():
             p.copy_(self.stepped[name])
 

@@ -39,7 +39,7 @@ class LengthBucket:
     first: int
     """Position of the first query row: P = first + Q."""
     keys_GP: Tensor
-    """int64: index, among the N tokens, of the token at each position. Padding repeats the sequence's last token."""
+    """int64: index, among the N tokens, of the token at each position; padding repeats the sequence's last token."""
     own_GQ: Tensor | None
     """bool: neither padding nor a token of the prefix. None if all rows belong to the sequences' own tokens."""
 

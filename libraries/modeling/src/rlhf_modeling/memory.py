@@ -23,7 +23,7 @@ FREED = {"cpu": 0.15, "cuda": 0.10}
 
 
 def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> tuple[int, int]:
-    """Number of parameters of the adapters' matrices, and of DoRA's lengths."""
+    """Parameters of the adapters' matrices, and of DoRA's lengths."""
     targets = None if lora is None else lora.targets
     matrices = size.adapter_parameters(rank, targets)
     rows = sum(o for name, _, o, _ in size.linear if targets is None or name in targets)

@@ -232,7 +232,7 @@ def _classification(architectures: Sequence[str]) -> Any:
 
 
 def _outputs(kind: str) -> int | None:
-    """Number of outputs of the head; None for a language model."""
+    """Outputs of the head; None for a language model."""
     if kind == "lm":
         return None
     if kind == "scalar":

@@ -77,10 +77,10 @@ def _as_before(route: Route | None, choices_MLK: Tensor | None) -> Iterator[None
 
 
 def checkpoint_gradients(module: PreTrainedModel, inputs: HostInputs | None) -> None:
-    """Recompute layers in the backward pass, with the lengths and experts of the forward pass.
+    """Compute layers again in the backward pass, under the lengths and with the experts of the forward pass.
 
     Args:
-        inputs: moves the layers' inputs to the host; None: they stay on the device.
+        inputs: moves their inputs to the host; None: they stay on the device.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

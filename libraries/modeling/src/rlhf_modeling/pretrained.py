@@ -80,7 +80,7 @@ def headers_of(place: str, **_: Any) -> dict[str, Header]:
 
 
 def read_config(spec: ModelSpec) -> Any:
-    """The model's config. Raises ModelError like :func:`read`."""
+    """The model's config. Raises ModelError as :func:`read`."""
     from transformers import AutoConfig
 
     config = read(spec, "model", AutoConfig.from_pretrained)
@@ -96,7 +96,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """All tokens that end a text, from the generation config (else the model's config) and the tokenizer."""
+    """Every token that ends a text, from the generation config (else the model's config) and the tokenizer."""
     ids: list[int] = []
     for config in (module.generation_config if module.can_generate() else None, module.config):
         ends = getattr(config, "eos_token_id", None)
@@ -109,7 +109,7 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def set_exported_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Set the number format of an export's weights in its ``config.json``."""
+    """Name the number format of an export's weights in its ``config.json``."""
     set_exported(folder, dtype=str(dtype).removeprefix("torch."))
 
 

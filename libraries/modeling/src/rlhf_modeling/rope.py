@@ -22,7 +22,7 @@ from torch import nn
 @dataclass(frozen=True, slots=True)
 class LengthRope:
     original: int
-    """Sequences of up to this many tokens use the plain frequencies."""
+    """Sequences of up to this many tokens have the plain frequencies."""
     modules: tuple[Any, ...]
     """The rotary embeddings of type ``dynamic``; empty for ``longrope``."""
 

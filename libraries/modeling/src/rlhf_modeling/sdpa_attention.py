@@ -32,12 +32,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """Adjacent sequences with the same length and the same length of the prefix."""
+    """Neighbouring sequences with the same length and the same length of the prefix."""
 
     count: int
     length: int
     skip: int
-    """Number of tokens of the shared prefix, which are computed with another sequence."""
+    """Tokens of the shared prefix, which are computed with another sequence."""
     first: int
     """Position of the first query: ``skip``, or 0 if queries of the prefix are also computed, and dropped."""
 
@@ -48,7 +48,7 @@ class SequenceRuns:
 
     runs: tuple[SequenceRun, ...]
     queries: Tensor | None
-    """int64: the tokens whose queries are used, run after run. None: all N in order."""
+    """int64: the tokens whose queries are used, run after run; None: all N in order."""
     keys: Tensor | None
     """The same for keys and values."""
     own_L: Tensor

@@ -34,7 +34,7 @@ class Stretch:
     skip: int
     """Number of tokens of the shared prefix; 0 if none is shared."""
     length: int
-    """Number of tokens of the whole sequence; ``length - skip`` are computed."""
+    """Tokens of the whole sequence; ``length - skip`` are computed."""
     first: int
     """Index of the sequence's first token among the N."""
 

@@ -36,7 +36,7 @@ class Storage:
     gathered: int = 0
     """Bytes of other ranks' weights that a rank holds while it computes."""
     buffers: int = 0
-    """Bytes of communication buffers, independent of the model's size."""
+    """Bytes of communication buffers, whatever the model's size."""
     making_bytes: float = 0.0
     """Bytes per trained parameter that exist beside the weights while the trainer creates its buffers."""
     keeps_gradients: bool = False
@@ -49,13 +49,13 @@ class Storage:
     host_weights: bool = False
     """The weights are in host memory; layers are moved to the device one by one."""
     host_optimizer: bool = False
-    """Optimizer state and gradients are in host memory."""
+    """Optimizer state and gradients live in host memory."""
     offloads: bool = False
     """``Offloads.offload`` moves optimizer state and gradients to host memory."""
 
 
 def whole_storage(config: TrainingConfig, device: str, size: ModelSize, stored: str = "fp32") -> Storage:
-    """Storage of a rank that holds everything whole.
+    """Storage of a rank that divides nothing.
 
     Args:
         stored: ``fp32`` | ``bf16``, the number format of the weights; with ``bf16`` the optimizer has fp32 masters.

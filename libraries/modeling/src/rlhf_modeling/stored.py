@@ -54,7 +54,7 @@ def in_bf16(module: nn.Module) -> bool:
 
 
 def widen(module: nn.Module) -> None:
-    """Make embeddings and norms of a model that is stored in bf16 compute in fp32."""
+    """Let embeddings and norms of a model that is stored in bf16 compute in fp32."""
     for part in module.modules():
         if type(part) is nn.Embedding:
             part.forward = partial(_rows, part)  # type: ignore[method-assign]

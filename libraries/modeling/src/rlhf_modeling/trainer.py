@@ -136,7 +136,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         self._bad_loss = ""
         self._coverage: dict[str, list[str]] | None = None
         self.parameters: dict[str, nn.Parameter] = choose_parameters(model, spec, self.config)
-        """{name: trained parameter}; for a frozen role, all parameters."""
+        """{name: trained parameter}; of a frozen role, all parameters."""
         offloads = spec.role.trained and self.config.offload_activations
         self.host_inputs = HostInputs(device) if offloads else None
         if spec.role.trained and spec.gradient_checkpointing:
@@ -352,8 +352,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
 
 
 def choose_parameters(model: LoadedModel, spec: ModelSpec, config: TrainingConfig) -> dict[str, nn.Parameter]:
-    """Set ``requires_grad`` of every parameter. Returns {name: trained parameter}; for a frozen role, all
-    parameters."""
+    """Set ``requires_grad`` of every parameter. Returns {name: trained parameter}; of a frozen role, all parameters."""
     module, trained = model.module, spec.role.trained
     module.requires_grad_(trained)
     if trained and config.lora is not None:

@@ -75,7 +75,7 @@ class WorkerLauncher(Launcher):
         """Start processes, by name, that have resolved the run's plugins but hold no component yet."""
 
     def _check_reachable(self) -> None:
-        """Called about once a second during waits. Raises WorkerError if workers cannot be reached any more."""
+        """Called about once a second during waits. Raises WorkerError when workers cannot be reached any more."""
 
     # -------------------------------------------------------------------------------------- checks
 
@@ -89,7 +89,7 @@ class WorkerLauncher(Launcher):
                 raise ConfigError(f"sync.transport = {transport!r} is not possible: {NO_LINKS}. Leave it out.")
 
     def _begin_placing(self, reports: Path | None) -> None:
-        """Refuse a second :meth:`place`, and choose the folder for reports."""
+        """Refuse a second :meth:`place`, and choose the folder of reports."""
         if self._reserved_devices is not None:
             raise CapabilityError(f"launcher {self.name!r} has placed a run already; make another launcher")
         self._reports = Path(self.config.reports) if self.config.reports is not None else reports or Path.cwd()

@@ -1,4 +1,4 @@
-"""Convert the run file's placement to bundles of devices, and bundles to the devices of each worker."""
+"""From the run file's placement to bundles of devices, and from bundles to the devices of each worker."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Allocation:
     """The resources of one worker."""
 
     bundle: int
-    """The bundle whose resources the worker uses. The worker's devices may be in further bundles of the same node."""
+    """The bundle that is charged. The worker's devices may be in further bundles of the same node."""
     cpus: float
-    """Number of CPUs of that bundle that the worker uses."""
+    """CPUs of that bundle that are charged for the worker."""
     slots: tuple[tuple[int, int], ...]
     """The worker's devices: (bundle, index of the device in the bundle)."""
 
@@ -117,7 +117,7 @@ def _problem(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: 
 def _layout(
     bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: str = "PACK"
 ) -> Iterator[tuple[int, ClusterNode | None]]:
-    """(position of a bundle; its node, or None if no node has room)."""
+    """(position of a bundle, its node, or None if no node has room)."""
     free = [dict(node.resources) for node in nodes]
     for index in sorted(range(len(bundles)), key=lambda i: -bundles[i].devices):
         needs = bundles[index].resources
@@ -134,7 +134,7 @@ def _layout(
 
 
 def assign(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[str]:
-    """The node id of each bundle, for launchers that choose nodes themselves, after :func:`check_fits`."""
+    """The node id of each bundle, for launchers that choose nodes by themselves, after :func:`check_fits`."""
     nodes_of = {index: node.id for index, node in _layout(bundles, nodes) if node is not None}
     return [nodes_of[index] for index in range(len(bundles))]
 

@@ -37,7 +37,7 @@ def reads_images(config: Any, images: bool) -> bool:
 
 
 def language_model(config: Any, images: bool) -> Any:
-    """The auto class of transformers that loads the language model of this config; see :func:`reads_images`."""
+    """The auto class of transformers that loads the language model with this config; see :func:`reads_images`."""
     classes = auto_classes()
     return classes.AutoModelForImageTextToText if reads_images(config, images) else classes.AutoModelForCausalLM
 

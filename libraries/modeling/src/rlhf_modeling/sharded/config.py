@@ -1,4 +1,4 @@
-"""Options that all trainers of several ranks share."""
+"""Options that all trainers of several ranks have."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ShardedCopy:
 
 
 class ShardedEma(ShardedCopy):
-    """``average := decay * average + (1 - decay) * weights`` after every step. It starts with the initial weights."""
+    """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
 
     def __init__(self, partition: Partition, decay: float) -> None:
         super().__init__(partition)

@@ -1,4 +1,4 @@
-"""Reads a whole model in host memory, before each rank keeps its part."""
+"""Reading a model whole in host memory, before each rank keeps its part."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ MOMENTUM = "momentum_buffer"
 
 
 class DividedOrthogonalAdamW(OrthogonalAdamW):
-    """Call :meth:`bind` before the first step. (The class name avoids the word Muon, because DeepSpeed searches for it
-    and then replaces the step by its own.)"""
+    """:meth:`bind` must be called before the first step. (The class name avoids the word Muon: DeepSpeed searches for
+    it and then replaces the step by its own.)"""
 
     def bind(self, partition: Partition, shapes: Mapping[str, torch.Size], split: Split) -> None:
         """``shapes``: shapes of whole parameters."""
@@ -66,7 +66,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
                     self._apply(*updates[name][:2], own_update, group)
 
     def _gathered(self, name: str, update: tuple[Flat, Piece, Tensor] | None, target_rank: int) -> Tensor:
-        """[numel]: the update of the whole matrix, on rank ``target_rank``."""
+        """[numel] the update of the whole matrix, on rank ``target_rank``."""
         device = update[2].device if update is not None else self._partition.flats[0].owner.device
         split, replicated = self._split, self._partition.replicated
         matrix = torch.zeros(self._shapes[name], device=device)

@@ -54,7 +54,7 @@ class NamedTensors(ABC):
         return self._published.stream(tensors)
 
     def sent_name(self, name: str) -> str:
-        """The name under which an engine receives a tensor of an adapter."""
+        """The name under which an engine gets a tensor of an adapter."""
         return sent_name(self._published, name)
 
     def published(self, fp32: bool = False) -> dict[str, int]:

@@ -146,7 +146,7 @@ class ShardedTrainer(ShardedWeights):
 
     @abstractmethod
     def _discard(self) -> None:
-        """Discard the gradients, reduced or not, finite or not."""
+        """Forget the gradients, reduced or not, finite or not."""
 
     def zero_grad(self) -> None:
         self._bad_loss, self._micros = "", 0
@@ -171,7 +171,7 @@ class ShardedTrainer(ShardedWeights):
     # --------------------------------------------------------------------------------------- state
 
     def division(self) -> dict[str, Any]:
-        """How the model is divided, for the facts of a checkpoint. A resumed run may divide it differently."""
+        """How the model is divided, for the facts of a checkpoint. A run that resumes may divide it otherwise."""
         return {}
 
     def save(self, path: Path) -> None:

@@ -29,7 +29,7 @@ from rlhf_modeling.trainer import PackedTrainer
 
 
 class ShardedWeights(PackedTrainer):
-    """One role's model over its ranks. A subclass loads and divides it."""
+    """One role's model over its ranks. The subclass loads it and divides it."""
 
     layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {
         "timeout", "export_shard_bytes", "sequence_parallel"
@@ -134,8 +134,7 @@ class ShardedWeights(PackedTrainer):
                 yield name, master
 
     def _collected(self, name: str, elements: tuple[Piece, Tensor] | None) -> Tensor:
-        """The whole fp32 tensor of a parameter on rank 0, from the elements that the ranks own. Every rank must call
-        this method.
+        """The whole fp32 tensor of a parameter on rank 0, from the elements that the ranks own. Every rank calls it.
 
         Args:
             elements: [numel] this rank's elements, if it has any, such as its part of a gradient.
@@ -156,8 +155,8 @@ class ShardedWeights(PackedTrainer):
             super().use_view(view)
 
     def offload(self) -> None:
-        """Move optimizer state, its copy of the weights, the average and gradient buffers to host memory. On a CPU they
-        are already there."""
+        """Optimizer state, its copy of the weights, the average and gradient buffers move to host memory. On a CPU they
+        are there already."""
         if self.spec.role.trained:
             self._offload_optimizer()
         if self.average is not None:
@@ -204,8 +203,7 @@ def plan_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:
-    """Write ``weights``, in the order of ``sizes`` ({name: bytes}), as safetensors files; several files get an
-    index."""
+    """``weights``, in the order of ``sizes`` ({name: bytes}), as safetensors files; several with an index."""
     plan = plan_files(sizes, limit)
     count = len(plan)
     names = [WEIGHTS_FILE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]

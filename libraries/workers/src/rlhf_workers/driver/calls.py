@@ -14,7 +14,7 @@ from rlhf_workers.process.payload import INLINE, Payload, Stored
 
 
 class CallFailed(Exception):
-    """A call without an answer: its process died, or the call could not be delivered."""
+    """A call has no answer: its process died, or the call could not be delivered."""
 
     def __init__(self, message: str, died: bool, trace: str = "") -> None:
         """

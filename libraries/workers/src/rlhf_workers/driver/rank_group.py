@@ -17,7 +17,7 @@ from rlhf_workers.driver.watchdog import Watchdog
 from rlhf_workers.process.payload import Stored, pack, unpack
 
 _QUEUE_SIZE = 2
-"""Number of unread objects of a stream in the store: an item and the None after it. The reader holds another item."""
+"""Unread objects of a stream in the store: an item and the None after it. The reader holds another item."""
 
 
 class RankGroup(WorkerGroup):
@@ -35,7 +35,7 @@ class RankGroup(WorkerGroup):
         self._watch = watch
         self._broken = ""
         self._open: tuple[str, Any] | None = None
-        """(method, items) of a stream that was not read to its end. Its rank 0 waits for room in the store."""
+        """(method, items) of a stream that was not read to its end; its rank 0 waits for room in the store."""
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """If a rank fails, its error is raised without waiting for ranks that wait for the failed rank in a collective.
@@ -79,7 +79,7 @@ class RankGroup(WorkerGroup):
         return self.call("peak_memory", [()] * self.size)
 
     def finish_stream(self, method: str) -> None:
-        """Read an unfinished stream to its end before ``method`` is called. Raises WorkerError if the ranks cannot be
+        """Read an unfinished stream to its end, before ``method`` is called. Raises WorkerError if the ranks cannot be
         called any more."""
         if not self._broken and self._open is not None:  # its reader failed or stopped early
             (started, items), self._open = self._open, None

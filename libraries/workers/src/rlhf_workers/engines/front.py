@@ -42,7 +42,7 @@ class EngineGroup(Sleeps, EnginePool):
     ) -> None:
         """
         Args:
-            link: transports the weights; None: they arrive through the object store.
+            link: the link over which weights arrive; None: they arrive through the object store.
             refresh: sends the current weights again.
         """
         self.name, self.capabilities = generator.name, generator.capabilities  # type: ignore[misc]
@@ -53,7 +53,7 @@ class EngineGroup(Sleeps, EnginePool):
         self._reloads = 0
         self._proofs: list[Proof] = []
         self._single: EngineRequests | None = None
-        """Calls the engines, from the first :meth:`answer` on."""
+        """Calls the engines from the first :meth:`answer` on."""
 
     # ---------------------------------------------------------------------------------- generation
 
@@ -235,7 +235,7 @@ class EngineGroup(Sleeps, EnginePool):
     # ------------------------------------------------------------------------------------ recovery
 
     def _replace_dead(self, refresh: bool = True) -> None:
-        """Replace dead engines. Send the current weights if the dead engines had weights."""
+        """Replace dead engines, and send the current weights if the engines had weights."""
         while replaced := self.pool.replace():
             self.has_base = False
             if self._single is not None:

@@ -67,7 +67,7 @@ class EngineWorkers:
         return self._watch([self.members[n] for n in numbers], doing, self.kill_stalled)
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Call a method without waiting. The next :meth:`ask` raises its errors. A new call discards an earlier one."""
+        """Call a method without waiting. The next :meth:`ask` raises its errors. An earlier post is forgotten."""
         self._posted = self._call(self._alive(), method, arguments)
 
     def ask(

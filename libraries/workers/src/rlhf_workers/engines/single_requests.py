@@ -50,7 +50,7 @@ class _Open:
 
 class EngineRequests:
     """``settle`` of a request is called once, on the thread of this class, with the turn or with the error that ends
-    the run. It is not called for a cancelled request."""
+    the run. It is not called for a request that was cancelled."""
 
     def __init__(self, pool: EngineWorkers) -> None:
         self._pool = pool

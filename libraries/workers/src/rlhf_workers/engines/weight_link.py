@@ -1,4 +1,4 @@
-"""The driver's part of a link, which carries weights from the policy to the engines without the store."""
+"""The driver's part of a link, over which weights go from the policy to the engines without the store."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ STORE = "store"
 
 
 class WeightLink:
-    """A link between the policy's ranks and the engines. :meth:`build` connects it before the first sync and after
-    every failure."""
+    """A link between the policy's ranks and the engines. :meth:`build` connects it before the first sync, and again
+    after any failure."""
 
     def __init__(self, kind: Kind, policy: RankGroup, cuda: bool, timeout: float, watch: Watch) -> None:
         self.kind, self.policy, self.cuda, self.timeout = kind, policy, cuda, timeout
         self._watch = watch
         self._coordination: Coordination | None = None
         self._receivers: int | None = None
-        """Number of processes of one engine that receive weights; the same for all engines."""
+        """Processes of one engine that receive weights; the same for all engines."""
         self.fit = False
         """Whether all ends are connected and none failed."""
 
@@ -44,8 +44,8 @@ class WeightLink:
             self._coordination.abort()
 
     def build(self, pool: EngineWorkers) -> None:
-        """Connect all ends; all engines must be alive. If an engine dies during the call, the pool records it and the
-        link is not fit."""
+        """Connect every end; all engines must be alive. If an engine dies meanwhile, the pool records it and the link
+        is not fit."""
         from rlhf_workers.links.coordination import serve
         from rlhf_workers.links.link import Link
 

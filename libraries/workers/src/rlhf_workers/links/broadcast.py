@@ -23,7 +23,7 @@ from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, 
 _READY = "ready"
 """Counter: every receiver adds 1 when it is ready for a bucket. Receivers read the buckets in order."""
 _SEND_COUNT = "sent"
-"""Counter: rank 0 adds 1 when it is done with a bucket, even if the bucket did not arrive."""
+"""Counter: rank 0 adds 1 when it is done with a bucket, also if the bucket did not arrive."""
 
 
 class BroadcastSender(Sender):
@@ -120,8 +120,8 @@ class BroadcastReceiver(Receiver):
 
 
 def _group(link: Link, coordination: Coordination, rank: int, device: torch.device) -> Any:
-    """A connected process group for this link only; rank 0 sends. All processes must create it at the same time,
-    because each waits for all others. Raises SyncError if the driver aborts the sync meanwhile."""
+    """A connected process group for this link alone; rank 0 sends. All processes must make it at the same time: each
+    waits for all others. Raises SyncError when the driver aborts the sync meanwhile."""
     # A separate connection: while one thread waits in a store, no other thread can poll through the same connection.
     store, size = PrefixStore("group", Coordination.connect(link.address, link.timeout).store), link.receivers + 1
     limit = timedelta(seconds=link.timeout)

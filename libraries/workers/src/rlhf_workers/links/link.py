@@ -36,7 +36,7 @@ class BucketLayout:
     fingerprints: tuple[str, ...]
     """The fingerprint of each tensor, computed by the sender."""
     nbytes: int
-    """Size of the buffer, including gaps. At least 1, because some operations cannot move an empty buffer."""
+    """Size of the buffer, gaps included. At least 1, because some operations cannot move an empty buffer."""
 
     @classmethod
     def of(cls, bucket: Bucket) -> BucketLayout:

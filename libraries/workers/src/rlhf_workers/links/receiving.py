@@ -26,7 +26,7 @@ class ReceivesOverLinks(TakesTensors):
 
     @abstractmethod
     def connect(self, link: Link, first: int) -> None:
-        """Connect every receiving process to ``link``, replacing an earlier link.
+        """Connect every receiving process to ``link``, in place of an earlier link.
 
         Args:
             first: number of this engine's first receiving process, counted over all engines.

@@ -52,7 +52,7 @@ class SharedMemorySender(Sender):
         """On a CPU all ranks share one device, so only rank 0 serves the receivers."""
         self._buffers: list[SharedBuffer | None] = [None] * _BUFFERS
         self._keys: dict[int, str] = {}
-        """{bucket number: key of its published handle} of the buckets that a receiver may still read."""
+        """{bucket number: key of its published handle}, of buckets that a receiver may still read."""
         self._sent_count = 0
         self._error = ""
 

@@ -30,7 +30,7 @@ class Failure:
     message: str
     trace: str
     timestamp: float = field(default_factory=time.time)
-    """Seconds since the epoch by the worker's clock. Shows which of several ranks failed first."""
+    """Seconds since the epoch by the worker's clock; tells which of several ranks failed first."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:

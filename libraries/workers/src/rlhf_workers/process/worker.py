@@ -67,9 +67,7 @@ def interface_of(address: str) -> str:
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have the same version on every node, like Python and the run's plugins."""
 OWN_METHODS = frozenset({"connect_trainer", "send_buckets", "advance", "peak_memory"})
-"""Methods of :class:`Worker` that the driver calls like methods of the component. Exceptions are returned as
-:class:`Failure`. So a call without an answer means a dead process. => Exceptions are returned as :class:`Failure`, so a
-call without an answer means a dead process."""
+"""Methods of :class:`Worker` that the driver calls like methods of the component."""
 CHUNK_SECONDS = 0.02
 """Samples that finish within this time are sent to the driver together."""
 
@@ -77,7 +75,7 @@ CHUNK_SECONDS = 0.02
 class Worker(ABC):
     """One thread runs its methods, one at a time; a second thread runs :meth:`pulse` and :meth:`stacks`.
 
-    Exceptions are returned as :class:`Failure`. So a call without an answer means a dead process.
+    Exceptions are returned as :class:`Failure`, so a call without an answer means a dead process.
     """
 
     def __init__(self, name: str, folder: str, env: Mapping[str, str], devices: Sequence[str] | None) -> None:
@@ -173,7 +171,7 @@ class Worker(ABC):
                 yield Failure.of(error)
 
     def drain(self, method: str, payload: Payload | None, rank: int) -> Failure | None:
-        """Run the method to its end and discard its items, on a rank whose items are not needed."""
+        """Run the method to its end and drop its items, on a rank whose items are not needed."""
         with self._at_work(method):
             try:
                 for _ in self._items(method, payload, rank):
@@ -212,7 +210,7 @@ class Worker(ABC):
         return method
 
     def connect_trainer(self, link: Link) -> None:
-        """Connect this rank of a trainer to ``link``, replacing an earlier link."""
+        """Connect this rank of a trainer to ``link``, in place of an earlier link."""
         from rlhf_workers.links.ends import ConnectedTrainer
 
         if self._connected is not None:
@@ -220,7 +218,7 @@ class Worker(ABC):
         self._connected = ConnectedTrainer(self.component, link)
 
     def send_buckets(self, view: str, limit: int) -> Iterator[Any]:
-        """The trainer's buckets. Over a link: their headers, while the bytes are sent."""
+        """The trainer's buckets. Over a link: their headers, while the bytes travel."""
         if self._connected is None:
             return self.component.buckets(view, limit)
         return self._connected.send_buckets(view, limit)

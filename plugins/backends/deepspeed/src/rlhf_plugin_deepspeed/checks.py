@@ -13,7 +13,7 @@ from rlhf.interfaces import Check, Examination, Finding
 
 
 class DeepSpeedCheck(Check):
-    """DeepSpeed: it can be imported, and could build the operators that it compiles at their first use."""
+    """DeepSpeed: it can be imported, and could build the operators that it compiles at first use."""
 
     name = "deepspeed"
 

@@ -58,7 +58,7 @@ class ZeroEngine:
         self._states: Any = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
         self.bucket = config.bucket
         self.reduced = False
-        """Whether the gradients of all micro-batches since the last step are summed over ranks."""
+        """The gradients of all micro-batches since the last step are summed over ranks."""
 
     def _share_weights(self) -> None:
         """Make the optimizer update the weights themselves, which are fp32, instead of DeepSpeed's copy."""
@@ -110,7 +110,7 @@ class ZeroEngine:
         self._fresh()
 
     def discard(self) -> None:
-        """Discard the gradients, reduced or not, finite or not."""
+        """Forget the gradients, reduced or not, finite or not."""
         optimizer = self.optimizer
         if self.stage == 0:
             for parameter in self._trained():
@@ -183,12 +183,12 @@ class ZeroEngine:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Number of elements of the whole parameter, divided or not."""
+    """Elements of the whole parameter, divided or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def engine_config(config: DeepSpeedTrainerConfig, elements: int, stored: str = "fp32") -> dict[str, Any]:
-    """DeepSpeed's config for a model with ``elements`` parameters in the number format ``stored``. Gradients of weights
+    """DeepSpeed's config for a model with ``elements`` parameters, which are stored in ``stored``. Gradients of weights
     in bf16 are summed over micro-batches and ranks in fp32."""
     bucket = max(1, min(config.bucket, elements))
     zero: dict[str, Any] = {

@@ -69,8 +69,7 @@ class EngineModule(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
-        """See :class:`rlhf_modeling.packed_model.PackedModel`. In stage 3 it is known only after the model was
-        probed."""
+        """See :class:`rlhf_modeling.packed_model.PackedModel`. In stage 3 it is known after the model was probed."""
         return shares_prefixes(self._config, self._loaded_model[0])
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:

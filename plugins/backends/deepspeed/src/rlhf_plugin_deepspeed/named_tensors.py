@@ -35,7 +35,7 @@ class ZeroTensors(NamedTensors):
         return self.split.shape(name, torch.Size(getattr(tensor, "ds_shape", tensor.shape)))
 
     def full_tensor(self, name: str) -> Tensor:
-        """The whole tensor, from the parts of a replica's ranks. All of them must call this method."""
+        """From the parts of a replica's ranks. All of them must call this method."""
         return self.split.full_tensor(name, self.objects[name].detach())
 
     def stream_gathered(

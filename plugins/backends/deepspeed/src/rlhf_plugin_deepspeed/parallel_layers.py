@@ -67,7 +67,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sum over the ranks. The gradient passes unchanged."""
+    """The sum over the ranks. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -101,7 +101,7 @@ class Entrance:
 
 class LinearPart(nn.Module):
     """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. With ``dim`` 1 the
-    bias is not added here, because it must be added only once, to the sum over the ranks."""
+    bias is not added here, because it must be added once, to the sum over the ranks."""
 
     def __init__(self, linear: nn.Linear, dim: int, topology: Topology) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Divided:
 
 
 def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Callable[[Tensor], Tensor]:
-    """The forward of a layer with an adapter, both divided."""
+    """The forward of a layer with an adapter, both in parts."""
     if entrance is not None:
         return lambda x_NI: with_adapter(layer, entrance(x_NI))
     return lambda x_NP: _summed(with_adapter(layer, x_NP), layer.base_layer.bias, topology.group)
@@ -217,8 +217,7 @@ def divide(model: LoadedModel, topology: Topology, device: torch.device) -> Tens
 
 
 def check_sizes(settings: PretrainedConfig, model: str, parts: int) -> None:
-    """Raises CapabilityError if ``parts`` does not divide sizes in a config. ``model``: the name of the model's
-    class."""
+    """Raises CapabilityError if ``parts`` does not divide sizes in a config. ``model``: the name of its class."""
     config = settings.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     # the whole config refuses access to a field that differs between layers

@@ -1,4 +1,4 @@
-"""DeepSpeed in a process: its import, its messages, and the process groups in its global variables."""
+"""DeepSpeed in a process: its import, its messages, and the process groups that it keeps in global variables."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class TensorSplit(Split):
 
     @torch.no_grad()
     def full_tensor(self, name: str, part: Tensor) -> Tensor:
-        """The whole parameter, assembled from the parts of a replica's ranks. All of them must call this method. A
-        parameter that is not divided is returned unchanged."""
+        """The whole parameter, assembled from the parts of a replica's ranks, which all call this method. A parameter
+        that is not divided is returned unchanged."""
         if name not in self.dims:
             return part
         part = part.detach().contiguous()

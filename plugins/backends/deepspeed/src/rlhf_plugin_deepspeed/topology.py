@@ -46,7 +46,7 @@ class Topology:
             self.group, self._same_part = _groups.get(parts) or self._make_groups(seconds)
 
     def _make_groups(self, seconds: float) -> tuple[Any, Any]:
-        """Create the groups. Every rank creates every group, in the same order, as torch requires."""
+        """Every rank creates every group, in the same order, as torch requires."""
         own_groups: list[Any] = [None, None]
         replicas = [[r * self.parts + p for p in range(self.parts)] for r in range(self.replicas)]
         same_part = [[r * self.parts + p for r in range(self.replicas)] for p in range(self.parts)]

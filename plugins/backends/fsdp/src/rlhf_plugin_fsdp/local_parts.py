@@ -35,7 +35,7 @@ class LocalParts(Partition):
         self.sources = [_divided(p) for p in parameters.values()]
         self.flats = []
         self.owners: dict[str, nn.Parameter] = {}
-        """{name: the tensor that the optimizer updates}."""
+        """{name: the tensor that the optimizer steps}."""
         for name, source in zip(parameters, self.sources, strict=True):
             rows = -(-source.shape[0] // ranks)
             start = min(rank * rows, source.shape[0]) * (source.numel() // max(1, source.shape[0]))

@@ -78,7 +78,7 @@ class Decoder:
         """A context with evaluation mode, this generator's attention and no gradient. The module is restored
         afterwards, also after an error.
 
-        The context must not be open during a ``yield``, because the consumer would see the module in this state.
+        The context must not be open during a ``yield`` to a consumer, who would see the module in this state.
         """
         attention = [c._attn_implementation_internal for c in self._configs]
         autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
@@ -153,8 +153,8 @@ def _row(ids_N: Tensor, position_N: Tensor) -> dict[str, Tensor]:
 
 
 def check_model(module: PreTrainedModel) -> tuple[int | None, str]:
-    """Length of the longest sequence of the model (loaded or on the meta device), and the config field with this limit.
-    Raises ModelError if this generator cannot sample from the model."""
+    """Longest sequence of the model (loaded or on the meta device), and the config field with this limit. Raises
+    ModelError if this generator cannot sample from the model."""
     _check([module])
     return _positions(module.config.get_text_config())
 
@@ -210,7 +210,7 @@ def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
 
 
 def _stepwise(decoder: Decoder, ids: IntArray) -> Tensor:
-    """Logits [1 + STEPS, V] after a prompt and after each of the following tokens."""
+    """Logits [1 + STEPS, V] after a prompt and after each of the tokens that follow."""
     logits_PV, [prompt], [delta] = decoder.prefill([ids[:PROMPT]])
     cache = SlotCache()
     cache.reserve(prompt, 1, len(ids), 0)

@@ -147,8 +147,8 @@ class TransformersGenerator(TakesModule, Generator):
         return Proof(version)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """See :class:`~rlhf.interfaces.Generator`. The module is restored whenever a sample is yielded, and after the
-        end, ``close()`` or an error. Requests are checked at the call, before anything is computed."""
+        """See :class:`~rlhf.interfaces.Generator`. The module is restored whenever a sample is yielded, and after
+        the end, ``close()`` or an error. Requests are checked when this is called, before anything is computed."""
         decoder = self._ready(requests)
         return self._run(dict(enumerate(requests)), decoder, self.version)
 

@@ -55,13 +55,12 @@ class SlotCache:
                 cache[slots, :, : len(new_NHD)] = new_NHD.transpose(0, 1)
 
     def write(self, layer: int, index_SH: Tensor, key_SHD: Tensor, value_SHD: Tensor) -> None:
-        """Write one token per row; ``index_SH`` is flat over (slot, head, position)."""
+        """One token per row; ``index_SH`` is flat over (slot, head, position)."""
         for cache, new_SHD in ((self.keys[layer], key_SHD), (self.values[layer], value_SHD)):
             cache.view(-1, cache.shape[3]).index_copy_(0, index_SH, new_SHD.reshape(-1, cache.shape[3]).to(cache.dtype))
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Copy slots ``source`` over slots ``target``. Whole slots are copied, because contiguous copies are far
-        faster."""
+        """Copy slots ``source`` over slots ``target``. Whole slots are copied, as contiguous copies are far faster."""
         for tensors in (self.keys, self.values):
             for cache in tensors:
                 slots_2S = torch.tensor([source, target], device=cache.device)

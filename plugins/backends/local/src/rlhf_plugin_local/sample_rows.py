@@ -36,7 +36,7 @@ class SampleRow:
 
 
 class SampleRows:
-    """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished. The slot is still computed, but
+    """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished; the slot is still computed, and
     ignored, until compaction or admission reuses it."""
 
     _MOVED = (
@@ -53,8 +53,8 @@ class SampleRows:
         device: torch.device,
         layers: ExpertLayers | None = None,
     ) -> None:
-        """``size``: maximum number of slots. ``stop_ids``: maximum number of end and stop tokens of a request.
-        ``layers``: the layers whose experts are recorded."""
+        """``size``: largest number of slots. ``stop_ids``: largest number of end and stop tokens of a request.
+        ``layers``: the experts that are recorded."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -62,7 +62,7 @@ class SampleRows:
         self.vocabulary, self.eos, self.decode, self.device = vocabulary, tuple(eos), decode, device
         self.rows: list[SampleRow | None] = []
         self.clock = 0
-        """Number of decoding steps so far."""
+        """Decoding steps so far."""
         self.position, self.step, self.limit, self.last, self.alive = (zeros(size) for _ in range(5))
         self.delta = zeros(size)
         """Offset that the model adds to positions (:meth:`~rlhf_plugin_local.decoder.Decoder.step`)."""
@@ -96,7 +96,7 @@ class SampleRows:
         return row
 
     def length(self) -> int:
-        """Number of tokens in the cache of the longest live row after the next step."""
+        """Tokens in the cache of the longest live row after the next step."""
         return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
 
     def admit(
@@ -133,7 +133,7 @@ class SampleRows:
         self._refresh()
 
     def ends(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Tokens that end this request. ``ignore_eos`` omits the model's end tokens, but not ``stop_token_ids``."""
+        """Tokens that end this request. ``ignore_eos`` leaves out the model's end tokens, not ``stop_token_ids``."""
         s = request.sampling
         return tuple(dict.fromkeys((*s.stop_token_ids, *(() if s.ignore_eos else self.eos))))
 
@@ -192,7 +192,7 @@ class SampleRows:
         return tokens
 
     def finish(self, finishes: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
-        """Remove rows from their slots. Returns (position in the requests, turn) for each."""
+        """Remove rows from their slots. Returns (position in the requests, turn) of each."""
         if not finishes:
             return []
         slots = [slot for slot, _ in finishes]

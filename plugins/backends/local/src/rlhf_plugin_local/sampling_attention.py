@@ -18,8 +18,7 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 
 NAME = "rlhf_sampling"
 QUERIES = 512
-"""Number of queries per block of prompt attention with windows, soft caps or sinks. It limits the size of the score
-matrix."""
+"""Queries per block of prompt attention with windows, soft caps or sinks. It limits the size of the score matrix."""
 POSITIONS = 32
 """On a CPU in bf16, a decoding step attends to whole blocks of this many positions; the last positions are masked.
 oneDNN keeps compiled code for each shape, so a new shape in every step would fragment the heap."""
@@ -75,7 +74,7 @@ class StepAttention(PackedAttention):
     attends to all positions of its slot up to its own."""
 
     def __init__(self, cache: SlotCache, position_S: Tensor, length: int, windows: Mapping[Any, int]) -> None:
-        """``length``: the largest position of a live row + 1. Later positions are never read."""
+        """``length``: the largest position of a live row + 1; positions beyond it are never read."""
         self.cache, self.position_S, self.windows = cache, position_S, windows
         self._calls = 0
         self.length = min(-(-length // POSITIONS) * POSITIONS, cache.capacity) if _compiles_shapes(cache) else length

@@ -18,7 +18,7 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 from rlhf_plugin_local.sample_rows import SampleRows
 
 GROWTH = 64
-"""Minimum growth of the cache in positions (or a quarter of its length, if that is more)."""
+"""Smallest growth of the cache in positions (or a quarter of its length, if that is more)."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Prompt:
 
 
 def _need(request: GenerationRequest) -> int:
-    """Maximum number of cache positions of a request (its last token is never an input)."""
+    """Largest number of cache positions of a request (its last token is never an input)."""
     return len(request.ids) + request.sampling.max_new_tokens - 1
 
 
@@ -113,7 +113,7 @@ class SamplingLoop:
     # ------------------------------------------------------------------------------------ admission
 
     def _admissible(self) -> int:
-        """Number of waiting requests, in order, that can get a row and cache positions for everything that they may
+        """How many waiting requests, in order, can get a row and cache positions for everything that they may
         sample."""
         live = self.rows.live
         longest, count = max((_need(row.request) for row in live), default=0), 0

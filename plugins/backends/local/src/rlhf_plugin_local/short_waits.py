@@ -24,10 +24,10 @@ CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Variables with which a user configures how threads wait. If one is set, nothing is changed here."""
 INTERVAL = 0.25
 BUSY, IDLE = 0.15, 0.05
-"""Waits become short above the first and long below the second threshold: seconds per second in which a thread of this
-process was runnable but had no core."""
+"""Waits become short above the first and long below the second: seconds per second in which a thread of this process
+could run and had no core."""
 PARALLEL = 1 << 17
-"""Number of elements of an operation that torch divides among its threads."""
+"""Elements of an operation that torch divides among its threads."""
 
 
 def without_a_core() -> float:

@@ -124,7 +124,7 @@ def _draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor
 
 
 def _threshold(z_BV: Tensor, top_B1: Tensor, p: Draw) -> Tensor | None:
-    """The smallest z that remains, [B, 1]; None if no row is truncated."""
+    """The smallest z that stays, [B, 1]; None if no row is truncated."""
     threshold_B1 = None
     if p.log_min_p_B is not None:
         threshold_B1 = top_B1 + p.log_min_p_B[:, None]
@@ -174,7 +174,7 @@ def _cumulated(weight_BK: Tensor) -> Tensor:
 
 
 def _first_above(cdf_BK: Tensor, target_B: Tensor) -> Tensor:
-    """First index with ``cdf > target``. A target that was rounded up to the total counts as just below the total."""
+    """First index with ``cdf > target``. A target that rounding raised to the total counts as just below the total."""
     last_B = cdf_BK[:, -1]
     target_B = torch.minimum(target_B, torch.nextafter(last_B, torch.zeros_like(last_B)))
     # The clamps are for rows of NaN, which the caller detects by their log-prob.

@@ -31,7 +31,7 @@ class ReferenceStream:
     """An iterator over references to the items of one call. ``next`` waits for the item."""
 
     def __init__(self, calls: ProcessCalls, on_read: Callable[[], None]) -> None:
-        """``on_read`` is called after each item is read."""
+        """``on_read`` is called after each item that was read."""
         self._calls, self._on_read = calls, on_read
         self.items: deque[CallReference] = deque()
         self.complete = False

@@ -24,7 +24,7 @@ from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 
 _PROGRAM = Path(__file__).parent / "worker_program.py"
 _END_SECONDS = 30.0
-"""Time limit for the end of a worker and all its descendants."""
+"""Time for the end of a worker and all its descendants."""
 _NONE_VALUE = SharedValue.of(None)
 
 

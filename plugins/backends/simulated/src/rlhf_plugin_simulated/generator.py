@@ -44,7 +44,7 @@ class SimulatedGeneratorConfig(ComponentConfig):
 
 
 class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
-    """Tokens and lengths depend only on the seed of the request; log-probs are -1."""
+    """Tokens and lengths depend on the seed of the request alone; log-probs are -1."""
 
     name = "simulated"
     capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds"})
@@ -91,7 +91,7 @@ class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
         return self._samples.tokens_drawn(self._count)
 
     def _count(self, request: GenerationRequest) -> int:
-        """Number of tokens of the answer."""
+        """Tokens of the answer."""
         tokens = log_normal(random.Random(request.seed), self.config.tokens, self.config.tokens_sigma)
         return max(1, min(round(tokens), request.sampling.max_new_tokens))
 

@@ -127,7 +127,7 @@ class Engines:
         self._by_requests = [(0, engine) for engine in range(count)]
         """(number of requests, engine), sorted, so that a request does not search a thousand engines."""
         self._idle_engines = count
-        """Number of engines without a request."""
+        """Engines without a request."""
         self._idle = self._all = 0.0
         self._counted_until = clock()
         """Time up to which the seconds are counted."""

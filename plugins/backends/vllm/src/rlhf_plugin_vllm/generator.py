@@ -1,5 +1,4 @@
-"""The generator ``vllm``: a vLLM engine in this process with a separate copy of the weights, proven after every
-sync."""
+"""The generator ``vllm``: a vLLM engine in this process with its own copy of the weights, proven after every sync."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ class VllmGenerator(WeightLoading):
         self._names = count()
         super().__init__(Engine(self.config, spec, platform), frees_memory=not platform.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
-        """Number of tokens of the longest sequence, prompt and completion together."""
+        """Tokens of the longest sequence, prompt and completion together."""
         if platform.cpu and self.config.speculative is not None:
             self._call_workers("rlhf_prepare_drafts")
 

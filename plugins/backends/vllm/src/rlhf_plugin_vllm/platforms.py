@@ -25,7 +25,7 @@ class Platform:
     distribution: str
     """Name and version of the installed vLLM."""
     devices: int
-    """Number of GPUs that this process sees; on a CPU the number of cores that it may use."""
+    """Number of GPUs that this process sees; on a CPU the cores it may use."""
 
     @property
     def cpu(self) -> bool:
@@ -62,7 +62,7 @@ def cores() -> list[int]:
 
 
 def check(config: VllmGeneratorConfig, platform: Platform) -> None:
-    """Raises CapabilityError, with option, reason and cure, for an option that the platform does not support."""
+    """Raises CapabilityError, naming option, reason and cure, for an option that the platform does not support."""
     workers = config.tensor_parallel * config.pipeline_parallel
     if platform.cpu:
         _check_cpu(config, platform)

@@ -24,7 +24,7 @@ _MAX_NAMES = 8
 
 
 class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
-    """The part of the generator that loads weights and sleeps. A subclass starts the engine and samples."""
+    """The part of the generator that loads weights and sleeps. The subclass starts the engine and samples."""
 
     config: VllmGeneratorConfig
     spec: GeneratorSpec
@@ -119,7 +119,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, Any]:
         """{worker: its answer}. Raises SyncError if a worker failed or did not answer in time. After a timeout the
-        engine is not used again, because late answers could be mistaken for answers to later calls."""
+        engine is not used again, because late answers could be taken for answers to later calls."""
         try:
             answers = self.engine.rpc(method, *arguments, timeout=self.spec.sync_timeout)
         except WorkerError:  # a worker is dead: a launcher with several engines replaces this one

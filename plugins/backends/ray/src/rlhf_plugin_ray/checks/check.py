@@ -25,7 +25,7 @@ _START = "start it with `ray start --head` on one node and `ray start --address 
 
 
 class RayCheck(Check):
-    """Ray: it can be imported and started, and the nodes of a cluster have the same versions as this machine."""
+    """Ray: it can be imported, it can start, and the nodes of a cluster have the same versions as this machine."""
 
     name = "ray"
 

@@ -19,7 +19,7 @@ _CLUSTER_SECONDS = 30.0
 """Seconds without an answer of a cluster's GCS, which may be restarted. After 60 seconds Ray itself ends this
 process."""
 _END_SECONDS = 20.0
-"""Seconds for the run to end by itself with the error. Then this process is ended, as Ray would do."""
+"""Time for the run to end by itself with the error. After it this process is ended, as Ray would do."""
 
 
 class ControlProcessMonitor:

@@ -17,8 +17,7 @@ from rlhf_plugin_ray.config import RayConfig
 
 
 class Reservation:
-    """One placement group. The constructor waits for the devices. Raises ConfigError if the cluster does not provide
-    them."""
+    """One placement group. The constructor waits for the devices; ConfigError if the cluster does not provide them."""
 
     def __init__(self, places: Mapping[str, Place], kind: str, config: RayConfig) -> None:
         """``kind``: ``GPU`` | ``CPU``, the kind of the devices."""
@@ -54,7 +53,7 @@ class Reservation:
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
     def visible(self, allocations: Sequence[Allocation]) -> list[list[str] | None]:
-        """The GPU ids of each allocation; None without GPUs. Read at every call, because Ray may move a bundle when a
+        """The GPU ids of each allocation; None without GPUs. Asked on every call, because Ray may move a bundle when a
         node is lost."""
         if self._gpus is None:
             return [None] * len(allocations)

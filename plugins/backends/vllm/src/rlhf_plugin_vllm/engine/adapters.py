@@ -47,8 +47,7 @@ def adapter_arguments(adapters: LowRankAdapters) -> dict[str, Any]:
 
 
 def adapter_request() -> Any:
-    """vLLM's request for the adapter. Its path is never read, because workers receive the tensors in a load of
-    weights."""
+    """vLLM's request for the adapter. Its path is never read: workers get the tensors by a load of weights."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER, "none: the tensors are loaded from memory")

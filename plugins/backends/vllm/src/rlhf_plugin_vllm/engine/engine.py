@@ -1,4 +1,4 @@
-"""One vLLM engine whose core runs in this process: start, requests, steps, calls to its workers, shutdown."""
+"""One vLLM engine whose core runs in this process: start, requests, steps, calls to its workers, stop."""
 
 from __future__ import annotations
 

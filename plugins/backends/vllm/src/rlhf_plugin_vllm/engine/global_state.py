@@ -73,7 +73,7 @@ class TorchState:
     products: str | None
     """``torch.get_float32_matmul_precision``; None if the process mixed torch's two ways to set it."""
     backends: tuple[str, ...]
-    """The precision of fp32 products for each of :func:`_backends`."""
+    """The precision of fp32 products of each of :func:`_backends`."""
 
     @classmethod
     def current(cls) -> TorchState:

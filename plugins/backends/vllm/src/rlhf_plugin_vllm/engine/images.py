@@ -65,7 +65,7 @@ class ImagePrompts:
         return mm_input(list(ids), kwargs, {"image": hashes}, {"image": places}, cache_salt=salt)
 
     def _image_input(self, image: Image) -> Any:
-        """vLLM's input for the image and its short form."""
+        """vLLM's input of the image and its short form."""
         mark = sha256(image.data).digest()
         key = (mark, image.short.tobytes())
         if key not in self._inputs:

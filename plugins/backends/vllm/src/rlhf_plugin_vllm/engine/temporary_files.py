@@ -110,7 +110,7 @@ def sweep(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Create the folder's file. It gets its name only after it is locked."""
+    """Make the folder's file. It gets its name only after it is locked."""
     file = os.open(folder / f"{OWNER}.new", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.rename(folder / f"{OWNER}.new", folder / OWNER)

@@ -52,7 +52,7 @@ class WorkerProcesses:
             wait([process.sentinel], GRACE_SECONDS)
 
     def _name_death(self) -> None:
-        """Record once which worker died, before the others are killed."""
+        """Record which worker died, once, before the others are killed."""
         with self._naming:
             dead = [n for n, p in enumerate(self._processes) if not self._death and wait([p.sentinel], 0)]
             self._death = self._death or " and ".join(f"engine worker {n} {_end(self._processes[n])}" for n in dead)

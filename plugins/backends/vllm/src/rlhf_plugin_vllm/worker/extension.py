@@ -44,7 +44,7 @@ class LoadResult:
     """{name as the trainer sent it: fingerprint of the received bytes}."""
     nbytes: int = 0
     missing: tuple[str, ...] = ()
-    """Names of tensors that the model needs but that did not arrive."""
+    """Names of tensors that the model needs and that did not arrive."""
     peak_memory: dict[str, int] = field(default_factory=dict)
 
 

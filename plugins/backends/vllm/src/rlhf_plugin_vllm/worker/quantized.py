@@ -20,8 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 ROUNDING = 2**-6
-"""Tolerance, as a share of the largest product of a tensor. Kernels round to bf16: in a real model up to 0.004 of
-it."""
+"""Share of the largest product of a tensor. Kernels round to bf16: in a real model up to 0.004 of it."""
 FORMAT = torch.float8_e4m3fn
 
 

@@ -1,7 +1,7 @@
-"""Reads the weights that a running vLLM model uses, after they were packed for its kernels.
+"""Reads the weights that a running vLLM model multiplies with, after they were packed for its kernels.
 
-A packed weight cannot be read directly, so the layer computes it. For the rows of the identity matrix, a linear layer
-returns exactly the columns of its weight, because every product has a factor 1 or 0.
+A packed weight cannot be read directly. The layer computes it instead: for the rows of the identity matrix a linear
+layer returns the columns of its weight, exactly, because every product has a factor 1 or 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_plugin_vllm.worker.quantized import is_quantised, quantised
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 ROWS = 256
-"""Number of rows of the identity matrix per call."""
+"""Rows of the identity matrix per call."""
 
 
 @torch.no_grad()
