@@ -82,7 +82,7 @@ def is_cached(kind: Kind, repo: HubName) -> bool:
 
 def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
     """Every file of the repository at a commit. The list comes from the client's cached answer of the hub or from the
-    hub. If the hub cannot be reached, it has the downloaded files.
+    hub. If the hub cannot be reached, it contains the downloaded files.
 
     Raises HubError.
     """

@@ -150,7 +150,7 @@ def use_attention(model: PreTrainedModel, name: str) -> bool:
 
 
 def _attending(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of the model whose attention is replaced. A vision tower keeps its own attention."""
+    """The part of the model whose attention is set. A vision tower keeps its own attention."""
     part: PreTrainedModel = model.get_decoder() if has_vision(model) else model
     return part
 

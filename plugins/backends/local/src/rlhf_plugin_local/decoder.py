@@ -33,7 +33,7 @@ tokens."""
 
 
 class Decoder:
-    """Samples from a causal language model of transformers by reference. The model is changed only inside
+    """Holds a reference to a causal language model of transformers. The model is changed only inside
     :meth:`borrowed`."""
 
     def __init__(self, module: nn.Module) -> None:
