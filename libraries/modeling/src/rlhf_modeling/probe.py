@@ -43,7 +43,7 @@ def probe(model: LoadedModel, spec: ModelSpec) -> None:
             truth = [_hidden(model, ids) for ids in rows]
             if spec.role.trained:
                 model.noisy = _draws(model, rows[1])
-        except Exception as cause:  # any exception: the model may have custom code
+        except Exception as cause:  # any exception: the model's code is not ours
             raise ModelError(
                 f"{_name(model, spec)} cannot be computed by transformers from token ids alone "
                 f"({type(cause).__name__}: {cause}). Use another decoder-only model."
@@ -82,7 +82,7 @@ def _require_storage(model: LoadedModel, spec: ModelSpec, ids_T: Tensor) -> None
     try:
         with torch.autocast(ids_T.device.type, torch.bfloat16):
             _hidden(model, ids_T)
-    except Exception as cause:  # any exception: the model may have custom code
+    except Exception as cause:  # any exception: the model's code is not ours
         raise CapabilityError(
             f"{_name(model, spec)} cannot be computed with weights in bf16 ({type(cause).__name__}: {cause}). Set "
             "storage = 'fp32' for this role."
@@ -155,7 +155,7 @@ def _image_truth(model: LoadedModel, rows: list[Tensor]) -> Tensor | None:
         return None
     try:
         return own_statement(model, *image_sequence(model, rows))
-    except Exception as cause:  # any exception: the model may have custom code
+    except Exception as cause:  # any exception: the model's code is not ours
         model.images, model.no_images = None, f"cannot be computed with images by transformers ({_describe(cause)})"
         return None
 
@@ -167,7 +167,7 @@ def _check_images(model: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> No
         hidden = packed_with_text(model, rows, *image_sequence(model, rows))
         share = max(share_off(got_TH, want_TH) for got_TH in hidden)
         reason = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
-    except Exception as cause:  # any exception: the model may have custom code
+    except Exception as cause:  # any exception: the model's code is not ours
         reason = _describe(cause)
     if reason:
         model.images = None

@@ -156,7 +156,7 @@ def _sizes(router: nn.Module, model: str, hidden: int) -> tuple[int, int]:
             replay = copy(hidden_MH)
         fits = choice.calls == 1 and torch.equal(trial[2], others_MK) and not torch.equal(trial[1], outputs[1])
         fits = fits and all(torch.equal(a, b) for a, b in zip(outputs, replay, strict=True))
-    except Exception:  # any exception: the router may have custom code
+    except Exception:  # any exception: the router's code is not ours
         fits = False
     if not fits:
         raise CapabilityError(

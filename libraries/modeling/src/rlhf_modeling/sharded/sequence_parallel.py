@@ -125,7 +125,7 @@ def require_divisible(model: LoadedModel, spec: ModelSpec, ranks: int) -> None:
         parts = [slice(start, start + PART) for start in range(0, len(ids_N), PART)]
         try:
             hidden = [_on_part(model, ids_N, position_N, row, part) for part in parts]
-        except Exception as cause:  # any exception: the model may have custom code
+        except Exception as cause:  # any exception: the model's code is not ours
             raise _refused(name, ranks, f"{type(cause).__name__}: {cause}") from cause
         if wrong(torch.cat(hidden), want_NH):
             raise _refused(name, ranks, "other parts of its layers than attention depend on other tokens")

@@ -203,7 +203,7 @@ def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
             want_TV = _forward_pass(module, model, torch.tensor(ids, device=decoder.device))[-len(got_TV) :]
         except ModelError:
             raise
-        except Exception as cause:  # any exception: the model may have custom code
+        except Exception as cause:  # any exception: the model's code is not ours
             raise refusal(name, f"cannot be computed token by token here ({type(cause).__name__}: {cause})") from cause
     if not torch.allclose(got_TV, want_TV, rtol=1e-3, atol=1e-3, equal_nan=True):  # NaN is reported while sampling
         raise refusal(name, "gives other log-probs with the attention of this generator")
