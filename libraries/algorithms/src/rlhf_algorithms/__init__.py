@@ -1,6 +1,6 @@
-"""Base classes of algorithms, and the advantage estimators and policy losses that several algorithms name.
+"""Base classes of algorithms, and the advantage estimators and policy losses that several algorithms share.
 
-The hooks import the estimators and losses, because these need torch and most users of a base class do not.
+Only the hooks import the estimators and losses, because they need torch and most users of a base class do not.
 """
 
 from rlhf import hookimpl

@@ -1,4 +1,4 @@
-"""Advantage estimators. ``rlhf_algorithms.pipeline`` does the rest (shaping, clipping, KL), and sets the order.
+"""Advantage estimators. ``rlhf_algorithms.pipeline`` does the rest (shaping, clipping, KL) and sets the order.
 
 If rewards come only at the end and gamma = 1, every token of an answer gets the same credit. With step rewards, or KL
 in the reward, credit differs from token to token.
@@ -32,7 +32,7 @@ class WhitenConfig(ReturnConfig):
 
 
 class ReturnToGo(Advantage):
-    """Discounted return-to-go as advantage: the base of all estimators here without a critic."""
+    """Discounted return-to-go as advantage. Base class of all estimators here that have no critic."""
 
     Config: ClassVar[type[ComponentConfig]] = ReturnConfig
 
@@ -154,10 +154,10 @@ class BatchMean(ReturnToGo):
 
 
 class GDPO(ReturnToGo):
-    """Each reward standardised within its group, their weighted sum standardised over the rollout batch. So a reward
-    that varies more does not outweigh the others, and different rewards with the same sum are told apart.
+    """Standardise each reward within its group, then standardise the weighted sum over the rollout batch. A reward that
+    varies more does not outweigh the others, and samples with different rewards but the same sum get different credit.
 
-    Deviations: (1) A reward that gave no value for a sample counts 0 there. (2) Divisions are by std + 1e-9; equal
+    Deviations: (1) A reward without a value for a sample counts as 0 for it. (2) Divisions are by std + 1e-9; equal
     values give exactly 0.
     """
 
@@ -177,9 +177,11 @@ class GDPO(ReturnToGo):
 
 
 class MaxRL(ReturnToGo):
-    """(r - mean of the group) / mean of the group: for rewards of 0 and 1 the gradient of the log of the pass rate.
+    """(r - mean of the group) / mean of the group. For rewards of 0 and 1 this is the gradient of the log of the pass
+    rate.
 
-    Deviations: (1) Credit is 0 where the mean is not above 0, so rewards should be at least 0; the paper has 0 and 1.
+    Deviations: (1) Credit is 0 where the mean is not above 0, so rewards should be at least 0; the paper has rewards of
+    0 and 1.
     """
 
     name = "max_rl"
@@ -193,8 +195,8 @@ class MaxRL(ReturnToGo):
 
 
 class OPO(ReturnToGo):
-    """Reward minus the mean of the group weighted by lengths: the baseline with the least variance, if the squared
-    gradient of an answer grows with its length."""
+    """Reward minus the length-weighted mean of the group. This baseline has the least variance if the squared gradient
+    of an answer grows with its length."""
 
     name = "opo"
     source = "Hao et al. 2025, On-policy RL with optimal reward baseline, arXiv:2505.23585"
@@ -209,12 +211,12 @@ class OPO(ReturnToGo):
 
 
 class ReMax(ReturnToGo):
-    """Reward minus that of the greedy answer to the same prompt, which is drawn for this and not trained on; works with
-    one sample per prompt.
+    """Reward minus the reward of the greedy answer to the same prompt. The greedy answer is sampled only for this
+    baseline and is not trained on. Works with one sample per prompt.
 
     Deviations: (1) Several samples of a prompt share one greedy answer; the paper has one sample. (2) Shaping and KL
-    change the reward of a sample, not that of the greedy answer, as in verl. The baseline stays independent of the
-    sample. (3) The paper has KL in the reward; here it is off unless ``kl.coef`` is set.
+    change the reward of a sample, but not the reward of the greedy answer, as in verl. The baseline stays independent
+    of the sample. (3) The paper has KL in the reward; here it is off unless ``kl.coef`` is set.
     """
 
     name = "remax"
@@ -234,15 +236,15 @@ class RAEConfig(ReturnConfig):
 
 class RAE(ReturnToGo):
     """Reward minus the running mean of its environment and player: b <- decay b + (1 - decay) r, A = r - b, sample by
-    sample; b starts at 0. The means are in checkpoints. Works with one sample per prompt.
+    sample; b starts at 0. Checkpoints contain the means. Works with one sample per prompt.
 
-    The environment is the source in ``data.train``, with the columns ``by``. The player is the agent, where the policy
-    plays several (:meth:`rlhf.interfaces.Env.agents`): then each game gives a trajectory for each player, as in the
-    paper.
+    The environment is the source in ``data.train``, with the columns ``by``. If the policy plays several agents
+    (:meth:`rlhf.interfaces.Env.agents`), the player is the agent. Each game then gives one trajectory per player, as in
+    the paper.
 
-    Deviations: (1) Where the policy plays one agent, another player is part of the environment. (2) The samples of a
-    batch enter in the order of their prompts. (3) A is decay (r - b before), as in the paper; prime-rl subtracts the
-    mean before the sample enters it, which gives r - b before.
+    Deviations: (1) If the policy plays one agent, any other player is part of the environment. (2) The samples of a
+    batch update the mean in the order of their prompts. (3) A is decay (r - b), with b before the update, as in the
+    paper; prime-rl uses r - b, with b before the update.
     """
 
     name = "rae"
@@ -294,14 +296,14 @@ class GiGPOConfig(ComponentConfig):
 
 
 class GiGPO(ReturnToGo):
-    """A^E + omega A^S for each token of a turn. A^E is the group's as in ``group_norm``. A^S compares turns that the
-    policy sampled in one state: with R_t = sum over k >= t of gamma^(k - t) r_k, it is (R_t - mean) / (std + 1e-9) over
-    all turns of the group that follow the same observation. So two actions in one state are told apart, although no
-    state was sampled from twice on purpose. A state with one turn gives A^S = 0.
+    """A^E + omega A^S for each token of a turn. A^E is the group's advantage, as in ``group_norm``. A^S compares turns
+    that the policy sampled in the same state: with R_t = sum over k >= t of gamma^(k - t) r_k, it is (R_t - mean) /
+    (std + 1e-9) over all turns of the group that follow the same observation. Two actions in one state thus get
+    different credit, although no state was deliberately sampled from twice. A state with one turn gives A^S = 0.
 
     Deviations: (1) Observations are one state if their texts and images are equal; verl-agent can also join similar
-    ones. The observation must therefore say what the state is. (2) What a reward that is not the environment's (a
-    reward source, shaping) gives to an answer counts at its last turn. ``reward_clip`` changes A^E only.
+    ones. The observation must therefore describe the state completely. (2) Rewards that do not come from the
+    environment (a reward source, shaping) count at the answer's last turn. ``reward_clip`` changes A^E only.
     """
 
     name = "gigpo"
@@ -336,12 +338,12 @@ class PassAtKConfig(ReturnConfig):
 
 
 class PassAtK(ReturnToGo):
-    """Credit for the best of k answers: what the answer adds to the best of k - 1 others, averaged over all subsets of
-    the group's n answers, times n.
+    """Credit for the best of k answers: how much the answer adds to the best of k - 1 others, averaged over all subsets
+    of the group's n answers, times n.
 
-    For rewards of 0 and 1 the sum of the scores is the unbiased gradient of pass@k, for others of the expected best of
-    k. With g_j sorted from the lowest, s_i = sum over j < i of (g_i - g_j) C(j, k - 2) / C(n, k). The advantage is
-    n s_i, at least 0; of equal rewards it is 0.
+    For rewards of 0 and 1, the sum of the scores is the unbiased gradient of pass@k. For other rewards it is the
+    unbiased gradient of the expected best of k. With g_j sorted from the lowest, s_i = sum over j < i of (g_i - g_j)
+    C(j, k - 2) / C(n, k). The advantage is n s_i. It is at least 0, and 0 if all rewards are equal.
     """
 
     name = "pass_at_k"
@@ -366,6 +368,6 @@ def best_of_k_scores(r_G: Tensor, k: int) -> Tensor:
     order = r_G.argsort(stable=True)
     sorted_G = r_G[order]
     subsets_G = torch.tensor([math.comb(j, k - 2) for j in range(n)], dtype=torch.float64)
-    # (g_i - g_j) summed over j < i, each as often as j is the best of k - 1 others.
+    # Sum of (g_i - g_j) over j < i; each counts once for every subset in which j is the best of k - 1 others.
     gains_GG = (sorted_G[:, None] - sorted_G[None, :]).tril(-1) * subsets_G
     return torch.zeros_like(r_G).index_copy(0, order, gains_GG.sum(1)) * n / max(math.comb(n, k), 1)

@@ -147,7 +147,7 @@ class CorrectionConfig(ComponentConfig):
 
     @property
     def scheme(self) -> Scheme:
-        """What the preset, or the fields, say."""
+        """The scheme of the preset, or of the fields."""
         if self.preset is not None:
             return PRESETS[self.preset]
         return Scheme(self.level or "token", self.mode or "truncate", self.statistic)
@@ -159,9 +159,9 @@ def correction_weights(
     """The weight of each token: float32 [A], detached, finite; with the ratio as statistic 0 or within [low, high].
 
     Args:
-        old_logprobs_A: by the trainer at the start of the update.
-        gen_logprobs_A: as the generator reported them.
-        sequence_A: int64, which of the ``sequences`` sequences each token belongs to.
+        old_logprobs_A: log-probs of the trainer at the start of the update.
+        gen_logprobs_A: log-probs that the generator reported.
+        sequence_A: int64, the index of each token's sequence, one of ``sequences``.
     """
     old_A, gen_A = old_logprobs_A.detach().float(), gen_logprobs_A.float()
     log_A = (old_A - gen_A).double()
@@ -181,8 +181,8 @@ def correction_weights(
 
 
 def divergence(from_logprobs_A: Tensor, to_logprobs_A: Tensor, statistic: Statistic) -> Tensor:
-    """How far the probabilities of a sampled token are apart, [A], >= 0: of two Bernoulli distributions, "this token"
-    against "another one". Probabilities are kept within [1e-6, 1 - 1e-6]."""
+    """Distance between the two probabilities of a sampled token, [A], >= 0. Each probability defines a Bernoulli
+    distribution: "this token" or "another token". Probabilities are kept within [1e-6, 1 - 1e-6]."""
     p_A, o_A = (logprobs_A.exp().clamp(1e-6, 1 - 1e-6) for logprobs_A in (from_logprobs_A, to_logprobs_A))
     if statistic == "tv":
         return (p_A - o_A).abs()

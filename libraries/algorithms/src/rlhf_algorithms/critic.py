@@ -56,7 +56,7 @@ class Value(Loss):
 
 
 class ValueScale:
-    """mean and std over the returns of all tokens seen so far (Yu et al. 2022, MAPPO, arXiv:2103.01955, section 5.1).
+    """Mean and std of the returns of all tokens seen so far (Yu et al. 2022, MAPPO, arXiv:2103.01955, section 5.1).
 
     The critic outputs v, the value is V = mean + std v, and the target is (G - mean') / std', where the statistics
     include the batch's own returns. So the critic's learning rate and clip do not depend on the scale of rewards.

@@ -13,7 +13,7 @@ from rlhf.types import Head, LossOutput, Reduce
 from rlhf_algorithms.kl import Beside
 
 OBSERVATION_LOGPROBS = replace(LOGPROBS, name="observation_logprobs", over=OBSERVATIONS)
-"""At the temperature of these tokens, which is 1: no sampling drew them."""
+"""Log-probs at temperature 1, because these tokens were not sampled."""
 
 
 class WithEcho(Beside):
@@ -23,12 +23,13 @@ class WithEcho(Beside):
         coef / S * sum over samples s with observations of 1 / T_s * sum over observation tokens t of s of -log pi(t)
 
     S is the number of samples with an observation, T_s the number of observation tokens of one. Other tokens are not
-    part of this term, and observation tokens are part of no other. The forward pass is that of ``inner``; the output
-    head reads more tokens. ``observation_nll`` is the mean over observation tokens, without the coefficient.
+    part of this term, and observation tokens are part of no other. The term shares the forward pass of ``inner``; the
+    output head reads more tokens. ``observation_nll`` is the mean over observation tokens, without the coefficient.
 
-    Deviations: (1) The paper leaves out what a harness writes around an observation. Here an observation is the whole
-    turn, with the markers that the chat template writes. (2) An observation after the last answer is not in the
-    sequence, and one that came with a rewritten context (``Turn.fresh``) is not told from the rest of it.
+    Deviations: (1) The paper leaves out the text that a harness writes around an observation. Here an observation is
+    the whole turn, with the markers that the chat template writes. (2) An observation after the last answer is not in
+    the sequence, and an observation in a rewritten context (``Turn.fresh``) is not distinguished from the rest of the
+    context.
     """
 
     def __init__(self, inner: Loss, coef: float) -> None:
@@ -42,7 +43,7 @@ class WithEcho(Beside):
         return (*self.inner.columns(), OBSERVATIONS)
 
     def signal(self) -> tuple[str, ...]:
-        """An observation is one, also where the advantages are 0."""
+        """Observations are a signal, even where all advantages are 0."""
         names = self.inner.signal()
         return (*names, OBSERVATIONS) if names else ()
 

@@ -1,4 +1,4 @@
-"""The coefficient of the entropy bonus, which follows the entropy."""
+"""Controller of the entropy bonus: its coefficient follows the entropy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rlhf_algorithms.policy_gradient_config import EntropyConfig
 
 
 class EntropyController:
-    """The bonus is on where the last step's entropy was at or below the target. Its coefficient then rises by ``step``,
-    else it falls, within [0, ``high``] (He et al. 2025, Skywork-OR1, arXiv:2505.22312, section 4.2).
+    """The bonus is on if the last step's entropy was at or below the target. Its coefficient then rises by ``step``,
+    otherwise it falls. It stays within [0, ``high``] (He et al. 2025, Skywork-OR1, arXiv:2505.22312, section 4.2).
 
-    Deviations: (1) The coefficient changes once a step of the run, by the mean entropy of its optimizer steps; TRL
+    Deviations: (1) The coefficient changes once per step of the run, by the mean entropy of its optimizer steps; TRL
     changes it at each optimizer step. (2) The first step has the bonus.
     """
 

@@ -1,4 +1,4 @@
-"""KL estimators of a policy against its reference, per token, the controller of their coefficient, and the loss term.
+"""KL estimators of a policy against its reference, per token; the controller of their coefficient; the loss term.
 
 With d = log pi(token) - log pi_ref(token) for tokens sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = d,  k2 = d^2/2,  k3 = exp(-d) - 1 + d.
@@ -93,7 +93,7 @@ class KLController:
 
 
 class Beside(Loss):
-    """``inner`` with a term beside it. Everything else is that of ``inner``."""
+    """``inner`` with an additional term. Everything else is the same as in ``inner``."""
 
     def __init__(self, inner: Loss) -> None:
         self.inner, self.config = inner, inner.config
@@ -126,12 +126,13 @@ class Beside(Loss):
 class WithKL(Beside):
     """``inner`` + ``x.coef["kl"]`` times the KL estimate per token; reads the column ``ref_logprobs``.
 
-    The KL term is averaged like the first term of ``inner``, or by ``token_mean`` if that term is not per token. Every
-    update carries the coefficient, so it may be adaptive. ``kl_reference`` is reported without the coefficient.
+    The KL term is averaged like the first term of ``inner``, or by ``token_mean`` if that term is not per token. The
+    coefficient may be adaptive, because every update carries it. ``kl_reference`` is reported without the coefficient.
 
-    ``unbiased``: the estimate of a token times rho = exp(lp - lp_old), with gradient (DeepSeek-V3.2, arXiv:2512.02556,
-    section 3.1). For k3 the gradient of a term becomes rho d times that of lp, in expectation the KL's own. Deviations:
-    (1) rho is of the token under losses with one ratio per answer too, and its log is bounded to +-20.
+    ``unbiased``: multiply the estimate of a token by rho = exp(lp - lp_old), with gradient (DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1). For k3 the gradient of a term becomes rho d times the gradient of lp; its
+    expectation is the gradient of the KL. Deviations: (1) rho is the token's ratio, also for losses with one ratio per
+    answer, and its log is bounded to +-20.
     """
 
     def __init__(self, inner: Loss, estimator: Estimator, unbiased: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Base classes of the algorithms that learn from given pairs, and of their losses without a reference."""
+"""Base classes of the algorithms that learn from pairs of a data set, and of their losses without a reference."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class PairLearning(Algorithm[Example]):
-    """One optimizer step per step of the run, on all pairs of the step, with the loss in the slot ``loss``. Complete
+    """One optimizer step per step of the run, on all pairs of the step, with the loss in the slot ``loss``. A complete
     example::
 
         class Mine(PairLearning):
             name = "mine"
             slots = {"loss": Slot("loss", "mine")}
 
-    A unit is a pair: a sequence of role 0 (chosen) and one of role 1 (rejected). Where ``data.margin`` names a column,
-    a loss with ``margin`` among its ``columns()`` reads it, one number per pair. A pair in which an answer has no token
-    to train on is left out and counted (metric ``pairs/left_out``): its log-prob would be 0 for every policy.
+    A unit is a pair: a sequence of role 0 (chosen) and one of role 1 (rejected). If ``data.margin`` names a column,
+    losses with ``margin`` among their ``columns()`` read it, one number per pair. A pair is left out and counted
+    (metric ``pairs/left_out``) if one of its answers has no token to train on. The log-prob of such an answer would be
+    0 for every policy.
     """
 
     data = "pairs"
@@ -38,7 +39,7 @@ class PairLearning(Algorithm[Example]):
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
-        """See :func:`rlhf_algorithms.pairs.pack_pairs`; and the number of pairs that were left out."""
+        """Pack the pairs (:func:`rlhf_algorithms.pairs.pack_pairs`) and count the pairs that were left out."""
         from rlhf_algorithms.pairs import pack_pairs
 
         batch = pack_pairs(examples)
@@ -53,12 +54,12 @@ class PairLearning(Algorithm[Example]):
 
 
 class ContrastLoss(Loss):
-    """Contrasts the log-probs of a pair's two answers, without a reference, and may imitate the chosen answer.
+    """Contrasts the log-probs of a pair's two answers, without a reference. It may also imitate the chosen answer.
 
-    A subclass gives :meth:`contrast`, and a Config with ``beta``, the scale of the rewards, and ``nll_coef``, the
+    A subclass defines :meth:`contrast` and a Config with ``beta``, the scale of the rewards, and ``nll_coef``, the
     coefficient of the chosen answers' negative log-likelihood.
 
-    Terms: one with the loss's name, the mean over pairs, and with ``nll_coef`` ``nll`` (times it). Metrics:
+    Terms: one with the loss's name, the mean over pairs; with ``nll_coef`` also ``nll``, multiplied by it. Metrics:
     ``accuracy``, ``reward_margin``, ``chosen_reward`` and ``rejected_reward`` of the rewards beta x (shaped) log-prob;
     ``chosen_logprobs`` and ``rejected_logprobs``.
     """
@@ -72,12 +73,13 @@ class ContrastLoss(Loss):
 
     @property
     def nll_how(self) -> How:
-        """How the likelihood of the chosen answers is averaged."""
+        """How to average the likelihood of the chosen answers."""
         return "token_mean"
 
     @abstractmethod
     def contrast(self, difference_U: Tensor) -> Tensor:
-        """[U]: the loss of each pair, from the (shaped) log-prob of the chosen answer less that of the rejected one."""
+        """[U]: the loss of each pair. ``difference_U`` is the (shaped) log-prob of the chosen answer minus that of the
+        rejected answer."""
 
     def shaped(self, logprob_U: Tensor) -> Tensor:
         """The reward of an answer, before the factor beta. Default: its log-prob."""

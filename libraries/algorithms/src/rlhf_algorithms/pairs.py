@@ -9,7 +9,7 @@ Columns of the batch that :class:`~rlhf_algorithms.pair_learning.PairLearning` m
 
 Each unit has two sequences, whose roles are in ``Batch.role_B``: 0 is chosen, 1 rejected. Other columns of the rows are
 in ``Example.row``: an algorithm that needs them overrides ``assemble``. The batch has log-probs of a reference if
-``annotations`` asks for them; the column has the name given there (``ref_logprobs``).
+``annotations`` asks for them, in the column that it names (``ref_logprobs``).
 
 Shape suffixes: U units (a chosen sequence of role 0 and a rejected one of role 1 each).
 """

@@ -3,11 +3,12 @@
 1. ``Trajectory.reward``, the weighted sum of the reward sources, enters as the column ``reward``.
 2. The dynamic filter has already read ``score`` when the batch was collected.
 3. :func:`shape`: the shapers in their order; raw and shaped reward are both reported.
-4. :func:`subtract_kl` if the KL is subtracted before the baseline, then :func:`baseline`, the advantage's own.
+4. :func:`subtract_kl` if the KL is subtracted before the baseline, then :func:`baseline`, the baseline of the
+   advantage.
 5. :func:`clip_rewards`.
-6. :func:`token_rewards`: step rewards at their tokens, the rest at the last action token, minus beta KL per token.
-7. :func:`returns`: the advantage's own ``returns`` over each trajectory's action tokens only; with estimators that give
-   credit to single turns also :func:`add_turn_credit`.
+6. :func:`token_rewards`: step rewards at their tokens, other rewards at the last action token, minus beta KL per token.
+7. :func:`returns`: ``returns`` of the advantage, over each trajectory's action tokens only; then
+   :func:`add_turn_credit` if the estimator gives credit to single turns.
 8. :func:`normalise`: over the whole rollout batch, weighted by tokens.
 
 An algorithm with another order overrides ``PolicyGradient.stages()`` and calls these functions itself.
@@ -40,8 +41,9 @@ Metrics = dict[str, float]
 
 MIN_VARIANCE = 1e-8
 BLOCK, BLOCK_WITH_VALUES = 2**18, 2**22
-"""Values of a matrix [U, A] that an advantage gets at once. The first fits into a processor's cache. With values the
-recursion goes from token to token, at a cost per token position, so that a block should hold many trajectories."""
+"""Maximum number of values in a matrix [U, A] that an advantage receives. The first fits into a processor's cache. With
+values, the recursion goes from token to token and costs time per token position, so a block should hold many
+trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,12 @@ def credit(
     reward_clip: tuple[float, float] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> tuple[Batch, Metrics]:
-    """Run all stages. ``weights``, {reward source: weight}, is for advantages that treat each source by itself.
+    """Run all stages. ``weights``, {reward source: weight}, is for advantages that treat each source separately.
 
-    Reads the columns of :func:`rlhf.ops.trajectories.assemble`; ``old_values`` (and ``bootstrap``, the value after
-    the last token, used for truncated samples) where the advantage needs values.
+    Reads the columns of :func:`rlhf.ops.trajectories.assemble`. If the advantage needs values, it also reads
+    ``old_values`` and ``bootstrap``, the value after the last token of truncated samples.
 
-    Returns: the batch with the token columns ``advantages`` and, where there are values, ``returns``; the metrics.
+    Returns: the batch with the token column ``advantages`` and, with values, ``returns``; the metrics.
     """
     raw_U = batch.unit["reward"]
     shaped_U = shape(batch, raw_U, shapers)
@@ -108,7 +110,7 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 
 
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[str, float] | None = None) -> Tensor:
-    """Stage 4: subtract the advantage's own baseline."""
+    """Stage 4: subtract the baseline of the advantage."""
     sources = {name: (weight, batch.unit[f"reward.{name}"]) for name, weight in (weights or {}).items()}
     return baseline_of(
         advantage,
@@ -146,9 +148,10 @@ def token_rewards(batch: Batch, r_U: Tensor, kl_N: Tensor | None, beta: float) -
 
 
 def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Tensor]:
-    """Stage 7: (the batch with the column ``returns`` where there are values, raw advantages float32 [N]).
+    """Stage 7: (the batch, with the column ``returns`` if there are values; raw advantages, float32 [N]).
 
-    The advantage gets the trajectories in blocks. A matrix of all of them would be as wide as the longest answer."""
+    The advantage gets the trajectories in blocks. A matrix of all of them would be as wide as the longest answer.
+    """
     boot_U = bootstrap_values(batch) if advantage.needs_values else None
     columns = [empty((batch.tokens,), torch.float32) for _ in range(1 + advantage.needs_values)]
     end = 0
@@ -162,7 +165,8 @@ def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Ten
 
 
 def _blocks(batch: Batch, max_values: int) -> Iterator[tuple[int, int]]:
-    """(first unit, last + 1) of each block: as many units as a matrix of ``max_values`` values holds, at least one."""
+    """(first unit, last + 1) of each block. A block has as many units as fit into a matrix of ``max_values`` values, at
+    least one."""
     first, width = 0, 0
     for unit, tokens in enumerate(batch.tokens_per_unit()):
         width = max(width, tokens)
@@ -197,7 +201,7 @@ def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | N
 
 
 def add_turn_credit(batch: Batch, advantage: Advantage, r_U: Tensor, advantages_N: Tensor) -> Tensor:
-    """Stage 7, optional: the advantage's own credit of single turns, added to each token of the turn.
+    """Stage 7, optional: add the advantage's credit of each single turn to the turn's tokens.
 
     Args:
         r_U: the trajectories' rewards before the baseline.
@@ -223,8 +227,8 @@ def add_turn_credit(batch: Batch, advantage: Advantage, r_U: Tensor, advantages_
 
 
 def bootstrap_values(batch: Batch) -> Tensor | None:
-    """[U]: the value after the last action token of truncated trajectories, 0 for those that ended; None where the
-    column ``bootstrap`` is absent."""
+    """[U]: the value after the last action token of truncated trajectories, and 0 for complete ones. None if the column
+    ``bootstrap`` is absent."""
     if "bootstrap" not in batch.tok:
         return None
     value_N = torch.where(batch.tok["last_action"], batch.tok["bootstrap"].float(), torch.zeros(batch.tokens))
@@ -257,7 +261,7 @@ def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
     step_N = batch.tok.get("step_reward", torch.zeros(1))
     step_reward_A = masked(step_N, batch.tok["loss_mask"]) if any(step_N.aminmax()) else step_N[:0]
     steps: Metrics = {}
-    if step_reward_A.numel() and any(step_reward_A.aminmax()):  # one of them is not 0
+    if step_reward_A.numel() and any(step_reward_A.aminmax()):  # at least one is not 0
         steps_mean = float(step_reward_A.double().sum()) / batch.units
         steps = {"reward/steps": steps_mean, "reward/total": _mean(raw_U) + steps_mean}
     return steps | {
@@ -303,10 +307,10 @@ def _kl(batch: Batch, kl: KLPenalty) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    """The mean, in float64; 0 for no values, so that an empty answer does not give NaN."""
+    """The mean in float64; 0 if there are no values, so that an empty answer does not give NaN."""
     return float(values.numpy().mean(dtype=np.float64)) if values.numel() else 0.0
 
 
 def _std(values: Tensor) -> float:
-    """Population standard deviation, in float64; 0 for no values."""
+    """Population standard deviation in float64; 0 if there are no values."""
     return float(values.numpy().std(dtype=np.float64)) if values.numel() else 0.0

@@ -1,8 +1,8 @@
 """Base class of the policy-gradient algorithms. Subclasses name parts and defaults.
 
-A subclass is a few lines: a name, its source, ``slots`` (which advantage, which loss, with which defaults) and, if its
-defaults differ, a Config. The needs follow from the config: no reference without KL, no critic without values, no
-second forward pass unless the loss needs it.
+A subclass has a few lines: a name, its source, ``slots`` (advantage and loss, with their defaults) and a Config if its
+defaults differ. The config determines the needs: no reference without KL, no critic without values, no second forward
+pass unless the loss needs it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", position="at")
 class PolicyGradient(Algorithm[Group]):
     """Per step: rollouts, advantages, one policy update and, if the advantage reads values, one critic update.
 
-    Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
-    works with every loss: :class:`rlhf_algorithms.kl.WithKL` adds a term beside it, and each update carries the
-    term's coefficient. So does ``echo_coef``, by :class:`rlhf_algorithms.echo.WithEcho`. Complete example::
+    Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss works
+    with every loss: :class:`rlhf_algorithms.kl.WithKL` adds a term to it, and each update carries the term's
+    coefficient. ``echo_coef`` adds a term in the same way, by :class:`rlhf_algorithms.echo.WithEcho`. A complete
+    example::
 
         class Mine(PolicyGradient):
             name = "mine"
@@ -51,14 +52,15 @@ class PolicyGradient(Algorithm[Group]):
             }
 
     A subclass may replace ``stages()`` to run the stages of :mod:`rlhf_algorithms.pipeline` in another order.
-    ``mask_truncated``, ``normalise_values`` and adaptive KL are applied outside of them and stay. An option that is set
-    and that a replaced method would have applied is refused before the run, unless ``applies`` names it.
+    ``mask_truncated``, ``normalise_values`` and adaptive KL are applied outside of ``stages()`` and still work. If a
+    subclass replaces the method that applies an option, setting the option is refused before the run, unless
+    ``applies`` names it.
     """
 
     Config = PolicyGradientConfig
     applies: ClassVar[tuple[str, ...]] = ()
-    """Options that this class's own ``assemble()``, ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies
-    in place of the base's: of ``echo_coef``, ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``entropy.target``,
+    """Options that this class applies in its overrides of ``assemble()``, ``stages()``, ``credit()``, ``updates()`` or
+    ``finish()``. Allowed are ``echo_coef``, ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``entropy.target``,
     ``shaping``, ``reward_clip``, ``bootstrap_truncated``, ``normalise_values``, ``mask_truncated``, ``epochs``,
     ``minibatches``, ``critic_warmup``, ``teacher.coef``, ``teacher.weights``. A method that calls ``super()`` needs no
     entry."""
@@ -111,7 +113,7 @@ class PolicyGradient(Algorithm[Group]):
             self._check_value_loss()
 
     def _check_sources(self) -> None:
-        """Raises ConfigError for options that change the sum of the rewards, which the advantage does not read."""
+        """Raise ConfigError for options that change the sum of the rewards if the advantage does not read this sum."""
         kl = self.config.kl
         options = {"shaping": bool(self.config.shaping.shapers()), "kl.before_baseline": kl.before_baseline}
         if names := [f"algorithm.{name}" for name, is_set in options.items() if is_set]:
@@ -121,7 +123,8 @@ class PolicyGradient(Algorithm[Group]):
             )
 
     def _entropy_start(self) -> float:
-        """The coefficient of the loss's entropy bonus. Raises ConfigError if it should adapt and there is none."""
+        """The coefficient of the loss's entropy bonus. Raises ConfigError if it should adapt but the loss has no
+        bonus."""
         if self.config.entropy.target is None:
             return 0.0
         start = getattr(self.loss.config, "entropy_coef", None)
@@ -147,8 +150,8 @@ class PolicyGradient(Algorithm[Group]):
             )
 
     def _check(self) -> None:
-        """Check that a subclass keeps what the base needs. Raises PluginInvalid, or ConfigError for an option that the
-        subclass would ignore."""
+        """Check that a subclass fulfils the requirements of the base. Raises PluginInvalid, or ConfigError for an
+        option that the subclass would ignore."""
         if not isinstance(self.config, PolicyGradientConfig):
             raise PluginInvalid(
                 f"algorithm {self.name!r}: {type(self).__name__}.Config must subclass "
@@ -243,7 +246,8 @@ class PolicyGradient(Algorithm[Group]):
 
         With ``critic_warmup`` N the policy is not trained in the steps 0 .. N-1. A batch with fewer samples than
         minibatches (filtered, failed, masked) gets one minibatch per sample; a batch in which all samples are masked
-        gets no update. The snapshot comes last: the ``ref_logprobs`` of the next step are the new reference's."""
+        gets no update. The snapshot comes last, so the next step computes ``ref_logprobs`` with the new reference.
+        """
         trained_on = self.config.minibatches if batch is None else batch.units - int(self._masked(batch).sum())
         passes = {"epochs": self.config.epochs, "minibatches": min(self.config.minibatches, trained_on)}
         updates: list[Update | Snapshot] = []
@@ -274,8 +278,8 @@ class PolicyGradient(Algorithm[Group]):
         return (None, {}) if batch is None else self.teacher.prepared(batch, examples)
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
-        it (``normalise_values``); then the teacher's credit is added, and masked samples are removed
+        """Run :meth:`stages`. With ``normalise_values``, values are converted to the scale of rewards before, and back
+        to the scale of the critic after. Then the teacher's credit is added and masked samples are removed
         (``mask_truncated``)."""
         batch = self.teacher.read(batch)
         if not self.config.teacher.task:
@@ -295,14 +299,14 @@ class PolicyGradient(Algorithm[Group]):
 
     def stages(self, batch: Batch, kl: pipeline.KLPenalty | None) -> tuple[Batch, dict[str, float]]:
         """From the column ``reward`` to ``advantages`` (and ``returns``, with values), in the published order. Override
-        it for another order.
+        this method for another order.
 
         Args:
-            batch: with the columns that :meth:`annotations` asks for; values are in the units of rewards.
-            kl: of the reference, in the reward; None where there is none.
+            batch: has the columns that :meth:`annotations` requests; values are in the units of rewards.
+            kl: KL to the reference, in the reward; None without it.
 
-        Returns: the batch with the columns, and metrics; ``kl/reference``, the mean KL of a token, where ``kl`` is
-        given: an adaptive coefficient follows it.
+        Returns: the batch with the columns, and metrics. With ``kl`` they include ``kl/reference``, the mean KL of a
+        token, which an adaptive coefficient follows.
         """
         return pipeline.credit(
             batch,
@@ -314,8 +318,8 @@ class PolicyGradient(Algorithm[Group]):
         )
 
     def _without_drift(self, batch: Batch) -> Batch:
-        """``batch`` without the log-probs of the generator, where the loss could only compare them with the policy of
-        now: after the first of several optimizer steps that measures the update, not the generator."""
+        """``batch`` without the log-probs of the generator if the loss could only compare them with the current policy.
+        After the first of several optimizer steps that comparison measures the update, not the generator."""
         several_steps = self.config.epochs * self.config.minibatches > 1
         if self._reads_old or self.loss.generator_logprobs or not several_steps:
             return batch
@@ -333,8 +337,9 @@ class PolicyGradient(Algorithm[Group]):
         return batch.keep(~masked_U[batch.unit_B]) if is_partial else batch
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the coefficients: of the KL to the KL of this step and its number of trajectories, including masked
-        ones, and of the entropy bonus to the entropy. The advantage remembers the rewards, shaped."""
+        """Adapt the coefficients and update the running statistics of the advantage. The KL coefficient adapts to this
+        step's KL and number of trajectories, including masked ones. The entropy coefficient adapts to the entropy. The
+        advantage receives the shaped rewards."""
         used: dict[str, float] = {}
         learns = step >= self.config.critic_warmup  # else the policy is not trained, so nothing is adapted
         if self._uses_kl:
@@ -371,7 +376,7 @@ class PolicyGradient(Algorithm[Group]):
 
     @property
     def source_weights(self) -> Mapping[str, float]:
-        """{reward source: weight} where the advantage treats each source by itself; else empty."""
+        """{reward source: weight} if the advantage treats each source separately; else empty."""
         return self.run.weights if reads(self.advantage, "sources") else {}
 
     @property
@@ -392,7 +397,7 @@ class PolicyGradient(Algorithm[Group]):
 
     @property
     def _stores_old(self) -> bool:
-        """Whether ``old_logprobs`` must be computed before the update. With exactly one optimizer step the policy at
-        its start is the policy now, so the live log-probs are taken, detached."""
+        """Whether ``old_logprobs`` must be computed before the update. With exactly one optimizer step, the policy at
+        the start of the update is the current policy. The live log-probs are then used, detached."""
         one_step = self.config.epochs * self.config.minibatches == 1
         return self._kl_in("reward") or self.teacher.is_used or (self._reads_old and not one_step)

@@ -1,6 +1,6 @@
 """Options of the policy-gradient algorithms: KL, shaping by length, clipping, passes over the batch.
 
-:func:`check_overrides` refuses an option without effect, because a subclass replaces the method that applies it.
+:func:`check_overrides` refuses an option that has no effect because a subclass replaces the method that applies it.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ APPLIED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfig) -> None:
-    """Raises ConfigError if an option is set that an overridden method of ``base`` applies, unless the override calls
+    """Raise ConfigError if an option is set whose method in ``base`` is overridden, unless the override calls
     ``super()`` or its class names the option in ``applies``."""
     for owner in _up_to(cls, base):
         if unknown := sorted(set(vars(owner).get("applies", ())) - IS_SET.keys()):
@@ -343,7 +343,7 @@ def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfi
 
 
 def replaces(cls: type[Any], base: type[Any], method: str) -> bool:
-    """Whether an override of the base's method does not call it."""
+    """Whether a class overrides the base's method without calling it."""
     return _replaced(cls, base, method) is not None
 
 
@@ -367,6 +367,6 @@ def _up_to(cls: type[Any], base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _calls_base(function: Any, method: str) -> bool:
-    """Whether the code contains the names ``super`` and the method, as in ``super().credit(batch)``."""
+    """Whether the code contains ``super`` and the name of the method, as in ``super().credit(batch)``."""
     names = function.__code__.co_names if isinstance(function, FunctionType) else ()
     return "super" in names and method in names

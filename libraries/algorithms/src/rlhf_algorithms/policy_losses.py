@@ -1,5 +1,5 @@
-"""Policy losses. Their base has aggregation, train-inference correction, token selection, entropy and metrics of drift;
-each loss adds its surrogate."""
+"""Policy losses. The base class implements aggregation, train-inference correction, token selection, entropy and
+metrics of drift. Each loss defines its surrogate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Metrics = dict[str, tuple[Any, Tensor]]
 UNCERTAINTY, PUSHES = "uncertainty", "pushes"
 """Token columns: the entropy right before the optimizer step, and 1 for tokens that ``top_entropy`` selects."""
 EQUAL = 1e-5
-"""Nats. Entropies that differ by less are taken as equal: those of one distribution that was computed in different
-micro-batches. The first tokens of all samples of a prompt have the same distribution."""
+"""In nats. Entropies that differ by less count as equal. Such differences arise if one distribution is computed in
+different micro-batches. The first tokens of all samples of a prompt have the same distribution."""
 
 
 class PolicyLossConfig(ComponentConfig):
@@ -58,7 +58,7 @@ class PolicyLossConfig(ComponentConfig):
 
 
 class PolicyLoss(Loss):
-    """A loss per token from ``logprobs`` and ``advantages``; subclasses give :meth:`surrogate`.
+    """A loss per token from ``logprobs`` and ``advantages``. Subclasses define :meth:`surrogate`.
 
     Terms: ``policy`` and, with a bonus, ``entropy``. Metrics: ``kl_old`` (policy now against the start of the update)
     and ``kl_generator`` (trainer against generator), both by k3 and >= 0; ``correction_weight``; ``entropy``;
@@ -90,7 +90,8 @@ class PolicyLoss(Loss):
         return ("advantages", *old, "gen_logprobs", *(() if c.top_entropy is None else (PUSHES,)))
 
     def signal(self) -> tuple[str, ...]:
-        """The advantages. None where there is an entropy: it is of all tokens, also where it is only reported."""
+        """The advantages. None if the loss computes an entropy, which covers all tokens, even if it is only
+        reported."""
         return ("advantages",) if self.config.entropy_coef is None else ()
 
     def reduce(self) -> dict[str, Reduce]:
@@ -173,8 +174,8 @@ class PolicyLoss(Loss):
 
 def top_threshold(batch: Batch, share: float) -> float:
     """The lowest entropy among the ``share`` of the batch's trained tokens with the highest entropy: the 1 - share
-    quantile, as ``torch.quantile`` and >= would split them, less :data:`EQUAL`. So tokens with equal entropy are
-    selected together."""
+    quantile of ``torch.quantile``, to compare with >=, minus :data:`EQUAL`. So tokens with equal entropy are selected
+    together."""
     sorted_A = batch.column(UNCERTAINTY)[batch.tok["loss_mask"]].sort().values
     if not sorted_A.numel():
         return math.inf
@@ -220,8 +221,8 @@ class GSPOConfig(PolicyLossConfig):
     """The mean over answers is part of the definition; ``seq_mean_token_sum`` weighs each by its length, which is LUSPO
     (arXiv:2602.05261)."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
-    """Clip of the sequence ratio. That ratio averages over tokens, so its clip is orders of magnitude below a token's.
-    """
+    """Clip of the sequence ratio. That ratio averages over tokens, so its clip is orders of magnitude below a
+    token's."""
     clip_high: float = Field(default=4e-4, ge=0)
     """See clip_low."""
 
@@ -286,9 +287,9 @@ class SAPOConfig(PolicyLossConfig):
 
 class SAPO(PolicyLoss):
     """-(4 / tau) s(tau (rho - 1)) A per token, s the logistic function: a soft gate in place of the clip. Its gradient
-    is that of rho A at rho = 1 and fades on both sides; tau depends on the sign of A.
+    equals the gradient of rho A at rho = 1 and fades on both sides; tau depends on the sign of A.
 
-    Deviations: (1) A = 0 takes ``tau_negative``; its loss is 0 in any case. (2) The log-ratio is bounded to +-20, where
+    Deviations: (1) A = 0 uses ``tau_negative``; its loss is 0 in any case. (2) The log-ratio is bounded to +-20, where
     the gate is closed.
     """
 

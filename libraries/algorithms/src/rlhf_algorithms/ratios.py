@@ -1,7 +1,7 @@
-"""Importance ratios of the policy now against the policy at the start of the update, and their clipping.
+"""Importance ratios of the current policy to the policy at the start of the update, and their clipping.
 
-Deviations from the papers: (1) every log-ratio is bounded to +-20 before exp, so no ratio is infinite. The bound passes
-the gradient through, because the gradient must not vanish for such large ratios.
+Deviations from the papers: (1) every log-ratio is bounded to +-20 before exp, so no ratio is infinite. The gradient
+passes through the bound, because it must not vanish for such large ratios.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
-    """``x.clamp(low, high)`` with gradient 1 at the bounds, where torch's has had 0 since 2.15. With a clip of zero the
-    ratios of a first step are there."""
+    """``x.clamp(low, high)`` with gradient 1 at the bounds. The gradient of torch's clamp has been 0 there since 2.15.
+    With a clip range of zero, the ratios of a first step are at the bounds."""
     clamped_x = x.clamp(low, high).detach()
     return torch.where(x == clamped_x, x, clamped_x)
 

@@ -23,7 +23,7 @@ class SnapshotConfig(ComponentConfig):
 
 
 def require_every(every: int | None, share: float) -> None:
-    """Raises ValueError where ``snapshot_share`` is set and no snapshot is ever made."""
+    """Raise ValueError if ``snapshot_share`` is set but ``snapshot_every`` is not."""
     if share < 1 and every is None:
         raise ValueError(
             f"snapshot_share = {share:g} is read every snapshot_every steps, which is not set: set it, or leave this "
@@ -32,6 +32,6 @@ def require_every(every: int | None, share: float) -> None:
 
 
 def snapshots_due(every: int | None, share: float, step: int) -> list[Snapshot]:
-    """The snapshot after the updates of ``step``, counted from 0; none where it is not due."""
+    """The snapshot after the updates of ``step``, counted from 0. Empty if none is due."""
     due = every is not None and (step + 1) % every == 0
     return [Snapshot("reference", "policy", share)] if due else []

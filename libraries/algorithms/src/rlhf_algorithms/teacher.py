@@ -1,8 +1,9 @@
-"""Teachers: what a model gives at the tokens that the policy sampled; its log-probs there are credit.
+"""Teachers: models whose outputs at the sampled tokens are read. Their log-probs there serve as credit.
 
-The teacher is a frozen role, one for each data source, a server (a reward that teaches), or the policy itself, with the
-weights of before the run, of now or their average. A role may read a text that the policy does not see: then the batch
-has a further sequence for each sample, with the same answer after the teacher's prompt, until its log-probs are read.
+A teacher is a frozen role (one per data source is possible), a server (a reward that teaches), or the policy itself
+with its weights before the run, its current weights or an average of both. A role may read a text that the policy does
+not see. The batch then has one more sequence per sample, with the same answer after the teacher's prompt, until the
+teacher's log-probs have been read.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from rlhf_algorithms.policy_gradient_config import TeacherConfig
 TEACHER, TEACHER_LOGPROBS = "teacher", "teacher_logprobs"
 """The frozen role, and the token column with its log-probs."""
 TAUGHT = "taught"
-"""Token column, bool: the tokens whose log-probs a teacher gave; absent: all of the policy's own. With ``.ROLE``: the
-tokens that this role reads."""
+"""Token column, bool: the tokens with log-probs of a teacher. If it is absent, these are all tokens of the policy. With
+the suffix ``.ROLE``: the tokens that this role reads."""
 
 
 class Teacher:
     """The teacher of an algorithm. Raises ConfigError for options that do not fit the run.
 
     Args:
-        output: what it gives at each token of the policy's, and
-        column: the token column that :meth:`read` makes of it.
+        output: the teacher's output at each token of the policy.
+        column: the token column that :meth:`read` writes.
     """
 
     opening: Callable[[Row, str], Sequence[int]] | None = None
@@ -51,10 +52,10 @@ class Teacher:
         self._role_of = {source: self._roles.index(role) for source, role in by_source.items()}
         self._annotated = "policy" if config.weights == "live" else None
         self._is_single = not by_source and config.context is None and config.weights != "live"
-        """Whether one role reads every token of the policy's, as the policy does."""
+        """Whether one role reads every token of the policy, in the same context as the policy."""
         reads = self.is_used and not self.is_served and not self._is_single
         self.masks = tuple(f"{TAUGHT}.{name}" for name in self._roles) if reads else ()
-        """Token columns that :meth:`prepared` adds: what each role reads."""
+        """Token columns that :meth:`prepared` adds: the tokens that each role reads."""
         if self.is_used:
             self._check()
 
@@ -119,7 +120,7 @@ class Teacher:
         ]
 
     def snapshots(self) -> list[Snapshot]:
-        """The average of the policy's weights, after each step."""
+        """The averaging of the policy's weights into the teacher, after each step."""
         averaged = self.is_used and self.config.weights == "averaged"
         return [Snapshot(TEACHER, "policy", self.config.share)] if averaged else []
 
@@ -134,8 +135,8 @@ class Teacher:
     # ---------------------------------------------------------------------------------------- work
 
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
-        """The batch of ``groups`` with the columns and sequences that :meth:`annotations` reads. ``teacher/left_out``:
-        the share of samples without a teacher's credit."""
+        """Add the columns and sequences that :meth:`annotations` reads to the batch of ``groups``. Metric
+        ``teacher/left_out``: the share of samples without a teacher's credit."""
         if not self.is_used or (self._is_single and not self.is_served):
             return batch, {}
         trajectories = [t for group in groups for t in group.trajectories]
@@ -153,7 +154,7 @@ class Teacher:
         return batch, {"teacher/left_out": 1 - float(taught_U.double().mean())}
 
     def only_taught(self, batch: Batch) -> Batch | None:
-        """The units of a batch of :meth:`prepared` that a teacher reads; None where it reads none."""
+        """The units of a batch of :meth:`prepared` that a teacher reads. None if there are none."""
         if not self.masks:
             return batch
         taught_U = _any(self._taught(batch), batch.unit_N, batch.units)
@@ -163,13 +164,13 @@ class Teacher:
         return torch.stack([batch.tok[mask] for mask in self.masks]).any(0)
 
     def read(self, batch: Batch) -> Batch:
-        """``batch`` with what the teacher gave at the policy's tokens, after the annotations and without what
-        :meth:`prepared` added for them."""
+        """Add the teacher's output at the policy's tokens to ``batch``, after the annotations, and remove everything
+        that :meth:`prepared` added."""
         if not self.masks:
             return batch
         columns = [f"{self._column}.{name}" for name in self._roles]
         taught_N, values_N = self._taught(batch), batch.tok[columns[0]]
-        for column in columns[1:]:  # each is 0 elsewhere
+        for column in columns[1:]:  # a column is 0 at tokens of other roles
             values_N = values_N + batch.tok[column]
         added = {*self.masks, *columns}
         batch = replace(batch, tok={name: values for name, values in batch.tok.items() if name not in added})
@@ -179,12 +180,12 @@ class Teacher:
         taught_U = _any(taught_N, batch.unit_N, batch.units)
         own_N = batch.tok["loss_mask"] & taught_U[batch.unit_N]
         own_values_N = torch.zeros_like(values_N)
-        own_values_N[own_N] = values_N[taught_N]  # in one order
+        own_values_N[own_N] = values_N[taught_N]  # both masks are in the same order
         batch = batch.with_column("tok", self._column, own_values_N).with_column("tok", TAUGHT, own_N)
         return batch.keep(~teacher_B)
 
     def _role(self, sample: Trajectory) -> int:
-        """The number of the role that reads a sample; -1: none."""
+        """The index of the role that reads a sample; -1 if no role does."""
         return self._role_of.get(sample.row.source, -1) if self._role_of else 0
 
     def _with_masks(self, batch: Batch, mask_N: Tensor, role_N: Tensor) -> Batch:
@@ -213,7 +214,7 @@ class Teacher:
         return batch.with_column("tok", TAUGHT, own_N), taught_U
 
     def _with_context(self, batch: Batch, samples: Sequence[Trajectory]) -> tuple[Batch, Tensor]:
-        """``batch`` with a sequence for the teacher after those of each unit."""
+        """``batch`` with one more sequence per unit for the teacher, after the unit's other sequences."""
         ids: list[int] = []
         lens: list[int] = []
         units: list[int] = []
@@ -261,7 +262,7 @@ class Teacher:
         return self._with_masks(batch, mask_N, role_U[batch.unit_N]), taught_U
 
     def _prompt(self, sample: Trajectory) -> Sequence[int] | None:
-        """The teacher's prompt, of which a column of the row is a part; None where the row has no text in it."""
+        """The teacher's prompt, which contains a column of the row. None if the row has no text in this column."""
         config, row, name = self.config, sample.row, name_of(sample)
         if self.opening is None:
             raise TrainingError("algorithm.teacher.context needs the prompts of a run, which only a run has")
@@ -306,9 +307,9 @@ def with_teacher(batch: Batch, coef: float) -> tuple[Batch, dict[str, float]]:
     """Add coef (teacher - policy) to the token column ``advantages``, 0 where it is absent (arXiv:2601.02780), at the
     tokens that a teacher scored.
 
-    Both log-probs are those at the sampling temperature, the policy's at the start of the update. In expectation over
-    the policy's samples the gradient of this credit is that of -coef KL(policy || teacher) of the next token; credit
-    of later tokens is left out, as published.
+    Both log-probs are at the sampling temperature; the policy's are from the start of the update. In expectation over
+    the policy's samples, the gradient of this credit is the gradient of -coef KL(policy || teacher) of the next token.
+    Credit of later tokens is left out, as published.
 
     Returns: the batch, and ``teacher/kl``, the mean of (policy - teacher) over these tokens [nats]: an estimate of
     KL(policy || teacher).

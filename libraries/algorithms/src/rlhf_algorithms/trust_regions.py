@@ -1,8 +1,8 @@
-"""Policy losses that bound how far an update moves the policy other than by a clip of each token's ratio: by the change
-of probability (DPPO), a smooth gate on the answer's weight (VESPO), one clipped geometric mean (GMPO), and by a look at
-the few tokens that lower the entropy most (Clip-Cov, KL-Cov).
+"""Policy losses that bound how far an update moves the policy without clipping each token's ratio. They use the change
+of probability (DPPO), a smooth gate on the answer's weight (VESPO), one clipped geometric mean (GMPO), or a special
+treatment of the few tokens that lower the entropy most (Clip-Cov, KL-Cov).
 
-Notation: p, o and q are the probabilities of a sampled token when it was sampled, at the start of the update, and now;
+Notation: p, o and q are the probabilities of a sampled token when it was sampled, at the start of the update, and now.
 A is its advantage.
 """
 
@@ -27,7 +27,7 @@ LIVE_LOGPROBS, SELECTED = "live_logprobs", "covariance_selected"
 
 
 class AgainstGenerator(PolicyLoss):
-    """A loss whose ratio is that to the generator's policy: it corrects for the generator by itself."""
+    """A loss whose ratio compares with the generator's policy, so it corrects for the generator by itself."""
 
     @property
     def generator_logprobs(self) -> bool:
@@ -61,13 +61,14 @@ class DPPOConfig(AgainstGeneratorConfig):
 
 
 class DPPO(AgainstGenerator):
-    """-stop(min(q / p, weight_max)) A log q; a token is left out if it has already moved, in the direction of A, by
-    more than the bound.
+    """-stop(min(q / p, weight_max)) A log q. A token is left out if it has already moved by more than the bound in the
+    direction of A.
 
-    A mask of probabilities leaves rare tokens free, whose ratios leave a clip by rounding alone, and holds frequent
-    ones, whose ratios hardly change. Metrics: ``clip_fraction``, the share of tokens that are left out, and ``ratio``.
+    A mask on probabilities does not restrict rare tokens, whose ratios can leave a clip range by rounding alone. It
+    restricts frequent tokens, whose ratios hardly change. Metrics: ``clip_fraction``, the share of tokens that are left
+    out, and ``ratio``.
 
-    Deviations: (1) ``weight_max`` is that of verl's code, 20; its YAML has 3. (2) The bound is 0.2 for ``tv``
+    Deviations: (1) ``weight_max`` is 20, as in verl's code; verl's YAML has 3. (2) The bound is 0.2 for ``tv``
     (prime-rl, SkyRL; verl 0.15) and 0.05 for ``binary_kl`` (verl). (3) log(q / p) is bounded to +-20.
     """
 
@@ -104,9 +105,9 @@ class VESPO(AgainstGenerator):
 
     phi(1) = 1. k and lambda depend on the sign of A. Metric: ``gate``, the mean of phi.
 
-    Deviations: (1) The sign is that of the token's own advantage; the paper has one advantage per answer. (2) As in TRL
-    1.16, log w is kept within [log 1e-8, 20], each log-ratio within +-20. (3) p is always the generator's; TRL without
-    a correction for vLLM has the policy at the start of the update there.
+    Deviations: (1) The sign of each token's own advantage is used; the paper has one advantage per answer. (2) As in
+    TRL 1.16, log w is kept within [log 1e-8, 20], each log-ratio within +-20. (3) p is always the generator's
+    probability; TRL without a correction for vLLM uses the policy at the start of the update.
     """
 
     name = "vespo"
@@ -134,8 +135,8 @@ class GMPOConfig(PolicyLossConfig):
 
 
 class GMPO(PolicyLoss):
-    """-A s, with s the geometric mean over the answer's tokens of their clipped ratios q / o, then the mean over
-    answers. Each token is clipped on the side to which A pushes it, in log space.
+    """-A s, then the mean over answers; s is the geometric mean of the clipped ratios q / o of the answer's tokens.
+    Each ratio is clipped in log space, on the side to which A pushes it.
 
     Deviations: (1) s multiplies each token's own advantage, whose sign chooses the side of the clip; the paper has one
     advantage per answer. A = 0 clips nothing. (2) The mean log-ratio is bounded to +-20.
@@ -181,17 +182,17 @@ class CovarianceConfig(PPOConfig):
 
 
 class Covariance(PPOLoss):
-    """PPO's loss with another treatment of the few tokens whose covariance (log q - mean)(A - mean) is high: likely
-    tokens that are pushed up, and unlikely ones that are pushed down, lower the entropy most.
+    """PPO's loss with another treatment of the few tokens whose covariance (log q - mean)(A - mean) is high. These are
+    likely tokens that are pushed up and unlikely tokens that are pushed down; they lower the entropy most.
 
-    Means are over the optimizer batch. ``clip`` (Clip-Cov) draws the tokens among those in a range of covariances;
-    ``kl`` (KL-Cov) takes those with the highest; its penalty acts after the first of several optimizer steps only.
-    Needs one more forward pass. Metric: ``selected``, their share.
+    Means are over the optimizer batch. ``clip`` (Clip-Cov) draws the tokens at random from a range of covariances.
+    ``kl`` (KL-Cov) takes the tokens with the highest covariances; its penalty acts only after the first of several
+    optimizer steps. Needs one more forward pass. Metric: ``selected``, the share of selected tokens.
 
     Deviations: (1) The penalty of KL-Cov is abs(log ratio), as in the authors' code; the paper writes a KL. (2) Means
-    and shares are over the whole optimizer batch; verl takes those of a micro-batch. (3) The draw of Clip-Cov is
-    :func:`draws`, so that it does not depend on how the batch is split, and a resumed run draws the same. (4) It is
-    also among tokens whose ratio is clipped, which have no gradient; the authors' code and verl leave those out.
+    and shares are over the whole optimizer batch; verl computes them per micro-batch. (3) Clip-Cov draws with
+    :func:`draws`, so the draw does not depend on how the batch is split, and a resumed run draws the same. (4) The draw
+    includes tokens whose ratio is clipped, which have no gradient; the authors' code and verl leave those out.
     """
 
     name = "covariance"
@@ -202,7 +203,7 @@ class Covariance(PPOLoss):
         return (*super().columns(), SELECTED)
 
     def signal(self) -> tuple[str, ...]:
-        return super().signal() if self.config.treatment == "clip" else ()  # the penalty is of all selected tokens
+        return super().signal() if self.config.treatment == "clip" else ()  # the penalty covers all selected tokens
 
     def prepass(self) -> tuple[Annotation, ...]:
         return (*super().prepass(), Annotation("policy", "logprobs", LIVE_LOGPROBS))
@@ -234,8 +235,8 @@ class Covariance(PPOLoss):
 
 
 def draws(batch: Batch) -> Tensor:
-    """int64 [N], within [0, 2^31): a number for each token that looks random and depends on nothing but the token, the
-    one before it and its place in its sequence."""
+    """int64 [N], within [0, 2^31): a pseudo-random number for each token. It depends only on the token, the token
+    before it and its place in its sequence."""
     before_N = torch.cat([batch.ids_N[:1], batch.ids_N[:-1]])
     place_N = torch.arange(batch.tokens) - batch.starts_B[batch.seq_N]
     mixed_N = batch.ids_N

@@ -1,1 +1,1 @@
-"""The policy behind an OpenAI-compatible endpoint, for rollouts in which a program asks it."""
+"""Serves the policy at an OpenAI-compatible endpoint, for rollouts in which a program calls it."""

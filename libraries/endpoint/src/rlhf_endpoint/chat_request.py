@@ -1,4 +1,4 @@
-"""What a request asks for, in one form for all APIs, with the fields that they share, and the errors that answer it."""
+"""A request in one form for all APIs: its content, the reading of shared fields, and the errors that answer it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_endpoint.config import ProgramConfig
 
 
 class ApiError(Exception):
-    """An error that the program gets as an answer. The sample goes on."""
+    """An error that is returned to the program. The sample continues."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class ApiError(Exception):
 
 
 def invalid(param: str, value: Any, allowed: str) -> ApiError:
-    """A field has a value that is not allowed."""
+    """The error for a field with a value that is not allowed."""
     return ApiError(400, f"{param} is {value!r:.100}; allowed: {allowed}", param, "invalid_value")
 
 
@@ -45,7 +45,7 @@ class ChatRequest:
     calls: bool = True
     """Whether tool calls are read from the answer (``tool_choice``)."""
     parallel: bool = True
-    """Whether an answer may have several calls. Otherwise the client gets the first one."""
+    """Whether an answer may have several calls. Otherwise the client receives only the first one."""
     stop: tuple[str, ...] = ()
     stream: bool = False
 
@@ -78,10 +78,10 @@ def read_model(body: Mapping[str, Any], config: ProgramConfig) -> str:
 def read_sampling(
     body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext, limits: tuple[str, ...]
 ) -> tuple[Sampling, tuple[str, ...]]:
-    """Sampling parameters and the request's own stop strings.
+    """Sampling parameters, and the stop strings of the request.
 
     Args:
-        limits: names of the field with the largest number of tokens.
+        limits: names of the field with the maximum number of tokens.
     """
     sampling = ctx.sampling
     for name in limits:

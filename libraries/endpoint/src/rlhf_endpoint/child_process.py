@@ -1,4 +1,4 @@
-"""What programs get of the run's environment, and what they print."""
+"""The environment of programs, and their output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _PASSED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV",
     "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "NO_PROXY", "no_proxy",
 )  # fmt: skip
-"""Variables of the run's environment that a program gets. The others may be secrets."""
+"""Variables of the run's environment that are passed to a program. Others may be secrets."""
 
 
 def passed_environment(names: Sequence[str]) -> dict[str, str]:
-    """The variables that every program gets, and those of ``names``."""
+    """The variables that are passed to every program, and those in ``names``."""
     return {
         **{name: os.environ[name] for name in (*_PASSED, *names) if name in os.environ},
         **{name: value for name, value in os.environ.items() if name.startswith("LC_")},
@@ -22,7 +22,7 @@ def passed_environment(names: Sequence[str]) -> dict[str, str]:
 
 
 class Pipe:
-    """The last bytes that were written into a pipe. It is always read, so no writer waits."""
+    """The last bytes that were written into a pipe. It is always read, so writers never wait."""
 
     def __init__(self, keep: int) -> None:
         self._keep, self.tail = keep, bytearray()
@@ -30,13 +30,13 @@ class Pipe:
         os.set_blocking(self._read_end, False)
 
     def start(self) -> None:
-        """Read from now on, when there is something. Called after the process got its end."""
+        """Read from now on, whenever there is data. Called after the process received its end of the pipe."""
         os.close(self.write_end)
         self.write_end = -1
         asyncio.get_running_loop().add_reader(self._read_end, self._read_part)
 
     def read(self) -> None:
-        """Read what has been written until now, without waiting for more."""
+        """Read what has been written so far, without waiting for more."""
         while self._read_part():
             pass
 

@@ -23,7 +23,7 @@ class ProgramConfig(ComponentConfig):
 
 
 def check_environment(config: ProgramConfig) -> None:
-    """Raises ConfigError: a variable that the program is to get is not set."""
+    """Raises ConfigError if a variable that is passed to the program is not set."""
     unset = [name for name in config.environment if name not in os.environ]
     if unset:
         raise ConfigError(f"rollout.environment: {', '.join(unset)} is not set here. Export it, or remove it.")

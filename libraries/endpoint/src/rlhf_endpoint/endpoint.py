@@ -1,4 +1,4 @@
-"""The HTTP server: whose request it is, which API, errors in the API's form."""
+"""The HTTP server: finds the sample and the API of a request, and writes errors in the form of the API."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rlhf_endpoint.session import Session
 
 _LOG = logging.getLogger(__name__)
 LARGEST = 10 * 2**20
-"""Bytes of a request; a larger one is refused."""
+"""Maximum number of bytes of a request. Larger requests are refused."""
 ENDED_LIMIT = 1000
-"""Keys of ended samples that are remembered. A continuous stream always has samples under way, so without a limit the
-keys of a whole run would be kept."""
+"""Maximum number of remembered keys of ended samples. A continuous stream always has active samples, so without a limit
+the keys of a whole run would be kept."""
 _APIS = {"chat/completions": chat_api, "responses": responses_api, "messages": messages_api}
 
 
 class Endpoint:
-    """A server on 127.0.0.1 for all samples under way. It is started for the first of them and stopped after the last.
+    """A server on 127.0.0.1 for all active samples. It starts with the first sample and stops after the last one.
 
     The key of a sample is its API key and the first part of its path. A request that names another key is refused.
     """
@@ -37,9 +37,9 @@ class Endpoint:
     def __init__(self, config: ProgramConfig) -> None:
         self._config = config
         self._sessions: dict[str, Session] = {}
-        """{key: its session}, of the samples under way."""
+        """{key: session} of the active samples."""
         self._ended_keys: deque[str] = deque(maxlen=ENDED_LIMIT)
-        """Keys of the latest samples that have ended."""
+        """Keys of the most recently ended samples."""
         self._users = 0
         self._started: asyncio.Future[tuple[web.AppRunner, int]] | None = None
 
@@ -109,7 +109,7 @@ class Endpoint:
             except web.HTTPRequestEntityTooLarge:
                 message = f"the request has more than {LARGEST // 2**20} MiB"
                 return refused(ApiError(413, message, code="request_too_large"))
-            except (ConnectionResetError, asyncio.CancelledError):  # the client has gone away
+            except (ConnectionResetError, asyncio.CancelledError):  # the client has disconnected
                 raise
             except Exception as error:  # the sample is over; its cause is reported there
                 return refused(ApiError(500, f"the sample failed: {type(error).__name__}", code="sample_failed"))
@@ -162,7 +162,7 @@ async def _streamed(request: web.Request, events: Any, name: str) -> web.StreamR
         lines.append(f"{kind}data: {json.dumps(event)}\n\n")
     if name == "chat/completions":
         lines.append("data: [DONE]\n\n")
-    with contextlib.suppress(ConnectionResetError):  # the client has gone away; its answer is kept
+    with contextlib.suppress(ConnectionResetError):  # the client has disconnected; its answer is kept
         await response.prepare(request)
         await response.write("".join(lines).encode())
         await response.write_eof()

@@ -1,4 +1,4 @@
-"""``/v1/messages``, the API of Anthropic: requests and answers. The conversation becomes that of the chat API."""
+"""``/v1/messages``, the API of Anthropic: requests and answers. The conversation is converted to the chat API."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _user_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dic
 
 
 def _joined(location: str, content: Any) -> str:
-    """A text, or blocks of text as one."""
+    """A text, or several blocks of text joined."""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     texts = [block.get("text") if isinstance(block, Mapping) else None for block in blocks]
     if not all(isinstance(text, str) for text in texts):

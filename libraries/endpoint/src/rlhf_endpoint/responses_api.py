@@ -1,4 +1,4 @@
-"""``/v1/responses``: requests and answers. The conversation becomes that of the chat API."""
+"""``/v1/responses``: requests and answers. The conversation is converted to the chat API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_endpoint.tree import Message, text_of
 
 LIMITS = ("max_output_tokens",)
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
-"""Fields that need what a server keeps of earlier requests."""
+"""Fields that refer to earlier requests, which a server would have to keep."""
 
 
 def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> ChatRequest:

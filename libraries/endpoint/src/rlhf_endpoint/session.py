@@ -1,4 +1,4 @@
-"""One sample behind the endpoint: its conversations, its answers, and the requests that are repeated."""
+"""One sample behind the endpoint: its conversations, its answers, and repeated requests."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _LOG = logging.getLogger(__name__)
 class Session:
     """Answers the requests of one sample, one after the other.
 
-    An error of the run, not of a request, is kept in :attr:`broken` and ends the sample.
+    Errors of the run, as opposed to errors of a request, are kept in :attr:`broken` and end the sample.
     """
 
     def __init__(self, ctx: RolloutContext) -> None:
         self.ctx = ctx
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.out_of_tokens = False
-        """Whether a request was refused because its context leaves no room for an answer."""
+        """Whether a request was refused because its context left no room for an answer."""
         self.sequences: list[str] = []
-        """For each new sequence but the first, why it was begun."""
+        """For each new sequence except the first, the reason why it was started."""
         self.answers: dict[str, Message] = {}
-        """By the number that the ids of an answer's parts have."""
+        """{number in the ids of the answer's parts: answer}."""
         self._reasons = Counter(dict.fromkeys(get_args(Reason), 0))
         self._calls = Counter({"calls_unknown": 0, "calls_unreadable": 0})
         self._tree, self._number = Tree(), 0
@@ -43,12 +43,12 @@ class Session:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run_once(self, key: str | None, retry: bool, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
-        """The result of ``work``. A repeated request gets the result of the first one, which goes on when its client
-        has gone away.
+        """The result of ``work``. A repeated request gets the result of the first one, which continues if its client
+        disconnects.
 
         Args:
             key: the request's idempotency key.
-            retry: whether the client says that it repeats the request.
+            retry: whether the client marks the request as repeated.
         """
         name = f"key {key}" if key else f"body {hashlib.sha256(body).hexdigest()}"
         task = self._answer_tasks.get(name) if key or retry else None
@@ -72,7 +72,7 @@ class Session:
                 length = sum(len(t.ids) for t in turns)
                 if length >= self.ctx.max_tokens:
                     self.out_of_tokens = True
-                    # clients look for the beginning of this message, as OpenAI writes it
+                    # clients check the beginning of this message, in OpenAI's wording
                     limit = f"This model's maximum context length is {self.ctx.max_tokens} tokens"
                     detail = f"{limit}. However, the conversation has {length}, which leaves no room for an answer"
                     raise ApiError(400, detail, "messages", "context_length_exceeded")
@@ -87,7 +87,8 @@ class Session:
             return choices
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, in which the requests come. Raises the error of the run that ends the sample."""
+        """The result of ``work``, during which the requests arrive. Raises the error of the run that ends the
+        sample."""
         ending = asyncio.ensure_future(work)
         try:
             futures: set[asyncio.Future[Any]] = {ending, self.broken}
@@ -99,7 +100,7 @@ class Session:
             ending.cancel()
 
     async def close(self) -> list[Turn]:
-        """Wait for what is being generated, and return all turns."""
+        """Wait for active generation, and return all turns."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.ctx.report("sequences", len(self.sequences) + 1)
         for reason, count in self._reasons.items():
@@ -115,8 +116,8 @@ class Session:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _place(self, request: ChatRequest) -> tuple[Node | None, Turn, list[Message], tuple[Reason, str] | None]:
-        """The answer that the request goes on from, if its tokens can be kept; the tokens after it; all messages, those
-        that are known as they were sampled; and why the request begins another sequence, if it does."""
+        """The answer that the request continues, if its tokens can be kept; the tokens after it; all messages, with
+        known ones as they were sampled; and the reason why the request starts another sequence, if it does."""
         node, length = self._tree.find(request.messages, request.tools)
         begins: tuple[Reason, str] | None = None
         if node is not None:
@@ -154,7 +155,8 @@ class Session:
         return {**message, "content": content[: min(cuts)]} if cuts else message
 
     def _count_calls(self, message: Message, request: ChatRequest) -> None:
-        """Count a message's calls by tool. Names that the policy makes up share a count, so that it names no metric."""
+        """Count a message's calls by tool. Names invented by the policy share one count, so that they do not become
+        names of metrics."""
         offered = [f"calls/{tool['function']['name']}" for tool in request.tools]
         self._calls.update(dict.fromkeys(offered, 0))
         for call in (message.get("tool_calls") or []) if request.calls else []:

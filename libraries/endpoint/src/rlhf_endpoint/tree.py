@@ -1,8 +1,8 @@
-"""What was said in a sample: a tree whose nodes are sampled answers, each after the messages before it.
+"""The conversations of a sample: a tree whose nodes are sampled answers, each after the messages before it.
 
-Requests hold whole conversations, as the client keeps them. A node is found by what messages mean: the arguments of
-calls as parsed JSON, parts of content as one text, reasoning only where the client sends it back, unknown fields not at
-all.
+Requests hold whole conversations, as the client keeps them. A node is found by the meaning of messages: arguments of
+calls are compared as parsed JSON, parts of content as one text, reasoning only if the client sends it back, and unknown
+fields not at all.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlhf.types.images import joined_images
 
 Message = Mapping[str, Any]
 Reason = Literal["conversation", "rewritten", "tools", "reasoning", "template", "again"]
-"""Why a request begins a sequence: its first message is another one; a later message is another one; its tools are
-other ones; the client or the template changes or leaves out reasoning; the template rewrites earlier messages
-otherwise; the conversation is asked again from an earlier message."""
+"""Why a request starts a sequence: its first message differs; a later message differs; its tools differ; the client or
+the template changes or omits reasoning; the template rewrites earlier messages otherwise; the conversation is asked
+again from an earlier message."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Node:
 
     branch: Branch
     end: int
-    """Number of the branch's turns up to and with the answer."""
+    """Number of the branch's turns up to and including the answer."""
     context: Sequence[Message]
     answer: Message
     tools: Sequence[Message]
@@ -63,7 +63,7 @@ class Tree:
         self._answers = 0
 
     def find(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Node | None, int]:
-        """The last answer with which ``messages`` begin, and how many messages that are."""
+        """The last answer whose conversation is a prefix of ``messages``, and the length of this prefix."""
         match: tuple[Node | None, int] = None, 0
         for end, digest in enumerate(_digests(messages, tools), 1):
             for node in reversed(self._nodes.get(digest, ())):
@@ -75,10 +75,10 @@ class Tree:
     def add(
         self, node: Node | None, context: Turn, turn: Turn, messages: Sequence[Message], answer: Message, tools: Any
     ) -> None:
-        """An answer was sampled.
+        """Add a sampled answer.
 
         Args:
-            node: the answer that it goes on from; None: it begins a conversation.
+            node: the answer that it continues; None: it starts a conversation.
             context: the tokens after that answer.
         """
         if node is not None and node.is_last:
@@ -94,7 +94,7 @@ class Tree:
         self._nodes.setdefault(digest, []).append(leaf)
 
     def turns(self) -> list[Turn]:
-        """The trajectory. The branch with the latest answer comes last, and each but the first is fresh."""
+        """The trajectory. The branch with the latest answer comes last, and every branch except the first is fresh."""
         turns: list[Turn] = []
         for branch in sorted(self._branches, key=lambda b: b.latest):
             first, *rest = branch.turns
@@ -102,7 +102,8 @@ class Tree:
         return turns
 
     def difference(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Reason, str]:
-        """The first difference to the conversation that begins most like ``messages``, as a kind and in words."""
+        """Compare ``messages`` with the conversation that has the longest common prefix. Returns the kind and a
+        description of the first difference."""
         best = -1
         closest: tuple[Reason, str] = "conversation", "no answer was sampled before"
         for node in (node for nodes in self._nodes.values() for node in nodes):
@@ -120,7 +121,7 @@ class Tree:
                     candidate = "tools", "the tools differ"
                 elif not _same_reasoning(history, messages):
                     candidate = "reasoning", "the reasoning that it sends back differs"
-                elif len(messages) > len(history):  # it goes on from this answer
+                elif len(messages) > len(history):  # it continues this answer
                     continue
                 else:
                     candidate = "again", f"it ends after message {index - 1}"
@@ -130,8 +131,8 @@ class Tree:
 
 
 def context_of(node: Node | None, context: Turn) -> list[Turn]:
-    """The context of an answer, from the begin of its sequence. Where the node has an answer after it already, its
-    tokens are context only: each sampled turn is trained on in its first branch."""
+    """The context of an answer, from the start of its sequence. If the node already has a next answer, its tokens are
+    only context, because each sampled turn is trained on in its first branch."""
     if node is None:
         return [context]
     turns = node.branch.turns[: node.end]
@@ -174,7 +175,7 @@ def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> list[byte
 
 
 def _key(message: Message) -> dict[str, Any]:
-    """What a message means, without its reasoning."""
+    """The meaning of a message, without its reasoning."""
     role = message.get("role")
     key: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
@@ -200,7 +201,7 @@ def _call(call: Any) -> Any:
 
 
 def _same_reasoning(history: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Whether all reasoning that the client sends back is what was sampled. Most clients send none."""
+    """Whether all reasoning that the client sends back equals the sampled reasoning. Most clients send none."""
     return all(
         _reasoning(message) in ("", _reasoning(reference))
         for reference, message in zip(history, messages, strict=False)

@@ -1,4 +1,4 @@
-"""What servers got last, kept by the generator so that a sync sends only what changed since."""
+"""The generator's copy of the weights that servers received last. With it, a sync sends only the changes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlhf_engines.weight_files import write_bucket
 class SentWeights:
     """A copy of the weights in host memory, rounded to the servers' format as vLLM would round them.
 
-    The proof goes on from the trainer's fingerprints: they must be those of the buckets that arrive here, and each
+    The proof is based on the trainer's fingerprints. They must equal those of the buckets that arrive here, and each
     worker must report the fingerprint of the whole rounded tensor.
 
     Args:
-        formats: of the servers' parameters. Where one keeps them in float32, nothing is rounded here.
+        formats: formats of the servers' parameters. If one of them is float32, nothing is rounded here.
     """
 
     def __init__(self, formats: set[str]) -> None:
         self.dtype = torch.bfloat16 if formats == {"bfloat16"} else torch.float32
         self.tensors: dict[str, Tensor] = {}
         self.nbytes = 0
-        """Of the files of this load."""
+        """Number of bytes of the files of this load."""
         self._load, self._version, self._faithful = "", -1, True
         self._marks: dict[str, tuple[str, str]] = {}
-        """{name: (fingerprint of the tensor that arrived here, of the rounded one)}."""
+        """{name: (fingerprint of the tensor that arrived here, fingerprint of the rounded tensor)}."""
 
     def begin(self, version: int) -> str:
-        """Weights of ``version`` follow. Returns the name of the load whose weights the servers must hold, if only
-        differences are to be sent; empty: all is sent, at first, after a load that failed, and if a version is sent
-        again, because its proof failed or an engine lost it."""
+        """Start a load of ``version``. If only differences are to be sent, returns the name of the load whose weights
+        the servers must hold. Empty: everything is sent. This is the case at first, after a failed load, and if a
+        version is sent again because its proof failed or an engine lost it."""
         is_repeated, self._version = version == self._version, version
         load, self._load = self._load, ""
         self.nbytes, self._faithful = 0, True
@@ -56,12 +56,12 @@ class SentWeights:
         return tensor.detach().to("cpu", self.dtype if narrower else tensor.dtype, copy=True).contiguous()
 
     def proof(self, received: Mapping[str, str]) -> dict[str, str]:
-        """A worker's fingerprints in terms of the trainer's: of each tensor that arrived whole at the worker, the
-        fingerprint of what arrived here."""
+        """Convert a worker's fingerprints to the trainer's: for each tensor that arrived completely at the worker, the
+        fingerprint of the tensor that arrived here."""
         self._faithful &= received == {name: mark for name, (_, mark) in self._marks.items()}
         pairs = {name: self._marks.get(name, ("", "")) for name in received}
         return {name: pairs[name][0] if mark == pairs[name][1] else mark for name, mark in received.items()}
 
     def end(self, load: str) -> None:
-        """``load`` names the weights that every worker holds now, if the proofs say so."""
+        """End a load. ``load`` names the weights that every worker now holds, if the proofs confirm it."""
         self._load = load if self._faithful else ""

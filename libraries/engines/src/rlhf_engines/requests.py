@@ -1,4 +1,4 @@
-"""Requests of the run at an inference engine: what no engine can sample, and samples that have not ended."""
+"""The run's requests to an inference engine: checks that the engine can sample them, and unfinished samples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def check_fits(
     lowest_temperature: float,
     has_base: bool = False,
 ) -> None:
-    """Refuse a request that the engine cannot sample as asked. Raises ConfigError naming request, value and range.
+    """Refuse a request that the engine cannot sample exactly. Raises ConfigError with request, value and range.
 
     Args:
-        vocabulary: token ids are below it.
-        longest: tokens, prompt and answer together.
-        images: most of a request.
+        vocabulary: token ids must be below it.
+        longest: maximum number of tokens, prompt and answer together.
+        images: maximum number of images per request.
         lowest_temperature: see :func:`rlhf.requests.check_sampling`.
         has_base: see :func:`rlhf.requests.check_request`.
     """
@@ -52,9 +52,9 @@ class NewTokens(NamedTuple):
 
     ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-prob of each token, under the distribution that it was drawn from."""
     finish: str | None
-    """How the engine ended the request; None: it has not."""
+    """How the engine ended the request; None: it is not finished."""
     reason: object = None
     """More about ``finish``, for messages."""
 
@@ -64,7 +64,7 @@ class OpenRequest:
 
     Args:
         engine: the engine's name, for messages.
-        ends: tokens that end the sample and that the engine was not told.
+        ends: tokens that end the sample and that were not passed to the engine.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One server of an inference engine: what it is, its weights, and its answers."""
+"""One server of an inference engine: its facts, its weights, and its answers."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from rlhf_engines.weight_files import PROTOCOL, digest
 T = TypeVar("T")
 EVENT = "data: {"
 CONNECT = 10.0
-"""Seconds for a connection."""
+"""Timeout for a connection, in seconds."""
 IDLE = 2.0
-"""Seconds that an unused connection is kept, less than the 5 of the servers: at its end a request could be lost."""
+"""Seconds that an unused connection is kept. This is less than the servers' 5 seconds, because a request could be lost
+when the server closes a connection."""
 
 
 class EngineServer(ABC):
     """Talks to one server; all methods run in one event loop.
 
     Args:
-        headers: of requests for samples.
+        headers: headers of requests for samples.
         timeout: seconds for the answer to one request.
-        attempts: how often a request is asked over connections that fail.
+        attempts: number of attempts per request if connections fail.
     """
 
     generator: ClassVar[str]
-    """Name of the generator, ``plugin``: its distribution, ``start``: the command that starts a server, for
+    """Name of the generator. ``plugin``: its distribution. ``start``: the command that starts a server, for
     messages."""
     plugin: ClassVar[str]
     start: ClassVar[str]
     keys: ClassVar[str]
-    """Which options name the servers' keys, for messages."""
+    """The options with the servers' keys, for messages."""
     health: ClassVar[str] = "/health"
     path: ClassVar[str]
-    """Where samples are asked for."""
+    """Path for requests for samples."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float, attempts: int) -> None:
         self.url, self.timeout, self.attempts = url, timeout, attempts
@@ -54,8 +55,8 @@ class EngineServer(ABC):
             base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=False
         )
         self.facts: dict[str, Any] = {}
-        """Of its first worker: ``protocol``, ``digest``, ``dtype``, ``formats``, ``length``, ``vocabulary``,
-        ``quantization``, ``speculative``, ``data_parallel``, and what the engine adds."""
+        """Facts of the server's first worker: ``protocol``, ``digest``, ``dtype``, ``formats``, ``length``,
+        ``vocabulary``, ``quantization``, ``speculative``, ``data_parallel``, and additional facts of the engine."""
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -64,11 +65,11 @@ class EngineServer(ABC):
 
     @abstractmethod
     async def call(self, method: str, *arguments: str | None, timeout: float) -> list[Any]:
-        """The answer of each worker. Raises SyncError."""
+        """Call a method of the workers. Returns the answer of each worker. Raises SyncError."""
 
     @abstractmethod
     async def pause(self, timeout: float) -> None:
-        """Nothing is sampled until :meth:`resume`. Raises SyncError."""
+        """Pause sampling until :meth:`resume`. Raises SyncError."""
 
     @abstractmethod
     async def resume(self, timeout: float) -> None: ...
@@ -76,7 +77,7 @@ class EngineServer(ABC):
     async def control(
         self, path: str, label: str, timeout: float, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """The answer to a call that is no request for samples. Raises SyncError, which names ``label``."""
+        """The answer to a call other than a request for samples. Raises SyncError, which names ``label``."""
         try:
             response = await self._client.post(path, json=body, headers=headers, timeout=timeout)
         except httpx.HTTPError as error:
@@ -87,9 +88,9 @@ class EngineServer(ABC):
         return response
 
     async def meet(self, file: Path) -> None:
-        """Ask for :attr:`facts`. Each worker must see ``file``.
+        """Read :attr:`facts`. Each worker must see ``file``.
 
-        Raises CapabilityError: it is no server that this generator can use.
+        Raises CapabilityError if this generator cannot use the server.
         """
         label = f"generator {self.generator!r}: {self.url}"
         try:
@@ -120,23 +121,23 @@ class EngineServer(ABC):
 
     @abstractmethod
     async def logprobs(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
-        """At temperature 1, of every token but the first of each sequence. Raises ModelError.
+        """Log-probs at temperature 1 of every token except the first of each sequence. Raises ModelError.
 
         Args:
-            salt: keys and values that were cached under another one are not read.
+            salt: keys and values that were cached under another salt are not read.
         """
 
     @abstractmethod
     def new_tokens(self, answer: Any, count: int) -> Iterable[NewTokens]:
-        """What an answer or an event of a stream adds to the first ``count`` tokens of a sample."""
+        """The tokens that an answer, or an event of a stream, adds to the first ``count`` tokens of a sample."""
 
     async def sample(self, begin: Callable[[], OpenRequest], body: dict[str, Any]) -> Turn:
-        """The turn of a request; ``begin`` makes it anew for each attempt. Raises ModelError."""
+        """The turn of a request. ``begin`` creates the request again for each attempt. Raises ModelError."""
         return await self.attempted(lambda: self._draw(begin(), body))
 
     async def _draw(self, sample: OpenRequest, body: dict[str, Any]) -> Turn:
         answers = self._stream(body) if sample.watches else self._single_answer(body)
-        async with aclosing(answers):  # closed early, the server drops the request
+        async with aclosing(answers):  # if it is closed early, the server drops the request
             async for answer in answers:
                 for tokens in self.new_tokens(answer, sample.count):
                     if (completion := sample.add(tokens)) is not None:

@@ -35,12 +35,13 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 class ServerGenerator(TakesTensors, Generator):
     """A server at each of ``urls``: one engine, or several with the same weights.
 
-    Weights pass through files, bucket by bucket; each worker of each server fingerprints what it read. The servers stay
-    as they are when the run ends, with its last weights. Before samples are handed on, the servers that drew them are
-    asked whether they still hold the weights: one that was started anew ends the run.
+    Weights pass through files, bucket by bucket; each worker of each server fingerprints the data that it read. When
+    the run ends, the servers keep its last weights. Before samples are passed on, their servers are asked whether they
+    still hold the weights. A restarted server ends the run.
 
-    The workers of a server answer these calls (:meth:`EngineServer.call`): ``rlhf_facts(path)``, ``rlhf_start(base)``,
-    ``rlhf_take_file(path)``, ``rlhf_finish(load)``, ``rlhf_differing_file(path)`` and ``rlhf_load_name()``.
+    The workers of a server must answer these calls (:meth:`EngineServer.call`): ``rlhf_facts(path)``,
+    ``rlhf_start(base)``, ``rlhf_take_file(path)``, ``rlhf_finish(load)``, ``rlhf_differing_file(path)`` and
+    ``rlhf_load_name()``.
     """
 
     Config: ClassVar[type[ComponentConfig]] = EngineServersConfig
@@ -55,8 +56,8 @@ class ServerGenerator(TakesTensors, Generator):
     def memory(
         cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
     ) -> EngineMemory:
-        """The servers are elsewhere. For differences the host holds what was sent, in the servers' format; the policy's
-        arithmetic is taken for it."""
+        """Memory on this machine, since the servers are elsewhere. For differences, the host holds the sent weights in
+        the servers' format, which is assumed to be the policy's arithmetic."""
         count = size.parameters * (2 if computes_bf16(dtype, device) else 4) if config.sync == "differences" else 0
         copy = PhaseMemory({"weights": count} if count and device == "cpu" else {}, 0 if device == "cpu" else count)
         return EngineMemory(dict.fromkeys(("rest", "asleep", "generate"), copy), copy=False, cache_token=0)
@@ -81,7 +82,7 @@ class ServerGenerator(TakesTensors, Generator):
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         if not isinstance(config, EngineServersConfig):
             raise ConfigError(f"generator {self.name!r} needs generator.urls, the addresses of its servers")
-        self.check(config, spec, (), "cpu")  # this machine is the one that writes the files
+        self.check(config, spec, (), "cpu")  # this machine writes the files
         self.config: Any = config
         self.spec = spec
         self._folder = WeightsFolder(config.folder)
@@ -117,11 +118,11 @@ class ServerGenerator(TakesTensors, Generator):
 
     @abstractmethod
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        """The request in the engine's form, of samples that depend on nothing that it does not name."""
+        """The request in the engine's form. It names everything on which its samples depend."""
 
     @abstractmethod
     def _unusable(self, facts: dict[str, Any]) -> str:
-        """Why a server cannot be used; empty: it can."""
+        """Why a server cannot be used; empty if it can."""
 
     def _token(self, option: str) -> str | None:
         variable = getattr(self.config, option)
@@ -130,8 +131,8 @@ class ServerGenerator(TakesTensors, Generator):
     # ------------------------------------------------------------------------------------ sampling
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """See :class:`~rlhf.interfaces.Generator`. Requests are checked when this is called. Closing the iterator early
-        drops unfinished requests."""
+        """See :class:`~rlhf.interfaces.Generator`. Requests are checked at the call. Closing the iterator early drops
+        unfinished requests."""
         self._ready("sample")
         for i, request in enumerate(requests):
             self._check(i, request)
@@ -176,11 +177,11 @@ class ServerGenerator(TakesTensors, Generator):
             async with asyncio.TaskGroup() as group:
                 for i, request in enumerate(requests):
                     group.create_task(draw(i, request))
-        except ExceptionGroup as errors:  # the first one has ended the others
+        except ExceptionGroup as errors:  # the first one ended the others
             raise errors.exceptions[0] from None
 
     def _confirm(self, servers: dict[str, EngineServer]) -> None:
-        """Raises ModelError: a server does not hold the weights of the last load."""
+        """Raises ModelError if a server does not hold the weights of the last load."""
         for server, loads in self._ask_servers(
             lambda s: s.call("rlhf_load_name", timeout=self.config.timeout), servers.values()
         ):
@@ -262,7 +263,7 @@ class ServerGenerator(TakesTensors, Generator):
         return self._ask_servers(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
 
     def _ask_servers(self, call: Any, servers: Any = None) -> list[tuple[EngineServer, Any]]:
-        """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
+        """(server, result of ``call(server)``) for each server. All are called at the same time."""
         receivers = list(self._servers if servers is None else servers)
 
         async def answers() -> list[Any]:
@@ -278,7 +279,7 @@ class ServerGenerator(TakesTensors, Generator):
             raise ModelError(f"the generator {self.name!r} cannot {action}: {self._not_ready}")
 
     def close(self) -> None:
-        """The servers go on, with the last weights."""
+        """Close the connections. The servers keep running, with the last weights."""
         if self._thread.is_alive():
             self._run(_closed(self._servers))
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -294,10 +295,10 @@ async def _closed(servers: Sequence[EngineServer]) -> None:
 
 
 def refusal(facts: dict[str, Any], spec: GeneratorSpec, sync: str, length_option: str) -> str:
-    """Why a server of any engine cannot be used; empty: it can.
+    """Why a server of any engine cannot be used; empty if it can.
 
     Args:
-        length_option: the option with which a server takes sequences of ``spec.max_tokens``.
+        length_option: the option that allows a server sequences of ``spec.max_tokens``.
     """
     dtype, length, parts = facts["dtype"], facts["length"], facts["data_parallel"]
     rules = (

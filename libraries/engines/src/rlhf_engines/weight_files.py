@@ -1,8 +1,8 @@
-"""Buckets of weights as files, which a generator writes and the workers of servers read.
+"""Buckets of weights as files, written by a generator and read by the workers of servers.
 
-A file has whole tensors, and of tensors that the reader holds already only the elements that changed, bit by bit. The
-positions of these are gaps: the number of unchanged elements before each. A gap that its integers cannot hold is made
-of shorter ones, with elements between them that are written although they did not change.
+A file contains whole tensors. Of tensors that the reader already holds, it contains only the elements that changed, bit
+by bit. Their positions are stored as gaps: the number of unchanged elements before each. A gap that is too large for
+its integer type is split into shorter ones, with unchanged elements between them.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from rlhf.weights.fingerprint import host_bytes
 from torch import Tensor
 
 PROTOCOL = 3
-"""Changes when an older generator and a newer worker, or the reverse, would misunderstand each other."""
+"""Version of the protocol. It changes if an older generator and a newer worker, or the reverse, would misunderstand
+each other."""
 FINGERPRINTS = "fingerprints"
 GAPS, VALUES = "gaps ", "values "
-"""Prefixes of the entries of a tensor that is not whole. One without an entry did not change."""
+"""Prefixes of the entries of a tensor that is not whole. A tensor without entries did not change."""
 
 FOLDER = "rlhf-weights-"
 """Prefix of the folders for these files."""
 _NEW_SECONDS = 60
-"""A folder that is younger may not be locked yet."""
+"""A younger folder may not be locked yet."""
 
 
 class WeightsFolder:
-    """A new folder for files of weights, locked while this process lives and removed at its end. Those that killed
-    processes left in the temporary folder of this machine are removed first.
+    """A new folder for files of weights. It is locked while this process lives and removed at its end. Folders that
+    killed processes left in this machine's temporary folder are removed first.
 
     Args:
-        place: where it is made; None: in the temporary folder.
+        place: the parent folder; None: the temporary folder.
     """
 
     def __init__(self, place: str | None) -> None:
-        if place is None:  # locks on a file system that several machines share may not be seen by all of them
+        if place is None:  # machines that share a file system may not see each other's locks
             _remove_left(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER, dir=place))
         lock = os.open(self.path, os.O_RDONLY)
@@ -56,14 +57,14 @@ class WeightsFolder:
 
 
 def _remove(process: int, folder: Path, lock: int) -> None:
-    if os.getpid() == process:  # not in a fork of it
+    if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
 def _remove_left(place: Path) -> None:
     for folder in place.glob(f"{FOLDER}*"):
-        with suppress(OSError):  # its process lives, or it belongs to another user
+        with suppress(OSError):  # its process is alive, or it belongs to another user
             lock = os.open(folder, os.O_RDONLY)
             try:
                 if time.time() - os.fstat(lock).st_mtime > _NEW_SECONDS:
@@ -74,15 +75,15 @@ def _remove_left(place: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """Shows which file a reader sees, to whoever wrote it, and nothing of another file."""
+    """A digest of a file. It shows the writer which file a reader sees, but nothing about other files."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_bucket(bucket: Bucket, path: Path, base: Mapping[str, Tensor] | None = None) -> None:
-    """Write the bucket as a file of safetensors. Its metadata hold the order and the fingerprints.
+    """Write the bucket as a file of safetensors. Its metadata contain the order and the fingerprints.
 
     Args:
-        base: {name: tensor} that every reader holds, in host memory.
+        base: {name: tensor} in host memory, the tensors that every reader holds.
     """
     from safetensors.torch import save_file
 
@@ -101,8 +102,8 @@ def read_bucket(path: Path, base: dict[str, Tensor] | None = None) -> Bucket:
     """The bucket of :func:`write_bucket`.
 
     Args:
-        base: {name: tensor} that this reader holds: they become those of the bucket, which shares their memory. None:
-            it holds none, and the bucket's tensors map the file.
+        base: {name: tensor} that this reader holds. They are updated to the bucket's values, and the bucket shares
+            their memory. None: the reader holds none, and the bucket's tensors map the file.
     """
     from safetensors import safe_open
 
@@ -120,7 +121,7 @@ def read_bucket(path: Path, base: dict[str, Tensor] | None = None) -> Bucket:
 
 
 def _changes(tensor: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(gaps, values) of the elements of ``tensor`` that differ from ``old``; None: ``tensor`` itself is smaller."""
+    """(gaps, values) of the elements of ``tensor`` that differ from ``old``. None if ``tensor`` itself is smaller."""
     if (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
         return None
     size = tensor.element_size()

@@ -1,4 +1,4 @@
-"""Folders in PEFT's form: an adapter, and the name of the base model that it changes. Only settings are read here."""
+"""Folders in PEFT's format: an adapter, and the name of its base model. Only settings are read here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.errors import ModelError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_HASH = "base_weights"
-"""Field of the metadata of :data:`ADAPTER_WEIGHTS`: the hash of the base's weights, where a run wrote it."""
+"""Metadata field of :data:`ADAPTER_WEIGHTS`: the hash of the base's weights, if a run wrote it."""
 _TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
 
 
@@ -21,11 +21,11 @@ class AdapterFolder:
 
     folder: Path
     config: dict[str, Any]
-    """Of :data:`ADAPTER_CONFIG`."""
+    """Content of :data:`ADAPTER_CONFIG`."""
 
     @property
     def base(self) -> str:
-        """The folder or hub name (``owner/name@revision``) of its base. Raises ModelError where none is named."""
+        """The folder or hub name (``owner/name@revision``) of its base. Raises ModelError if no base is named."""
         name, revision = self.config.get("base_model_name_or_path"), self.config.get("revision")
         if not isinstance(name, str) or not name:
             raise ModelError(
@@ -36,7 +36,7 @@ class AdapterFolder:
 
     @property
     def has_config(self) -> bool:
-        """Whether it has the ``config.json`` of the whole model, which runs write. PEFT writes none."""
+        """Whether the folder has the ``config.json`` of the whole model, which runs write. PEFT writes none."""
         return (self.folder / "config.json").is_file()
 
     @property
@@ -45,9 +45,9 @@ class AdapterFolder:
 
 
 def adapter_of(path: str) -> AdapterFolder | None:
-    """The adapter in a local folder; None where there is none, or beside it the weights of a whole model.
+    """The adapter in a local folder. None if there is none, or if the folder also has the weights of a whole model.
 
-    Raises ModelError where its settings cannot be read.
+    Raises ModelError if the adapter's settings cannot be read.
     """
     folder = Path(path).expanduser()
     file = folder / ADAPTER_CONFIG
@@ -63,7 +63,7 @@ def adapter_of(path: str) -> AdapterFolder | None:
 
 
 def require_base(adapter: AdapterFolder) -> None:
-    """Raises ModelError where the base of an adapter looks like a folder and is none, or is an adapter itself."""
+    """Raises ModelError if the base of an adapter looks like a folder but is none, or is itself an adapter."""
     base = adapter.base
     place = Path(base).expanduser()
     looks_local = place.is_absolute() or base.startswith((".", "~")) or base.count("/") > 1

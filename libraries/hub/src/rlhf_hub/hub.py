@@ -1,9 +1,9 @@
 """Models and datasets on a hub: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
 
-A run looks up once which commit a branch or tag is (:class:`Commits`), and passes ``owner/name@commit`` on, so that
-every process of the run reads the same files at any time. The run's manifest keeps the commits, and a resumed run uses
-them again. The hub's client looks after tokens (``HF_TOKEN``, or what ``hf auth login`` stored): this module neither
-takes nor shows any. huggingface_hub is imported when a hub is asked.
+A run looks up the commit of a branch or tag once (:class:`Commits`) and passes on ``owner/name@commit``, so that all
+its processes always read the same files. The run's manifest keeps the commits, and a resumed run uses them again. The
+hub's client handles tokens (``HF_TOKEN``, or the one that ``hf auth login`` stored); this module neither accepts nor
+shows tokens. huggingface_hub is imported at the first request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HubError(RlhfError):
 
 
 def hub_name(path: str) -> HubName | None:
-    """The hub name that a path may be; None if the path exists locally or looks like a file's."""
+    """The hub name in a path. None if the path exists locally or looks like a file's path."""
     match = _NAME.fullmatch(path)
     if match is None or Path(path).exists():
         return None
@@ -71,18 +71,18 @@ class Commits:
         return self._commits[key]
 
     def record(self) -> dict[str, str]:
-        """{``dataset owner/name@main``: commit} of every name that was asked for."""
+        """{``dataset owner/name@main``: commit} of every name that was looked up."""
         return dict(sorted(self._commits.items()))
 
 
 def is_cached(kind: Kind, repo: HubName) -> bool:
-    """Whether the client's cache holds files of the revision, so that the hub had it once."""
+    """Whether the client's cache has files of the revision, which shows that the hub had it once."""
     return _cached(kind, repo, repo.revision) is not None
 
 
 def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
-    """Every file of the repository at a commit: from the client's cache of the hub's answer, from the hub, or, if the
-    hub cannot be reached, the files that were downloaded.
+    """Every file of the repository at a commit. The list comes from the client's cached answer of the hub or from the
+    hub. If the hub cannot be reached, it contains the downloaded files.
 
     Raises HubError.
     """
@@ -90,12 +90,12 @@ def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
     from huggingface_hub.errors import HfHubHTTPError
 
     cached_tree = getattr(huggingface_hub, "get_cached_repo_tree", None)  # of clients since 2.0
-    with suppress(Exception):  # nothing is cached: an exception that only these clients have
+    with suppress(Exception):  # nothing is cached; only these clients have this exception
         if cached_tree is not None:
             return sorted(file.path for file in cached_tree(repo.name, revision=commit, repo_type=kind))
     try:
         return sorted(huggingface_hub.HfApi().list_repo_files(repo.name, revision=commit, repo_type=kind))
-    except Exception as error:  # of the client or its transport, which differs by version
+    except Exception as error:  # of the client or its transport; differs by version
         folder = _cached(kind, repo, commit)
         if folder is None or isinstance(error, HfHubHTTPError):
             raise HubError(explain(kind, repo, error)) from error
@@ -120,7 +120,7 @@ def download(kind: Kind, repo: HubName, commit: str, patterns: Sequence[str]) ->
         return Path(
             huggingface_hub.snapshot_download(repo.name, repo_type=kind, revision=commit, allow_patterns=filters)
         )
-    except Exception as error:  # network, authentication, a commit that is gone, a full disk: said by the client
+    except Exception as error:  # network, authentication, a missing commit, a full disk: the client reports it
         raise HubError(explain(kind, repo, error)) from error
 
 
@@ -159,7 +159,7 @@ def explain(kind: Kind, repo: HubName, error: BaseException) -> str:
 
 def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
     import huggingface_hub
-    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # seconds; the client's own has none here
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # in seconds; the client sets no timeout here
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     hub = huggingface_hub.HfApi()
@@ -168,7 +168,7 @@ def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
         commit = str(info.sha)
     except HfHubHTTPError as error:
         raise HubError(explain(kind, repo, error)) from error
-    except Exception as error:  # out of reach
+    except Exception as error:  # the hub is out of reach
         folder = _cached(kind, repo, repo.revision)
         if folder is None:
             raise HubError(explain(kind, repo, error)) from error
@@ -177,7 +177,7 @@ def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
                 f"the hub cannot be reached: {kind} {repo} is assumed to be {folder.name}, as when it was downloaded"
             )
         return folder.name
-    with suppress(OSError):  # a cache that cannot be written to serves as long as the hub is in reach
+    with suppress(OSError):  # a cache that is not writable suffices as long as the hub can be reached
         ref = _place(kind, repo) / "refs" / repo.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
         temporary = ref.with_name(f".{ref.name}-{os.getpid()}")

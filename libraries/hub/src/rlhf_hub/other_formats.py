@@ -1,5 +1,5 @@
 """Models in formats that are not read: GGUF files, and folders whose weights are pickles or GGUF files. They are
-recognised by names and first bytes, and refused with the command that converts them."""
+recognised by names and first bytes. The error shows the command that converts them."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import NamedTuple
 from rlhf.errors import ModelError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-"""Weights that are never read: unpickling can run code, and the other formats belong to other frameworks."""
+"""Weights that are never read. Unpickling can run code, and the other formats belong to other frameworks."""
 BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""One of them is in a folder to which transformers wrote pickled weights."""
+"""A folder with pickled weights from transformers has one of these files."""
 GGUF = ".gguf"
 
 
 class OtherFormat(NamedTuple):
-    """Why a model is not read, and what to do."""
+    """Why a model is not read, and how to convert it."""
 
     reason: str
     remedy: str
 
 
 def is_gguf(file: Path) -> bool:
-    """Whether a file begins as GGUF files do, whatever its name: Ollama's have names of their own."""
+    """Whether a file starts like a GGUF file, regardless of its name, because Ollama's files have different names."""
     try:
         with file.open("rb") as content:
             return content.read(4) == b"GGUF"
-    except OSError:  # what reads the file reports it
+    except OSError:  # the reader of the file reports it
         return False
 
 
 def refuse_other_formats(path: str) -> None:
-    """Raises ModelError where a model's path is an :func:`other_format`."""
+    """Raises ModelError if a model's path is an :func:`other_format`."""
     if problem := other_format(path):
         raise ModelError(f"{problem.reason}. {problem.remedy[0].upper()}{problem.remedy[1:]}")
 
 
 def other_format(path: str) -> OtherFormat | None:
-    """What is wrong where a model's path is a file, or a folder whose weights are of another format only."""
+    """The problem, if a model's path is a file, or a folder whose weights are only in another format."""
     place = Path(path).expanduser()
     if place.is_file():
         if is_gguf(place):
@@ -62,8 +62,8 @@ def other_format(path: str) -> OtherFormat | None:
 
 
 def refuse_other_weights_on_hub(path: str, names: Sequence[str]) -> None:
-    """Raises ModelError where a hub's repository ``path`` (``owner/name@commit``) with files of these names has weights
-    of another format only."""
+    """Raises ModelError if a hub's repository ``path`` (``owner/name@commit``) with these file names has weights only
+    in another format."""
     if (weights := _other_weights(names)) is not None:
         name = path.partition("@")[0]
         download = f"hf download {name} --local-dir {name.rpartition('/')[2]}"
@@ -74,7 +74,7 @@ def refuse_other_weights_on_hub(path: str, names: Sequence[str]) -> None:
 
 
 def _other_weights(names: Sequence[str]) -> str | None:
-    """The file of weights in a folder with files of these names, where none of them is one of safetensors."""
+    """The weights file among these names, if none of them is a safetensors file."""
     names = [name for name in names if "/" not in name]
     if any(name.endswith(".safetensors") for name in names):
         return None
@@ -90,7 +90,7 @@ def _describe_weights(weights: str) -> str:
 
 
 def _command(source: str) -> str:
-    """The command that converts a file or folder, into a folder beside it that does not exist."""
+    """The command that converts a file or folder into a new folder beside it."""
     target = source.rstrip("/")
     target = target[: -len(GGUF)] if target.lower().endswith(GGUF) else f"{target}-safetensors"
     while Path(target).expanduser().exists():

@@ -19,12 +19,12 @@ from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 from rlhf_hub.other_formats import refuse_other_formats, refuse_other_weights_on_hub
 
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files of a repository on a hub: config and tokenizer."""
+"""Patterns of the config and tokenizer files in a repository on a hub."""
 SETTINGS_BYTES, TEMPLATE_BYTES = 2**28, 2**20
 """Largest files of :data:`SETTINGS`, which are read whole, and of chat templates among them."""
 INDEX = "model.safetensors.index.json"
 BLOCK, BLOCKS = 2**12, 64
-"""Bytes of a block, and blocks of a file of weights, that :func:`content_of` reads."""
+"""Bytes of a block, and number of blocks of a weights file, that :func:`content_of` reads."""
 
 
 def looks_local(path: str) -> bool:
@@ -33,7 +33,8 @@ def looks_local(path: str) -> bool:
 
 
 def require_folder(path: str) -> None:
-    """Raises ModelError if there is no such folder, listing folders beside it, or its weights are of another format."""
+    """Raises ModelError if the folder does not exist, with a list of the folders beside it, or if its weights are in
+    another format."""
     folder = Path(path).expanduser()
     refuse_other_formats(path)
     if not folder.exists():
@@ -45,13 +46,13 @@ def require_folder(path: str) -> None:
 
 
 def pinned(model: str, commits: Commits) -> str:
-    """A model's path; of a hub name ``owner/name@commit``, which means the same to every process.
+    """A model's path. A hub name becomes ``owner/name@commit``, which is the same for every process.
 
     Args:
-        commits: those of the run.
+        commits: the commits of the run.
 
-    Raises ModelError: the hub does not know it, or is out of reach; or it is a file, or a folder of weights of another
-    format.
+    Raises ModelError if the hub does not know the model or is out of reach, or if the path is a file or a folder with
+    weights in another format.
     """
     repo = hub_name(model)
     if repo is None:
@@ -65,15 +66,15 @@ def pinned(model: str, commits: Commits) -> str:
 
 
 def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
-    """Where a model's files are: the folder itself, or that of the hub's files in the client's cache. What a branch or
-    tag is, is looked up in each call: a run passes a :func:`pinned` path. Of an adapter: the folder of its base, for
-    ``weights``, and where it has no ``config.json`` of its own.
+    """The folder with a model's files: the folder itself, or the folder of the hub's files in the client's cache. Each
+    call looks up the commit of a branch or tag again, so a run passes a :func:`pinned` path. For an adapter: the folder
+    of its base if ``weights`` is set, or if the adapter has no ``config.json``.
 
     Args:
         weights: also the weights, which must be safetensors.
-        code: also Python files: the run file says ``trust_remote_code``.
+        code: also Python files (``trust_remote_code``).
 
-    Raises ModelError: the hub does not give them, or there are only weights of another kind.
+    Raises ModelError if the hub does not provide the files, or there are only weights of another kind.
     """
     repo = hub_name(path)
     if repo is None:
@@ -103,19 +104,20 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
 
 
 def tokenizer_folder(path: str, code: bool = False) -> str:
-    """Where the tokenizer of a model is: :func:`model_folder`, except that an adapter may have one of its own."""
+    """The folder with the tokenizer of a model: :func:`model_folder`, except that an adapter may have its own
+    tokenizer."""
     adapter = adapter_of(path) if hub_name(path) is None else None
     return str(adapter.folder) if adapter is not None and adapter.has_tokenizer else model_folder(path, code=code)
 
 
 def require_files(folder: Path) -> None:
-    """Raises ModelError where a file that loading a model reads is no regular file (a link to a device would be read
-    without an end), or is too large to be what its name says. Follows links; a folder that does not exist has none."""
+    """Raises ModelError if a file that is read with a model is not a regular file (reading a link to a device might
+    never end), or is too large for its name. Follows links. A folder that does not exist has no files."""
     for pattern in (*SETTINGS, "*.safetensors", "additional_chat_templates/*.jinja"):
         for path in folder.glob(pattern):
             try:
                 facts = path.stat()
-            except FileNotFoundError:  # a link to nothing is as no file
+            except FileNotFoundError:  # a dangling link counts as no file
                 continue
             except OSError as cause:
                 raise ModelError(f"{path} cannot be read: {cause.strerror}. Copy the model again.") from cause
@@ -132,19 +134,19 @@ def require_files(folder: Path) -> None:
 
 
 def weights_of(folder: Path) -> str:
-    """As :func:`content_of`, of the weights alone: the tokenizer of a base may change, its weights may not."""
+    """Same as :func:`content_of`, for the weights only: the tokenizer of a base may change, but its weights may not."""
     return _content(folder, ("*.safetensors",), full_config=True)
 
 
 def content_of(folder: Path, full_config: bool = False) -> str:
-    """SHA-256 of what a run reads of a model's folder: config, tokenizer and weights. Of a generation config that is
-    its end tokens only; the other values go into exports.
+    """SHA-256 of the files that a run reads from a model's folder: config, tokenizer and weights. Of a generation
+    config only the end tokens count; the other values go into exports.
 
-    Of a file of weights: its size and 64 blocks of 4 KiB, spread evenly over the file, because reading a large model
-    takes minutes. Training changes almost all weights that it changes at all, so other weights differ in a block.
+    Of a weights file, the size and 64 blocks of 4 KiB count, spread evenly over the file, because reading a large model
+    takes minutes. Training changes almost all of the weights that it trains, so different weights differ in some block.
 
     Args:
-        full_config: the whole generation config, as in checkpoints of earlier releases.
+        full_config: include the whole generation config, as in checkpoints of earlier releases.
     """
     return _content(folder, (*SETTINGS, "*.safetensors"), full_config)
 
@@ -168,7 +170,7 @@ def _content(folder: Path, patterns: Sequence[str], full_config: bool) -> str:
 
 
 def _end_tokens(generation_config: Path) -> bytes:
-    """The end tokens of a generation config, empty where it has none; the whole content of a file that is not JSON."""
+    """The end tokens of a generation config; empty if it has none. For a file that is not JSON, its whole content."""
     content = generation_config.read_bytes()
     try:
         ends = json.loads(content).get("eos_token_id")
@@ -181,9 +183,9 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
     """The ``config.json`` of a folder or a hub name.
 
     Args:
-        asker: who needs it, for messages: ``reward 'model'``.
+        asker: the component that needs it, for messages, such as ``reward 'model'``.
 
-    Raises ModelError where it cannot be read, or there is none.
+    Raises ModelError if it is missing or cannot be read.
     """
     from transformers import PretrainedConfig
 
@@ -198,9 +200,9 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
 
 
 def add_older_names(folder: Path) -> None:
-    """Add to the configs in a folder what transformers 4 reads in place of the names of transformers 5. Without them it
-    computes with another base of rotary embeddings, silently, and so do engines on it; and it refuses the tokenizer.
-    Transformers 5 reads the same as before. Rotary embeddings that differ between layers have no older names."""
+    """Add fields with the names of transformers 4 to the configs in a folder. Without them, transformers 4 and engines
+    based on it silently compute with another base of rotary embeddings, and refuse the tokenizer. Transformers 5 reads
+    the same as before. Rotary embeddings that differ between layers have no older names."""
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for part in filter(None, (config, config.get("text_config"))):
@@ -221,7 +223,7 @@ def add_older_names(folder: Path) -> None:
 
 
 def require_names(architectures: object, model: str) -> None:
-    """Raises ModelError where ``architectures`` of a ``config.json`` is neither absent nor a list of names."""
+    """Raises ModelError if ``architectures`` of a ``config.json`` is present but not a list of names."""
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     ):

@@ -1,4 +1,4 @@
-"""Uploads a folder of a model to a hub, through the hub's own client, which looks after the token."""
+"""Uploads a model's folder to a hub, through the hub's own client, which handles the token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf_hub.adapter_folders import ADAPTER_CONFIG
 from rlhf_hub.hub import HubError, hub_name
 
 ADAPTER = "adapter"
-"""The folder inside an export with its adapters alone."""
+"""The folder inside an export that contains only its adapters."""
 
 
 def require_token() -> None:
-    """Raises ConfigError where the hub's client has no token."""
+    """Raises ConfigError if the hub's client has no token."""
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:
@@ -29,13 +29,14 @@ def require_token() -> None:
 
 
 def push(folder: Path, repo: str, private: bool, note: Callable[[str], None]) -> str:
-    """Upload a model's folder to the repository ``owner/name``, which is made where there is none. Returns its address.
+    """Upload a model's folder to the repository ``owner/name``, which is created if it does not exist. Returns its
+    address.
 
     Args:
-        note: shows what is left out.
+        note: shows which files are left out.
 
-    Raises ConfigError, before a request is sent, where there is no token or no model, or the base of an adapter is a
-    folder of this machine; HubError where the hub refuses, or its repository is public and ``private`` is asked for.
+    Raises ConfigError before any request if there is no token or no model, or if the base of an adapter is a local
+    folder. Raises HubError if the hub refuses, or if its repository is public although ``private`` is set.
     """
     import huggingface_hub
 
@@ -70,7 +71,7 @@ def push(folder: Path, repo: str, private: bool, note: Callable[[str], None]) ->
 
 
 def _require_model(folder: Path) -> None:
-    """Raises ConfigError where a folder holds no model that others could load."""
+    """Raises ConfigError if a folder contains no model that others could load."""
     weights = any(folder.glob("*.safetensors"))
     if not weights or not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
@@ -85,7 +86,7 @@ def _require_model(folder: Path) -> None:
 
 
 def _names_folder(folder: Path) -> bool:
-    """Whether the adapter in a folder, if there is one, names a base that is no name on a hub."""
+    """Whether the adapter in a folder, if there is one, has a base that is not a name on a hub."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         return False

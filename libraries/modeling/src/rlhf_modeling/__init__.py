@@ -1,4 +1,4 @@
 """Models of transformers for trainers: packed attention, heads without [T, V] logits, precision, optimizers.
 
-Trainer plugins that are built on torch and transformers share this library, so that they compute the same numbers.
+Trainer plugins based on torch and transformers share this library, so they compute the same numbers.
 """

@@ -18,42 +18,43 @@ from rlhf_modeling.matmul_attention import LONGEST
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a trainer computes one micro-batch; the default is fp32, without adapters."""
+    """How a trainer computes one micro-batch. The default is fp32 without adapters."""
 
     tokens: int = 2048
     """Tokens that a rank computes. A prefix that sequences share counts once."""
     accumulated_tokens: int | None = None
-    """The same, where a step has several micro-batches; 0: every step is a single micro-batch; None: ``tokens``."""
+    """Number of tokens if a step has several micro-batches; 0: every step has a single micro-batch; None:
+    ``tokens``."""
     longest: int = 2048
     """Tokens of the longest sequence."""
     repeats: float = 1.0
-    """Tokens of all sequences per computed token; above 1 where sequences share prefixes."""
+    """Ratio of the tokens of all sequences to the computed tokens; above 1 if sequences share prefixes."""
     device: str = "cpu"
     bf16: bool = False
     casts: bool = False
     """Autocast keeps bf16 copies of the weights from forward to backward."""
     head_copies: int = 0
-    """Bytes per weight of copies of the head for each micro-batch: 4 in fp32 of one that is stored in bf16, 2 in bf16
-    (``head_fp32 = "sums"``)."""
+    """Bytes per weight for copies of the head in each micro-batch: 4 for an fp32 copy of a head stored in bf16, 2 for a
+    bf16 copy (``head_fp32 = "sums"``)."""
     rounded_head: bool = False
     """``head_fp32 = "sums"``: the gradient of the logits is rounded to bf16."""
     fused: bool = False
-    """The layers' element-wise work is fused where :mod:`rlhf_modeling.fused` knows the layers."""
+    """The layers' element-wise operations are fused if :mod:`rlhf_modeling.fused` supports the layers."""
     logits: int = 2**24
-    """Most logits that exist at once."""
+    """Maximum number of logits that exist at once."""
     checkpointing: bool = False
     offloads: bool = False
     """With ``checkpointing``, on a GPU: the inputs of the layers are in host memory."""
     adapters: int = 0
     """Rank of the adapters; 0: the weights are trained."""
     parts: int = 1
-    """Ranks that divide the tokens of a micro-batch among them. ``tokens`` are those of one rank."""
+    """Number of ranks that divide the tokens of a micro-batch. ``tokens`` counts those of one rank."""
     image_tokens: int = 0
-    """Those of ``tokens`` that stand for images."""
+    """Number of the ``tokens`` that are placeholders of images."""
     trains_vision: bool = False
-    """The part that reads images gets gradients."""
+    """The vision tower and projector get gradients."""
     pixels: int = 0
-    """Bytes of pixels that are kept in host memory."""
+    """Bytes of pixels in host memory."""
 
     @property
     def element(self) -> int:
@@ -98,14 +99,14 @@ def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
 
 
 def keys_and_values(layer: LayerSize, a: Arithmetic) -> float:
-    """Elements per token that the kernel of attention gets."""
+    """Elements per token that the attention kernel receives."""
     repeated = a.device != "cpu" and not a.bf16 and layer.key
     return (layer.key + layer.value) * (layer.query / layer.key if repeated else 1)
 
 
 def activations(size: ModelSize, a: Arithmetic) -> int:
-    """Bytes that live from forward to backward. With gradient checkpointing: the layers' inputs only; two of them where
-    they are in host memory."""
+    """Bytes of activations that live from forward to backward. With gradient checkpointing only the inputs of the
+    layers; two of them if they are in host memory."""
     last = 2 * size.hidden * FP32
     if a.checkpointing:
         return a.tokens * ((2 if a.offloads else len(size.layers)) * size.hidden * FP32 + last)
@@ -113,17 +114,17 @@ def activations(size: ModelSize, a: Arithmetic) -> int:
 
 
 def largest_layer(size: ModelSize, a: Arithmetic) -> int:
-    """Activations of the layer that keeps most."""
+    """Activations of the layer that keeps the most."""
     return int(a.tokens * max(layer_saved(layer, size, a) for layer in size.layers))
 
 
 def recomputed(size: ModelSize, a: Arithmetic) -> int:
-    """Activations of one layer, which gradient checkpointing computes again in the backward pass."""
+    """Activations of one layer, which gradient checkpointing recomputes in the backward pass."""
     return largest_layer(size, a) if a.checkpointing else 0
 
 
 def casts(size: ModelSize, a: Arithmetic) -> int:
-    """Bytes of the bf16 copies of the layers' matrices during a pass, and of the vision tower's where the run has
+    """Bytes of the bf16 copies of the layers' matrices during a pass, including the vision tower's if the run has
     images. Experts are not copied."""
     if not a.casts:
         return 0
@@ -141,12 +142,12 @@ def layer_working(layer: LayerSize, size: ModelSize, a: Arithmetic) -> int:
 
 
 def widest_working(size: ModelSize, a: Arithmetic) -> int:
-    """:func:`layer_working` of the layer that has most."""
+    """Maximum of :func:`layer_working` over the layers."""
     return max(layer_working(layer, size, a) for layer in size.layers)
 
 
 def weight_gradient(size: ModelSize, a: Arithmetic) -> int:
-    """Fp32 gradient of the largest tensor, before it is added to what is there. All experts are one tensor."""
+    """The fp32 gradient of the largest tensor, before it is accumulated. All experts are one tensor."""
     return 0 if a.adapters else max(layer.largest for layer in size.layers) * FP32
 
 
@@ -154,8 +155,8 @@ def weight_gradient(size: ModelSize, a: Arithmetic) -> int:
 
 
 def copies(outputs: Iterable[str], *, backward: bool) -> int:
-    """How many fp32 matrices of logits exist at once: log-probs 2 forward and 4 with backward, entropy 4 and 5, both 4
-    and 6. Each output of a plugin adds 2, an allowance. Hidden states and top-1 accuracy need none."""
+    """Number of fp32 matrices of logits that exist at once. Log-probs need 2 forward and 4 with backward, entropy 4 and
+    5, both 4 and 6. Each output of a plugin adds 2, an allowance. Hidden states and top-1 accuracy need none."""
     names = set(outputs) - {"hidden", "top1"}
     if not names:
         return 0
@@ -168,8 +169,8 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
 
 
 def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:
-    """Copies of one chunk of logits and the selected hidden states twice; with several chunks also the head's gradient,
-    which they add up; and copies of the head in other precisions."""
+    """Copies of one chunk of logits, and the selected hidden states twice. With several chunks also the head's
+    accumulated gradient. Also copies of the head in other precisions."""
     chunk = max(1, a.logits // size.outputs)
     gradient = size.head * FP32 if backward and a.tokens > chunk else 0
     logits = min(a.tokens, chunk) * size.outputs * FP32

@@ -24,11 +24,11 @@ _OTHER_FORM = ("rank_pattern", "alpha_pattern", "layer_replication")
 
 
 def check_adapter(spec: ModelSpec, lora: LoraOptions | None) -> None:
-    """Refuse a model that is an adapter's folder where its base is missing or another one, and where it cannot be
-    trained on with these options.
+    """Check the adapter's folder if the model is one. It is refused if its base is missing or different, or if it
+    cannot be trained with these options.
 
     Args:
-        lora: of a role that trains adapters; None: the adapter is merged when the model is loaded.
+        lora: the options of a role that trains adapters; None: the adapter is merged when the model is loaded.
 
     Raises ModelError or ConfigError.
     """
@@ -67,8 +67,8 @@ def separable_adapters(lora: LoraOptions, spec: ModelSpec) -> LowRankAdapters:
 
 
 def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | None:
-    """Raises ModelError where the weights of the base are not those that a run recorded, or an adapter's tensors do not
-    fit its layers. Returns the base without values, None where transformers builds none."""
+    """Raise ModelError if the weights of the base differ from those that a run recorded, or if an adapter's tensors do
+    not fit its layers. Returns the base without values, or None if transformers cannot build it."""
     shapes, recorded = adapter_headers(adapter)
     base = adapter.base
     if recorded is not None and (hub_name(base) is None or Path(base).expanduser().is_dir()):
@@ -99,7 +99,8 @@ def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | No
 
 
 def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, module: nn.Module | None) -> None:
-    """Raises ConfigError where ``trainer.lora`` is not what the adapter is, ModelError where it is of another kind."""
+    """Raises ConfigError if ``trainer.lora`` does not match the adapter, ModelError if the adapter is of another
+    kind."""
     config = adapter.config
     merge = f"or merge it first and train a new one: rlhf merge {adapter.folder} NEW_FOLDER"
     if config.get("peft_type") != "LORA" or any(config.get(name) for name in _OTHER_FORM):

@@ -1,8 +1,7 @@
-"""Adapters in PEFT's form: what a run with ``trainer.lora`` writes into its exports, and an adapter's folder as the
-model that a role starts from.
+"""Adapters in PEFT's format: as part of the exports of a run with ``trainer.lora``, and as the model that a role starts
+from.
 
-A role that trains adapters goes on with those of the folder. Every other role gets one model, into which they are
-merged.
+A role that trains adapters continues with those of the folder. Other roles get one model with the adapters merged.
 """
 
 from __future__ import annotations
@@ -76,10 +75,10 @@ def write_adapter(
     )
     config.save_pretrained(str(folder))
     file = folder / ADAPTER_CONFIG
-    saved = json.loads(file.read_text(encoding="utf-8"))  # with its sets in an order that changes with the process
+    saved = json.loads(file.read_text(encoding="utf-8"))  # its sets have a different order in each process
     saved |= {name: sorted(value) for name, value in saved.items() if isinstance(value, list)}
     file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    # one field only: safetensors writes several in any order
+    # only one field: safetensors writes several in any order
     metadata = {BASE_HASH: weights_of(Path(model_folder(base, weights=True)))}
     weights = {f"{ADAPTER_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata)
@@ -87,24 +86,25 @@ def write_adapter(
 
 
 def base_of(spec: ModelSpec) -> str:
-    """The model that the adapters of a role change: where the role starts from an adapter, that one's base."""
+    """The model that the adapters of a role change. If the role starts from an adapter, this is the adapter's base."""
     adapter = adapter_of(spec.path)
     return spec.path if adapter is None else adapter.base
 
 
 def peft_name(name: str) -> str:
-    """The name in PEFT's files of a tensor of our module, without PEFT's prefix."""
+    """The name of a tensor of our module in PEFT's files, without PEFT's prefix."""
     return name.replace(f".{NAME}.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def sent_name(published: Published, name: str) -> str:
-    """The name under which an engine gets a tensor of an adapter: PEFT's, by the layers' names in checkpoints."""
+    """The name under which an engine receives a tensor of an adapter: PEFT's name, with the layers' names in
+    checkpoints."""
     layer, _, factor = name.partition(".lora_")
     return f"{ADAPTER_PREFIX}{published.layer(layer)}.lora_{peft_name(factor)}"
 
 
 def tensors_of(adapter: AdapterFolder) -> dict[str, Tensor]:
-    """The tensors of an adapter, named as :func:`peft_name` does. Raises ModelError where they cannot be read."""
+    """The tensors of an adapter, with names as from :func:`peft_name`. Raises ModelError if they cannot be read."""
     try:
         tensors = load_file(adapter.folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as cause:
@@ -113,9 +113,9 @@ def tensors_of(adapter: AdapterFolder) -> dict[str, Tensor]:
 
 
 def adapter_headers(adapter: AdapterFolder) -> tuple[dict[str, tuple[int, ...]], str | None]:
-    """({name as of :func:`peft_name`: shape}, the hash of the base's weights where it is recorded).
+    """({name as from :func:`peft_name`: shape}, the hash of the base's weights if it is recorded).
 
-    Raises ModelError as :func:`tensors_of`.
+    Raises ModelError, like :func:`tensors_of`.
     """
     try:
         with safe_open(adapter.folder / ADAPTER_WEIGHTS, "pt") as file:
@@ -127,14 +127,14 @@ def adapter_headers(adapter: AdapterFolder) -> tuple[dict[str, tuple[int, ...]],
 
 
 def saved_whole(names: Mapping[str, Any]) -> list[str]:
-    """Those of an adapter's names that are weights of modules which were trained whole."""
+    """Names of an adapter's tensors that are weights of fully trained modules."""
     return [name for name in names if ".lora_" not in name]
 
 
 @torch.no_grad()
 def continue_adapter(model: LoadedModel, adapter: AdapterFolder) -> None:
-    """Give the adapters of a module, and its modules that are trained whole, the values of ``adapter``. All weights
-    must be whole. Raises ModelError where the names or shapes differ."""
+    """Copy the values of ``adapter`` into the adapters and the fully trained modules of a module. All weights must be
+    whole. Raises ModelError if the names or shapes differ."""
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     targets = {peft_name(name): parameter for name, parameter in parameters.items()}
     tensors = tensors_of(adapter)
@@ -152,8 +152,8 @@ def continue_adapter(model: LoadedModel, adapter: AdapterFolder) -> None:
 
 
 def merge_adapter(module: PreTrainedModel, adapter: AdapterFolder) -> PreTrainedModel:
-    """The module with an adapter added to its weights, in place. Raises ModelError where it is one of another model, or
-    unties its head from its embedding."""
+    """Add an adapter to the weights of the module, in place. Raises ModelError if the adapter belongs to another model,
+    or unties its head from its embedding."""
     tied = untie(module)
     merged = merge_in_place(with_adapter_of(module, adapter))
     if tied and not tie(merged):
@@ -177,7 +177,7 @@ def tie(module: PreTrainedModel) -> bool:
 
 
 def untie(module: PreTrainedModel) -> bool:
-    """Give a head that is tied to the embedding a copy of its own: PEFT would merge into both. Returns whether it
+    """Give a head that is tied to the embedding a separate copy, because PEFT would merge into both. Returns whether it
     was tied."""
     head: Any = module.get_output_embeddings()
     embedding: Any = module.get_input_embeddings()
@@ -188,15 +188,15 @@ def untie(module: PreTrainedModel) -> bool:
 
 
 def merge_in_place(model: Any) -> PreTrainedModel:
-    """The module inside PEFT's wrapper, with its adapter added to the weights and no layer of PEFT left."""
+    """Add the adapter to the weights and return the module inside PEFT's wrapper, without layers of PEFT."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a head that was untied, which :func:`tie` undoes
+        warnings.simplefilter("ignore")  # about an untied head, which :func:`tie` undoes
         merged: PreTrainedModel = model.merge_and_unload()
     return merged
 
 
 def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
-    """The module in PEFT's wrapper with an adapter, which is not merged yet. Raises ModelError where it is one of
+    """The module in PEFT's wrapper with an adapter that is not merged yet. Raises ModelError if the adapter belongs to
     another model."""
     try:
         import peft
@@ -206,10 +206,10 @@ def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter.folder))
         config.task_type = None  # PEFT's wrapper of a task refuses the other kinds of heads
-        device = str(module.device)  # PEFT would take the machine's GPU, on a Mac too
+        device = str(module.device)  # by default PEFT uses the machine's GPU, also on a Mac
         model = peft.PeftModel.from_pretrained(module, str(adapter.folder), config=config, torch_device=device)
         names = {name.removeprefix(ADAPTER_PREFIX) for name in peft.get_peft_model_state_dict(model)}
-    except Exception as cause:  # of many kinds: files of other people
+    except Exception as cause:  # files of other people raise many kinds of errors
         raise ModelError(
             f"the adapter {adapter.folder} does not fit {adapter.base}: {type(cause).__name__}: {cause}"
         ) from cause
@@ -226,15 +226,16 @@ def _unreadable(adapter: AdapterFolder, cause: Exception) -> ModelError:
 
 
 def _trained(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The trained tensors under PEFT's names. A tied one has both names: PEFT does not tie copies of modules."""
+    """The trained tensors under PEFT's names. A tied tensor has both names, because PEFT does not tie copies of
+    modules."""
     names = {id(p): name for name, p in module.named_parameters()}
     every = [(n, names[id(p)]) for n, p in module.named_parameters(remove_duplicate=False)]
     return {peft_name(alias): tensors[name] for alias, name in every if name in tensors}
 
 
 def _targets(module: nn.Module) -> list[str]:
-    """The adapted layers: by the ends of their names, where these mean no other layer, else by their whole names. In
-    stacked experts PEFT looks for layers too."""
+    """The adapted layers. The ends of their names are used if no other layer has them, else the whole names. PEFT also
+    searches stacked experts for layers."""
     layers = [name for name, _ in adapted(module)]
     prefixes = tuple(f"{name}." for name in layers)
     linear_layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not n.startswith(prefixes)]

@@ -1,11 +1,11 @@
 """LoRA: a frozen model with trained low-rank adapters (Hu et al. 2021, arXiv:2106.09685), through peft.
 
-The role trains the adapters (a fresh scalar or classes head, and the modules of ``modules_to_save`` too). Generators,
-exports and snapshots get one merged model under its usual names. With the adapters switched off, the module computes
-the model that training started from, so a reference needs no second copy.
+The role trains the adapters, and also a fresh scalar or classes head and the modules of ``modules_to_save``.
+Generators, exports and snapshots get one merged model under its usual names. With the adapters switched off, the module
+computes the initial model, so a reference needs no second copy.
 
-DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m of every row of an adapted matrix: the layer computes
-with m (W + s B A) / |W + s B A|, where the norm of each row gets no gradient (section 4.3).
+DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m of every row of an adapted matrix. The layer uses m (W
++ s B A) / |W + s B A|; the norm of each row gets no gradient (section 4.3).
 
 Shape suffixes: N tokens, I inputs and O outputs of a layer, R rank.
 """
@@ -30,9 +30,9 @@ MODEL = "model"
 
 
 def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
-    """Put an adapter beside every target. A is drawn from ``seed`` and B is zero, so the model's outputs do not change.
+    """Add an adapter to every target. A is drawn from ``seed`` and B is zero, so the model's outputs do not change.
 
-    Raises ConfigError where peft is not installed, the model has no linear layer, or a target names none.
+    Raises ConfigError if peft is not installed, the model has no linear layer, or a target matches no layer.
     """
     try:
         import peft
@@ -58,9 +58,9 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
 
 
 def adaptable(module: nn.Module, head: nn.Module | None, vision: bool = False) -> list[tuple[str, nn.Linear]]:
-    """(name, layer) of every linear layer except the head; without ``vision``, except those of a vision tower and its
-    projector too. Experts that are slices of one tensor do not count, nor do routers that subclass a linear layer and
-    return choices."""
+    """(name, layer) of every linear layer except the head. Without ``vision``, layers of a vision tower and its
+    projector are also excluded. Experts that are slices of one tensor do not count, nor do routers that subclass a
+    linear layer and return choices."""
     prefixes = () if vision else vision_prefixes(module)
     linear = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
     linear = [(name, m) for name, m in linear if not prefixes or not name.startswith(prefixes)]
@@ -68,9 +68,9 @@ def adaptable(module: nn.Module, head: nn.Module | None, vision: bool = False) -
 
 
 def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -> list[str]:
-    """The names of linear layers that end with one of ``targets``; all names where it is None.
+    """The names of linear layers that end with one of ``targets``; all names if it is None.
 
-    Raises ConfigError where there is no linear layer, or a target names none. ``model`` is for the message.
+    Raises ConfigError if there is no linear layer, or a target matches none. ``model`` is for the message.
     """
     if not linear:
         raise ConfigError(f"trainer.lora: {model} has no linear layer to put an adapter beside")
@@ -92,10 +92,10 @@ def saved_modules(
     """The names of the modules that end with one of ``names`` (``trainer.lora.modules_to_save``).
 
     Args:
-        own_head: the role's scalar or classes head, which is trained in any case; None: a language model's.
+        own_head: the role's scalar or classes head, which is always trained; None: the head of a language model.
         adapted: names of the layers that get adapters.
 
-    Raises ConfigError where a name has no module with weights, or its module has an adapter.
+    Raises ConfigError if a name matches no module with weights, or its module has an adapter.
     """
     prefixes = tuple(f"{name}." for name in adapted)
     last_names = {
@@ -121,21 +121,21 @@ def saved_modules(
 
 
 def linear(layer: Any, x_NI: Tensor) -> Tensor:
-    """[N, outputs] of a linear layer, with its adapter if it has one: W x + b, to which one matrix product adds
-    s B A x in place (rounded once in bf16). The weights must be whole. A layer of DoRA is computed by peft.
+    """[N, outputs] of a linear layer, with its adapter if it has one. One matrix product adds s B A x to W x + b in
+    place (rounded once in bf16). The weights must be whole. A layer of DoRA is computed by peft.
 
-    peft's own forward makes three more tensors as large as the output. On a CPU they fragment the heap, because the
-    adapter's small inner output, which is allocated between them, is kept for the backward pass.
+    peft's own forward allocates three more tensors as large as the output. On a CPU they fragment the heap, because the
+    adapter's small inner output is allocated between them and kept for the backward pass.
     """
     if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.merged or "forward" in vars(layer):
-        return layer(x_NI)  # a forward of its own changes inputs or outputs
+        return layer(x_NI)  # a custom forward changes inputs or outputs
     if layer.lora_variant:
         return layer(x_NI)
     return with_adapter(layer, x_NI)
 
 
 def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
-    """[N, outputs] of a layer with its adapter; inside :func:`without_adapters`, of the layer alone."""
+    """[N, outputs] of a layer with its adapter. Inside :func:`without_adapters`, the output of the layer alone."""
     y_NO: Tensor = layer.base_layer(x_NI)
     if layer.disable_adapters:
         return y_NO
@@ -144,8 +144,8 @@ def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
 
 
 def train_adapters_only(module: nn.Module, head: nn.Module | None, saved: Sequence[str] | None = None) -> None:
-    """Train the adapters only, ``head`` where it is a scalar or classes head of the role, and the modules of ``saved``
-    (:func:`saved_modules`). They are trained in place; a trainer keeps their first values for the view ``base``."""
+    """Train only the adapters, ``head`` if it is a scalar or classes head of the role, and the modules of ``saved``
+    (:func:`saved_modules`). They are trained in place; a trainer keeps their initial values for the view ``base``."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     if head is not None:
@@ -160,7 +160,7 @@ def is_adapter(name: str) -> bool:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the module computes with its base weights."""
+    """Context in which the module computes with its base weights."""
     layers = [layer for _, layer in adapted(module)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -188,8 +188,8 @@ def base_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tupl
 
 @torch.no_grad()
 def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, weight with its adapter added) of ``tensors``, by the module's own names; a tensor without an
-    adapter shares memory with the module. Quantised weights are dequantised one at a time."""
+    """(Hugging Face name, weight with its adapter added) of ``tensors``, which have the module's names. A tensor
+    without an adapter shares memory with the module. Quantised weights are dequantised one at a time."""
     layers = dict(adapted(module))
     for name, tensor in tensors.items():
         if is_adapter(name):
@@ -203,7 +203,7 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str,
 
 
 def dequantised(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself, or the values that a quantised layer stands for: its weight has no values in a state dict."""
+    """The tensor itself, or the values of a quantised layer, whose weight has no values in a state dict."""
     if not tensor.is_meta:
         return tensor
     layer: Any = module.get_submodule(name.rpartition(".")[0])
@@ -227,8 +227,8 @@ def length_of(layer: Any) -> Tensor | None:
 
 
 def with_product(weight_OI: Tensor, layer: Any, a_RI: Tensor, b_OR: Tensor, length_O: Tensor | None = None) -> Tensor:
-    """[O, I]: the weight of ``layer`` with its adapter of these whole factors (and lengths), in fp32 and rounded once
-    to the weight's number format."""
+    """[O, I]: the weight of ``layer`` with its adapter added. The factors (and lengths) must be whole. Computed in fp32
+    and rounded once to the weight's number format."""
     scaling: float = layer.scaling[NAME]
     sum_OI = weight_OI.float() + b_OR.float() @ a_RI.float() * scaling
     if length_O is not None:

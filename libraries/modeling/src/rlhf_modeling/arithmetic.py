@@ -1,4 +1,4 @@
-"""How a trainer computes, from its options: tokens of a micro-batch, precision, what is trained."""
+"""The arithmetic of a trainer, from its options: tokens of a micro-batch, precision, trained weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def arithmetic(
 
 
 def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> LoraOptions | None:
-    """The adapters of a trained role. Raises ConfigError where the model has no layer for them."""
+    """The adapters of a trained role. Raises ConfigError if the model has no layer for them."""
     if not spec.role.trained or config.lora is None:
         return None
     matching([name for name, *_ in size.linear], config.lora.targets, size.architecture)
@@ -70,8 +70,8 @@ def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> Lor
 
 
 def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
-    """Parameters of the modules that are trained whole beside adapters. 0 where transformers cannot build the model
-    from its config alone."""
+    """Number of parameters of the modules that are fully trained alongside adapters. 0 if transformers cannot build the
+    model from its config alone."""
     names = config.lora.modules_to_save if config.lora is not None and spec.role.trained else None
     if not names:
         return 0
@@ -91,9 +91,9 @@ def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:
 
 
 def default_micro_tokens(spec: ModelSpec, bf16: bool, device: str) -> int:
-    """Tokens of a micro-batch where the run file names none. On a CPU bf16 gains by larger matrices; in fp32 they only
-    cost memory. A GPU takes as long for a few tokens as for some thousands, because the operations of a small
-    micro-batch end before the next are started (benchmarks/gpu/README.md and benchmarks/measurements.md)."""
+    """Default number of tokens of a micro-batch. On a CPU, larger matrices speed up bf16, but in fp32 they only cost
+    memory. A GPU takes as long for a few tokens as for some thousands, because the operations of a small micro-batch
+    end before the next ones are launched (benchmarks/gpu/README.md and benchmarks/measurements.md)."""
     if device != "cpu":
         return 16384 if spec.gradient_checkpointing else 8192
     return 4096 if bf16 else 2048
@@ -113,10 +113,10 @@ def computes_bf16(dtype: str, device: str) -> bool:
 
 
 def step_tokens(work: TrainerWork, shares: int, shared: bool) -> int:
-    """The most tokens that a rank computes in a step.
+    """The maximum number of tokens that a rank computes in a step.
 
     Args:
-        shares: units of the rank.
+        shares: number of units of the rank.
         shared: a prefix that sequences share is computed once.
     """
     if work.step is not None and (shared or work.siblings < 2) and shares >= work.units:  # one rank has all units
@@ -129,9 +129,9 @@ def step_tokens(work: TrainerWork, shares: int, shared: bool) -> int:
 
 
 def several_tokens(work: TrainerWork, limit: int, of_step: int, shared: bool) -> int:
-    """The most tokens of a micro-batch if a step has more than one, 0 if ``limit`` tokens hold every step. Units that
-    share a prefix stay together, and each goes to the emptiest micro-batch, so the fullest has at most an equal share
-    and one of them."""
+    """The maximum number of tokens of a micro-batch if a step has several; 0 if ``limit`` tokens hold every step. Units
+    that share a prefix stay together, and each goes to the emptiest micro-batch. So the fullest micro-batch has at most
+    an equal share and one such group."""
     if of_step <= limit:
         return 0
     group_tokens = work.unit
@@ -142,7 +142,8 @@ def several_tokens(work: TrainerWork, limit: int, of_step: int, shared: bool) ->
 
 
 def repeats(work: TrainerWork, tokens: int) -> float:
-    """Tokens of a full micro-batch's sequences per computed token: n sequences of p + a tokens need p + n a."""
+    """Number of tokens of all sequences per computed token in a full micro-batch: n sequences of p + a tokens need p +
+    n a."""
     if work.siblings < 2:
         return 1.0
     answer = work.longest - work.prompt

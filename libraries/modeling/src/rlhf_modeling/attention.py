@@ -1,16 +1,16 @@
 """Attention over packed rows: the linear layers see flat tokens, attention sees one sequence at a time.
 
-transformers' own packed path compares every token with every other of the row (quadratic in the pack) and, with
-``use_cache`` at its default, lets sequences see each other without a warning. Here the lengths are given explicitly::
+transformers' own packed path compares every token with every other of the row (quadratic in the pack) and, with the
+default ``use_cache``, silently lets sequences attend to each other. Here the lengths are passed explicitly::
 
     use_packed_attention(model)
     with packed(lens):                                   # sums to N
         model(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
 
-The name is registered with ``AttentionInterface`` and has no mask function, so transformers builds no mask at all.
+The attention is registered with ``AttentionInterface`` without a mask function, so transformers builds no mask.
 
-Where sequences share prefixes (:mod:`rlhf_modeling.shared_prefixes`), the row holds each prefix once. A sequence's
-queries are then those of its own tokens, and its keys are those of the whole sequence.
+If sequences share prefixes (:mod:`rlhf_modeling.shared_prefixes`), the row holds each prefix once. A sequence then has
+queries only for its own tokens, but keys for the whole sequence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NAME = "rlhf_packed"
 
 HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
-"""Arguments that layers pass to every attention function and that are ignored here."""
+"""Arguments that layers pass to every attention function. They are ignored here."""
 
 Route = Callable[..., tuple[Tensor, Tensor | None]]
 """``route(module, q, k, v, mask, scaling=..., dropout=..., sliding_window=..., **others)``, as transformers calls an
@@ -50,7 +50,7 @@ _route: ContextVar[Route | None] = ContextVar("rlhf_attention_route", default=No
 
 @contextmanager
 def attend_with(route: Route) -> Iterator[None]:
-    """Every attention layer of a model under :func:`use_packed_attention` calls ``route`` inside this context."""
+    """Context in which every attention layer of a model under :func:`use_packed_attention` calls ``route``."""
     token = _route.set(route)
     try:
         yield
@@ -60,8 +60,8 @@ def attend_with(route: Route) -> Iterator[None]:
 
 @contextmanager
 def packed(lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> Iterator[None]:
-    """Inside, the model's single row holds sequences of these lengths, and each attends to itself only. With ``shared``
-    the row holds their computed tokens.
+    """Context in which the model's single row holds sequences of these lengths, and each attends only to itself. With
+    ``shared`` the row holds only their computed tokens.
 
     Args:
         kernel: ``auto`` | ``sdpa`` | ``flash``, on a GPU.
@@ -77,7 +77,7 @@ class LayerKind:
     heads: int
     key_heads: int
     size: int
-    """Of a query and a key."""
+    """Size of a query and a key."""
     value_size: int
     scaling: float
     window: int | None
@@ -109,7 +109,7 @@ def attention_route() -> Route | None:
 
 
 def current_route() -> Route:
-    """:func:`attention_route`, which must be there."""
+    """The result of :func:`attention_route`, which must not be None."""
     route = _route.get()
     if route is None:
         raise ModelError(
@@ -120,10 +120,10 @@ def current_route() -> Route:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make every attention layer of ``model`` take its route from the enclosing context.
+    """Make every attention layer of ``model`` use the route of the enclosing context.
 
-    Raises ModelError where the class does not take an attention function. Whether packing is right for a class that
-    does, is checked by a comparison (:mod:`rlhf_modeling.probe`).
+    Raises ModelError if the class does not accept an attention function. For other classes, a comparison checks whether
+    packing is correct (:mod:`rlhf_modeling.probe`).
     """
     from transformers import AttentionInterface
 
@@ -140,7 +140,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> bool:
-    """Give ``model`` an attention function of transformers. Returns whether its class accepts one after loading."""
+    """Set an attention function of transformers in ``model``. Returns whether its class accepts one after loading."""
     part = _attending(model)
     try:
         part.set_attn_implementation(name)
@@ -150,7 +150,7 @@ def use_attention(model: PreTrainedModel, name: str) -> bool:
 
 
 def _attending(model: PreTrainedModel) -> PreTrainedModel:
-    """The part whose attention is chosen: a vision tower keeps its own."""
+    """The part of the model whose attention is set. A vision tower keeps its own attention."""
     part: PreTrainedModel = model.get_decoder() if has_vision(model) else model
     return part
 
@@ -160,16 +160,18 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
 
 class PackedAttention:
-    """The attention of one packed row: each sequence causal and alone.
+    """The attention of one packed row: causal, and separate for each sequence.
 
-    On a CPU short sequences go through :mod:`rlhf_modeling.matmul_attention`; others take one
-    ``scaled_dot_product_attention`` per run of sequences of equal length, under bf16 in fp32 (the backward of the bf16
-    kernel is several times slower there). On a GPU under bf16 all take one call of
-    :mod:`rlhf_modeling.flash_attention`, where layer and platform allow it, else runs as on a CPU.
+    On a CPU, :mod:`rlhf_modeling.matmul_attention` computes short sequences. Longer ones use one
+    ``scaled_dot_product_attention`` per run of sequences of equal length, in fp32 even under bf16, because the backward
+    pass of the bf16 kernel is several times slower there. On a GPU under bf16, one call of
+    :mod:`rlhf_modeling.flash_attention` computes all sequences if layer and platform allow it. Otherwise they are
+    computed in runs, as on a CPU.
 
-    In fp32 on a CPU the result is bit-equal to one sequence at a time; gradients of weights differ by the order of
-    summation. With ``shared`` prefixes a sequence's kernel also depends on the length of its shared prefix, so the
-    result is equal up to rounding."""
+    In fp32 on a CPU the result is bit-equal to computing one sequence at a time; gradients of weights differ by the
+    order of summation. With ``shared`` prefixes a sequence's kernel also depends on the length of its shared prefix, so
+    the result is equal up to rounding.
+    """
 
     def __init__(self, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
         self.lens, self._kernel = list(lens), kernel
@@ -236,7 +238,7 @@ class PackedAttention:
     def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
         if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):
             return False
-        if dtype not in self._without_flash:  # for every layer the same, and not free: it asks the driver
+        if dtype not in self._without_flash:  # the same for every layer, and slow: it queries the driver
             self._without_flash[dtype] = self._kernel != "flash" and bool(flash_attention.why_not(q.device, dtype))
         return not self._without_flash[dtype]
 

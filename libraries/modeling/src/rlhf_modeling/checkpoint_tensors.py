@@ -1,8 +1,8 @@
 """Converts a module's tensors to the names and shapes of its architecture's checkpoints, and back.
 
-transformers may load a checkpoint into other tensors: experts are separate in the file and one tensor in the module,
-and modules have other names. It converts when it loads and saves. Trainers stream tensors with the checkpoint's names
-and shapes, because generators load those.
+transformers may load a checkpoint into different tensors. For example, experts are separate in the file but one tensor
+in the module, or modules have other names. It converts tensors when it loads and saves them. Trainers stream tensors
+with the checkpoint's names and shapes, because generators load these.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Published:
     def __init__(self, module: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
         self._module, self._own_shapes = module, dict(shapes)
         self._single: dict[str, list[str]] = {}
-        """{own name: published names} of tensors that are converted one at a time."""
+        """{name in the module: published names} of tensors that are converted one at a time."""
         self._joint: list[str] = []
-        """Own names of tensors that have to be converted together."""
+        """Names in the module of tensors that must be converted together."""
         published_shapes = self._published_shapes(self._own_shapes)
         if published_shapes != self._own_shapes:
             self._plan(published_shapes)
@@ -42,7 +42,7 @@ class Published:
         """{published name: shape}, in the order of :meth:`stream`."""
 
     def layer(self, name: str) -> str | None:
-        """The published name of a layer of the module; None where its weight is not one tensor of the same shape."""
+        """The published name of a layer of the module; None if its weight is not one tensor of the same shape."""
         weight_name = f"{name}.weight"
         names = self._single.get(weight_name, [weight_name])
         shape = self._own_shapes.get(weight_name)
@@ -70,8 +70,8 @@ class Published:
 
     @torch.no_grad()
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """(published name, tensor) of (own name, tensor). Tensors with the same name and shape pass unchanged; others
-        are views or copies, made one after the other."""
+        """Convert (name in the module, tensor) to (published name, tensor). Tensors with the same name and shape pass
+        unchanged. Others are views or copies, created one after the other."""
         group: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name in self._joint:
@@ -85,12 +85,12 @@ class Published:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-        """{own name: tensor} of whole published tensors.
+        """{name in the module: tensor} of whole published tensors.
 
-        Raises CheckpointError, naming ``source``, for other names or shapes than the published ones.
+        Raises CheckpointError, naming ``source``, if names or shapes differ from the published ones.
         """
         meta = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        # raises where they differ
+        # raises if they differ
         copy_into(meta, {name: tensor.to("meta") for name, tensor in weights.items()}, source)
         tensors = {n: weights[n] for n in self._own_shapes if n not in self._single and n not in self._joint}
         for group in [*([name] for name in self._single), *([self._joint] if self._joint else [])]:
@@ -98,8 +98,8 @@ class Published:
         return {name: tensors[name] for name in self._own_shapes}
 
     def _gathered(self, group: list[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Converts element numbers instead of values, which shows where each element belongs. Conversions move elements
-        and do not change them."""
+        """Convert element numbers instead of values, which shows where each element belongs. Conversions move elements
+        but do not change them."""
         numbers, count = {}, 0
         for name in group:
             size = math.prod(self._own_shapes[name])

@@ -126,7 +126,7 @@ class TrainingConfig(ComponentConfig):
 
     @property
     def quantizes(self) -> str | None:
-        """The option that asks for quantised layers."""
+        """The option that enables quantised layers."""
         if self.quantization is not None:
             return "quantization"
         return "lora.quantization" if self.lora is not None and self.lora.quantization is not None else None

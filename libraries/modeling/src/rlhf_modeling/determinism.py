@@ -1,7 +1,7 @@
-"""``trainer.deterministic``: sums of the forward and backward passes in a fixed order, on a GPU too.
+"""``trainer.deterministic``: fixes the order of sums in the forward and backward passes, also on a GPU.
 
 The backward pass of flash attention adds its gradients in the order in which the blocks of a GPU finish, unless torch
-computes deterministically; other operations have no other form, and torch refuses them.
+computes deterministically. Some other operations have no deterministic form; torch refuses them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlhf.errors import CapabilityError
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that cuBLAS and torch read at the first product of a process."""
 FIXED = (":4096:8", ":16:8")
-"""Its values under which the order of sums is fixed."""
+"""Values of :data:`CUBLAS` for which the order of sums is fixed."""
 
 
 def prepare_determinism(device: torch.device) -> None:
-    """Set what cuBLAS needs in the environment of this process and of those that it starts. Called before a model is
-    loaded. Raises CapabilityError where the environment has another value."""
+    """Set the environment variable that cuBLAS needs, for this process and its children. Called before a model is
+    loaded. Raises CapabilityError if the variable has another value."""
     value = os.environ.setdefault(CUBLAS, FIXED[0]) if device.type == "cuda" else FIXED[0]
     if value not in FIXED:
         raise CapabilityError(
@@ -32,8 +32,8 @@ def prepare_determinism(device: torch.device) -> None:
 
 @contextmanager
 def determinism(chosen: bool) -> Iterator[None]:
-    """Inside, torch uses deterministic algorithms if they are ``chosen``. Raises CapabilityError where an operation has
-    none."""
+    """Context in which torch uses deterministic algorithms if they are ``chosen``. Raises CapabilityError if an
+    operation has no deterministic algorithm."""
     if not chosen:
         yield
         return
@@ -60,9 +60,10 @@ def determinism(chosen: bool) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers of the CPU and of ``device`` start at ``seed``. Afterwards they go on as before.
+    """Context in which random numbers of the CPU and of ``device`` start at ``seed``. Afterwards they continue as
+    before.
 
-    ``torch.manual_seed`` writes a stack trace for each of three kinds of devices that the process does not use, which
+    ``torch.manual_seed`` writes a stack trace for each of three kinds of devices that the process does not use. This
     takes a third of the time of a micro-batch of a tiny model.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Second values of the trained weights: their moving average, or those that training started from."""
+"""Second values of the trained weights: their moving average, or their initial values."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class SecondValues(Protocol):
     """Second values of a trainer's weights."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Inside, the parameters hold the second values."""
+        """Context in which the parameters hold the second values."""
 
 
 class Copy:
-    """The weights as they were when this was made."""
+    """A copy of the weights from the time when this object was created."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], rounded: Mapping[str, nn.Parameter] | None = None) -> None:
-        """``rounded``: the weights of the model whose masters ``parameters`` are."""
+        """``rounded``: the weights of the model, if ``parameters`` are their masters."""
         self.rounded = rounded or {}
         self.parameters = parameters
         self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the parameters hold the second values; no copy is made, except of weights that are rounded from
-        masters."""
+        """Context in which the parameters hold the second values. Only weights that are rounded from masters are
+        copied."""
         self._swap()
         live = {name: p.data for name, p in self.rounded.items()}
         for name, p in self.rounded.items():

@@ -13,12 +13,12 @@ from rlhf_modeling.loaded import LoadedModel
 
 
 class EmbeddingNoise:
-    """Uniform noise from -1 to 1, times alpha / sqrt(L d), is added to every embedding: L tokens of its sequence, d its
-    size (Jain et al. 2023, arXiv:2310.05914, algorithm 1). It is added inside :meth:`added` only; stored
-    log-probs, evaluations, samples and exports are without it.
+    """Adds uniform noise from -1 to 1, times alpha / sqrt(L d), to every embedding. L is the number of tokens of its
+    sequence, d the size of the embedding (Jain et al. 2023, arXiv:2310.05914, algorithm 1). The noise is added only
+    inside :meth:`added`; stored log-probs, evaluations, samples and exports do not have it.
 
-    Deviations: (1) L is the sequence's own length; transformers takes the padded batch's. (2) Where
-    embeddings are scaled after the lookup (Gemma), the noise is added before the scaling.
+    Deviations: (1) L is the length of the sequence; transformers uses the length of the padded batch. (2) If embeddings
+    are scaled after the lookup (Gemma), the noise is added before the scaling.
     """
 
     def __init__(self, model: LoadedModel, alpha: float) -> None:
@@ -29,7 +29,7 @@ class EmbeddingNoise:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Embeddings that are computed inside get noise, drawn from torch's generator."""
+        """Context in which computed embeddings get noise, drawn from torch's generator."""
         self._on = True
         try:
             yield

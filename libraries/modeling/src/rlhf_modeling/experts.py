@@ -1,12 +1,13 @@
 """The auxiliary loss of a mixture of experts, which keeps the router from sending all tokens to a few experts.
 
-Over the tokens that a micro-batch computes and all layers, with E experts: E times the sum over experts of (how often
-it was chosen per token) x (its mean probability), as in Switch Transformers (Fedus et al. 2022, arXiv:2101.03961,
-equations 4 to 6) and in transformers. With evenly spread tokens it equals the number of experts per token.
+The loss is over all layers and all tokens that a micro-batch computes. With E experts it is E times the sum over
+experts of (how often it was chosen per token) x (its mean probability), as in Switch Transformers (Fedus et al. 2022,
+arXiv:2101.03961, equations 4 to 6) and in transformers. With evenly spread tokens it equals the number of experts per
+token.
 
 Deviations: 1. a prefix that sequences share counts once; 2. over several micro-batches the losses are averaged by their
-tokens, so the result depends on how a batch is split. That holds for no other loss here; 3. where a row has fewer
-tokens than the ranks that divide it, it counts the tokens that fill it up.
+tokens, so the result depends on how a batch is split, unlike all other losses here; 3. if a row has fewer tokens than
+the ranks that divide it, the fill tokens count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from rlhf_modeling.token_parts import RowPart
 
 TOKEN_SHARE = "weight/tokens"
-"""Unit column: tokens of the unit, as a share of the optimizer batch's."""
+"""Unit column: the unit's share of the optimizer batch's tokens."""
 RECORDED = "router_logits"
 """The attribute in which transformers' models list their routers."""
 
@@ -46,7 +47,7 @@ class ExpertBalance:
             router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, inputs: Any, output: Any) -> None:
-        if self._router_outputs is not None:  # None while gradient checkpointing computes a layer again
+        if self._router_outputs is not None:  # None while gradient checkpointing recomputes a layer
             logits, _, chosen = output
             self._router_outputs.append((logits, chosen))
 
@@ -62,7 +63,7 @@ class ExpertBalance:
         """fp32 []: the micro-batch's part of the optimizer batch's loss, without the coefficient.
 
         Args:
-            part: the tokens that this rank computed, where a row is divided over ranks. Every rank returns the same.
+            part: the tokens that this rank computed, if a row is divided over ranks. Every rank returns the same value.
         """
         layers, self._last = self._last, []
         if TOKEN_SHARE not in batch.unit:

@@ -1,5 +1,6 @@
-"""The files of an export beside its weights: config, generation config, tokenizer. A trainer writes them once, to a
-folder that is deleted, before the first step, so that what cannot be written is no surprise at the end."""
+"""The files of an export beside its weights: config, generation config, tokenizer. Before the first step, a trainer
+writes them once to a temporary folder. So files that cannot be written are detected at the start, not at the end of a
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _MODES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 
 
 def write_configs(path: Path, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write everything except the weights; without a tokenizer, the configs only."""
+    """Write everything except the weights. Without a tokenizer, write only the configs."""
     with exporting(module):
         module.save_pretrained(str(path), state_dict={})
     if tokenizer is not None:
@@ -36,19 +37,19 @@ def write_configs(path: Path, module: PreTrainedModel, tokenizer: PreTrainedToke
 def try_export(
     spec: ModelSpec, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[str, ...]:
-    """Write the files of an export, and delete them. A generation config that transformers does not write is changed to
-    one that it does. Returns what was changed, for people.
+    """Write the files of an export and delete them. A generation config that transformers refuses to write is changed
+    to one that it accepts. Returns descriptions of the changes.
 
-    Raises ModelError where a file cannot be written.
+    Raises ModelError if a file cannot be written.
     """
-    with quiet():  # transformers warns of every value that it does not write
+    with quiet():  # transformers warns about every value that it does not write
         changes = mend_generation(module.generation_config) if module.can_generate() else []
     try:
         with tempfile.TemporaryDirectory(prefix="rlhf-export-") as folder:
             write_configs(Path(folder), module, tokenizer)
             copy_processor(spec, Path(folder))
-    except Exception as cause:  # of many kinds: the model's code may be anything
-        if disk_is_full(cause):  # it says nothing about the model; what the run itself writes reports a full disk
+    except Exception as cause:  # of many kinds: the model may have custom code
+        if disk_is_full(cause):  # not a fault of the model; the run reports a full disk when it writes its own files
             return (
                 f"the files of an export could not be tried before the first step: {tempfile.gettempdir()}: {cause}. "
                 "The disk is full: free some space there, or set TMPDIR to a folder on another disk",
@@ -67,9 +68,9 @@ def try_export(
 
 
 def token_classifier(model: LoadedModel) -> str | None:
-    """The class of transformers that gives the outputs of a new head of classes at every token, under which it is
-    exported: the class that it was loaded as reads one token only. None where the head is another one, and where
-    transformers has no such class with a bias in its head (:func:`head_bias`)."""
+    """The transformers class under which a new head of classes is exported. It returns the outputs at every token; the
+    class from which the model was loaded reads only one token. None for other heads, and if transformers has no such
+    class with a bias in its head (:func:`head_bias`)."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as CLASSES
 
     config = model.module.config
@@ -83,13 +84,13 @@ def token_classifier(model: LoadedModel) -> str | None:
 
 
 def head_bias(model: LoadedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The bias of zeros that the head has as a :func:`token_classifier`."""
+    """The bias of zeros of the head when it is exported as :func:`token_classifier`."""
     return {"score.bias": torch.zeros(model.head.out_features, dtype=dtype)}
 
 
 def read_generation_config(spec: ModelSpec, folder: str) -> GenerationConfig | None:
-    """The generation config in a model's folder, None if there is none. Raises ModelError where it cannot be read:
-    transformers would refuse the model, or use the fields of ``config.json`` in its place."""
+    """The generation config in a model's folder, or None. Raises ModelError if it cannot be read, because transformers
+    would refuse the model or use the fields of ``config.json`` instead."""
     from transformers import GenerationConfig
 
     if not (Path(folder) / GENERATION_CONFIG).is_file():
@@ -97,7 +98,7 @@ def read_generation_config(spec: ModelSpec, folder: str) -> GenerationConfig | N
     try:
         with quiet():
             return GenerationConfig.from_pretrained(folder)
-    except Exception as cause:  # a value of another type raises what its comparison does
+    except Exception as cause:  # a value of another type raises the error of its comparison
         raise ModelError(
             f"the {GENERATION_CONFIG} of the model {spec.path!r} of role {spec.role.name!r} cannot be read: "
             f"{type(cause).__name__}: {cause}\nChange this value, or delete the file."
@@ -105,10 +106,11 @@ def read_generation_config(spec: ModelSpec, folder: str) -> GenerationConfig | N
 
 
 def mend_generation(config: GenerationConfig) -> list[str]:
-    """Change a generation config that transformers does not write into one that it does. Returns the changes in words.
+    """Change a generation config that transformers does not write into one that it writes. Returns descriptions of the
+    changes.
 
-    Values for sampling without ``do_sample`` mean that answers are sampled, so it is set; if it is ``False``, they are
-    left out, as are all other values that are refused, such as a negative pad token.
+    Sampling values without ``do_sample`` mean that answers are sampled, so it is set. If it is ``False``, they are
+    removed. All other refused values, such as a negative pad token, are removed too.
     """
     if _writable(config):
         return []
@@ -135,12 +137,12 @@ def mend_generation(config: GenerationConfig) -> list[str]:
 
 
 def _writable(config: GenerationConfig, **changes: Any) -> bool:
-    """Whether transformers would write the config, with some other values."""
+    """Whether transformers would write the config with these changes."""
     trial = copy.deepcopy(config)
     for name, value in changes.items():
         setattr(trial, name, value)
     try:
         trial.validate(strict=True)
-    except Exception:  # a value of another type raises what its comparison does
+    except Exception:  # a value of another type raises the error of its comparison
         return False
     return True

@@ -1,4 +1,4 @@
-"""Attention of packed sequences on a GPU: all of them, whatever their lengths, in one call of torch's ``varlen_attn``.
+"""Attention of packed sequences on a GPU: one call of torch's ``varlen_attn`` for sequences of all lengths.
 
 FlashAttention-2 (Dao 2023, arXiv:2307.08691); bf16 only. Shape suffixes are those of
 :mod:`rlhf_modeling.sdpa_attention`.
@@ -22,7 +22,7 @@ from rlhf_modeling.sdpa_attention import Options
 from rlhf_modeling.shared_prefixes import Stretch, take_rows
 
 LARGEST_HEAD = 256
-"""Head size of the kernel, which must also be a multiple of 8."""
+"""Largest head size of the kernel. Head sizes must also be multiples of 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class Lines:
 
 
 def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> Lines:
-    """The arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`; the stretches hold all tokens, in
-    order."""
+    """Same arguments as :func:`rlhf_modeling.matmul_attention.lay_out`. The stretches hold all tokens, in order."""
     query_lens, key_lens = [s.length - s.skip for s in stretches], [s.length for s in stretches]
     keys = None
     if place is not None and any(s.skip for s in stretches):
@@ -77,7 +76,7 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, lines: Lines, o
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernel is not available in this process; empty where it is, for layers that :func:`fits`."""
+    """Why the kernel is not available in this process. Empty if it is available for layers that :func:`fits`."""
     if device.type != "cuda":
         return "it runs on GPUs"
     if dtype != torch.bfloat16:
@@ -94,12 +93,13 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def _options(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of a function's parameters. Reading them takes longer than starting a kernel, and every layer asks."""
+    """Names of a function's parameters. Cached, because reading them takes longer than launching a kernel and every
+    layer needs them."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
-    """Raises CapabilityError where ``trainer.attention`` names a kernel that is not available in this process."""
+    """Raises CapabilityError if ``trainer.attention`` names a kernel that is not available in this process."""
     if kernel == "auto":
         return
     problem = f"this role is on {device.type!r}, and the option chooses a GPU's kernel" if device.type != "cuda" else ""
@@ -110,7 +110,7 @@ def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether the kernel can compute such a layer."""
+    """Whether the kernel can compute this layer."""
     size = q.shape[-1]
     return (
         k.shape == v.shape

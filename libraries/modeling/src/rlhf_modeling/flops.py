@@ -14,17 +14,17 @@ from rlhf_modeling.skeleton import skeleton
 
 FULL_ATTENTION = frozenset({"full_attention", "attention"})
 WITHOUT_PAIRS = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
-"""Layers that read a state instead of earlier tokens. Of these, only the weights are counted."""
+"""Layers that read a state instead of earlier tokens. Only their weights are counted."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def count_flops(spec: ModelSpec, outputs: int, adapters: bool) -> Flops | None:
-    """None where the count would be wrong: of images, of a model that transformers cannot build from its config alone,
-    and of layers that are not known here.
+    """Count the operations. None if the count would be wrong: with images, for a model that transformers cannot build
+    from its config alone, and for unknown layers.
 
     Args:
-        outputs: of the head.
+        outputs: number of outputs of the head.
         adapters: the weights of the layers are frozen. Adapters are not counted.
     """
     if spec.images:
@@ -32,7 +32,7 @@ def count_flops(spec: ModelSpec, outputs: int, adapters: bool) -> Flops | None:
     try:
         module = skeleton(spec.path, spec.trust_remote_code)
         return None if has_vision(module) else _count(module, outputs, adapters)
-    except Exception:  # of many kinds: configs are other people's files
+    except Exception:  # of many kinds: configs come from other people
         return None
 
 
@@ -55,7 +55,7 @@ def _count(module: Any, outputs: int, adapters: bool) -> Flops | None:
 
 
 def _share_of_experts(config: Any) -> float | None:
-    """The share of the experts that a token meets; None: the model has none, or it is not known."""
+    """The share of the experts that process a token. None if the model has no experts, or if the share is unknown."""
     number, chosen = _first(config, EXPERTS), _first(config, CHOSEN)
     return chosen / number if number and chosen else None
 

@@ -1,8 +1,8 @@
-"""Element-wise work of Llama-like layers in fewer passes over memory: RMS norm, norm + rotary embedding, SwiGLU, each
-with its own backward pass. About a quarter of a small model's update on a CPU is element-wise, and autograd over
+"""Element-wise operations of Llama-like layers in fewer passes over memory: RMS norm, norm + rotary embedding, SwiGLU,
+each with its own backward pass. About a quarter of a small model's update on a CPU is element-wise, and autograd over
 transformers' code needs two to three times as many passes.
 
-Only layers of known classes without attention dropout are replaced, per instance, and only where a probe gives the same
+Only layers of known classes without attention dropout are replaced, per instance, and only if a probe gives the same
 hidden states. Their linear layers may have adapters.
 
 Shape suffixes: N packed tokens, H hidden size or heads, D head size, F feed-forward width.
@@ -32,12 +32,12 @@ LAYERS = frozenset(
     }
 )  # fmt: skip
 FEW = 512
-"""Up to this many tokens without gradient (a decoding step), time depends on the number of operations, not on their
-size. Queries and keys are then processed as heads of one tensor."""
+"""For at most this many tokens without gradient (a decoding step), time depends on the number of operations, not on
+their size. Queries and keys are then processed as heads of one tensor."""
 
 
 def fuse_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Give every decoder layer of ``model`` that this module knows a fused forward; returns those layers."""
+    """Replace the forward of every known decoder layer of ``model`` by a fused one. Returns these layers."""
     fused = []
     for layer in model.modules():
         if type(layer).__name__ in LAYERS and _can_fuse(layer):
@@ -55,7 +55,7 @@ def restore_layers(layers: list[nn.Module]) -> None:
 def _can_fuse(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     weighted = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
-    layers = [getattr(m, "base_layer", m) for m in weighted if m.weight.ndim == 2]  # below their adapters
+    layers = [getattr(m, "base_layer", m) for m in weighted if m.weight.ndim == 2]  # without their adapters
     plain = all(type(m) in (nn.Linear, QuantizedLinear) for m in layers)
     return plain and not attention.attention_dropout and isinstance(mlp.act_fn, nn.SiLU | type(_silu_of_transformers()))
 
@@ -80,7 +80,7 @@ class _FusedLayer:
         embeddings = kwargs.get("position_embeddings")
         plain = args or any(kwargs.get(name) is not None for name in ("cache", "past_key_values", "attention_mask"))
         if plain or embeddings is None or not isinstance(route, PackedAttention):
-            # the class of now: FSDP gives the layer another one, whose forward alone computes the layer again
+            # the current class: FSDP gives the layer another one, and only that one's forward recomputes the layer
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         if self.recomputes and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
             return layer._gradient_checkpointing_func(partial(self._packed, route, embeddings), hidden_states)
@@ -92,7 +92,7 @@ class _FusedLayer:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
         cos_ND, sin_ND = (e.squeeze(0).float() for e in embeddings)
 
-        x_NH = hidden_states.squeeze(0)  # its gradient is a view; that of an index is a new tensor
+        x_NH = hidden_states.squeeze(0)  # its gradient is a view; the gradient of an index would be a new tensor
         h_NH = _norm(layer.input_layernorm, x_NH, dtype)
         heads = (-1, attention.head_dim)
         q_NHD = linear(attention.q_proj, h_NH).unflatten(-1, heads)
@@ -109,7 +109,7 @@ class _FusedLayer:
 
 
 def _window(layer: Any) -> int | None:
-    """The layer's sliding window: an attribute of the attention; for Mistral, which has none, of the config."""
+    """The layer's sliding window: an attribute of the attention; for Mistral, which lacks it, a field of the config."""
     attention = layer.self_attn
     holder = attention.config if type(layer).__name__ == "MistralDecoderLayer" else attention
     window: int | None = getattr(holder, "sliding_window", None)
@@ -136,7 +136,7 @@ def _norm_rotary(
 
 
 def _scale(norm: Any) -> tuple[Tensor | None, float]:
-    """Weight and epsilon of an RMS norm; a layer without one has (None, 0)."""
+    """Weight and epsilon of an RMS norm; (None, 0) for a layer without one."""
     return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
 
 
@@ -148,7 +148,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 @cache
 def _constant(value: float, device: torch.device) -> Tensor:
-    """fp32 [1], the same tensor at every call: on a GPU each new one is a kernel of its own."""
+    """fp32 [1], the same tensor at every call, because on a GPU each new one launches a kernel."""
     return torch.full((1,), value, device=device)
 
 

@@ -47,21 +47,21 @@ def compute(
     head_fp32: bool,
     part: RowPart | None = None,
 ) -> dict[str, Tensor]:
-    """{head name: [A, ...]}, fp32, with gradient where ``hidden_NH`` has one.
+    """{head name: [A, ...]}, fp32, with gradient if ``hidden_NH`` has one.
 
-    Heads with the same mask and position share their logits. No logits are computed where all of them read hidden
-    states. Where a group has more than ``chunk`` tokens, each chunk's logits are dropped after use and computed again
-    in the backward pass.
+    Heads with the same mask and position share their logits. No logits are computed if all of these heads read hidden
+    states. If a group has more than ``chunk`` tokens, each chunk's logits are discarded after use and recomputed in the
+    backward pass.
 
     Args:
         logits: [C, H] -> [C, V].
         place_N: the row of ``hidden_NH`` for each token, so there may be fewer rows than tokens; None: row n for token
             n. On the device of ``batch.host``.
         tempered: divide logits by the token column ``temperature`` (1.0 where absent); language models only.
-        chunk: most tokens whose logits exist at once.
+        chunk: maximum number of tokens whose logits exist at once.
         head_fp32: compute the logits in fp32 under autocast too.
-        part: ``hidden_NH`` has only the rows of this part, where a row is divided over ranks. Each rank computes the
-            outputs of its rows and returns those of all.
+        part: set if a row is divided over ranks. ``hidden_NH`` then has only the rows of this part. Each rank computes
+            the outputs of its rows and returns the outputs of all rows.
     """
     names = [head.name for head in heads]
     if len(set(names)) != len(names):
@@ -98,7 +98,7 @@ def compute(
 
 
 def _temperature(batch: Batch, index_A: Tensor) -> Tensor | None:
-    """[A]: the temperature that each token was drawn at; 1.0 where the column is zero (the token was masked)."""
+    """[A]: the temperature at which each token was sampled; 1.0 where the column is zero (the token was masked)."""
     if "temperature" not in batch.tok:
         return None
     temperature_A = batch.tok["temperature"][index_A]
@@ -106,7 +106,7 @@ def _temperature(batch: Batch, index_A: Tensor) -> Tensor | None:
 
 
 class _Chunk:
-    """All heads of a group on one chunk."""
+    """Computes all heads of a group on one chunk."""
 
     def __init__(self, heads: Sequence[Head], logits: Callable[[Tensor], Tensor], head_fp32: bool) -> None:
         self.heads, self.logits, self.head_fp32 = heads, logits, head_fp32
@@ -130,7 +130,7 @@ class _Chunk:
         return tuple(values)
 
     def _logits(self, hidden_CH: Tensor, temperature_C: Tensor | None) -> Tensor:
-        """fp32 [C, V], tempered."""
+        """fp32 [C, V], divided by the temperature."""
         if self.head_fp32:
             with torch.autocast(hidden_CH.device.type, enabled=False):
                 logits_CV = self.logits(hidden_CH.float())
@@ -172,15 +172,15 @@ def scatter(batch: Batch, head: Head, values_A: Tensor) -> Tensor:
 def head_of_role(
     output: str | Head, over: str | None, role: str, kind: str, borrowed: Mapping[str, OutputHead]
 ) -> Head:
-    """The head of an output, with the borrowed output heads that it computes with as constants.
+    """The head of an output. The borrowed output heads that it uses are its constants.
 
     Args:
-        over: the mask under which the head is computed, if not its own.
+        over: the mask for the head; None: the head's own mask.
         role: the role's name.
         kind: the kind of the role's own head, ``lm`` | ``scalar`` | ``classes:N``.
         borrowed: {lending role: output head}.
 
-    Raises TrainingError where the role's model does not give the output, or a head was not lent.
+    Raises TrainingError if the role's model does not have the output, or a head was not lent.
     """
     head = resolve_head(output, over)
     if isinstance(output, str) and not gives(kind, output):
@@ -196,16 +196,16 @@ def head_of_role(
 
 
 def comparable_head(head: OutputHead, lender: str, rows: int, spec: ModelSpec, tokens: int) -> OutputHead:
-    """A lent head, cut to the rows that the borrower's head has too. Models of one family may pad their vocabularies
+    """A lent head, cut to the rows that the borrower's head also has. Models of one family may pad their vocabularies
     differently.
 
     Args:
-        lender: the role that lends it.
-        rows: rows of the borrower's head.
+        lender: the role that lends the head.
+        rows: number of rows of the borrower's head.
         spec: the borrower.
         tokens: size of the borrower's tokenizer.
 
-    Raises ModelError where either head has no row for some token.
+    Raises ModelError if either head has no row for some token.
     """
     common = min(rows, head.vocabulary)
     if rows != head.vocabulary and common < tokens:

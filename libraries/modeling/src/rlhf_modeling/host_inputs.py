@@ -1,7 +1,7 @@
-"""Inputs of checkpointed layers in host memory, from forward to backward (``trainer.offload_activations``).
+"""Keeps the inputs of checkpointed layers in host memory from forward to backward (``trainer.offload_activations``).
 
-On a GPU a second stream copies them, to pinned memory while their layer computes, and back while the layer behind it is
-computed again. So at most two are on the GPU.
+On a GPU a second stream copies them. It copies an input to pinned memory while its layer computes, and back while the
+layer behind it is recomputed. So at most two inputs are on the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Input:
     def __init__(self, host: Tensor, predecessor: ReferenceType[_Input] | None) -> None:
         self.host, self.predecessor = host, predecessor
         self.copy: Tensor | None = None
-        """On the device, ahead of its use."""
+        """On the device, copied before it is used."""
         self.was_read = False
 
 
@@ -37,7 +37,7 @@ class HostInputs:
         self._last: ReferenceType[_Input] | None = None
 
     def around(self, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
-        """``checkpointed``, whose input is moved. What the layer itself saves is computed again in any case."""
+        """Wrap ``checkpointed`` so that its input is moved. Values that the layer saves are recomputed in any case."""
 
         def offloaded(*args: Any, **options: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -83,8 +83,8 @@ class HostInputs:
         self._copies.append((copied, source if source.is_cuda else target))
 
     def _wait(self) -> None:
-        """Later work waits for all copies. Only then may the memory on the device be used again, which belongs to the
-        stream of that work."""
+        """Make later work wait for all copies. Only then may the device memory be reused, which belongs to the stream
+        of that work."""
         for copied, _ in self._copies:
             torch.cuda.current_stream(self.device).wait_event(copied)
         self._copies.clear()

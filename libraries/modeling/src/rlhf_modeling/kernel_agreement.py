@@ -1,8 +1,8 @@
-"""Compares the two kernels of packed attention on a GPU when a model is loaded: ``flash`` with ``sdpa``.
+"""Compares the two GPU kernels of packed attention, ``flash`` and ``sdpa``, when a model is loaded.
 
-The probe of a model (:mod:`rlhf_modeling.probe`) runs in fp32, where ``flash`` does not compute, and for divided models
-on a CPU. So the kernels get random queries, keys and values of the shapes that the probe saw, in bf16, one kind of
-layer at a time: whole models differ by the rounding of all layers, and by the experts that it chooses.
+The probe of a model (:mod:`rlhf_modeling.probe`) runs in fp32, which ``flash`` does not support, and on a CPU for
+divided models. Here the kernels get random queries, keys and values in bf16 with the shapes from the probe, one kind of
+layer at a time. Whole models would differ by the rounding of all layers, and by the experts that this rounding selects.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rlhf_modeling.shared_prefixes import share_prefixes
 LENGTHS = (9, 14, 3, 1, 14, 12, 300)
 """Sequences that are compared. A block of the kernel has up to 128 tokens."""
 PREFIX, SHARING = 6, (1, 4, 5)
-"""Length of the prefix that some of them share."""
+"""Length of a shared prefix, and the sequences that share it."""
 OUTPUTS, GRADIENTS = 2e-2, 5e-2
-"""Largest difference, norm-wise. Two roundings to bf16 differ by less than 1e-2; a token too many or too few in a
-window, or a gradient that misses a group's head, by 1e-1 and more."""
+"""Largest relative norm of the difference. Two roundings to bf16 differ by less than 1e-2. A token too many or too few
+in a window, or a gradient that misses a head of a group, differs by 1e-1 and more."""
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of q [N, H, D] over k and v [N, K, D]."""
 
 
 def disagreement(kinds: Iterable[LayerKind], device: torch.device) -> str:
-    """Why ``flash`` cannot be used for layers of these kinds on this device; empty where it agrees with ``sdpa``."""
+    """Why ``flash`` cannot be used for layers of these kinds on this device. Empty if it agrees with ``sdpa``."""
     for kind in kinds:
         options = Options(kind.scaling, 0.0, kind.window, kind.softcap)
         q, k, v = (torch.empty(1, heads, 1, size, device="meta") for heads, size in kind.shapes)
@@ -63,7 +63,7 @@ def kernels(device: torch.device, options: Options) -> tuple[Compute, Compute]:
 
 @torch.enable_grad()
 def compare(kind: LayerKind, device: torch.device, first: Compute, second: Compute) -> str:
-    """How far outputs or gradients of two kernels in bf16 are apart; empty where only rounding differs."""
+    """The difference of outputs or gradients of two kernels in bf16. Empty if only rounding differs."""
     generator = torch.Generator().manual_seed(derive_seed(0, "attention"))
     shared = share_prefixes(_ids(), LENGTHS)
     assert shared is not None

@@ -1,4 +1,4 @@
-"""Which kernels compute the element-wise work of a model's layers: ``trainer.kernels``."""
+"""Selects the kernels for the element-wise operations of a model's layers: ``trainer.kernels``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AGREE, AGREE_IN_BF16 = 1e-3, 2e-2
-"""Largest difference, norm-wise, between hidden states of Liger's and of transformers' layers. In bf16 the forms of 30
-layers on a CPU differ by 5e-3."""
+"""Largest relative norm of the difference between hidden states of Liger's and of transformers' layers. In bf16 two
+implementations of 30 layers on a CPU differ by 5e-3."""
 
 
 class KernelModel(Protocol):
@@ -36,20 +36,20 @@ class KernelModel(Protocol):
 
 
 def check_kernels(kernels: Kernels, device: str) -> None:
-    """Raises CapabilityError where ``trainer.kernels`` names kernels that a process with this ``device`` (``cpu`` |
-    ``cuda``) does not have. Whether the model's layers are known is checked when it is loaded."""
+    """Raises CapabilityError if ``trainer.kernels`` names kernels that a process with this ``device`` (``cpu`` |
+    ``cuda``) does not have. Loading the model checks whether they support its layers."""
     problem = liger.why_not(device) if kernels == "liger" else ""
     if problem:
         raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Leave it out.")
 
 
 def use_kernels(model: KernelModel, kernels: Kernels, bf16: bool = False) -> None:
-    """Give the layers of a whole model the chosen kernels, where they compute the same as transformers' own code.
+    """Use the chosen kernels in the layers of a whole model if they compute the same as transformers' own code.
 
     Args:
         bf16: the model will be computed in bf16.
 
-    Raises CapabilityError where kernels that were chosen by name compute something else or do not know the layers.
+    Raises CapabilityError if kernels that were chosen by name compute something else or do not support the layers.
     """
     if kernels == "liger":
         check_liger(model, liger.use_liger(model.module), bf16)

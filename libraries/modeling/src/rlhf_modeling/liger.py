@@ -1,13 +1,13 @@
 """Liger's Triton kernels on a model's own layers: RMS norm, rotary embedding, SwiGLU and GeGLU (Hsu et al. 2024,
-arXiv:2410.10989; the package liger-kernel). Its cross-entropies are not used: logits stay in chunks
+arXiv:2410.10989; the package liger-kernel). Its cross-entropies are not used, because logits stay in chunks
 (:mod:`rlhf_modeling.heads`).
 
-The package's ``apply_liger_kernel_to_...`` replace transformers' classes and functions for the whole process. Here the
-forwards of one model's modules call the package's functions, so other roles in the process are not changed. Modules
+The package's ``apply_liger_kernel_to_...`` replace transformers' classes and functions for the whole process. Here only
+the forwards of one model's modules call the package's functions, so other roles in the process do not change. Modules
 with weights are still called as modules, because weights may be divided and matrices may have adapters.
 
-Deviations: 1. the backward pass of a norm does not overwrite its input gradient; 2. under bf16, norms of queries
-and keys give bf16 to the rotary embedding, where transformers keeps fp32 between the two.
+Deviations: 1. the backward pass of a norm does not overwrite its input gradient; 2. under bf16, norms of queries and
+keys pass bf16 to the rotary embedding; transformers keeps fp32 between the two.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ LAYERS = {
 
 
 def why_not(device: str) -> str:
-    """Why the kernels are not available in this process; empty where they are, for layers that are known.
+    """Why the kernels are not available in this process. Empty if they are available for known layers.
 
     Args:
-        device: ``cpu`` | ``cuda``. With TRITON_INTERPRET = 1 Triton interprets them on a CPU. That is for tests: it
-            takes seconds where a GPU takes microseconds.
+        device: ``cpu`` | ``cuda``. With TRITON_INTERPRET = 1 Triton interprets them on a CPU. This is for tests only:
+            it takes seconds instead of microseconds.
     """
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Liger's kernels run on GPUs, and this role is on {device!r}"
@@ -69,10 +69,9 @@ def why_not(device: str) -> str:
 
 
 def use_liger(model: PreTrainedModel) -> list[nn.Module]:
-    """Give norms, feed-forward and attention layers of ``model`` forwards that call Liger's functions; returns these
-    modules.
+    """Make norms, feed-forward and attention layers of ``model`` call Liger's functions. Returns these modules.
 
-    Raises CapabilityError, with nothing changed, for layers that are not known.
+    Raises CapabilityError for unknown layers, before anything is changed.
     """
     kind, layers = _supported_layers(model)
     forwards: dict[nn.Module, Any] = {

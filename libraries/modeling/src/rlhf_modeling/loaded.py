@@ -1,11 +1,11 @@
-"""A role's model as body and head, and how the sequences of a micro-batch are computed.
+"""A role's model as body and head, and the computation of a micro-batch's sequences.
 
-The *layout* says how they are computed. It is determined when the model is loaded (:mod:`rlhf_modeling.probe`):
+The *layout* is determined when the model is loaded (:mod:`rlhf_modeling.probe`):
 
-- ``shared``: one row of packed sequences; a prefix that several sequences have in common is computed once.
+- ``shared``: one row of packed sequences; a prefix that several sequences share is computed once.
 - ``packed``: one row of packed sequences, each computed whole.
 - ``alone``: transformers' own attention and no packing. Sequences of equal length are the rows of one call, without
-  padding; each length needs a call of its own. This is correct for every causal model, and slower.
+  padding; each length needs a separate call. This is correct for every causal model, but slower.
 
 Shape suffixes: N tokens of a micro-batch, M <= N computed tokens, H hidden size, C tokens of a chunk, V vocabulary.
 """
@@ -45,7 +45,7 @@ Images = Sequence[tuple[Image, ...]]
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A role's model: ``body`` gives hidden states, ``head`` maps them to logits or scalars."""
+    """A role's model: ``body`` returns hidden states, ``head`` maps them to logits or scalars."""
 
     module: PreTrainedModel
     body: nn.Module
@@ -65,17 +65,17 @@ class LoadedModel:
     positions: int | None = None
     """Number of learned position embeddings (GPT-2, OPT): no sequence may be longer. None: the model has none."""
     rope: LengthRope | None = None
-    """Set where the frequencies of the rotary embedding depend on a sequence's length."""
+    """Set if the frequencies of the rotary embedding depend on a sequence's length."""
     layout: Layout = "shared"
     boundaries: bool = False
     """The boundaries of packed sequences are passed to the model, for the kernels of its recurrent layers."""
     noisy: bool = False
-    """The model draws noise while it is trained (dropout, router jitter)."""
+    """The model draws random noise in training (dropout, router jitter)."""
     notes: tuple[str, ...] = ()
     """Remarks about the layout, for the log."""
     most_calls: Callable[[int], int] | None = None
-    """Given the number of calls of the body for a micro-batch, returns the largest number of any rank. Set where all
-    ranks must make equally many calls, and called before the first of them."""
+    """Maps this rank's number of calls of the body for a micro-batch to the maximum over all ranks. Set if all ranks
+    must make equally many calls; called before the first of them."""
     computing: Sequence[int] = ()
     """Lengths of the sequences in the current call of the body."""
     divided_over: TokenGroup | None = None
@@ -84,18 +84,18 @@ class LoadedModel:
     part: RowPart | None = None
     """This rank's part of the latest row; None if rows are whole."""
     image_text: bool = False
-    """transformers has an image-text model with the folder's config, also where this one is its language model only."""
+    """transformers has an image-text model for the folder's config, even if this model is only its language model."""
     images: ImageInputs | None = None
-    """Set where the model reads images."""
+    """Set if the model reads images."""
     device: torch.device | None = None
-    """Of the model; None: that of the tokens."""
+    """Device of the model; None: the device of the tokens."""
     no_images: str = "reads text only"
-    """Why it does not."""
+    """Why the model does not read images."""
     routers: Routers | None = None
-    """Set where records of experts are replayed (``trainer.router_replay``)."""
+    """Set if recorded experts are replayed (``trainer.router_replay``)."""
     images_anywhere: Callable[[bool], bool] | None = None
-    """Given whether this rank's call has images, returns whether any rank's has. Set where all ranks must compute the
-    vision tower if one does."""
+    """Whether any rank's call has images; the argument says whether this rank's call has. Set if all ranks must compute
+    the vision tower whenever one does."""
 
     @property
     def vocabulary(self) -> int:
@@ -104,7 +104,7 @@ class LoadedModel:
         return int(embedding.num_embeddings)
 
     def require_positions(self, lens: Sequence[int]) -> None:
-        """Raises ModelError where a sequence is longer than the model's positions."""
+        """Raises ModelError if a sequence is longer than the number of the model's positions."""
         if self.positions is not None and max(lens) > self.positions:
             raise ModelError(
                 f"a sequence has {max(lens)} tokens, but the model has learned embeddings for {self.positions} "
@@ -114,7 +114,7 @@ class LoadedModel:
     # ------------------------------------------------------------------------------------- hidden states
 
     def hidden(self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], images_B: Images = ()) -> Tensor:
-        """[N, H] of sequences that lie one after another."""
+        """[N, H]: hidden states of concatenated sequences."""
         hidden_MH, place_N = self.compute(ids_N, position_N, lens, False, images_B)
         return hidden_MH if place_N is None else hidden_MH[place_N]
 
@@ -127,16 +127,17 @@ class LoadedModel:
         images_B: Images = (),
         experts_NLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """([M, H], where each of the N tokens is among them; None: at its own place). Where rows are divided over
-        ranks, only the hidden states of :attr:`part`. The places are on the device of the ids.
+        """([M, H], the index of each of the N tokens among them; None: the token's own index). If rows are divided over
+        ranks, only the hidden states of :attr:`part`. The indices are on the device of the ids.
 
         Args:
-            ids_N: on the CPU where :attr:`device` is set, because their values are read; so are positions and experts.
-            share: compute common prefixes once, where the layout is ``shared``.
-            images_B: the images of each sequence; empty: there are none.
-            experts_NLK: the experts that :attr:`routers` send the tokens to; negative: those that they choose.
+            ids_N: on the CPU if :attr:`device` is set, because their values are read. The same holds for positions and
+                experts.
+            share: compute common prefixes once, if the layout is ``shared``.
+            images_B: the images of each sequence; empty: no images.
+            experts_NLK: the experts to which :attr:`routers` send the tokens; negative: the routers choose.
 
-        Raises TrainingError where there are images and the model does not read them.
+        Raises TrainingError if there are images but the model does not read them.
         """
         if images_B and self.images is None:
             raise TrainingError(f"a batch has images, but {type(self.module).__name__} {self.no_images}")
@@ -215,7 +216,8 @@ class LoadedModel:
         shared: Shared | None,
         experts_MLK: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """A row of fewer tokens than ranks gets a further sequence, so that every rank computes a token."""
+        """Compute this rank's part of the row. A row of fewer tokens than ranks gets an extra sequence, so that every
+        rank computes a token."""
         if shared is not None and shared.ids_M.numel() >= group.ranks:
             ids_M, position_M = shared.ids_M, shared.position_M
             experts_MLK = None if experts_MLK is None else experts_MLK[shared.source_M]
@@ -245,7 +247,7 @@ class LoadedModel:
         share: bool,
         images_B: Images,
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`compute`. Where ``images_B`` is empty, another rank has images."""
+        """See :meth:`compute`. If ``images_B`` is empty, another rank has images."""
         blank = not images_B
         shared = None
         if share and self.layout == "shared" and not blank:
@@ -263,7 +265,7 @@ class LoadedModel:
         return hidden_MH, None if shared is None else shared.place_N
 
     def _body(self, **inputs: Any) -> Tensor:
-        """The body's hidden states of the inputs, which are moved to its device."""
+        """The body's hidden states for the inputs, which are moved to the body's device."""
         arguments = {name: self._on_device(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
         return hidden
@@ -275,7 +277,7 @@ class LoadedModel:
 
     @property
     def output_head(self) -> OutputHead:
-        """The output head. It shares memory with the model's, which must be whole."""
+        """The output head. It shares memory with the model's head, which must be whole."""
         bias = self.head.bias
         bias_V = None if bias is None else bias.detach()
         return OutputHead(self.head.weight.detach(), bias_V, self.softcap, self.logit_scale)

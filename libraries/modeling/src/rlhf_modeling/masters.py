@@ -1,8 +1,8 @@
 """fp32 masters of weights that are stored in bf16.
 
-bf16 has 8 bits of precision: a step of less than 1/512 of a weight would be rounded away. So the optimizer steps fp32
-copies, the masters, and every bf16 weight is its master, rounded to nearest. Small steps add up in the master until
-the weight changes.
+bf16 has 8 bits of precision, so a step of less than 1/512 of a weight would be rounded away. The optimizer therefore
+updates fp32 copies, the masters. Every bf16 weight is its master, rounded to nearest. Small steps add up in the master
+until the weight changes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rlhf_modeling.optimizer import Parameters, to_device, to_host
 
 
 class Masters:
-    """Masters of ``parameters``, which start as the stored weights. Gradients of micro-batches are added in fp32, at
-    the masters; the bf16 gradient of a micro-batch is freed at once."""
+    """Masters of ``parameters``, initialised with the stored weights. Gradients of micro-batches are accumulated in
+    fp32 in the masters. The bf16 gradient of a micro-batch is freed at once."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
         self.stepped: Parameters = {}
-        """{name: what the optimizer steps}: a master, or a parameter that is stored in fp32 itself."""
+        """{name: tensor that the optimizer updates}: a master, or a parameter that is stored in fp32."""
         for name, p in parameters.items():
             self.stepped[name] = p
             if p.dtype != torch.float32:
@@ -43,7 +43,7 @@ class Masters:
 
     @property
     def rounded(self) -> Parameters:
-        """{name: parameter that has a master}."""
+        """{name: parameter with a master}."""
         return {name: p for name, p in self.parameters.items() if p is not self.stepped[name]}
 
     @torch.no_grad()
@@ -53,8 +53,8 @@ class Masters:
             p.copy_(self.stepped[name])
 
     def substitute(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``tensors`` of the model by name, with the masters in place of the weights, also under the second name of a
-        weight that is tied."""
+        """``tensors`` of the model by name, with weights replaced by their masters, also under the second name of a
+        tied weight."""
         masters = {p.data_ptr(): self.stepped[name].data for name, p in self.parameters.items()}
         return {name: masters.get(t.data_ptr(), t) for name, t in tensors.items()}
 

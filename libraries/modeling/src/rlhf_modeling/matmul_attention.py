@@ -1,6 +1,6 @@
 """Attention of short sequences on a CPU: batched matrix products over length buckets, with their own backward pass.
 
-torch's fused CPU kernel is built for long sequences; for 70 tokens this takes half of its time. A sequence's padded
+torch's fused CPU kernel is built for long sequences; for 70 tokens this module takes half the time. A sequence's padded
 length depends on its own length only, so its result does not depend on the other sequences of the pack. A sequence with
 a shared prefix (:mod:`rlhf_modeling.shared_prefixes`) has query rows for its own tokens only.
 
@@ -41,7 +41,7 @@ class LengthBucket:
     keys_GP: Tensor
     """int64: index, among the N tokens, of the token at each position; padding repeats the sequence's last token."""
     own_GQ: Tensor | None
-    """bool: neither padding nor a token of the prefix; None where all rows are the sequences' own."""
+    """bool: neither padding nor a token of the prefix. None if all rows belong to the sequences' own tokens."""
 
     @property
     def rows_GQ(self) -> Tensor:
@@ -54,9 +54,9 @@ class Buckets:
 
     buckets: tuple[LengthBucket, ...]
     row_N: Tensor | None
-    """int64: the query row of each token, over all buckets one after another; None: they are in order."""
+    """int64: the query row of each token, with all buckets concatenated; None: the rows are in order."""
     elsewhere_N: Tensor | None
-    """bool: tokens of sequences that are not in these buckets; None where there are none."""
+    """bool: tokens of sequences outside of these buckets; None if there are none."""
     shared: bool
     """Some tokens are the keys of several sequences."""
 
@@ -65,8 +65,8 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
     """Buckets of these sequences of a row of ``tokens`` computed tokens.
 
     Args:
-        place: int64, where the tokens of all sequences are, a sequence's from ``Stretch.first`` on; None: each at its
-            own.
+        place: int64, the index of each token of all sequences in the row; a sequence's tokens start at
+            ``Stretch.first``. None: the tokens are in order.
     """
     groups: dict[tuple[int, int], list[Stretch]] = {}
     for s in stretches:
@@ -135,7 +135,7 @@ class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: under gradient checkpointing each access computes the layer again
+        saved = ctx.saved_tensors  # read once: under gradient checkpointing each access recomputes the layer
         layout, key_heads = ctx.layout, ctx.key_heads
         tokens, _, size = grad_NHD.shape
         dtype = torch.float32 if layout.shared else grad_NHD.dtype  # a key's gradients are added without rounding
@@ -147,7 +147,7 @@ class _MatmulAttention(torch.autograd.Function):
             _add(dv_NKD, torch.bmm(p.transpose(1, 2), do), bucket)
             dp = torch.bmm(do, v.transpose(1, 2)).float()
             ds = torch.ops.aten._softmax_backward_data(dp, p.float(), -1, torch.float32)
-            if q.dtype == torch.float32:  # q carries the scaling
+            if q.dtype == torch.float32:  # q is already scaled
                 _add(dk_NKD, torch.bmm(ds.transpose(1, 2), q), bucket)
                 queries.add(bucket, torch.bmm(ds, k).mul_(ctx.scaling), key_heads)
             else:
@@ -161,9 +161,9 @@ class _MatmulAttention(torch.autograd.Function):
 
 
 def _gather(x_NHD: Tensor, index_GL: Tensor, key_heads: int, own_GL: Tensor | None = None) -> Tensor:
-    """[N, H, D] -> [G K, R L, D]: the query heads that share a key head are further rows of its product.
+    """[N, H, D] -> [G K, R L, D]: the query heads that share a key head become additional rows of its product.
 
-    Where ``own_GL`` is given, other rows are zero.
+    Rows outside of ``own_GL`` are zero.
     """
     _, heads, size = x_NHD.shape
     count, length = index_GL.shape
@@ -181,7 +181,7 @@ def _add(sum_NKD: Tensor, x: Tensor, bucket: LengthBucket) -> None:
 
 
 class _QueryRows:
-    """Results at all query rows, bucket after bucket, and then by token."""
+    """Collects results at all query rows, bucket after bucket, then returns them by token."""
 
     def __init__(self, layout: Buckets, like_NHD: Tensor) -> None:
         self.layout, self.end = layout, 0
@@ -198,7 +198,7 @@ class _QueryRows:
         self.end += count * length
 
     def by_token(self) -> Tensor:
-        """[N, H, D]; anything at tokens of other sequences."""
+        """[N, H, D]; undefined at tokens of other sequences."""
         return self.rows if self.layout.row_N is None else take_rows(self.rows, self.layout.row_N)
 
 

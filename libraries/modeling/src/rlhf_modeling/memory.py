@@ -1,7 +1,7 @@
 """Memory of one rank that trains or holds a transformers model, for ``rlhf plan``.
 
-A trainer states how it stores the model (:class:`Storage`); :func:`trainer_memory` adds what computing takes. The sums
-are meant to be within 25 % of what a process takes (docs/how-to/plan.md).
+A trainer describes how it stores the model (:class:`Storage`); :func:`trainer_memory` adds the memory of the
+computation. The sums should be within 25 % of the memory of a process (docs/how-to/plan.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_modeling.quantized import BYTES, Format
 from rlhf_modeling.storage import Storage
 
 FREED = {"cpu": 0.15, "cuda": 0.10}
-"""Allowance for memory that an allocator keeps after it is freed, as a share of temporary memory."""
+"""Allowance for freed memory that an allocator keeps, as a share of temporary memory."""
 
 
 def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> tuple[int, int]:
@@ -31,7 +31,8 @@ def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> 
 
 
 def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded_layers: Collection[str] = ()) -> float:
-    """Bytes that quantised layers save, against weights of ``stored`` bytes. Layers of one name count as equal.
+    """Bytes that quantised layers save compared with weights of ``stored`` bytes. Layers with the same name count as
+    equal.
 
     Args:
         excluded_layers: names of layers that are not quantised.
@@ -61,9 +62,10 @@ def trainer_memory(
 
     Args:
         trained: the role has an optimizer.
-        lora: the options of the adapters, if ``a.adapters``; None: beside every linear layer.
-        saved: parameters of modules that are trained whole beside the adapters. Their first values are kept.
-        frozen: parameters of a trained role that are not trained, without adapters.
+        lora: the options of the adapters, if ``a.adapters``; None: every linear layer has one.
+        saved: number of parameters of modules that are fully trained alongside the adapters. Their initial values are
+            kept.
+        frozen: number of parameters of a trained role that are not trained, without adapters.
         quantization: of the linear layers of a frozen role.
     """
     s, part = storage, part_of(size, storage.layer_ranks)
@@ -118,8 +120,8 @@ def trainer_memory(
 
 
 def part_of(size: ModelSize, ranks: int) -> ModelSize:
-    """What each of ``ranks`` holds that divide every layer among them: some heads, some of the feed-forward width. The
-    norms of a layer, a ten-thousandth of it, count as divided too."""
+    """The part of each of ``ranks`` that divide every layer: some heads, some of the feed-forward width. The norms of a
+    layer, a ten-thousandth of it, count as divided too."""
     if ranks == 1:
         return size
     names = ("parameters", "query", "key", "value", "heads", "ffn", "largest")
@@ -141,12 +143,12 @@ def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int)
 
 
 def _load(s: Storage, a: Arithmetic, part: ModelSize, size: ModelSize, count: int, quantized: float) -> dict[str, int]:
-    """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
-    read whole layers in host memory first, and where ``whole_at_load`` the whole model. Layers are quantised one by
-    one, on their way to the device."""
+    """The weights that one rank holds temporarily, and the memory for creating its buffers. Ranks that divide layers
+    first read whole layers in host memory, and with ``whole_at_load`` the whole model. Layers are quantised one by one,
+    on their way to the device."""
     source = size if a.device == "cpu" else part
     making = int(count * s.making_bytes) + (s.buffers if s.making_bytes else 0)
-    if part.outputs == part.vocabulary:  # a language model computes once, for its head to be checked
+    if part.outputs == part.vocabulary:  # a language model computes once, to check its head
         making += s.gathered
     ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
     spared = 0.0 if a.device == "cpu" else quantized
@@ -163,8 +165,7 @@ def _forward(s: Storage, a: Arithmetic, part: ModelSize, outputs: tuple[str, ...
 def _train(
     s: Storage, a: Arithmetic, part: ModelSize, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
-    """The backward passes of a step that has one micro-batch and of a step that has several, and the optimizer's
-    step."""
+    """The backward passes of a step with one micro-batch and of a step with several, and the optimizer's step."""
     if not s.frees_gradients:
         yield from _backward(s, a, part, gradients, gradients, outputs)
     else:
@@ -178,11 +179,12 @@ def _train(
 def _backward(
     s: Storage, a: Arithmetic, part: ModelSize, old_gradients: int, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
-    """The head's backward pass, that of the last layer, of the first layer, of the embedding, and the vision tower's.
+    """The backward passes of the head, of the last layer, of the first layer, of the embedding, and of the vision
+    tower.
 
     Args:
-        old_gradients: bytes of gradients that exist before it.
-        gradients: the same after it.
+        old_gradients: bytes of gradients that exist before the pass.
+        gradients: bytes of gradients after the pass.
     """
     tower, casts = tower_activations(part, a), pass_.casts(part, a)
     activations = pass_.activations(part, a) + tower
@@ -199,7 +201,7 @@ def _backward(
     yield common | {"activations": activations + pass_.recomputed(part, a), "logits": head, "working": working}
     common = {"gradients": gradients, "logits": tied if old_gradients else 0}
     yield common | {"activations": tower + pass_.largest_layer(part, a), "working": working}
-    # the gradient of the lookup is a whole matrix; that of a tied head is added in new memory
+    # the gradient of the lookup is a whole matrix; the gradient of a tied head is added in new memory
     embedding = 0 if a.adapters else part.embedding * FP32 * (2 if tied else bool(old_gradients))
     yield common | {"activations": tower, "working": s.gathered + kept_casts + embedding}
     if part.tower is not None:
@@ -208,7 +210,7 @@ def _backward(
 
 
 def _host_inputs(part: ModelSize, a: Arithmetic) -> int:
-    """Bytes of the layers' inputs in host memory. torch gives pinned memory in powers of two."""
+    """Bytes of the layers' inputs in host memory. torch allocates pinned memory in powers of two."""
     if not a.offloads:
         return 0
     inputs = [(len(part.layers), a.tokens * part.hidden)]
@@ -220,8 +222,8 @@ def _host_inputs(part: ModelSize, a: Arithmetic) -> int:
 def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> dict[str, int]:
     """
     Args:
-        freed: bytes of gradients of the step before, whose pages the process keeps. New gradients and activations take
-            their place; logits are too large to.
+        freed: bytes of gradients of the previous step, whose pages the process keeps. New gradients and activations
+            reuse them; logits are too large.
     """
 
     def with_allowance(parts: dict[str, int]) -> dict[str, int]:

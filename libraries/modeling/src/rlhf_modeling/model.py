@@ -1,4 +1,4 @@
-"""Loads a role's model: a body that gives hidden states, and a head."""
+"""Loads a role's model: a body that returns hidden states, and a head."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def load_model(
     """Load ``spec.path`` as the role's kind of model: weights in ``spec.storage``, evaluation mode, the fastest correct
     layout.
 
-    Where the checkpoint is a causal language model, a scalar or classes head is new: normal with standard deviation
-    1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get adapters,
-    which do not change the outputs at first. With ``quantization`` they are quantised, each on ``device``; the head is
-    not.
+    If the checkpoint is a causal language model, a scalar or classes head is new: normal with standard deviation 1 /
+    (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get adapters, which
+    initially do not change the outputs. With ``quantization`` the linear layers except the head are quantised, each on
+    ``device``.
 
-    ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows). The
-    caller then does everything that needs whole weights: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters
-    and ``kernels``.
+    ``divided``: the caller divides each weight over ranks while it is read (in a context that transformers supports).
+    The caller must then do everything that needs whole weights: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`,
+    adapters and ``kernels``.
 
-    ``adapters``: the role trains adapters, which the caller adds, where it does not give ``lora``. Otherwise an adapter
-    that ``spec.path`` is gets merged.
+    ``adapters``: the role trains adapters. The caller adds them if it does not pass ``lora``. Otherwise, if
+    ``spec.path`` is an adapter, it is merged.
 
-    Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
-    is of a kind that the separate head cannot represent, or not causal.
+    Raises ModelError if the path is missing or unreadable, weights are missing or have another shape, the model is not
+    causal, or a separate head cannot represent it.
     """
     kind = spec.role.head
     config = read_config(spec)
@@ -77,7 +77,7 @@ def load_model(
         options["num_labels"] = _outputs(kind)
     else:
         options["config"] = config
-    with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
+    with torch.random.fork_rng(devices=[]), quiet():  # draws weights that the checkpoint lacks
         module, info = read(spec, "model", auto.from_pretrained, **options)
     require_weights(spec, type(module), info, from_lm, adapter)
     require_floats(spec, module.config, read(spec, "model", headers_of))
@@ -118,8 +118,8 @@ def adapt(model: LoadedModel, spec: ModelSpec, lora: LoraOptions, device: torch.
 
 
 def use_adapter_folder(module: PreTrainedModel, spec: ModelSpec, adapter: AdapterFolder, merge: bool) -> None:
-    """Take what an adapter's folder has in place of its base: the generation config, and with ``merge`` the weights.
-    Without, :func:`adapt` gives the role's own adapters the values of the folder's."""
+    """Use the contents of an adapter's folder instead of its base's: the generation config, and with ``merge`` the
+    weights. Without ``merge``, :func:`adapt` copies the folder's values into the role's adapters."""
     generation = read_generation_config(spec, str(adapter.folder)) if module.can_generate() else None
     if generation is not None:
         module.generation_config = generation
@@ -131,10 +131,10 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     """(the class of transformers that loads the role's kind of model, whether its head is not in the checkpoint).
 
     Args:
-        config: the model's.
+        config: the model's config.
 
-    Raises ModelError where the model is of another kind than the role, reads no images though the run has some, and
-    where a role that is not trained would get a fresh head: nothing would ever train it.
+    Raises ModelError if the model is of another kind than the role, or reads no images but the run has some. Also if a
+    role that is not trained would get a fresh head, which nothing would ever train.
     """
     require_images(spec, config)
     kind, outputs, architectures = spec.role.head, _outputs(spec.role.head), config.architectures or ()
@@ -163,12 +163,12 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
 def require_weights(
     spec: ModelSpec, model: type, info: Mapping[str, Any], from_lm: bool, adapter: AdapterFolder | None = None
 ) -> None:
-    """Raises ModelError where the checkpoint lacks weights.
+    """Raise ModelError if the checkpoint lacks weights.
 
     Args:
         model: the class that was loaded.
         info: transformers' report (``output_loading_info``).
-        from_lm: its head is not in the checkpoint.
+        from_lm: the model's head is not in the checkpoint.
         adapter: has weights that its base may lack, such as a head.
     """
     adapter_names = () if adapter is None else saved_whole(adapter_headers(adapter)[0])
@@ -184,8 +184,8 @@ def require_weights(
 
 
 def require_floats(spec: ModelSpec, config: Any, headers: Mapping[str, Header]) -> None:
-    """Raises ModelError where a file of weights says that a weight holds integers, which transformers would convert.
-    Quantised weights are integers, and buffers may be."""
+    """Raises ModelError if a weight in a file is stored as integers, which transformers would convert. Quantised
+    weights are integers, and buffers may be."""
     if getattr(config, "quantization_config", None) is not None:
         return
     wrong = [
@@ -208,12 +208,12 @@ def _learned_positions(module: PreTrainedModel) -> int | None:
 
 
 def _has_head(adapter: AdapterFolder | None) -> bool:
-    """Whether an adapter has the head that its base lacks. PEFT writes no ``config.json`` that would say so."""
+    """Whether an adapter has the head that its base lacks. PEFT writes no ``config.json`` that would tell this."""
     return adapter is not None and "score.weight" in adapter_headers(adapter)[0]
 
 
 def draw_head(model: LoadedModel, spec: ModelSpec) -> None:
-    """Draw the weights of a new head; they must be whole."""
+    """Draw the weights of a new head, which must be whole."""
     head = model.head
     generator = torch.Generator().manual_seed(derive_seed(spec.seed, "head/" + spec.role.name))
     with torch.no_grad():
@@ -246,7 +246,7 @@ def _outputs(kind: str) -> int | None:
 def take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:
     """The body and the head of a model, whose weights may be on the meta device.
 
-    Raises ModelError where the class keeps them otherwise, or has an encoder beside its decoder.
+    Raises ModelError if the class stores them differently, or has an encoder beside its decoder.
     """
     body = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
     head = module.get_output_embeddings() if kind == "lm" else getattr(module, "score", None)

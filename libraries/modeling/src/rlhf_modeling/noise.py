@@ -1,4 +1,4 @@
-"""Noise that a model's own config adds while it is trained: dropout, router jitter."""
+"""Noise that a model's config adds in training: dropout, router jitter."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def noise_settings(module: nn.Module) -> dict[str, float]:
 
 
 def has_noise(module: nn.Module) -> bool:
-    """Whether the config or a dropout layer states noise. A model may draw noise that neither states."""
+    """Whether the config or a dropout layer declares noise. A model may draw noise that neither of them declares."""
     return bool(noise_settings(module)) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())

@@ -15,10 +15,11 @@ from rlhf_modeling.state import not_finite
 
 
 class OrthogonalAdamW(torch.optim.AdamW):
-    """Groups with ``muon = True`` take Muon's step, the others AdamW's.
+    """Uses Muon's step for groups with ``muon = True``, and AdamW's for the others.
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal
-    one; the step is as large as AdamW's (Liu et al. 2025, arXiv:2502.16982): 0.2 sqrt(the longer side) times the rate.
+    matrix. The step is as large as AdamW's (Liu et al. 2025, arXiv:2502.16982): 0.2 sqrt(the longer side) times the
+    rate.
     """
 
     @torch.no_grad()
@@ -48,8 +49,8 @@ MUON_STATE = ("momentum_buffer",)
 
 
 def build_optimizer(parameters: Parameters, adamw_ids: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf_modeling.optimizer.OrthogonalAdamW`, over
-    :func:`parameter_groups` of parameters that are whole."""
+    """Fused AdamW (Loshchilov & Hutter 2019), or :class:`~rlhf_modeling.optimizer.OrthogonalAdamW` if configured, over
+    :func:`parameter_groups` of whole parameters."""
     groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, adamw_ids, config)
     make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -61,11 +62,11 @@ def parameter_groups(
     adamw_ids: Collection[int],
     config: TrainingConfig,
 ) -> list[dict[str, Any]]:
-    """Weight decay applies to matrices, not to vectors (norms, biases). Under Muon the layers' matrices are a group
+    """Weight decay applies to matrices, not to vectors (norms, biases). With Muon, the layers' matrices are a group
     with ``muon = True``.
 
     Args:
-        shapes: of whole parameters; this rank may hold a part of them.
+        shapes: shapes of whole parameters; this rank may hold a part of each.
         adamw_ids: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
             matrices of experts, which have three dimensions.
     """
@@ -88,7 +89,8 @@ def set_rates(optimizer: torch.optim.Optimizer, config: TrainingConfig, factor: 
 
 
 def clip(parameters: Parameters, max_norm: float | None) -> float:
-    """Scale gradients down to the global L2 norm ``max_norm``; returns the norm before, which may not be finite."""
+    """Scale gradients down to the global L2 norm ``max_norm``. Returns the norm before scaling, which may not be
+    finite."""
     grads = [p.grad for p in parameters.values() if p.grad is not None]
     if not grads:
         return 0.0
@@ -100,7 +102,7 @@ def clip(parameters: Parameters, max_norm: float | None) -> float:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Tensor]:
-    """{``<parameter>/<state>``: tensor}; parameters that no step has changed have none."""
+    """{``<parameter>/<state>``: tensor}. Parameters that no step has changed have no entry."""
     return {
         f"{name}/{key}": value
         for name, p in parameters.items()
@@ -141,10 +143,10 @@ def restore_optimizer(
     """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it.
 
     Args:
-        stepped: parameters that are known to have had a gradient, so they must have state. Other parameters have all
-            of their state or none.
+        stepped: parameters that must have state, because they have had a gradient. Other parameters have all of their
+            state or none.
 
-    Raises CheckpointError naming the tensor that is missing, unknown, or of another shape or number format.
+    Raises CheckpointError, which names the tensor that is missing, unknown, or of another shape or number format.
     """
     _check_state(optimizer, parameters, tensors, source, stepped)
     optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""Checks of trainer options that are made before a model is loaded."""
+"""Checks of trainer options before a model is loaded."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 class PackedModel(nn.Module):
-    """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call per
-    micro-batch."""
+    """Body, head and outputs in one ``forward``. A runtime that shards weights sees one call per micro-batch."""
 
     def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class PackedModel(nn.Module):
 
     @cached_property  # it asks every module of the model
     def shares_prefixes(self) -> bool:
-        """Sequences of a micro-batch that share a prefix compute it once."""
+        """Whether sequences of a micro-batch compute a shared prefix once."""
         return shares_prefixes(self.config, self.loaded_model)
 
     def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
@@ -65,7 +64,7 @@ def hidden_states(model: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor
 
 
 def shares_prefixes(config: TrainingConfig, model: LoadedModel) -> bool:
-    """Whether common prefixes are computed once. They are not where each sequence draws noise of its own."""
+    """Whether common prefixes are computed once. They are not if each sequence draws its own noise."""
     if not config.shared_prefixes or config.neftune_alpha is not None or model.layout != "shared":
         return False
     return not model.noisy and not has_noise(model.module)
@@ -88,7 +87,7 @@ def checkpoint_gradients(module: PreTrainedModel, inputs: HostInputs | None) -> 
         # the second forward pass runs inside backward(), outside of the contexts of the first one
         return nullcontext(), _as_before(attention_route(), replayed_choices())
 
-    enable = getattr(module, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
+    enable = getattr(module, "activation_checkpointing_enable", None)  # the name since transformers 5.23
     try:
         (enable or module.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": contexts})
     except ValueError as cause:

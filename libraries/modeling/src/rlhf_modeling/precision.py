@@ -16,7 +16,7 @@ MIN_GAIN = 1.3
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto``: the first GPU where torch sees one, else the CPU."""
+    """``auto``: the first GPU that torch sees, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise CapabilityError(
             f"device = 'cuda' but torch {torch.__version__} sees no GPU. Use device = 'cpu' or 'auto', or install a "
@@ -42,7 +42,7 @@ def choose_precision(dtype: str, device: torch.device, on_processor: Precision |
 
 
 def precision_of(spec: ModelSpec, device: torch.device) -> Precision:
-    """The precision to compute a role's model in. Weights that are stored in bf16 are computed with in bf16."""
+    """The precision in which a role's model computes. Weights that are stored in bf16 are used in bf16."""
     if spec.storage == "bf16" and spec.dtype == "auto":
         _require_bf16(device, "storage", "Leave storage out")
         return Precision(True, f"bf16 on {device.type}: the weights are stored in bf16")
@@ -58,14 +58,14 @@ def _without_bf16() -> str:
 
 
 def _require_bf16(device: torch.device, option: str, cure: str) -> None:
-    """Raises CapabilityError on a GPU without bf16, which ``option`` chooses."""
+    """Raises CapabilityError if ``option`` chooses bf16 on a GPU without it."""
     if device.type == "cuda" and (lacking := _without_bf16()):
         raise CapabilityError(f"{option} = 'bf16': {lacking}. {cure}, or use a newer GPU.")
 
 
 @cache
 def _automatic(device_type: str) -> Precision:
-    """Measured once per process, as a second measurement could give another answer."""
+    """Measured once per process, because a second measurement could give a different result."""
     if device_type == "cuda":
         lacking = _without_bf16()
         return Precision(not lacking, f"fp32 on cuda: {lacking}" if lacking else "bf16 on cuda: the GPU supports bf16")
@@ -92,9 +92,10 @@ def bf16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def measured_gain(size: int = 512, repeats: int = 10) -> float:
-    """Time of an fp32 matrix product over that of a bf16 one, best of ``repeats`` each; about 0.05 s.
+    """Time of an fp32 matrix product divided by the time of a bf16 one, best of ``repeats`` each; about 0.05 s.
 
-    Measured in turn and with one thread, because on a busy machine two threads wait for each other in every product.
+    The two are measured alternately and with one thread, because on a busy machine two threads wait for each other in
+    every product.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
 """Reads and writes models and tokenizers in Hugging Face format, with our messages and without progress bars.
 
-The modules of this package import transformers inside functions: its import takes seconds, and options are read without
-it."""
+The modules of this package import transformers inside functions. Its import takes seconds, and reading options does not
+need it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face
 
 
 def read(spec: ModelSpec, label: str, reader: Any, **options: Any) -> Any:
-    """``reader(folder, **options)`` (a ``from_pretrained``) for the files that ``spec`` names. ``label``: for messages.
+    """Call ``reader(folder, **options)`` (a ``from_pretrained``) for the files that ``spec`` names. ``label`` is for
+    messages.
 
-    Raises ModelError where the folder does not exist or its files cannot be read.
+    Raises ModelError if the folder does not exist or its files cannot be read.
     """
     if looks_local(spec.path) and not Path(spec.path).expanduser().exists():
         raise ModelError(f"no folder {spec.path!r} for the {label} of role {spec.role.name!r}. {EXPECTED}")
@@ -44,8 +46,8 @@ def read(spec: ModelSpec, label: str, reader: Any, **options: Any) -> Any:
         place = tokenizer_folder(spec.path, code=spec.trust_remote_code)
     try:
         return reader(place, trust_remote_code=spec.trust_remote_code, **options)
-    except Exception as cause:  # anything: damaged files raise whatever their parsers raise
-        damaged = isinstance(cause, SafetensorError)  # such as an interrupted download
+    except Exception as cause:  # parsers of damaged files raise any exception
+        damaged = isinstance(cause, SafetensorError)  # for example after an interrupted download
         raise ModelError(
             f"cannot load the {label} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
             f"{'A file of weights is damaged or incomplete: download or copy it again.' if damaged else EXPECTED}"
@@ -54,15 +56,15 @@ def read(spec: ModelSpec, label: str, reader: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of a tensor: its shape, and its number format (``F32``)."""
+    """Header of a tensor in a safetensors file: its shape and its number format (``F32``)."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def headers_of(place: str, **_: Any) -> dict[str, Header]:
-    """{name: header} of everything in the folder's safetensors files; of an adapter, in those of its base."""
-    folder = Path(model_folder(place, weights=True))  # refuses a folder with pickles only
+    """{name: header} of all tensors in the folder's safetensors files. For an adapter, in the files of its base."""
+    folder = Path(model_folder(place, weights=True))  # refuses a folder that has only pickles
     names = ["model.safetensors"]
     if not (folder / names[0]).is_file() and (folder / INDEX).is_file():
         names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
@@ -71,7 +73,7 @@ def headers_of(place: str, **_: Any) -> dict[str, Header]:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"there is no file {name}")
         with safe_open(folder / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 (it is no mapping)
+            for key in file.keys():  # noqa: SIM118 (not a mapping)
                 part = file.get_slice(key)
                 headers[key] = Header(tuple(part.get_shape()), part.get_dtype())
     return headers
@@ -87,7 +89,7 @@ def read_config(spec: ModelSpec) -> Any:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model."""
+    """The tokenizer in the model's folder."""
     from transformers import AutoTokenizer
 
     return read(spec, TOKENIZER, AutoTokenizer.from_pretrained)
@@ -119,7 +121,7 @@ def set_exported(folder: Path, **fields: Any) -> None:
 
 
 def copy_processor(spec: ModelSpec, folder: Path) -> None:
-    """Copy the files of the model's image processor, where it has one, into an export."""
+    """Copy the files of the model's image processor, if it has one, into an export."""
     place = Path(model_folder(spec.path, code=spec.trust_remote_code))
     for name in PROCESSOR_FILES:
         if (place / name).is_file():
@@ -128,22 +130,22 @@ def copy_processor(spec: ModelSpec, folder: Path) -> None:
 
 @contextmanager
 def exporting(module: PreTrainedModel) -> Iterator[None]:
-    """Write the config without the names of attention functions, of which other programs do not know ours, and without
-    a progress bar."""
+    """Context for writing the config without the names of attention functions and without a progress bar. Other
+    programs do not know our functions."""
     from transformers import modeling_utils
 
     parts = [module.config, *(getattr(module.config, name, None) for name in module.config.sub_configs)]
     chosen = [(config, config._attn_implementation) for config in parts if config is not None]
     module.config._attn_implementation = None  # and of all parts
-    # Our modules are in no wrapper. To look for one, transformers imports DeepSpeed where it is installed, and with it
-    # whatever DeepSpeed uses, for seconds at every start.
+    # Our modules have no wrapper. To look for one, transformers imports DeepSpeed if it is installed, and everything
+    # that DeepSpeed imports, which takes seconds at every start.
     unwrap = modeling_utils.unwrap_model
     modeling_utils.unwrap_model = lambda model, recursive=False: model
     try:
         with quiet():
             yield
     finally:
-        for config, name in chosen:  # a vision tower has another one
+        for config, name in chosen:  # a vision tower has a different one
             config._attn_implementation_internal = name
         modeling_utils.unwrap_model = unwrap
 
@@ -169,13 +171,13 @@ _MEANT_FOR_PADDING = ("pad", "reserved", "unused")
 
 
 def set_padding(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
-    """Set one pad token, which ends no text, in model and tokenizer, so that padded batches are scored at their last
-    real tokens. transformers' sequence classification reads the last token that is not the pad token, without regard to
-    the attention mask. If the pad token were also the end token, it would read the token before the end.
+    """Set one pad token, which does not end texts, in model and tokenizer, so that padded batches are scored at their
+    last real tokens. transformers' sequence classification reads the last token that is not the pad token, regardless
+    of the attention mask. If the pad token were also the end token, it would read the token before the end.
 
-    The tokenizer's own, unless that ends texts (``ends``); else its unknown token; else a special token that is named
-    for padding or as a spare one. Where there is none, the model gets no pad token: transformers then refuses batches
-    of more than one instead of reading them wrongly.
+    The tokenizer's pad token is used unless it ends texts (``ends``), else its unknown token, else a special token
+    whose name marks it as padding or as spare. If there is none, the model gets no pad token. transformers then refuses
+    batches of more than one instead of reading them wrongly.
     """
     pad = pad_token(tokenizer, ends, _rows(module))
     module.config.pad_token_id = module.config.get_text_config().pad_token_id = pad
@@ -184,7 +186,7 @@ def set_padding(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], rows: int) -> int | None:
-    """As :func:`set_padding` says; ``rows``: ids are below it."""
+    """The pad token for :func:`set_padding`; its id must be below ``rows``."""
     special = {token: i for i, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)}
     added = {str(t.content): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     spares = [i for t, i in {**special, **added}.items() if any(word in t.lower() for word in _MEANT_FOR_PADDING)]

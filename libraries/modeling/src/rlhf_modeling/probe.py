@@ -1,11 +1,11 @@
-"""Checks, when a model is loaded, which ways of computing it are correct. The reference is transformers' forward pass
-of a single sequence with eager attention; a faster way must give the same hidden states. (Other attention functions
-omit parts that they cannot compute: ``sdpa`` ignores Gemma 2's soft-capping of scores. A class that chooses its
-attention at construction keeps the one that it was loaded with.)
+"""When a model is loaded, checks which ways of computing it are correct. The reference is transformers' forward pass of
+a single sequence with eager attention. A faster way must give the same hidden states. (Other attention functions omit
+parts that they cannot compute: ``sdpa`` ignores Gemma 2's soft-capping of scores. A class that chooses its attention at
+construction keeps the attention with which it was loaded.)
 
-The config does not say whether packing is correct for a model: recurrent layers carry a state from one packed sequence
-into the next, some classes ignore the attention function, some build masks of their own. So short sequences are
-computed both ways, with every window and chunk of the model set shorter than the sequences.
+The config does not say whether packing is correct for a model. Recurrent layers carry a state from one packed sequence
+into the next, some classes ignore the attention function, some build their own masks. So short sequences are computed
+both ways. Every window and chunk of the model is set shorter than the sequences.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlhf_modeling.stored import in_bf16, in_fp32
 
 
 def probe(model: LoadedModel, spec: ModelSpec) -> None:
-    """Choose the model's layout and the scale of its logits. The weights are whole, or gathered by hooks.
+    """Choose the model's layout and the scale of its logits. The weights must be whole, or gathered by hooks.
 
-    Raises ModelError where transformers cannot compute the model from token ids alone, a token's hidden state is not
-    finite or depends on later tokens, or the logits are not those of the head, scaled and capped.
+    Raises ModelError if transformers cannot compute the model from token ids alone, if a token's hidden state is not
+    finite or depends on later tokens, or if the logits are not the head's logits, scaled and capped.
     """
     model.layout, model.boundaries, model.notes = "alone", False, ()
     attach_images(model, spec)
@@ -78,7 +78,7 @@ def probe(model: LoadedModel, spec: ModelSpec) -> None:
 
 @torch.no_grad()
 def _require_storage(model: LoadedModel, spec: ModelSpec, ids_T: Tensor) -> None:
-    """Raises CapabilityError where the model's code cannot compute with weights that are stored in bf16."""
+    """Raises CapabilityError if the model's code cannot compute with weights that are stored in bf16."""
     try:
         with torch.autocast(ids_T.device.type, torch.bfloat16):
             _hidden(model, ids_T)
@@ -102,7 +102,8 @@ def _hidden(model: LoadedModel, ids_T: Tensor) -> Tensor:
 
 
 def _choose(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
-    """Set the fastest layout that gives ``want_NH``. Returns why faster layouts do not, empty where all do."""
+    """Set the fastest layout that gives ``want_NH``. Returns why faster layouts do not; empty if the fastest one
+    does."""
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
     position_N = torch.cat([torch.arange(n, device=ids_N.device) for n in lens])
     reason = ""
@@ -132,9 +133,9 @@ def _choose(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
 
 
 def _choose_attention(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> None:
-    """Set ``sdpa`` where the model accepts it and it is correct, else eager attention.
+    """Set ``sdpa`` if the model accepts it and it is correct, else eager attention.
 
-    Raises ModelError where sequences of equal length in one call give other hidden states than each alone.
+    Raises ModelError if sequences of equal length in one call give other hidden states than each sequence alone.
     """
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
     if use_attention(model.module, "sdpa") and not wrong(model.hidden(ids_N, ids_N, lens), want_NH):
@@ -149,7 +150,7 @@ def _choose_attention(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -
 
 
 def _image_truth(model: LoadedModel, rows: list[Tensor]) -> Tensor | None:
-    """fp32 [T, H] of a sequence with an image, by the model's own forward pass; None where it reads none."""
+    """fp32 [T, H] of a sequence with an image, by the model's own forward pass. None if the model reads no images."""
     if model.images is None:
         return None
     try:
@@ -160,7 +161,8 @@ def _image_truth(model: LoadedModel, rows: list[Tensor]) -> Tensor | None:
 
 
 def _check_images(model: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> None:
-    """Unset :attr:`LoadedModel.images` where a sequence with an image gets other hidden states in a row with others."""
+    """Unset :attr:`LoadedModel.images` if a sequence with an image gets other hidden states in a row with other
+    sequences."""
     try:
         hidden = packed_with_text(model, rows, *image_sequence(model, rows))
         share = max(share_off(got_TH, want_TH) for got_TH in hidden)
@@ -173,11 +175,11 @@ def _check_images(model: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> No
 
 
 def _attempt(model: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
-    """What is wrong with ``compute`` under packed attention; empty where it is correct."""
+    """What is wrong with ``compute`` under packed attention; empty if it is correct."""
     try:
         use_packed_attention(model.module)
         share = share_off(compute(), want_NH)
-    except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
+    except Exception as cause:  # any exception: some classes of transformers expect other arguments or shapes
         return _describe(cause)
     return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
 
@@ -191,7 +193,7 @@ def _describe(cause: Exception) -> str:
 
 
 def _draws(model: LoadedModel, ids_T: Tensor) -> bool:
-    """Whether the model draws random numbers in training: two seeds give different results."""
+    """Whether the model draws random numbers in training, so that two seeds give different results."""
     training = [part for part in model.module.modules() if part.training]
     model.module.train()
 
@@ -231,9 +233,9 @@ def _write_notes(model: LoadedModel, spec: ModelSpec, reason: str) -> None:
 
 
 def find_logit_scale(model: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bool:
-    """Set ``loaded.logit_scale``, and no ``softcap`` where the config has one that the model's class does not apply
-    (LLaVA's, of a text part with one). Returns False where no factor turns the head's logits into the model's, or the
-    head reads something else than the hidden states.
+    """Set ``loaded.logit_scale``. Unset ``softcap`` if the config has one that the model's class does not apply (such
+    as LLaVA with a text part that has one). Returns False if no factor turns the head's logits into the model's logits,
+    or if the head reads something other than the hidden states.
 
     Args:
         hidden_TH: the body's hidden states of ``ids_T``.
@@ -251,7 +253,7 @@ def find_logit_scale(model: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bo
 
 
 def _nearest_of_config(model: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -> float:
-    """The number in the config, or the inverse of one, that is nearest to the measured factor."""
+    """The number in the config, or the inverse of one, that is closest to the measured factor."""
     plain_TV, cap = model.head(hidden_TH).float(), model.softcap
     if cap is not None:
         want_TV = cap * torch.atanh((want_TV / cap).clamp(-0.999999, 0.999999))

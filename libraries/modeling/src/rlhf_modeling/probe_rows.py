@@ -1,4 +1,5 @@
-"""The sequences on which a loaded model is compared with another way of computing it, and when that way is wrong."""
+"""The sequences on which a loaded model is compared with another way of computing it, and the criterion of the
+comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from rlhf_modeling.loaded import LoadedModel
 
 TOLERANCE = 1e-3
-"""A token's hidden state is wrong where it differs by more than this share of its norm. Another order of summation
+"""A token's hidden state is wrong if it differs by more than this share of its norm. A different order of summation
 gives 1e-6 to 1e-5; a leak from another sequence gives 1e-2 and more."""
 MOST_OFF = 1 / 8
 """A larger share of wrong tokens is an error. Rounding may send a single token to another expert."""
@@ -49,7 +50,7 @@ def probe_rows(model: LoadedModel) -> list[Tensor]:
 
 @contextmanager
 def short_lengths(module: nn.Module) -> Iterator[None]:
-    """Every window and chunk of attention, in configs and modules, has :data:`SHORT` tokens inside."""
+    """Context in which every window and chunk of attention, in configs and modules, has :data:`SHORT` tokens."""
     from transformers import PreTrainedModel
 
     holders: dict[int, Any] = {id(part): part for part in module.modules()}
@@ -71,11 +72,11 @@ def short_lengths(module: nn.Module) -> Iterator[None]:
 
 
 def wrong(got_NH: Tensor, want_NH: Tensor) -> bool:
-    """Whether more tokens than rounding explains have other hidden states."""
+    """Whether more tokens have different hidden states than rounding explains."""
     return share_off(got_NH, want_NH) > MOST_OFF
 
 
 def share_off(got_NH: Tensor, want_NH: Tensor) -> float:
     """The share of tokens whose hidden states are wrong (:data:`TOLERANCE`)."""
-    close_N = (got_NH.float() - want_NH).norm(dim=-1) <= TOLERANCE * want_NH.norm(dim=-1)  # False of NaN
+    close_N = (got_NH.float() - want_NH).norm(dim=-1) <= TOLERANCE * want_NH.norm(dim=-1)  # False for NaN
     return 1.0 - float(close_N.float().mean())

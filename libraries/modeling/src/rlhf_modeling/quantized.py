@@ -1,7 +1,7 @@
-"""Linear layers whose frozen weights are kept in 4 or 8 bits, through bitsandbytes.
+"""Linear layers with frozen weights in 4 or 8 bits, through bitsandbytes.
 
-bitsandbytes gives the formats; the products are torch's, with the dequantised weight. So a layer computes the same on
-every device, and what generators and exports get is exactly the weight that was trained with.
+bitsandbytes provides the formats; torch computes the products with the dequantised weight. So a layer computes the same
+on every device, and generators and exports get exactly the weight that was used in training.
 
 Shape suffixes: N tokens, I inputs and O outputs of a layer.
 """
@@ -22,7 +22,7 @@ from rlhf_modeling.adapters import NAME, adaptable
 
 Format = Literal["nf4", "int8"]
 BYTES: dict[Format, float] = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
-"""Bytes per weight. NF4 has one scale of 8 bits for 64 weights, and one of 32 bits for 256 of those."""
+"""Bytes per weight. NF4 has one 8-bit scale per 64 weights, and one 32-bit scale per 256 of those."""
 
 
 class QuantizedLinear(nn.Module):
@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Module):
 
     Args:
         linear: the layer to replace.
-        device: where the quantised weight is made and stays.
+        device: the device on which the weight is quantised and stays.
     """
 
     def __init__(self, linear: nn.Linear, kind: Format, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[O, I] in the number format of the layer that was replaced, dequantised anew at every call."""
+        """[O, I] in the number format of the replaced layer. It is dequantised again at every call."""
         functional, values = _functional(), self._values
         weight_OI: Tensor = (functional.dequantize_4bit if self.kind == "nf4" else functional.int8_vectorwise_dequant)(
             *values
@@ -60,12 +60,12 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T. The weight is dequantised again in the backward pass, so that no layer's is kept until then."""
+    """x W^T. The weight is dequantised again in the backward pass, so that no dequantised weight is kept until then."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, x_NI.dtype
-        return F.linear(x_NI, layer.weight.to(x_NI.dtype))  # autocast casts both, where it is on
+        return F.linear(x_NI, layer.weight.to(x_NI.dtype))  # under autocast, both are cast
 
     @staticmethod
     @once_differentiable
@@ -74,9 +74,9 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_layers(module: nn.Module, names: Collection[str], kind: Format, device: torch.device) -> None:
-    """Replace the linear layers ``names``, or the layers below their adapters, one at a time.
+    """Replace the linear layers ``names``, or the layers under their adapters, one at a time.
 
-    A magnitude of DoRA becomes the length of the dequantised row, so that adapters start without effect.
+    A magnitude of DoRA becomes the length of the dequantised row, so that adapters initially have no effect.
     """
     for name in names:
         layer: Any = module.get_submodule(name)
@@ -92,22 +92,22 @@ def quantize_layers(module: nn.Module, names: Collection[str], kind: Format, dev
 
 
 def quantizable(module: nn.Module, head: nn.Module | None, saved: Collection[str]) -> list[str]:
-    """Names of the linear layers that are frozen: all but the head and those in modules that are trained whole."""
+    """Names of the frozen linear layers: all except the head and the layers in fully trained modules."""
     prefixes = tuple(f"{name}." for name in saved)
     return [name for name, _ in adaptable(module, head) if not f"{name}.".startswith(prefixes)]
 
 
 def require_quantization(option: str, kind: Format, device: torch.device) -> None:
-    """Raises ConfigError where bitsandbytes is absent or cannot quantise on ``device``.
+    """Raises ConfigError if bitsandbytes is absent or cannot quantise on ``device``.
 
     Args:
-        option: what asks for it, for the message.
+        option: the option that needs it, for the message.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option} needs bitsandbytes: pip install bitsandbytes, or leave it out")
     try:
         _quantized(torch.ones(2, 64, device=device), kind)
-    except Exception as cause:  # any exception: a library without kernels for this device raises what it likes
+    except Exception as cause:  # any exception: a library without kernels for this device may raise anything
         raise ConfigError(
             f"{option}: bitsandbytes cannot quantise on {device.type} here "
             f"({type(cause).__name__}: {cause}). Leave it out."
@@ -119,7 +119,7 @@ def _quantized(weight_OI: Tensor, kind: Format) -> tuple[Any, Any]:
     if kind == "nf4":
         values, state = functional.quantize_4bit(weight_OI, quant_type="nf4", compress_statistics=True)
         return values, state
-    values, scale_O, _ = functional.int8_vectorwise_quant(weight_OI.to(torch.float16))  # a GPU takes fp16 only
+    values, scale_O, _ = functional.int8_vectorwise_quant(weight_OI.to(torch.float16))  # a GPU accepts only fp16
     return values, scale_O
 
 

@@ -1,4 +1,4 @@
-"""Learning rates as a pure function of the optimizer step, so that a checkpoint needs only the step."""
+"""Learning rates as a pure function of the optimizer step. A checkpoint needs only the step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ENDLESS = ("constant", "inverse_sqrt")
 class RateSchedule:
     """``factor(step)`` in [0, 1] multiplies the peak rate; ``step`` counts optimizer steps from 0.
 
-    Skipped steps count, and so do steps that the run had scheduled but did not take (``Trainer.skip_updates``). So the
-    schedule always ends with the run.
+    Skipped steps count, and so do scheduled steps that the run did not take (``Trainer.skip_updates``). So the schedule
+    always ends with the run.
     """
 
     def __init__(self, config: TrainingConfig, total: int) -> None:

@@ -1,12 +1,12 @@
 """Rotary embeddings whose frequencies depend on the length of the sequence: ``longrope`` and ``dynamic``.
 
-transformers chooses the frequencies of one call by the largest position in it. So a sequence of one class must not be
-computed in a call with a sequence of another class (:meth:`LengthRope.kind`).
+transformers chooses the frequencies of a call by its largest position. So sequences of different kinds must not be
+computed in one call (:meth:`LengthRope.kind`).
 
 ``longrope`` (Ding et al. 2024, arXiv:2402.13753; Phi-3 with 128k, Phi-4-mini): one set of frequencies up to the
-original length, another set beyond it. ``dynamic`` (NTK-aware scaling): beyond the original length each length has
-frequencies of its own, and transformers keeps those of the longest sequence so far for later ones.
-:meth:`LengthRope.forgotten` resets that, so that a sequence's result does not depend on earlier calls.
+original length, another set beyond it. ``dynamic`` (NTK-aware scaling): beyond the original length, each length has
+different frequencies, and transformers reuses the frequencies of the longest sequence so far.
+:meth:`LengthRope.forgotten` resets them, so that a sequence's result does not depend on earlier calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LengthRope:
 
     @contextmanager
     def forgotten(self) -> Iterator[None]:
-        """Forget the longest sequence so far, inside and afterwards."""
+        """Forget the longest sequence so far, at the start and at the end of the context."""
         self._forget()
         try:
             yield
@@ -52,7 +52,7 @@ class LengthRope:
 
 
 def length_rope(model: nn.Module) -> LengthRope | None:
-    """The length-dependent rotary embeddings of ``model``; None where there are none."""
+    """The length-dependent rotary embeddings of ``model``; None if there are none."""
     lengths: list[int] = []
     dynamic: list[Any] = []
     module: Any

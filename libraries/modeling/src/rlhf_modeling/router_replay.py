@@ -1,11 +1,11 @@
 """Router replay of a mixture of experts: tokens go to experts that were recorded when they were sampled (R3, Ma et al.
-2025, arXiv:2510.11370), in every forward pass, also where gradient checkpointing computes a layer again.
+2025, arXiv:2510.11370). This applies to every forward pass, also when gradient checkpointing recomputes a layer.
 
-A router chooses by ``torch.topk`` of its scores and weighs the experts by the scores of those that it chose. Here the
-result of that call is replaced: the recorded indices, and the router's own scores at these indices. So the router's own
-code makes the weights of them, with gradients, whatever its formula is. Tokens without a record keep their own choice,
-bit for bit. A router must therefore return (logits, weights, indices) and call ``topk`` once; :func:`expert_layers`
-tries each class on random numbers, and refuses others.
+A router chooses experts by ``torch.topk`` of its scores, and weights them by the chosen scores. Here the result of that
+call is replaced by the recorded indices and the router's own scores at these indices. So the router's own code computes
+the weights, with gradients, whatever its formula is. Tokens without a record keep the router's choice, bit for bit. A
+router must therefore return (logits, weights, indices) and call ``topk`` once; :func:`expert_layers` tests each class
+on random numbers and refuses others.
 
 Deviation from the paper: tokens without a record (the last one of an answer, a context that the engine did not report)
 are routed by the trainer. They are counted.
@@ -33,12 +33,12 @@ from rlhf_modeling.experts import router_classes
 
 _choices: ContextVar[Tensor | None] = ContextVar("rlhf_expert_choices", default=None)
 _TOKENS = 16
-"""Of the trial of a router."""
+"""Number of tokens in the test of a router."""
 
 
 @contextmanager
 def replayed(choices_MLK: Tensor | None) -> Iterator[None]:
-    """Inside, :class:`Routers` send the M tokens to these experts; negative numbers: to those that they choose."""
+    """Context in which :class:`Routers` send the M tokens to these experts. Negative numbers: the routers choose."""
     token = _choices.set(choices_MLK)
     try:
         yield
@@ -73,8 +73,8 @@ class Routers:
 
     @contextmanager
     def recorded(self) -> Iterator[Callable[[], Tensor]]:
-        """Inside, each forward pass is recorded. Yields a function that gives the choices of the latest one, int64
-        [M, L, K]."""
+        """Context in which each forward pass is recorded. Yields a function that returns the choices of the latest one,
+        int64 [M, L, K]."""
         recorded: dict[int, Tensor] = {}
         self._recorded = recorded
         try:
@@ -84,7 +84,7 @@ class Routers:
 
 
 class _Choice(TorchFunctionMode):
-    """Inside, ``topk`` gives these indices."""
+    """Context in which ``topk`` returns these indices."""
 
     calls = 0
 
@@ -108,8 +108,8 @@ class _Choice(TorchFunctionMode):
 
 
 def expert_layers(module: nn.Module) -> ExpertLayers:
-    """The layers with experts of a model, which may be on the meta device. Raises CapabilityError where it has none, or
-    a router whose choices cannot be replaced."""
+    """The layers with experts of a model, which may be on the meta device. Raises CapabilityError if it has no experts,
+    or a router whose choices cannot be replaced."""
     model, routers = type(module).__name__, _routers(module)
     if not routers:
         raise CapabilityError(
@@ -137,7 +137,7 @@ def _routers(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _sizes(router: nn.Module, model: str, hidden: int) -> tuple[int, int]:
-    """(experts, experts of a token), of a trial on random numbers."""
+    """(number of experts, experts per token), from a test on random numbers."""
     draw = torch.Generator().manual_seed(0)
     copy = deepcopy(router).to_empty(device="cpu").float().eval()
     for tensor in (*copy.parameters(), *copy.buffers()):

@@ -1,4 +1,4 @@
-"""Attention of packed sequences by ``scaled_dot_product_attention``: one call per run of sequences of one shape.
+"""Attention of packed sequences by ``scaled_dot_product_attention``: one call per run of sequences with equal shapes.
 
 Shape suffixes: N tokens (those of ``q``, ``k``, ``v``), L of them in these sequences, G sequences of a run, T tokens of
 a sequence, Q <= T queries, H query heads, K key heads, D head size.
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from rlhf_modeling.shared_prefixes import Stretch, take_rows
 
 MASKED = 0.65
-"""Where a sequence has a smaller share of own tokens than this, masked attention of the own tokens is faster than
-causal attention of all its tokens, which skips half of the work (measured: a CPU, 300 to 1000 tokens). On a GPU a mask
-excludes the fast kernels, so all tokens are computed there."""
+"""If a sequence's own tokens are a smaller share than this, masked attention of only these tokens is faster than causal
+attention of all tokens, which skips half of the work (measured: a CPU, 300 to 1000 tokens). On a GPU a mask excludes
+the fast kernels, so all tokens are computed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SequenceRun:
     skip: int
     """Tokens of the shared prefix, which are computed with another sequence."""
     first: int
-    """Position of the first query: ``skip``, or 0 where queries of the prefix are computed too, and dropped."""
+    """Position of the first query: ``skip``, or 0 if queries of the prefix are also computed, and dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class SequenceRuns:
     queries: Tensor | None
     """int64: the tokens whose queries are used, run after run; None: all N in order."""
     keys: Tensor | None
-    """The same of keys and values."""
+    """The same for keys and values."""
     own_L: Tensor
     """int64: the tokens that the result belongs to."""
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> SequenceRuns:
-    """Runs of these sequences; the arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`."""
+    """Runs of these sequences. Same arguments as :func:`rlhf_modeling.matmul_attention.lay_out`."""
     every_N = torch.arange(tokens, device=None if place is None else place.device)
     runs: list[list[Stretch]] = []
     for s in stretches:
@@ -111,7 +111,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: SequenceRuns, options: Opti
         return _softcapped(q, k, v, options, _band(layout, length, window, q))
     causal = window is None and queries == length
     if q.is_cuda and (not causal or q.dtype == torch.float32):
-        # torch's kernel without T x T scores takes no groups there (to torch 2.13): it would choose the plain one.
+        # There, torch's kernel without T x T scores does not accept groups (up to torch 2.13); it would fall back to
+        # the plain one.
         k, v = _repeated(q, k, v)
     return F.scaled_dot_product_attention(
         q,
@@ -136,13 +137,13 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, options: Options, seen_QT: Tens
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, H, T, D]: those of a group, once for each of its query heads."""
+    """Keys and values [G, H, T, D]: each is repeated for all query heads of its group."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
 def _band(layout: SequenceRuns, length: int, window: int | None, q: Tensor) -> Tensor:
-    """bool [Q, T]: token i sees j where i - window < j <= i."""
+    """bool [Q, T]: token i sees j if i - window < j <= i."""
     key = (length, window or length)
     if key not in layout.masks:
         i = torch.arange(length, device=q.device)

@@ -26,12 +26,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The tokens of one sequence that are computed for it: all tokens after the prefix that another one computes."""
+    """The tokens of one sequence that are computed for it: all tokens after the prefix that another sequence
+    computes."""
 
     start: int
     """Index of its first computed token among the M."""
     skip: int
-    """Tokens of the shared prefix; 0 if it shares nothing."""
+    """Number of tokens of the shared prefix; 0 if none is shared."""
     length: int
     """Tokens of the whole sequence; ``length - skip`` are computed."""
     first: int
@@ -47,9 +48,9 @@ class Shared:
     position_M: Tensor
     """int64: position of each computed token in its sequence."""
     place_N: Tensor
-    """int64: where each original token is computed."""
+    """int64: index of the computed token for each original token."""
     source_M: Tensor
-    """int64: an original token of each computed token."""
+    """int64: index of an original token for each computed token."""
     stretches: tuple[Stretch, ...]
     """In the order of the M tokens. A sequence whose tokens are all computed by others has no stretch."""
 
@@ -65,8 +66,8 @@ def share_prefixes(
     Args:
         ids_N: int64, on any device; the result is on the same device. On a GPU it waits for the values.
         lens: tokens of each sequence; they sum to N.
-        images_B: images of each sequence; empty: there are none.
-        experts_NLK: of each token, for models without images. Tokens that use different experts share nothing.
+        images_B: images of each sequence; empty: no images.
+        experts_NLK: experts of each token, for models without images. Tokens with different experts are not shared.
     """
     plain = ids_N.cpu()
     ids = content_ids(plain, lens, images_B) if experts_NLK is None else distinct_ids(plain, experts_NLK.cpu())
@@ -95,7 +96,7 @@ def share_prefixes(
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` along the first dimension. The gradient of a row that is taken several times is the sum.
+    """``x[index]`` along the first dimension. The gradient of a row that is read several times is the sum.
 
     On a CPU ``index_select`` takes half the time, forward and backward; on a GPU only indexing adds in a fixed order.
     """

@@ -1,5 +1,5 @@
-"""Checks a model's files before it is loaded, from its config and the headers of its weights. The messages are those of
-:mod:`rlhf_modeling.model`, which would find the same problem later."""
+"""Checks a model's files before it is loaded, from its config and the headers of its weights. The messages are the same
+as in :mod:`rlhf_modeling.model`, which would detect the same problem later."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
-    """Refuse adapters for a model without linear layers, names of modules that the model lacks, options of a vision
-    tower for a model without one, the experts' auxiliary loss for one without experts, and image-text models whose
-    class is not a decoder-only body with a head (BLIP-2, Florence-2).
+    """Refuse options that do not fit the model: adapters for a model without linear layers, names of modules that it
+    lacks, options of a vision tower for a model without one, the experts' auxiliary loss for a model without experts.
+    Also refuse image-text models whose class is not a decoder-only body with a head (BLIP-2, Florence-2).
 
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
     checked when it is loaded.
@@ -71,8 +71,8 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
 
 
 def replayed_layers(config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | None:
-    """The layers whose experts a trainer replays; None: ``router_replay`` is off, or the role is no trained language
-    model. Raises CapabilityError where the model is dense, has routers that cannot replay, or reads images."""
+    """The layers whose experts a trainer replays. None if ``router_replay`` is off, or if the role is not a trained
+    language model. Raises CapabilityError if the model is dense, has routers that cannot replay, or reads images."""
     if not (config.router_replay and spec.role.trained and spec.role.head == "lm"):
         return None
     if spec.images or is_image_text(spec):
@@ -92,7 +92,7 @@ def replayed_layers(config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | N
 
 @cache
 def skeleton(path: str, trust_remote_code: bool = False, images: bool = False) -> PreTrainedModel:
-    """The language model that ``config.json`` describes, on the meta device. Raises what transformers does.
+    """The language model that ``config.json`` describes, on the meta device. Raises errors of transformers.
 
     Args:
         images: the run has images.
@@ -109,11 +109,11 @@ def skeleton(path: str, trust_remote_code: bool = False, images: bool = False) -
 
 def check_files(spec: ModelSpec) -> None:
     """Refuse a folder whose config is of another kind of model than the role, or whose weights are missing, incomplete
-    or of other shapes than the config states, or whose configs could not be written with an export. Only the headers of
+    or of other shapes than in the config, or whose configs could not be written with an export. Only the headers of
     weights are read.
 
-    Names and shapes are compared where accelerate is installed (transformers needs it for a model without values), and
-    where the model's code is transformers' own. For a hub model that is not downloaded yet, only the config is checked.
+    Names and shapes are compared if accelerate is installed (transformers needs it for a model without values) and the
+    model's code is part of transformers. For a hub model that is not downloaded yet, only the config is checked.
 
     Raises ModelError.
     """

@@ -1,4 +1,4 @@
-"""A trainer's state on disk: safetensors for tensors, JSON for the rest, no pickle."""
+"""A trainer's state on disk: tensors in safetensors, the rest in JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SavedFacts(SavedPart):
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by Hugging Face name, tied ones once, in a fixed order."""
+    """Parameters and persistent buffers by Hugging Face name, in a fixed order. Tied tensors occur once."""
     keys: set[int] = set()
     tensors = {}
     for name, tensor in module.state_dict().items():
@@ -45,7 +45,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def write(path: Path, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> None:
-    """``<name>.safetensors`` per entry, then ``trainer.json``. The caller makes the folder appear atomically."""
+    """Write ``<name>.safetensors`` per entry, then ``trainer.json``. The caller makes the folder appear atomically."""
     path.mkdir(parents=True, exist_ok=True)
     for name, tensors in files.items():
         save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path / f"{name}.safetensors")
@@ -54,7 +54,7 @@ def write(path: Path, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """``trainer.json`` of a trainer's folder. Raises CheckpointError where a field is missing or of another type."""
+    """``trainer.json`` of a trainer's folder. Raises CheckpointError if a field is missing or of another type."""
     try:
         facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as cause:
@@ -74,8 +74,8 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def check_values(target: Mapping[str, Tensor], source: Mapping[str, Tensor], label: Path | str) -> None:
-    """Raises CheckpointError where a tensor of the file has another number format than the tensor that it is copied to,
-    which torch would convert without a message, or holds NaN or infinity that a model of this kind does not have."""
+    """Raises CheckpointError for a tensor of the file with another number format than its target, which torch would
+    convert silently. Also for a tensor with NaN or infinity that a model of this kind does not have."""
     wrong = [
         f"{name}: a tensor of {source[name].dtype}, expected {tensor.dtype}."
         for name, tensor in target.items()
@@ -83,14 +83,14 @@ def check_values(target: Mapping[str, Tensor], source: Mapping[str, Tensor], lab
     ]
     if wrong:
         refuse(label, *wrong[:3])
-    for name, tensor in target.items():  # a buffer may hold infinities, such as those of a mask
+    for name, tensor in target.items():  # a buffer may hold infinities, such as a mask
         if name in source and (problem := not_finite(source[name])) and not not_finite(tensor):
             refuse(label, f"{name}: {problem}.")
 
 
 def not_finite(tensor: Tensor) -> str:
-    """How many values of a tensor are NaN or infinite, in words; empty if none is. A run skips updates with such
-    gradients, so it does not save such values."""
+    """A text with the number of NaN or infinite values of a tensor; empty if there are none. A run skips updates with
+    such gradients, so it does not save such values."""
     if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
         return ""
     return f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} values are NaN or infinite"
@@ -98,7 +98,7 @@ def not_finite(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], label: str) -> None:
-    """Copy each given tensor into the tensor of the same name in ``target``. Names and shapes must be the same."""
+    """Copy each source tensor into the tensor of the same name in ``target``. Names and shapes must be the same."""
     if target.keys() != source.keys():
         missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Stop strings: finding them while tokens arrive one at a time."""
+"""Detects stop strings while tokens arrive one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class StopScanner:
         self._keep = max(map(len, stops)) - 1
         self._ids: list[int] = []
         self._context = 0
-        """``ids[context:end]`` is decoded again with new tokens: a token's text can depend on the token before it."""
+        """Start of the tokens that are decoded again with new tokens (``ids[context:end]``), because a token's text can
+        depend on the token before it."""
         self._end = 0
         self._tail = ""
         """The last characters seen, one fewer than the longest stop string."""

@@ -13,13 +13,13 @@ from rlhf_modeling.config import TrainingConfig
 class Storage:
     """Where a rank keeps weights, gradients and optimizer state. The default is a whole fp32 copy and AdamW.
 
-    ``*_ranks``: the ranks that one copy is divided over. ``*_bytes``: bytes per parameter before that division.
+    ``*_ranks``: number of ranks over which one copy is divided. ``*_bytes``: bytes per parameter before this division.
     """
 
     weight_ranks: int = 1
     weight_bytes: float = 4.0
     read_bytes: float = 0.0
-    """Bytes of a weight while the model is read, if that is more than ``weight_bytes``."""
+    """Bytes per weight while the model is read, if more than ``weight_bytes``."""
     gradient_ranks: int = 1
     gradient_bytes: float = 4.0
     optimizer_ranks: int = 1
@@ -28,26 +28,26 @@ class Storage:
     matrix_saving: float = 0.0
     """Bytes per parameter that an optimizer of matrices saves on each of them (Muon: one moment instead of two)."""
     step: int = 0
-    """Bytes that the optimizer's step needs for a moment."""
+    """Bytes that the optimizer's step needs temporarily."""
     layer_ranks: int = 1
-    """Ranks that divide every layer among them (tensor parallel). Embedding and head are whole on each."""
+    """Number of ranks that divide every layer (tensor parallel). Embedding and head are whole on each."""
     second_ranks: int = 0
-    """Ranks that a second copy of the weights is divided over; 0: there is none."""
+    """Number of ranks over which a second copy of the weights is divided; 0: no second copy."""
     gathered: int = 0
     """Bytes of other ranks' weights that a rank holds while it computes."""
     buffers: int = 0
     """Bytes of communication buffers, whatever the model's size."""
     making_bytes: float = 0.0
-    """Bytes per trained parameter that exist beside the weights while the trainer makes its buffers."""
+    """Bytes per trained parameter that exist beside the weights while the trainer creates its buffers."""
     keeps_gradients: bool = False
-    """Gradient buffers exist between steps too."""
+    """Gradient buffers also exist between steps."""
     frees_gradients: bool = False
-    """A step begins without gradients. In the backward pass of its first micro-batch each layer's gradients are made
-    when those of its activations that are needed no more are freed."""
+    """A step begins without gradients. In the backward pass of its first micro-batch, each layer's gradients are
+    allocated when its activations that are no longer needed are freed."""
     whole_at_load: bool = False
     """Each rank reads the whole model in host memory and keeps its part."""
     host_weights: bool = False
-    """The weights live in host memory; layers are brought to the device one by one."""
+    """The weights are in host memory; layers are moved to the device one by one."""
     host_optimizer: bool = False
     """Optimizer state and gradients live in host memory."""
     offloads: bool = False

@@ -1,9 +1,8 @@
 """Models whose weights are stored in bf16 (``ModelSpec.storage``).
 
-They compute under autocast, like fp32 weights do. Autocast rounds fp32 weights to bf16 before every matrix product, so
-the products are the same. Everything else is computed in fp32 from the stored values: the residual stream, norms, and
-the head's logits. So a model that is stored in bf16 computes bit for bit what it computes if the same values are stored
-in fp32.
+They compute under autocast, like models with fp32 weights. Autocast rounds fp32 weights to bf16 before every matrix
+product, so the products are the same. Everything else is computed in fp32 from the stored values: the residual stream,
+norms, and the head's logits. So the results are bit-equal to those of the same values stored in fp32.
 
 Autocast does not cover all of this: embeddings would start a bf16 residual stream, norms would
 compute in bf16 or refuse mixed formats, and the probes of a model run without autocast.
@@ -34,12 +33,12 @@ _UNMIXED = frozenset(
         "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm", "addmm_",
     }
 )  # fmt: skip
-"""Functions of torch that do not take tensors of several number formats. Others promote them."""
+"""Functions of torch that do not accept tensors of several number formats. Others promote them."""
 _DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 def check_storage(spec: ModelSpec) -> None:
-    """Raises ConfigError where ``spec.storage`` is not known, or does not go with ``spec.dtype``."""
+    """Raises ConfigError if ``spec.storage`` is unknown, or does not fit ``spec.dtype``."""
     if spec.storage not in DTYPES:
         raise ConfigError(f"storage = {spec.storage!r} is not known: use 'fp32' or 'bf16'")
     if spec.storage == "bf16" and spec.dtype == "fp32":
@@ -59,7 +58,7 @@ def widen(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Embedding:
             part.forward = partial(_rows, part)  # type: ignore[method-assign]
-        elif isinstance(part, nn.Embedding):  # a subclass with a forward of its own (scaled, learned positions)
+        elif isinstance(part, nn.Embedding):  # a subclass with a custom forward (scaled, learned positions)
             part.register_forward_hook(lambda _, __, out: out.float())
         elif _is_norm(part):
             part.forward = partial(_normed, part, part.forward)
@@ -91,7 +90,7 @@ class _TableRows(torch.autograd.Function):
 def _is_norm(part: nn.Module) -> bool:
     """A module that owns vectors only, such as a norm's weight and bias."""
     owned = [p for p in part._parameters.values() if p is not None]
-    shapes = [getattr(p, "ds_shape", p.shape) for p in owned]  # ds_shape: whole, where weights are divided
+    shapes = [getattr(p, "ds_shape", p.shape) for p in owned]  # ds_shape: the whole shape, if weights are divided
     return bool(owned) and not part._modules and all(len(shape) == 1 for shape in shapes)
 
 
@@ -108,8 +107,8 @@ def _normed(norm: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def head_product(head: nn.Linear, fp32: HeadFp32) -> Callable[[Tensor], Tensor] | None:
-    """The product with a head's weights in another precision than theirs; None: the head's own product serves. The
-    weights are converted once here, so that chunks of tokens add their gradients in fp32.
+    """The product with a head's weights in a different precision; None: use the head's own product. The weights are
+    converted once here, so that chunks of tokens add their gradients in fp32.
 
     Args:
         fp32: ``trainer.head_fp32``. ``"sums"`` has an effect under autocast.
@@ -131,7 +130,7 @@ def head_product(head: nn.Linear, fp32: HeadFp32) -> Callable[[Tensor], Tensor] 
 
 
 class _RoundedProduct(torch.autograd.Function):
-    """Factors are rounded to bf16, in the backward pass too; sums and results are fp32."""
+    """Rounds the factors to bf16, also in the backward pass; sums and results are fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden_CH: Tensor, weight_VH: Tensor, rounded_VH: Tensor) -> Tensor:
@@ -150,13 +149,13 @@ class _RoundedProduct(torch.autograd.Function):
 
 
 def fp32_sums(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 product of bf16 matrices. torch has none on a CPU, so they are converted there: products of two bf16 numbers
-    are exact in fp32."""
+    """fp32 product of bf16 matrices. torch does not have it on a CPU. The matrices are converted there, because
+    products of two bf16 numbers are exact in fp32."""
     return torch.mm(a.float(), b.float()) if a.device.type == "cpu" else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def in_fp32(module: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, without autocast, a model that is stored in bf16 computes in fp32. For probes."""
+    """Context, without autocast, in which a model that is stored in bf16 computes in fp32. For probes."""
     return _InFp32() if in_bf16(module) else nullcontext()
 
 

@@ -1,15 +1,15 @@
 """A packed row whose tokens are divided over ranks (sequence parallel).
 
 Every rank of the group gets the same micro-batch and computes its own part of the row's tokens: embeddings, norms,
-feed-forward layers and heads. Only attention reads other tokens. Around it, one exchange gives each rank all tokens of
-some heads, and a second one gives all heads of its own tokens back (DeepSpeed-Ulysses, Jacobs et al. 2023,
-arXiv:2309.14509). So the attention function sees a whole row, with the lengths of its sequences, and fewer heads.
+feed-forward layers and heads. Only attention reads other tokens. Before it, one exchange gives each rank all tokens of
+some heads; after it, a second exchange returns all heads of the rank's own tokens (DeepSpeed-Ulysses, Jacobs et al.
+2023, arXiv:2309.14509). So the attention function sees a whole row, with the lengths of its sequences, but fewer heads.
 
-Each rank computes the same loss from the outputs of all tokens (:meth:`RowPart.assemble`), whose backward pass takes
-the gradients of its own tokens. So a rank's gradients of weights are parts of a sum over the ranks of the group.
+Each rank computes the same loss from the outputs of all tokens (:meth:`RowPart.assemble`). The backward pass selects
+the gradients of the rank's own tokens. So a rank's gradients of weights are parts of a sum over the ranks of the group.
 
 Shape suffixes: M computed tokens of the row, P <= M tokens of this rank's part, R ranks, H query heads, K key heads, D
-head size, F width of what one rank gets of a token's queries, keys and values, A outputs.
+head size, F width of one rank's share of a token's queries, keys and values, A outputs.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from rlhf_modeling.shared_prefixes import Shared
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """The ranks that divide rows among them."""
+    """The ranks that divide rows."""
 
     group: Any
-    """Their process group."""
+    """Process group of the ranks."""
     rank: int
-    """The place of this rank among them."""
+    """Index of this rank in the group."""
     ranks: int
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """This rank's part of one row: neighbouring tokens, on every rank at least one."""
+    """This rank's part of one row: adjacent tokens, at least one on every rank."""
 
     token_group: TokenGroup
     tokens: int
-    """M, at least one for each rank."""
+    """M, the number of tokens; at least one per rank."""
 
     def __post_init__(self) -> None:
         assert self.tokens >= self.token_group.ranks
 
     @cached_property
     def sizes(self) -> list[int]:
-        """[R]: tokens of each rank; they differ by one at most."""
+        """[R]: number of tokens of each rank; they differ by at most one."""
         ends = [self.tokens * r // self.token_group.ranks for r in range(self.token_group.ranks + 1)]
         return [end - start for start, end in pairwise(ends)]
 
@@ -73,12 +73,12 @@ class RowPart:
         return x_M[self.start : self.start + self.local_tokens]
 
     def among_own(self, source_A: Tensor) -> Tensor:
-        """int64: those of A rows of the row that are in this part, as indices of ``source_A``."""
+        """int64: indices into ``source_A`` of the rows that are in this part."""
         return ((source_A >= self.start) & (source_A < self.start + self.local_tokens)).nonzero()[:, 0]
 
     def assemble(self, outputs_A: Tensor, index_A: Tensor, count: int) -> Tensor:
-        """[count, ...]: the outputs of all ranks. ``outputs_A`` are this rank's, at the indices ``index_A``; each index
-        is on one rank. The gradient of ``outputs_A`` is that of the same places."""
+        """[count, ...]: the outputs of all ranks. ``outputs_A`` are this rank's outputs, at the indices ``index_A``;
+        each index is on one rank. ``outputs_A`` gets the gradient at the same indices."""
         assembled: Tensor = _Assemble.apply(outputs_A, index_A, count, self.token_group.group)
         return assembled
 
@@ -90,8 +90,8 @@ class RowPart:
     # --------------------------------------------------------------------------------------- attention
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, H, P, D] -> [1, H / R, M, D]; keys and values in the same way. Where R does not divide the key heads,
-        each is repeated for the ranks whose query heads read it. All three are of one dtype."""
+        """[1, H, P, D] -> [1, H / R, M, D]; the same for keys and values. If R does not divide the number of key heads,
+        each key head is repeated for the ranks whose query heads read it. All three have the same dtype."""
         ranks, heads = self.token_group.ranks, q.shape[1]
         repeats = math.lcm(k.shape[1], ranks) // k.shape[1]
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
@@ -154,8 +154,8 @@ def heads_refused(name: str, heads: int, ranks: int) -> str:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: ``to_ranks[r]`` of them to rank r, ``from_ranks[r]`` from it. The backward pass sends the
-    gradients back."""
+    """All-to-all exchange of rows: sends ``to_ranks[r]`` rows to rank r and receives ``from_ranks[r]`` from it. The
+    backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Any) -> Tensor:

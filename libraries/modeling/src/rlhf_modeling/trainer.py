@@ -1,6 +1,6 @@
 """The common part of trainers of transformers models: packed forward, outputs of heads, backward per micro-batch.
 
-A subclass holds the optimizer, takes its steps, and reads and writes weights, state and exports.
+A subclass holds and steps the optimizer, and reads and writes weights, state and exports.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         return separable_adapters(config.lora, spec) if spec.role.trained and config.lora is not None else None
 
     def prepare(self, model: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
-        """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
+        """Use a loaded model. A subclass calls this method once in its constructor, before it creates an optimizer."""
         self.spec, self.device, self.loaded_model = spec, device, model
         model.device = device
         self.precision: Precision = precision_of(spec, device)
@@ -149,8 +149,8 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         self.noise = None if alpha is None else EmbeddingNoise(model, alpha)
 
     def choose_kernel(self) -> None:
-        """Choose the kernel of attention, after the model was probed. Raises CapabilityError where an option names one
-        and this model is not packed, or ``flash`` computes something else on this device than ``sdpa``."""
+        """Choose the attention kernel, after the model was probed. Raises CapabilityError if an option names a kernel
+        but this model is not packed, or if ``flash`` and ``sdpa`` give different results on this device."""
         model, kernel, name = self.loaded_model, self.config.attention, type(self.loaded_model.module).__name__
         if kernel != "auto" and model.layout == "alone":
             raise CapabilityError(
@@ -192,7 +192,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         )
 
     def _flops(self) -> Flops | None:
-        """Only of a trained role, on the rank whose facts are read."""
+        """The FLOPs of a trained role, on the rank whose facts are read."""
         if not self.spec.role.trained or self.spec.rank != 0:
             return None
         return count_flops(self.spec, self.loaded_model.head.out_features, self.config.lora is not None)
@@ -283,8 +283,8 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         return sums
 
     def _with_pixels(self, micros: Sequence[Batch]) -> Iterator[Batch]:
-        """``micros``. While one is computed, a thread computes the pixels of the next one's images. The caller asks for
-        the next one when it is computed."""
+        """``micros``. While one micro-batch is computed, a thread computes the pixels of the next one's images. The
+        caller requests the next one after computing."""
         for number, micro in enumerate(micros):
             if self.loaded_model.images is not None:
                 for upcoming in micros[number : number + 2]:
@@ -294,7 +294,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
                 self.progress(number + 1, len(micros))
 
     def _backward(self, total: Tensor, last: bool) -> None:
-        """Add the gradients of ``total``; ``last``: no micro-batch follows before the step."""
+        """Add the gradients of ``total``. ``last``: this is the last micro-batch before the step."""
         if not self._bad_loss and total.requires_grad:
             total.backward()
 
@@ -303,13 +303,13 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             return self.packed(batch, resolved)
 
     def _casts(self, micros: int, backward: bool) -> AbstractContextManager[Any]:
-        """Inside, ``micros`` micro-batches may share the bf16 copies that autocast makes of weights. With a
-        ``backward`` pass the weights get gradients."""
+        """Context in which ``micros`` micro-batches may share autocast's bf16 copies of weights. With a ``backward``
+        pass the weights get gradients."""
         return nullcontext()
 
     def _set_training(self, training: bool) -> None:
-        """``module.train(training)``, which sets the mode module by module through ``__setattr__``: that takes as long
-        as a tenth of a small model's forward pass."""
+        """Replaces ``module.train(training)``, which sets the mode of each module through ``__setattr__``. That takes
+        as long as a tenth of a small model's forward pass."""
         parts = list(self.module.modules())
         if any(type(part).train is not nn.Module.train for part in parts):
             self.module.train(training)
@@ -328,7 +328,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         yield head
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
-        """It is in bf16 where this role's logits are. Raises ModelError where either head has no row for some token
+        """The head is in bf16 if this role's logits are. Raises ModelError if either head has no row for some token
         (:func:`rlhf_modeling.heads.comparable_head`)."""
         tokens = len(self.tokenizer or load_tokenizer(self.spec))
         comparable = comparable_head(head, role, self.loaded_model.head.out_features, self.spec, tokens)
@@ -342,7 +342,8 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
 
     @property
     def _without_coverage(self) -> bool:
-        """Whether the next step is examined: the first one, and each one as long as no parameter got a gradient."""
+        """Whether the next step is examined. This is the case for the first step, and for all steps until a parameter
+        gets a gradient."""
         return self._coverage is None or len(self._coverage["without_gradient"]) == len(self.parameters)
 
     def _require_trained(self, call: str) -> None:

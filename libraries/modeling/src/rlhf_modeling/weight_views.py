@@ -1,4 +1,4 @@
-"""The views of a role's weights: live, their moving average, and the model that training started from."""
+"""The views of a role's weights: the live weights, their moving average, and the initial model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class WeightViews(HasViews):
     spec: ModelSpec
     module: PreTrainedModel
     average: SecondValues | None = None
-    """The moving average of the weights, where ``ema_decay`` is set."""
+    """The moving average of the weights, if ``ema_decay`` is set."""
     first: SecondValues | None = None
-    """The first weights, where the view ``base`` needs them."""
+    """The initial weights, if the view ``base`` needs them."""
     _active_view: ExitStack
 
     @property
@@ -37,7 +37,7 @@ class WeightViews(HasViews):
         return self.spec.role.trained and self.config.lora is not None
 
     def require_replaceable(self) -> None:
-        """Raises TrainingError where the model's weights cannot be replaced by those of another one."""
+        """Raises TrainingError if the model's weights cannot be replaced by those of another model."""
         if self.has_adapters:
             raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
         if self.config.quantization is not None:
@@ -48,24 +48,24 @@ class WeightViews(HasViews):
 
     @property
     def keeps_first_weights(self) -> bool:
-        """The view ``base`` needs the first values of weights that are trained in place, and of adapters that were
-        trained before."""
+        """Whether the view ``base`` needs the initial values of weights that are trained in place, and of adapters from
+        an earlier training."""
         lora = self.config.lora
         return self.has_adapters and lora is not None and bool(lora.modules_to_save or self.continues_adapter)
 
     @cached_property
     def continues_adapter(self) -> bool:
-        """Whether the role's adapters are those of the folder that it starts from."""
+        """Whether the role's adapters come from the folder that it starts from."""
         return self.has_adapters and adapter_of(self.spec.path) is not None
 
     def exported_adapters(self, view: str) -> LoraOptions | None:
-        """The options of the adapters that an export of the view writes beside the merged model; None where it has none
-        of its own. Adapters beside quantised weights would be another model beside the original ones."""
+        """The options of the adapters that an export of the view writes beside the merged model; None if it writes
+        none. Adapters of quantised weights would give a different model on the original weights."""
         lora = self.config.lora if self.merges(view) else None
         return lora if lora is not None and lora.quantization is None else None
 
     def merges(self, view: str) -> bool:
-        """Whether weights of the view are those with adapters added."""
+        """Whether weights of the view have the adapters added."""
         return self.has_adapters and view not in (ADAPTERS, PARTS) and (view != "base" or self.continues_adapter)
 
     @property
@@ -81,7 +81,8 @@ class WeightViews(HasViews):
         self.current_view = view
 
     def _view(self, view: str) -> AbstractContextManager[None]:
-        """Inside, the module computes a view of the weights. Raises CapabilityError where there is no such view."""
+        """Context in which the module computes with a view of the weights. Raises CapabilityError if the view does not
+        exist."""
         if view == "live" or (view in (ADAPTERS, PARTS) and self.has_adapters):
             return nullcontext()
         if view == "ema" and self.average is not None:
@@ -94,8 +95,8 @@ class WeightViews(HasViews):
 
     @contextmanager
     def _base(self) -> Iterator[None]:
-        """The model that training started from: without adapters that were new then, and with the first values of what
-        is trained in place."""
+        """The initial model: without adapters that were new then, and with the initial values of weights that are
+        trained in place."""
         plain = nullcontext() if self.continues_adapter else without_adapters(self.module)
         with plain, nullcontext() if self.first is None else self.first.swapped_in():
             yield

@@ -1,1 +1,1 @@
-"""Ranks and engines in worker processes, as launchers start, call and watch them."""
+"""Ranks and engines in worker processes: how launchers start, call and monitor them."""

@@ -1,4 +1,4 @@
-"""What launchers of worker processes have in common: roles and engines on placed devices, and their release."""
+"""Common parts of launchers with worker processes: roles and engines on placed devices, and their release."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class ReservedDevices:
-    """The devices of a run, once they are reserved."""
+    """The reserved devices of a run."""
 
     calls: Calls
     allocations: Mapping[str, Sequence[Allocation]]
@@ -51,8 +51,9 @@ class ReservedDevices:
 
 
 class WorkerLauncher(Launcher):
-    """A launcher says how devices are reserved (``place``) and how processes start (:meth:`_start`). This class makes
-    roles and engines of the processes. When a launch fails, everything is released."""
+    """Base of launchers. A subclass defines how devices are reserved (``place``) and how processes start
+    (:meth:`_start`). This class creates roles and engines from the processes. If a launch fails, everything is
+    released."""
 
     Config = WorkerOptions
 
@@ -64,14 +65,14 @@ class WorkerLauncher(Launcher):
         self._link: Kind | None = None
         """Kind of the link between the policy and the engines; None: weights go through the store."""
         self._running: list[WorkerHandle] = []
-        """Every worker that was started, those of a failed start too."""
+        """All started workers, including those of a failed start."""
         self._launched: list[RankGroup | EngineGroup] = []
 
     # ------------------------------------------------------------------ what each launcher says
 
     @abstractmethod
     def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
-        """Start processes, by name, that have resolved the run's plugins. They hold no component yet."""
+        """Start processes, by name, that have resolved the run's plugins but hold no component yet."""
 
     def _check_reachable(self) -> None:
         """Called about once a second during waits. Raises WorkerError when workers cannot be reached any more."""
@@ -155,7 +156,7 @@ class WorkerLauncher(Launcher):
             self._link = choose_kind(transport, links, *allocations, devices.cuda, devices.nodes)
 
     def _end_workers(self, last_first: ExitStack) -> None:
-        """Register the end of all workers, groups and engines first. Every callback runs, even if one raises."""
+        """Register the shutdown of all workers, first groups and engines. Every callback runs, even if one raises."""
         for member in self._running:
             last_first.callback(member.kill)
         for group in self._launched:
@@ -165,7 +166,7 @@ class WorkerLauncher(Launcher):
     # --------------------------------------------------------------------------------------- parts
 
     def _reserved(self, *roles: str) -> ReservedDevices:
-        """The reserved devices; CapabilityError if one of ``roles`` was not placed."""
+        """The reserved devices. Raises CapabilityError if one of ``roles`` was not placed."""
         for role in roles:
             if self._reserved_devices is None or role not in self._reserved_devices.allocations:
                 raise CapabilityError(f"{role!r} was not placed: call place() with it first")
@@ -213,6 +214,6 @@ class WorkerLauncher(Launcher):
 
 
 def divide_plugins(plugins: Sequence[Resolved]) -> tuple[list[Resolved], list[dict[str, str]]]:
-    """(plugins from files, which are sent as text; the manifest of the installed ones)."""
+    """(plugins from files, which are sent as text; the manifest of the installed plugins)."""
     installed = [p for p in plugins if p.distribution != FILE and p.version]
     return [p for p in plugins if p not in installed], [p.manifest() for p in installed]

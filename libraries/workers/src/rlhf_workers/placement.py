@@ -16,7 +16,7 @@ _FRACTION = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The devices of one rank of a role that owns devices. A bundle is reserved whole, on one node."""
+    """The devices of one rank of a role that owns devices. All of them are reserved together, on one node."""
 
     role: str
     resources: Mapping[str, float]
@@ -66,11 +66,11 @@ def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
 def check_fits(
     places: Mapping[str, Place], nodes: Sequence[ClusterNode], strategy: str = "PACK", label: str = "the cluster"
 ) -> None:
-    """Raises ConfigError, with the arithmetic, if even empty ``nodes`` could not hold the placement, or if GPUs would
-    stay idle.
+    """Raises ConfigError, with the calculation, if the placement does not fit on empty ``nodes``, or if GPUs would stay
+    idle.
 
     Args:
-        label: what the nodes are, for the message.
+        label: the name of the nodes in the message.
     """
     kind = device_kind(nodes)
     check_workers(places, "cuda" if kind == "GPU" else "cpu")
@@ -94,8 +94,8 @@ def check_fits(
 
 
 def _problem(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: str) -> str:
-    """Why no layout exists, or empty. The largest bundles are placed first, each on the first node with room. A layout
-    that this greedy order misses is one that schedulers miss too."""
+    """Why no layout exists; empty if one exists. The largest bundles are placed first, each on the first node with
+    room. Schedulers, too, miss a layout that this greedy order misses."""
     free = [dict(node.resources) for node in nodes]
     if strategy == "STRICT_PACK":
         total = {name: sum(b.resources.get(name, 0) for b in bundles) for name in ("GPU", "CPU")}
@@ -149,8 +149,8 @@ def allocate(
 ) -> dict[str, list[Allocation]]:
     """Allocations by role, in rank order.
 
-    Ranks are ordered by node, so that neighbouring ranks are on the same node. A role that shares devices takes its
-    host's devices in the same order: rank i has the i-th part of them.
+    Ranks are ordered by node, so that neighbouring ranks are on the same node. A role that shares devices uses its
+    host's devices in the same order: rank i has the i-th part.
 
     Args:
         nodes: the node of each bundle.
@@ -181,8 +181,8 @@ def allocate(
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:
-    """Devices of one rank. A rank of a role that shares has as many as a rank of its host, or fewer if the role has
-    more ranks than its host."""
+    """Number of devices of one rank. A rank of a sharing role has as many as a rank of its host, or fewer if the role
+    has more ranks than its host."""
     if place.share is None or role == GENERATOR:
         return place.devices
     return max(1, min(host.devices, host.ranks * host.devices // place.ranks))

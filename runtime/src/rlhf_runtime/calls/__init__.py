@@ -1,1 +1,1 @@
-"""Calls of plugins' code: worker processes, threads and the event loop, each call within a deadline."""
+"""Calls of plugin code, each with a deadline: worker processes, threads and the event loop."""

@@ -63,8 +63,8 @@ class DeadlineExpired(Exception):
 
 
 class ProcessEnd(Exception):
-    """A coroutine raised SystemExit, KeyboardInterrupt or another exception that Python does not count among errors. It
-    is the cause of this one. A task that raises it itself would stop the event loop, and with it the run."""
+    """A coroutine raised SystemExit, KeyboardInterrupt or another exception that is not a subclass of Exception. It is
+    the cause of this error. A task that raised it directly would stop the event loop, and with it the run."""
 
 
 async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
@@ -103,8 +103,8 @@ async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
 
 
 def cause(error: BaseException) -> str:
-    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside of
-    :data:`RLHF_FOLDERS`, where the plugin's author has to look. Errors of this project name their place themselves."""
+    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside
+    :data:`RLHF_FOLDERS`, which is in the plugin's code. Errors of this project already name their place."""
     if isinstance(error, ProcessEnd) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, RlhfError):

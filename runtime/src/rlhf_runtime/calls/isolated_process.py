@@ -1,8 +1,7 @@
 """The program of a worker process under another Python (:mod:`rlhf_runtime.calls.isolation`). It is run as a file,
-because the other Python has no ``rlhf_runtime``. Until :func:`lend` it imports the standard library only.
+because the other Python has no ``rlhf_runtime``. Before :func:`lend` is called, it imports only the standard library.
 
-``PYTHON isolated_process.py SOCKET LENT``: LENT is JSON of the packages that the run lends, and of the
-plugin's metadata.
+``PYTHON isolated_process.py SOCKET LENT``: LENT is JSON with the packages that the run lends and the plugin's metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ OLDEST = (3, 11)
 
 
 class LentMetadata(Distribution):
-    """Metadata of a distribution that is installed beside the run."""
+    """Metadata of a distribution that is installed in the run's Python."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._texts = texts
@@ -30,7 +29,7 @@ class LentMetadata(Distribution):
 
 
 class LentPackages:
-    """Finds the packages that the run lends. All others come from the other Python."""
+    """Finds the packages that the run lends. All other packages come from the other Python."""
 
     def __init__(self, folders: dict[str, str], metadata: dict[str, str]) -> None:
         self._folders, self._metadata = folders, metadata
@@ -44,7 +43,8 @@ class LentPackages:
 
 
 def lend(packages: dict[str, Any]) -> None:
-    """Let this process import the ``packages`` of the run, before packages of the same name here."""
+    """Let this process import the ``packages`` of the run. They take precedence over its own packages with the same
+    name."""
     sys.meta_path.insert(0, LentPackages(packages["folders"], packages["metadata"]))
 
 

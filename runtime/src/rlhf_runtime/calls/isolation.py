@@ -1,5 +1,5 @@
-"""Worker processes that run under another Python, such as that of a virtual environment with packages that cannot be
-installed beside those of the run.
+"""Worker processes that run under another Python, for example the Python of a virtual environment with packages that
+cannot be installed together with the run's packages.
 
 The other Python needs the requirements of ``rlhf-core`` and the packages that the plugin uses there. It needs no
 distribution of this project: it imports the core, the worker's program and the plugin from the files of this process
@@ -24,7 +24,7 @@ from rlhf.plugins.resolved import FILE, IN_PROCESS, MODULE
 import rlhf_runtime
 
 EXTRA = "isolated"
-"""The extra in which a plugin's distribution declares what only its own Python needs."""
+"""The extra in which a plugin's distribution declares requirements for its own Python only."""
 PROGRAM = Path(__file__).with_name("isolated_process.py")
 CORE = "rlhf-core"
 
@@ -66,15 +66,15 @@ def command(resolved: Resolved, python: str, *arguments: str) -> list[str]:
 
 
 def environment(python: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of such a worker. Programs that the plugin starts are those of the other Python first."""
+    """Environment variables of such a worker. The other Python's programs come first on PATH."""
     variables = {k: v for k, v in inherited.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     folder = os.path.dirname(_absolute(python))
     return variables | {"PATH": os.pathsep.join([folder, *filter(None, [variables.get("PATH")])])}
 
 
 def requirements(resolved: Resolved) -> list[str]:
-    """What a Python needs to run the plugin: the requirements of the core, of the plugin's distribution, and of the
-    extra :data:`EXTRA` of that. Distributions of this project are left out, because they are lent."""
+    """The requirements of a Python that runs the plugin: those of the core, of the plugin's distribution, and of its
+    extra :data:`EXTRA`. Distributions of this project are left out, because they are lent."""
     owners = [CORE] if resolved.distribution in (FILE, MODULE) else [CORE, resolved.distribution]
     texts = [text for owner in owners for text in importlib.metadata.distribution(owner).requires or []]
     return [text for text in texts if not Requirement(text).name.startswith("rlhf-")]
@@ -90,11 +90,12 @@ def to_install(resolved: Resolved) -> list[str]:
 
 
 def _folder(module: str) -> str:
-    """The folder that holds a top-level module or package of this process."""
+    """The folder of a top-level module or package of this process."""
     file = Path(sys.modules[module].__file__ or "").absolute()
     return str(file.parent.parent if file.name == "__init__.py" else file.parent)
 
 
 def _absolute(python: str) -> str:
-    """Links are not followed: Python finds a virtual environment by the path of its ``bin/python``, which is a link."""
+    """The absolute path. Links are not followed, because Python finds a virtual environment by the path of its
+    ``bin/python``, which is a link."""
     return os.path.abspath(os.path.expanduser(python))

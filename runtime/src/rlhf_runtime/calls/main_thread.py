@@ -27,8 +27,8 @@ T = TypeVar("T")
 STANDSTILL = 30.0
 """The event loop is reported as blocked after this many seconds without a turn while the main thread has no job."""
 GRACE = 10.0
-"""A run that was asked to stop fails after this many seconds without a turn of the event loop. Schedulers kill a job
-30 s after they ask it to stop, and the run has to end within that time."""
+"""A run that was asked to stop fails after this many seconds without a turn of the event loop. Schedulers kill a job 30
+s after they ask it to stop, so the run must end within that time."""
 LOOK = 0.5
 """Seconds between two checks of the event loop."""
 
@@ -37,7 +37,7 @@ class MainThread:
     """``run(coroutine)`` blocks the main thread and runs the jobs that coroutines submit with :meth:`call`.
 
     Args:
-        stop: tells whether the run was asked to stop; None: the run cannot be asked.
+        stop: returns whether the run was asked to stop; None: the run cannot be asked to stop.
         standstill: seconds, see :data:`STANDSTILL`.
         grace: seconds, see :data:`GRACE`.
     """
@@ -52,9 +52,9 @@ class MainThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` on the event loop until it ends. Its jobs with the models run on the calling thread.
+        """Run ``coroutine`` on the event loop until it ends. Its jobs run on the calling thread.
 
-        Raises StandstillError where the run was asked to stop and a coroutine blocks the event loop.
+        Raises StandstillError if the run was asked to stop and a coroutine blocks the event loop.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         future.add_done_callback(lambda _: self._jobs.put(None))
@@ -67,7 +67,7 @@ class MainThread:
         return future.result()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """From a coroutine: run ``function`` on the main thread and wait for what it returns."""
+        """Called from a coroutine. Runs ``function`` on the main thread and waits for its result."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def job() -> None:
@@ -81,7 +81,7 @@ class MainThread:
         return await future
 
     def from_main(self, function: Callable[[], None]) -> None:
-        """From a job: run ``function`` on the event loop soon."""
+        """Called from a job. Schedules ``function`` on the event loop."""
         self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
@@ -91,10 +91,10 @@ class MainThread:
             self._thread.join(timeout=0 if self._stuck else 10)
 
     def _serve(self) -> None:
-        """Run the event loop until it is stopped, and close it here: nobody waits for a loop that was stuck.
+        """Run the event loop until it is stopped, and close it in this thread, because nobody waits for a blocked loop.
 
-        A task that raises SystemExit or KeyboardInterrupt leaves the loop; whoever awaits the task gets the error too,
-        and all other coroutines go on."""
+        A task that raises SystemExit or KeyboardInterrupt leaves the loop. Code that awaits the task gets the error
+        too, and all other coroutines continue."""
         while True:
             try:
                 self.loop.run_forever()
@@ -175,9 +175,9 @@ class Loop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     async def end(self) -> None:
-        """Ask the processes that still run to end, kill those that do not, cancel the tasks that are left (connections
-        that a plugin holds for the whole run), and stop the loop. Each waits up to :data:`ENDING` seconds."""
-        # a supervisor that is asked ends all descendants of its process; one that is killed cannot
+        """Ask running processes to end, kill those that do not end, cancel the remaining tasks (such as connections
+        that a plugin holds for the whole run), and stop the loop. Each part waits up to :data:`ENDING` seconds."""
+        # a supervisor that is asked to end also ends all descendants of its process; a killed one cannot
         for method in ("terminate", "kill"):
             for transport in list(self._started):
                 if transport.get_returncode() is None:
@@ -195,8 +195,8 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 CALLS = 64
-"""Maximum concurrent blocking calls of coroutines (``asyncio.to_thread``, name look-ups). They wait more than they
-compute, so the limit does not depend on the number of CPUs."""
+"""Maximum concurrent blocking calls of coroutines (``asyncio.to_thread``, name look-ups). They mostly wait, so the
+limit does not depend on the number of CPUs."""
 
 
 class Threads(ThreadPoolExecutor):
@@ -211,7 +211,7 @@ class Threads(ThreadPoolExecutor):
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run ``fn`` now, or as soon as fewer calls than the limit are running."""
+        """Run ``fn`` now, or as soon as the number of running calls is below the limit."""
         future: Future[Any] = Future()
         call = (future, partial(fn, *args, **kwargs))
         with self._guard:

@@ -1,8 +1,8 @@
 """The program of a worker process: it serves one plugin over a socket. ``plugin_worker.py`` starts it as
 ``python -m rlhf_runtime.calls.plugin_process SOCKET``. It does not import torch by itself.
 
-Requests are pickled by the driver. Replies are JSON, so that the driver executes nothing that plugin code returns. Each
-frame is its length (8 bytes, big endian) and its body.
+Requests are pickled by the driver. Replies are JSON, so the driver executes nothing that plugin code returns. A frame
+consists of the length of its body (8 bytes, big endian) and the body.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
     connection.set_inheritable(False)
     if sys.platform != "linux":
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    faulthandler.enable(all_threads=False)  # other threads would take the place of the error in the last lines
+    faulthandler.enable(all_threads=False)  # other threads would displace the error from the last lines
     host: Any = None
     process_id = os.getpid()
     while (request := receive(connection)) is not None:
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def unmet_requirements(texts: list[str], extra: str) -> list[str]:
-    """Those of the requirements that the packages of this Python do not meet, and why."""
+    """The requirements that the packages of this Python do not meet, with the reasons."""
     requirements = [Requirement(text) for text in texts]
     return [problem for r in requirements if (problem := unmet(r, installed_version(r.name), extra))]
 
@@ -136,7 +136,7 @@ def send(connection: socket.socket, body: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next frame's body; None where the driver has closed the connection."""
+    """The next frame's body; None if the driver has closed the connection."""
     header = _exactly(connection, HEADER.size)
     return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
 

@@ -58,7 +58,7 @@ class PluginWorker:
     starts another one.
 
     ``error`` is the class of all raised errors. Their messages contain ``what``, by default the plugin and its
-    distribution. ``python``: the program that runs it, if it is not that of this process
+    distribution. ``python``: the program that runs it, if it is not the Python of this process
     (:mod:`rlhf_runtime.calls.isolation`).
     """
 
@@ -116,8 +116,8 @@ class PluginWorker:
         await self.call("build", *self._build, deadline=START_DEADLINE)
 
     async def call(self, method: str, *arguments: Any, deadline: float) -> Any:
-        """Call ``method`` in the process and return its result as JSON values. Raises ``error``. Kills the process
-        where it exceeds the deadline or breaks, or where this call is cancelled."""
+        """Call ``method`` in the process and return its result as JSON values. Raises ``error``. Kills the process if
+        it exceeds the deadline or fails, or if this call is cancelled."""
         doing = "starting" if method in ("path", "unmet", "build") else f"{method}()"
         try:
             answer = await with_deadline(self._exchange(request(method, arguments)), deadline)
@@ -177,7 +177,7 @@ class PluginWorker:
         return bytes(parts)
 
     async def _ending(self) -> str:
-        """How the process ended, in words."""
+        """A text that says how the process ended."""
         for _ in range(100):
             if self._process.returncode is not None:
                 break
@@ -304,16 +304,17 @@ class _RequestPickler(pickle.Pickler):
 
 
 def request(method: str, arguments: tuple[Any, ...]) -> bytes:
-    """The bytes of a call. Rows are sent without their layout: only the run reads it, and another Python cannot import
-    its class."""
+    """The bytes of a call. Rows are sent without their layout, because only the run reads it and another Python cannot
+    import its class."""
     buffer = io.BytesIO()
     _RequestPickler(buffer).dump((method, arguments))
     return buffer.getvalue()
 
 
 def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
-    """Bytes from which a worker process obtains the plugin's class: for an installed plugin its reference, by which the
-    worker imports it; for a class defined in this process the class itself with the code that it uses (cloudpickle)."""
+    """Bytes from which a worker process obtains the plugin's class. For an installed plugin this is its reference,
+    which the worker imports. For a class defined in this process it is the class with the code that it uses
+    (cloudpickle)."""
     cls = resolved.cls
     if resolved.distribution != IN_PROCESS:
         return pickle.dumps(resolved)
@@ -325,7 +326,7 @@ def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
         payload: bytes = cloudpickle.dumps(resolved)
-    except Exception as cause:  # pickle.PicklingError, TypeError, and whatever an object's __reduce__ raises
+    except Exception as cause:  # pickle.PicklingError, TypeError, and any error of an object's __reduce__
         raise error(
             f"{resolved}: it is plain `def`, so it runs in worker processes and is copied to them, and something that "
             f"it uses cannot be copied: {type(cause).__name__}: {cause}. Make that inside of the function, or write "

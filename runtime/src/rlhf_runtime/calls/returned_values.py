@@ -1,4 +1,5 @@
-"""Checks what rewards, environments and rollouts return, and converts it to and from the JSON of worker processes."""
+"""Checks the return values of rewards, environments and rollouts, and converts them to and from the JSON of worker
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class InvalidResult(Exception):
 
 
 def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[str, ...]:
-    """The agents that the policy plays. Raises InvalidResult where :meth:`Env.agents` returned something else."""
+    """The agents that the policy plays. Raises InvalidResult if :meth:`Env.agents` returned something else."""
     names = environment.agents(environment.Config() if config is None else config)
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise InvalidResult(f"returned {brief(names)}; allowed: a tuple of names, empty for one agent")
@@ -32,8 +33,8 @@ def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[s
 
 
 def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
-    """One checked result per trajectory, or a text that says what is wrong with the result. Raises InvalidResult where
-    the list itself is wrong: a shorter or longer list is never broadcast or cut."""
+    """One checked result per trajectory, or a text that says what is wrong with the result. Raises InvalidResult if the
+    list itself is wrong. A shorter or longer list is never broadcast or truncated."""
     if not isinstance(results, list | tuple):
         raise InvalidResult(f"returned {brief(results)}; allowed: a list with one RewardResult per trajectory")
     if len(results) != len(trajectories):
@@ -44,10 +45,10 @@ def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[R
 
 
 def check_step(step: object, agents: Sequence[str] = ()) -> EnvStep:
-    """Returns the result of an environment's ``step``. Raises InvalidResult where it is not allowed.
+    """Returns the result of an environment's ``step``. Raises InvalidResult if it is not valid.
 
     Args:
-        agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+        agents: agents that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
     """
     if not isinstance(step, EnvStep):
         raise InvalidResult(f"returned {brief(step)}; allowed: an EnvStep")
@@ -74,10 +75,10 @@ def check_step(step: object, agents: Sequence[str] = ()) -> EnvStep:
 
 
 def check_opening(opening: object, agents: Sequence[str] = ()) -> str | EnvStep:
-    """Returns the result of an environment's ``reset``. Raises InvalidResult where it is not allowed.
+    """Returns the result of an environment's ``reset``. Raises InvalidResult if it is not valid.
 
     Args:
-        agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+        agents: agents that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
     """
     if not agents:
         if isinstance(opening, str):
@@ -97,12 +98,12 @@ def _allowed(agents: Sequence[str]) -> str:
 
 
 def check_turns(turns: object, experts: ExpertLayers | None = None, agents: Sequence[str] = ()) -> list[list[Turn]]:
-    """Returns the result of a rollout's ``run``, the turns of each agent by themselves, in the order of ``agents``.
-    Raises InvalidResult where it is not allowed.
+    """Returns the result of a rollout's ``run`` as a list of turns for each agent, in the order of ``agents``. Raises
+    InvalidResult if it is not valid.
 
     Args:
-        experts: of the policy, if the records of experts are replayed.
-        agents: that the policy plays in the environment of the run (:meth:`rlhf.interfaces.Env.agents`).
+        experts: expert layers of the policy, if recorded experts are replayed.
+        agents: agents that the policy plays in the environment of the run (:meth:`rlhf.interfaces.Env.agents`).
     """
     if not isinstance(turns, list | tuple):
         raise InvalidResult(f"returned {brief(turns)}; allowed: a list of turns")
@@ -240,7 +241,7 @@ def _check_turn(label: str, turn: object) -> None:
 
 
 def _check_info(label: str, info: object) -> None:
-    """Raises InvalidResult where ``info`` cannot be written as JSON or its numbers cannot be averaged. Both
+    """Raises InvalidResult if ``info`` cannot be written as JSON or its numbers cannot be averaged. Both
     happen after the training step, which is too late for an error."""
     if not isinstance(info, dict):
         raise InvalidResult(f"returned {label}(info={brief(info)}); allowed: a dict")

@@ -13,7 +13,7 @@ from typing import BinaryIO
 TEMPORARY = ".saving-"
 """Prefix of names that are being written. They may be deleted if no run holds the folder."""
 DISCARDED = ".discarded-"
-"""Prefix of names that are being deleted. They may be deleted likewise."""
+"""Prefix of names that are being deleted. They may be deleted if no run holds the folder."""
 
 
 def sync_file(path: Path) -> None:
@@ -34,8 +34,8 @@ def sync_tree(root: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8). Readers see the old file or the new one, also after a crash, never a
-    part."""
+    """Replace the content of ``path`` by ``text`` (UTF-8). Readers see the complete old or new file, even after a
+    crash."""
     replace_file(path, lambda file: file.write(text.encode()))
 
 
@@ -56,7 +56,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     """``write`` fills a temporary folder beside ``path``, which is then renamed to ``path``. An existing folder is
-    replaced, and deleted last: on NFS that fails while a reader has a file of it open.
+    replaced. It is deleted last, because on NFS that fails while a reader has one of its files open.
 
     After a crash ``path`` is the old folder, the new one, or (between two renames) absent, but never incomplete.
     """
@@ -81,7 +81,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def publish_file(path: Path, write: Callable[[Path], object]) -> None:
-    """:func:`publish_folder` for one file, made by a writer that opens temporary files of its own beside it."""
+    """:func:`publish_folder` for one file whose writer opens its own temporary files beside it."""
     place = path.with_name(f"{TEMPORARY}{path.name}")
     shutil.rmtree(place, ignore_errors=True)
     try:
@@ -95,14 +95,14 @@ def publish_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def discard_folder(path: Path) -> None:
-    """Delete a folder. A crash never leaves a part of it under its own name. What a reader on NFS keeps from being
-    deleted is left to :func:`remove_leftovers`."""
+    """Delete a folder. A crash never leaves a part of it under its name. Files that a reader on NFS keeps open are left
+    to :func:`remove_leftovers`."""
     if (old := _set_aside(path)) is not None:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def delete_old(path: Path, note: Callable[[str], None]) -> None:
-    """:func:`discard_folder` of what newer files replace. Where it fails, ``note`` is called with the reason."""
+    """:func:`discard_folder` for a folder that newer files replace. If it fails, ``note`` is called with the reason."""
     try:
         if (old := _set_aside(path)) is not None:
             path = old
@@ -112,12 +112,12 @@ def delete_old(path: Path, note: Callable[[str], None]) -> None:
 
 
 def _set_aside(path: Path) -> Path | None:
-    """Rename a folder that is to be deleted. Returns its new path; None where there is no folder."""
+    """Rename a folder that is to be deleted. Returns its new path; None if there is no folder."""
     if not path.exists():
         return None
     discarded = path.with_name(f"{DISCARDED}{path.name}")
     shutil.rmtree(discarded, ignore_errors=True)
-    if discarded.is_dir():  # a reader on NFS has a file of it open
+    if discarded.is_dir():  # a reader on NFS has one of its files open
         discarded = Path(tempfile.mkdtemp(prefix=f"{discarded.name}-", dir=path.parent))
     os.rename(path, discarded)
     sync_file(path.parent)
@@ -130,7 +130,7 @@ def remove_leftovers(folder: Path) -> list[str]:
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith((TEMPORARY, DISCARDED)):
-            with contextlib.suppress(OSError):  # a reader has a file of it open on NFS: the next start tries again
+            with contextlib.suppress(OSError):  # a reader on NFS has one of its files open: the next start tries again
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:

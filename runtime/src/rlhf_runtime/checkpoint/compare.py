@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to the run that wants to continue from it."""
+"""Checks whether a checkpoint belongs to the run that would continue from it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def option(self) -> str:
-        """The key as run files and flags have it: ``trainer.lr`` for ``trainer.options.lr``."""
+        """The key as written in run files and flags: ``trainer.lr`` for ``trainer.options.lr``."""
         return self.key.replace(".options.", ".")
 
 
@@ -104,9 +104,9 @@ def describe(
 def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collection[str] = ()) -> list[Difference]:
     """All differences between a checkpoint's ``meta`` and the run that resumes it, both made by :func:`describe`.
 
-    A changed model, algorithm, reward, data, seed, batch size or staleness is refused, also where a file changed under
-    its old path. Changed total steps, threads, device, versions and schedules are reported. Keys that only one of the
-    two has are refused; :mod:`rlhf_runtime.setup.resume` then asks the run's plugins which of these keys are options at
+    A changed model, algorithm, reward, data, seed, batch size or staleness is refused, even if a file changed under its
+    old path. Changed total steps, threads, device, versions and schedules are reported. Keys that only one of the two
+    has are refused. :mod:`rlhf_runtime.setup.resume` then asks the run's plugins which of these keys are options at
     their defaults.
 
     Args:
@@ -123,7 +123,7 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     old, new = meta.get("content", {}), current.get("content", {})
     return (
         differences
-        + [  # of a key that only one of them has, the config differs, or the release
+        + [  # if only one of them has a key, the config or the release differs
             Difference(f"content of {key}", old[key][:12], new[key][:12], _severity_of_key(key, reported))
             for key in sorted(old.keys() & new.keys())
             if old[key] != new[key]
@@ -132,10 +132,10 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
 
 
 def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "report", "refuse"]:
-    """What a resume does where the value of an option is another than in the checkpoint.
+    """What a resume does if the value of an option differs from the checkpoint.
 
     Args:
-        key: dotted name in the resolved run file; options of a plugin stand under ``options``.
+        key: dotted name in the resolved run file; options of a plugin are under ``options``.
         layout: as for :func:`compare`.
     """
     if key in _IGNORED:
@@ -189,8 +189,8 @@ def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
 
 
 def _severity_of_plugin(key: str, old: Any, new: Any) -> Severity:
-    """Another version, or other content of a file, is reported. Another distribution under the same name is another
-    plugin. A plugin that only one of both has also differs in the config, and is compared there."""
+    """A changed version, or changed content of a file, is reported. Another distribution under the same name is another
+    plugin. A plugin that only one of the two has also differs in the config, and is compared there."""
     if _ABSENT in (old, new):
         return "report"
     return "report" if old.split(" ")[0] == new.split(" ")[0] else "refuse"

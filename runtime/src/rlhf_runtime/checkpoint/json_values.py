@@ -93,7 +93,7 @@ def read_json(path: Path, way_out: str = "") -> Any:
     """Read a file of :func:`write_json`. Raises CheckpointError for a missing or damaged file.
 
     Args:
-        way_out: the end of the message: what to do where the file is damaged.
+        way_out: the end of the message, which says what to do if the file is damaged.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A file that is made in parts over a long time. It is complete or absent, and an interrupted job can continue it.
+"""A file that is written in parts over a long time. It is complete or absent, and an interrupted job can continue it.
 
 Parts are appended to ``NAME.partial``, one line each, after a first line that describes the job's input. A process that
 dies loses at most the part that it was writing. Another process with the same input continues after the last complete
@@ -22,7 +22,8 @@ class PartialFile:
     """``for part in resume(): ...``, then ``add(part)`` until done, then ``publish()``. A part is a JSON object.
 
     Args:
-        about: JSON values that describe the job's input. Parts of another process are used only if these are equal.
+        about: JSON values that describe the job's input. Parts of another process are used only if its values are
+            equal.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Recorded samples as an Arrow file: one row a sample, with its turns in it.
+"""Recorded samples as an Arrow file. Each row is a sample with its turns.
 
 ``pandas.read_feather``, ``pyarrow.feather.read_table`` and ``datasets.load_dataset("arrow", ...)`` read such a file.
-Tokens and log-probs are written as the arrays that they are, so that a file costs little more than its bytes.
+Tokens and log-probs are written as arrays, so a file is hardly larger than their bytes.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ SCHEMA = pa.schema(
         "reward": pa.float64(),
         "score": pa.float64(),
         "prompt": pa.string(),
-        "messages": pa.string(),  # JSON, where the prompt is messages
+        "messages": pa.string(),  # JSON, if the prompt is messages
         "turns": pa.list_(TURN),
         "rewards": pa.list_(REWARD),
         "token_values": pa.list_(TOKEN_VALUES),  # of the sampled tokens, in order; one value: all are equal
-        "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
+        "exact": pa.string(),  # the sample as JSON, if UTF-8 cannot represent one of its texts
     }
 )
 EARLIER_TURNS = [
@@ -107,13 +107,13 @@ AT_ONCE = 2**18
 
 
 def load_writer() -> None:
-    """Load what writing needs. pyarrow imports pandas, if it is installed, where it first makes an array of a list. A
-    run calls this at its start, so that the time of the first step does not contain the import."""
+    """Import the libraries that writing needs. pyarrow imports pandas, if it is installed, when it first converts a
+    list to an array. A run calls this at its start, so that the time of the first step does not include the import."""
     pa.array([0])
 
 
 def write_samples(path: Path, samples: Iterable[Mapping[str, Any]], with_prompts: bool) -> None:
-    """Write samples, as ``saved_groups.sample_values`` gives them. After a crash the file is complete or absent.
+    """Write samples in the form of ``saved_groups.sample_values``. After a crash the file is complete or absent.
 
     Args:
         with_prompts: whether the samples have ``prompt``.
@@ -132,7 +132,7 @@ def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tu
     """(place in the file, sample) of each row; ``ids`` and ``logprobs`` are numpy arrays.
 
     Args:
-        rows: only these, counted from 0.
+        rows: read only these rows, counted from 0.
 
     Raises CheckpointError for a file that is missing, damaged or not of samples.
     """
@@ -167,7 +167,7 @@ def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tu
 
 
 def read_columns(path: Path, names: list[str]) -> dict[str, list[Any]]:
-    """Some columns of all rows, which costs little where they are short.
+    """Some columns of all rows. This is fast for columns with short values.
 
     Raises CheckpointError for a file that is missing, damaged or without such columns.
     """
@@ -180,7 +180,7 @@ def read_columns(path: Path, names: list[str]) -> dict[str, list[Any]]:
 
 
 def _differing(schema: pa.Schema) -> str:
-    """Which columns are not those of samples."""
+    """A text that says which column differs from :data:`SCHEMA`."""
     names = sorted({*schema.names, *SCHEMA.names})
     wrong = next((n for n in names if schema.names.count(n) != SCHEMA.names.count(n)
                   or schema.field(n).type != SCHEMA.field(n).type), "")  # fmt: skip
@@ -208,7 +208,7 @@ def _batch(samples: list[Mapping[str, Any]]) -> pa.RecordBatch:
     rows = [_row(sample) for sample in samples]
     try:
         return _record_batch(rows)
-    except UnicodeEncodeError:  # half of a character, which models do sample: a text without the other half
+    except UnicodeEncodeError:  # half of a surrogate pair, which models do sample
         return _record_batch([_with_exact(row, sample) for row, sample in zip(rows, samples, strict=True)])
 
 
@@ -237,7 +237,7 @@ def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any
 
 
 def _plain_lists(value: Any) -> Any:
-    """``value`` with lists in place of arrays."""
+    """``value`` with arrays converted to lists."""
     if isinstance(value, Mapping):
         return {key: _plain_lists(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -246,7 +246,7 @@ def _plain_lists(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    """``value`` with texts that UTF-8 can hold."""
+    """``value`` with texts that UTF-8 can represent."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):

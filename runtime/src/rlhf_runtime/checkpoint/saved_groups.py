@@ -2,9 +2,9 @@
 
 ``rollouts/step-000012.arrow`` and the generated, untrained batches of a checkpoint are Arrow files
 (:mod:`rlhf_runtime.checkpoint.sample_table`). The files that `rlhf eval`, `generate` and `score` write are JSON lines.
-Both hold the same values, one sample a row or line. The row of the data is written as its source and index only,
-because its columns are in the data; reading gets the row from a callback. The prompt can be written too, for people and
-for exports.
+Both contain the same values, one sample per row or line. Of the data row, only source and index are written, because
+its columns are in the data. When groups are read, a callback returns the row. The prompt can be written too, for people
+and for exports.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FindRow = Callable[[str, int], Row]
 TellPrompt = Callable[[Trajectory], Any]
 """``tell(trajectory) -> prompt``, as text or messages; None if its context is more than the prompt."""
 TokenValues = Mapping[tuple[int, int], Mapping[str, FloatArray]]
-"""{(``group_number`` of a trajectory, sample): {name: a value for each of its sampled tokens, or one value where all
-are equal}}."""
+"""{(``group_number`` of a trajectory, sample): {name: a value for each of its sampled tokens, or one value if all are
+equal}}."""
 
 
 def write_groups(
@@ -43,7 +43,7 @@ def write_groups(
     """Write ``groups`` to ``path``: an Arrow file. After a crash the file is complete or absent.
 
     Args:
-        token_values: what a step computed of the sampled tokens. It is for people to read: no run reads it back.
+        token_values: values that a step computed for the sampled tokens. They are for people: no run reads them.
     """
     values = sample_values(groups, prompt)
     if token_values:
@@ -58,7 +58,7 @@ def unit_of(sample: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def agent_of(turns: Sequence[Mapping[str, Any]]) -> str:
-    """The agent whose turns a recorded sample has."""
+    """The agent that sampled the turns of a recorded sample."""
     return (turns[0].get("agent") or "") if turns else ""
 
 

@@ -4,8 +4,8 @@ A checkpoint is written to a temporary folder and renamed when every byte is on 
 complete even if the process dies at any moment. Old checkpoints are deleted after the new one is in place. There is no
 pickle: the caller chooses the format (safetensors, JSON), and the manifest is JSON.
 
-The manifest lists every file with its size and SHA-256, and has a SHA-256 of itself. It is written last, so a folder
-without one is not complete.
+The manifest lists every file with its size and SHA-256, and contains a SHA-256 of itself. It is written last, so a
+folder without a manifest is not complete.
 """
 
 from __future__ import annotations
@@ -97,14 +97,15 @@ class CheckpointStore:
         return target
 
     def mark_best(self, step: int, **best: Any) -> None:
-        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``best``: the metric
-        and its value, for ``best.json``. Passing ``best`` to :meth:`save` instead makes both in one atomic step."""
+        """Protect the saved checkpoint ``step`` from rotation, instead of the previous best checkpoint. ``best``: the
+        metric and its value, for ``best.json``. If ``best`` is passed to :meth:`save` instead, both happen in one
+        atomic step."""
         self._find(step)
         self._point(step, best)
 
     def clean(self) -> None:
-        """At a run's start: delete the files of a killed save, repair the pointer to the best checkpoint, and delete
-        the old checkpoints that the save did not. Raises CheckpointError where that fails (disk full)."""
+        """Called at the start of a run. Deletes the files of a killed save, repairs the pointer to the best checkpoint,
+        and deletes old checkpoints that the killed save left. Raises CheckpointError if that fails (disk full)."""
         with self.writing(self.root):
             for name in files.remove_leftovers(self.root):
                 self._note(f"removed {self.root / name}, left by a process that was killed while saving")
@@ -135,8 +136,9 @@ class CheckpointStore:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint; None if there is none. Presence and sizes are checked, checksums are not.
 
-        Raises CheckpointError where it cannot be read. An older one is not used in its place: a checkpoint gets its
-        name when it is complete, so something else than a killed run has damaged it, or a newer release saved it.
+        Raises CheckpointError if it cannot be read. An older checkpoint is not used in its place. A checkpoint gets its
+        name only when it is complete, so it was not damaged by a killed run: something else damaged it, or a newer
+        release saved it.
         """
         unusable: list[str] = []
         for step, path in reversed(self._folders()):
@@ -157,7 +159,7 @@ class CheckpointStore:
         return self._find(int(pointer["step"])) if pointer else None
 
     def pointer(self) -> dict[str, Any] | None:
-        """The content of ``best.json``; None if there is none. Raises CheckpointError where it is damaged."""
+        """The content of ``best.json``; None if there is none. Raises CheckpointError if it is damaged."""
         path = self.root / BEST
         if not path.is_file():
             return None
@@ -167,7 +169,8 @@ class CheckpointStore:
         return pointer
 
     def open(self, step: int) -> Checkpoint:
-        """Checkpoint ``step``, every file compared with its checksum. Raises CheckpointError naming what is wrong."""
+        """Checkpoint ``step``, after comparing every file with its checksum. Raises CheckpointError that says what is
+        wrong."""
         checkpoint = self._find(step)
         damage = checkpoint.damage()
         if damage:
@@ -182,9 +185,9 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------- internal
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """Everything with the name of a checkpoint, by step.
+        """All folders with the name of a checkpoint, by step.
 
-        Raises CheckpointError where :attr:`root` cannot be listed, such as a link to a disk that is not there.
+        Raises CheckpointError if :attr:`root` cannot be listed, such as a link to a disk that is not there.
         """
         if not os.path.lexists(self.root):
             return []
@@ -236,8 +239,8 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """While ``path`` is written, turn an error into one that says what remains of the run. Libraries that write
-        raise errors of the disk in classes of their own."""
+        """Context for writing ``path``. Converts an error into one that says what remains of the run. Libraries raise
+        disk errors as their own classes."""
         try:
             yield
         except Exception as cause:
@@ -252,12 +255,12 @@ class CheckpointStore:
 
 
 def _keeps_class(cause: BaseException) -> bool:
-    """Whether an error says by itself what to do. That of a rank whose disk is full does not."""
+    """Whether an error already says what to do. The error of a rank whose disk is full does not."""
     return isinstance(cause, RlhfError) and not disk_is_full(cause)
 
 
 def _unusable(checkpoints: Sequence[str], way_out: str) -> CheckpointError:
-    """The error for the newest checkpoints, which cannot be read. ``checkpoints``: the path of each, and why."""
+    """The error if the newest checkpoints cannot be read. ``checkpoints``: for each, its path and the reason."""
     label = "the newest checkpoint" if len(checkpoints) == 1 else f"the newest {len(checkpoints)} checkpoints"
     return CheckpointError(
         "\n  ".join(
@@ -321,7 +324,7 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
     except CheckpointError as error:
         return str(error)
     layout = manifest.get("schema") if isinstance(manifest, dict) else None
-    if type(layout) is int and layout > SCHEMA:  # whose own checks this release does not know
+    if type(layout) is int and layout > SCHEMA:  # this release does not know the checks of that layout
         older = f"this release reads version {SCHEMA}"
         return f"its layout is version {layout}, {older}. Continue with the release that saved it"
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):

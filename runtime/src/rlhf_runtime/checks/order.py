@@ -1,4 +1,4 @@
-"""The checks of sections and plugins, in their order: of `rlhf train`, its dry run, `rlhf plan` and the jobs."""
+"""The checks of sections and plugins, in order, for `rlhf train`, its dry run, `rlhf plan` and the jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ANSWERS: Sequence[Check] = (
     sampling.generator_capabilities,
     sections.sync,
 )
-"""The same of a job that answers prompts and trains nothing."""
+"""The same for a job that answers prompts and trains nothing."""
 SCORES: Sequence[Check] = (
     sections.checkpointing,
     sections.ignored_columns,
@@ -53,20 +53,20 @@ SCORES: Sequence[Check] = (
     sampling.generator_capabilities,
     sections.evaluation,
 )
-"""The same of a job that scores answers from elsewhere."""
+"""The same for a job that scores existing answers."""
 LEARNS_FROM_CLIENTS: Sequence[Check] = (
     sections.checkpointing,
     sections.trainer_capabilities,
     sampling.generator_capabilities,
     sections.sync,
 )
-"""The same of a server whose clients send what the policy learns from."""
+"""The same for a server whose clients send the policy's training data."""
 IDLE: Sequence[Check] = (parts.idle_options, parts.unread_sections)
 """Options of plugins that nothing would read."""
 
 
 def check(run: RunPlugins, fit: Sequence[Check] = FIT) -> None:
-    """Raises ConfigError that lists every problem of a group, and what to do about it."""
+    """Raises ConfigError that lists every problem of a group of checks, and what to do about it."""
     for headline, checks in (
         ("these parts of the configuration do not fit together", fit),
         ("these options do nothing", IDLE),
@@ -75,8 +75,8 @@ def check(run: RunPlugins, fit: Sequence[Check] = FIT) -> None:
 
 
 def checked(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
-    """The plugins of a run, checked against each other. Arguments and errors are those of
-    :func:`~rlhf_runtime.checks.run.run_plugins` and of :func:`check`."""
+    """The plugins of a run, checked against each other. For arguments and errors see
+    :func:`~rlhf_runtime.checks.run.run_plugins` and :func:`check`."""
     run = run_plugins(config, plugins, scored, commits)
     check(run)
     return run

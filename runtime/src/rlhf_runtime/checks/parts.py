@@ -1,5 +1,6 @@
 """Refusals by the parts of a run (plugins, roles, rewards, rows), and warnings about settings that are allowed but
-rarely intended. Nothing is started for them: the classes of the parts are asked whether they would refuse the run.
+rarely intended. Nothing is started for these checks. They call the classes of the parts, which say whether they would
+refuse the run.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ def check_parts(
 
 
 def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> GeneratorSpec:
-    """``engine``, with the adapters that it computes with beside their base, if ``sync.adapters`` is ``alone``.
+    """``engine`` with the policy's adapters, which it keeps separate from the base model, if ``sync.adapters`` is
+    ``alone``.
 
-    Raises CapabilityError where they cannot be sent alone.
+    Raises CapabilityError if they cannot be sent alone.
     """
     if plugins_of_run.config.sync.adapters == "merged" or not policy.role.trained:
         return engine
@@ -105,7 +107,8 @@ def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: Generat
 
 
 def check_base(run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> None:
-    """Raises CapabilityError where the rollout needs turns of the policy's base and the generator has none."""
+    """Raises CapabilityError if the rollout needs turns of the policy's base model and the generator cannot sample
+    them."""
     rollout, generator, trainer = run.rollout, run.generator_class, run.trainer("policy")
     if rollout is None or generator is None or not rollout.needs_base:
         return
@@ -131,7 +134,7 @@ def check_base(run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> Non
 
 
 def _replayed_experts(run: RunPlugins, policy: ModelSpec) -> ExpertLayers | None:
-    """The experts that the generator must record. Raises CapabilityError where nothing can have a record."""
+    """The experts that the generator must record. Raises CapabilityError if the run cannot record them."""
     trainer, generator = run.trainer("policy"), run.generator_class
     experts = trainer.resolved.cls.experts(trainer.config, policy)
     if experts is None:
@@ -151,7 +154,7 @@ def idle_options(plugins_of_run: RunPlugins) -> list[str]:
     """Problems with training-only options in the trainer section of a frozen role.
 
     Training-only options that the role inherits from ``[trainer]`` are allowed, because the trained roles read them.
-    The policy is exempt: where it only answers, its section comes from the run that trained it.
+    The policy is exempt. In a job that only answers, its section comes from the run that trained it.
     """
     problems = []
     for name, role in plugins_of_run.roles.items():
@@ -188,7 +191,7 @@ def unread_sections(plugins_of_run: RunPlugins) -> list[str]:
 
 
 def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], schedule: UpdateSchedule) -> None:
-    """Raises ConfigError where a trained role would never be updated, weights cannot be copied from role to role, or a
+    """Raises ConfigError if a trained role would never be updated, weights cannot be copied from role to role, or a
     role cannot be precomputed or lend its head.
 
     Args:
@@ -251,7 +254,7 @@ def lending_problems(
 
 
 def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collection[str]) -> None:
-    """Raises PluginInvalid where the first step names an undeclared role. Later steps are not checked."""
+    """Raises PluginInvalid if the first step names an undeclared role. Later steps are not checked."""
     updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
     prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
     role_names = {
@@ -268,14 +271,14 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collec
 
 
 def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:
-    """Refuse a run in which a reward or the algorithm can read no row of a source, because a column is missing that it
-    declares (``Reward.columns``, ``Algorithm.columns``).
+    """Refuse a run if a source lacks a column that a reward or the algorithm declares (``Reward.columns``,
+    ``Algorithm.columns``), so that it could read no row of the source.
 
-    A source lacks a column where none of its rows has it. No row is read for this. A column that only some rows lack is
-    not found here: the reward fails when it scores such a row.
+    A source lacks a column if none of its rows has it. No row is read for this check. It does not detect a column that
+    only some rows lack. The reward fails when it scores such a row.
 
     Args:
-        held_out: the rows that are evaluated on.
+        held_out: the rows of evaluations.
         samples: whether the run samples and scores answers to training rows.
 
     Raises ConfigError that names each reward, column and source.
@@ -367,8 +370,8 @@ def _problem(
 
 
 def check_margins(algorithm: Algorithm, data: TrainData) -> None:
-    """Raises ConfigError where the loss reads margins and the algorithm does not put them into the batch. This happens
-    only where the algorithm builds units from rows by itself."""
+    """Raises ConfigError if the loss reads margins and the algorithm does not put them into the batch. This happens
+    only if the algorithm builds units from rows by itself."""
     rows = next(data.every_example(max(2, algorithm.needs().rows_min)), [])
     batch = assemble(algorithm, rows)[0] if rows else None
     if batch is not None and not batch.has("margin"):
@@ -380,7 +383,7 @@ def check_margins(algorithm: Algorithm, data: TrainData) -> None:
 
 
 def check_eval_rows(algorithm: Algorithm, rows: int) -> None:
-    """Raises ConfigError where the loss cannot be evaluated on so few rows."""
+    """Raises ConfigError if the loss cannot be evaluated on so few rows."""
     min_rows = algorithm.needs().rows_min
     if 0 < rows < min_rows:
         raise ConfigError(
@@ -390,7 +393,7 @@ def check_eval_rows(algorithm: Algorithm, rows: int) -> None:
 
 
 def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
-    """A warning where samples come from an older policy and no importance weight corrects for it.
+    """A warning if samples come from an older policy and no importance weight corrects for it.
 
     It applies only to algorithms with an advantage. An algorithm that only compares answers does not assume that they
     come from the current policy.
@@ -415,8 +418,8 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
 
 
 def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generator: type[Generator] | None) -> list[str]:
-    """A hint where engines wait while the policy learns, though older samples are allowed and the engines have devices
-    of their own. Waves stay the default, because only they give the same run for the same seed."""
+    """A hint if engines wait while the policy learns, although older samples are allowed and the engines have separate
+    devices. Waves are still the default, because only waves give the same run for the same seed."""
     stream, place = config.stream, config.placement.get(GENERATOR)
     shared = place is not None and place.share is not None
     if stream.mode != "waves" or not stream.staleness or shared or stream.replay is not None:
@@ -432,7 +435,7 @@ def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generato
 
 
 def tool_notes(rollout: Rollout, data: TrainData) -> list[str]:
-    """A note where rows have tools and the rollout shows others."""
+    """A note if rows have tools and the rollout shows others."""
     return [
         f"data.{use} {source.name!r} has the column {TOOLS!r}, which the rollout {rollout.name!r} does not read: it "
         "shows the policy tools of its own"

@@ -1,4 +1,4 @@
-"""Resolves the parts of a run before its data is read: plugins with their options, and the roles that they need."""
+"""Resolves the plugins of a run, their options and the roles that they need, before the data is read."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class RunPlugins:
     """Every plugin that the run file names, whether this run uses it or not."""
     algorithm: Algorithm
     parts: Mapping[str, Selection]
-    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``, ``curriculum``: those that this run uses."""
+    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``, ``curriculum``: the parts that this run uses."""
     rewards: Sequence[ActiveReward]
     roles: Mapping[str, RoleSpec]
     rollout: Rollout | None
-    """None where the run samples nothing."""
+    """None if the run samples nothing."""
     scored: bool
     """Whether answers must get a reward, and the rollout gives none itself."""
     commits: Commits
@@ -57,7 +57,7 @@ class RunPlugins:
 
     @property
     def has_rewards(self) -> bool:
-        """Whether a reward of the run file gives values; those that teach give none."""
+        """Whether a reward of the run file gives values. Rewards that are teachers give none."""
         return any(not reward.instance.is_teacher for reward in self.rewards)
 
     @property
@@ -68,12 +68,12 @@ class RunPlugins:
 
     @property
     def generator_class(self) -> type[Generator] | None:
-        """None where the run has no generator."""
+        """None if the run has no generator."""
         return self.parts[GENERATOR].resolved.cls if GENERATOR in self.parts else None
 
     @property
     def evaluation(self) -> EvalSection:
-        """``[eval]`` with the threshold of passing that the rewards have, where the section sets none."""
+        """``[eval]``. If the section sets no threshold of passing, the threshold of the rewards is filled in."""
         section = self.config.eval
         marked = all(reward.instance.passes_at_one for reward in self.rewards)
         return (
@@ -93,12 +93,12 @@ class RunPlugins:
         return model_of(self.config, self.roles, role, self.commits)
 
     def spec(self, role: str, updates: int = 0, ranks: int = 1, images: bool = False) -> ModelSpec:
-        """What the trainer loads for a role. A role whose section sets neither model nor precision takes both from the
-        role that it is declared ``like``.
+        """What the trainer loads for a role. If a role is declared ``like`` another and its section sets neither model
+        nor precision, it takes both from the other role.
 
         Args:
             updates: optimizer steps of the whole run.
-            images: whether the data have images, also if the run file does not say it.
+            images: whether the data has images, even if the run file does not say so.
         """
         declared, data = self.roles[role], self.config.data
         section = self.section(role)
@@ -106,7 +106,7 @@ class RunPlugins:
         storage = section.storage or like.storage or "fp32"
         dtype = section.dtype if section.dtype != "auto" else like.dtype
         model, has_images = self.model(role), images or data.images is not None or bool(data.max_images)
-        # The algorithm's roles read the batches. Roles of rewards read what their reward gives them.
+        # The algorithm's roles read the batches. Roles of rewards read what their reward passes to them.
         reads_batches = any(r.name == role for r in self.algorithm.needs().roles)
         return ModelSpec(
             declared,
@@ -122,21 +122,21 @@ class RunPlugins:
         )
 
     def engine_images(self, policy: ModelSpec) -> int:
-        """Most images of a request to the generator. 0 if nothing says that there are any: neither the run file nor the
-        rows, and no environment or program that may show some."""
+        """Largest number of images in a request to the generator. 0 if neither the run file nor the rows have images,
+        and no environment or program can show images."""
         may_show = self.rollout is not None and (self.rollout.needs_env or self.rollout.needs_messages)
         return self.config.data.image_limit if (policy.images or may_show) and reads_images(policy.path) else 0
 
     def places_on(self, device: str) -> dict[str, Place]:
-        """The placement of every role, and of the generator where there is one.
+        """The placement of every role, and of the generator if there is one.
 
         Args:
-            device: ``cpu`` | ``cuda``, the kind of devices as far as it is known here.
+            device: ``cpu`` | ``cuda``, the kind of devices as far as it is known.
 
-        Raises ConfigError where a placement section conflicts with another one, or an engine does not fit its devices.
+        Raises ConfigError if a placement section conflicts with another one, or an engine does not fit its devices.
         """
         sections, roles, engines = self.config.placement, list(self.roles), GENERATOR in self.parts
-        if not self.trains:  # the run file may be that of a run with further parts
+        if not self.trains:  # the run file may be from a run with more parts
             parts = {*roles, *([GENERATOR] if engines else [])}
             sections = {name: section for name, section in sections.items() if name in parts}
         places = placement(sections, roles, engines)
@@ -148,11 +148,11 @@ class RunPlugins:
         return places
 
     def base_of(self, role: str, places: Mapping[str, Place]) -> str | None:
-        """The role whose model a frozen role starts as. Where that other role trains adapters, the frozen role may be
-        the same model without them.
+        """The role whose initial model is the model of a frozen role. If the other role trains adapters, the frozen
+        role may be the same model without them.
 
-        None where the run file sets anything for the role (placement, precision, trainer) that would be ignored.
-        Placing the role on the devices of the other one (``share``) is allowed; it avoids reserving devices.
+        None if the run file sets anything for the frozen role (placement, precision, trainer) that would be ignored.
+        Only ``share`` with the other role is allowed: it avoids reserving devices.
         """
         declared = self.roles[role]
         source = declared.like
@@ -172,7 +172,7 @@ def device_here() -> str:
 
 
 class Job(Algorithm):
-    """The algorithm of a job that trains nothing. It holds no role."""
+    """The algorithm of a job that trains nothing. It has no roles."""
 
     name = "job"
 
@@ -187,7 +187,7 @@ class Job(Algorithm):
 
 
 def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
-    """Resolve the plugins of a run, check the options of each, and build those that declare what the run needs.
+    """Resolve the plugins of a run, check their options, and build the plugins that declare the needs of the run.
 
     Args:
         scored: whether answers must get a reward.
@@ -209,12 +209,12 @@ def job_plugins(
     scored: bool,
     commits: Commits | None = None,
 ) -> RunPlugins:
-    """The plugins of a job that trains nothing, whatever the algorithm of the run file.
+    """The plugins of a job that trains nothing. The algorithm of the run file is ignored.
 
     Args:
-        algorithm: of the job. The run holds its roles and those of the rewards; sections of other roles, and rewards
-            that teach, are not read.
-        kinds: of the plugins that the job selects beside the rewards.
+        algorithm: algorithm of the job. The job has its roles and the roles of rewards. Sections of other roles, and
+            rewards that are teachers, are not read.
+        kinds: kinds of plugins that the job selects in addition to the rewards.
     """
     plugins.check_requirements(config.run.requires)
     of_rewards = Selections.of(plugins, config, ("reward",))
@@ -248,7 +248,7 @@ def _with_parts(
 
 
 def run_options(selections: Selections) -> RunOptions:
-    """The options of the run file, outside of the algorithm's own section, that the algorithm may read."""
+    """The options outside the algorithm's section that the algorithm may read."""
     config = selections.config
     taught = [is_teacher(selections, number) for number in range(len(config.reward))]
     rewards = [section for section, is_teacher in zip(config.reward, taught, strict=True) if not is_teacher]
@@ -281,8 +281,8 @@ def section_of(config: RunFile, role: str) -> ModelSection:
 
 
 def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits: Commits) -> str:
-    """The model of a role: the one that its section sets, else the one that its RoleSpec sets, else the model of the
-    role that it is declared ``like``. A hub name becomes ``owner/name@commit``."""
+    """The model of a role. It is set by the role's section, else by its RoleSpec, else it is the model of the role that
+    it is declared ``like``. A hub name becomes ``owner/name@commit``."""
     role = roles[name]
     model = section_of(config, name).model or role.model
     if model is None and role.like is not None:
@@ -303,7 +303,7 @@ def active_rewards(selections: Selections) -> list[ActiveReward]:
 
 
 def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
-    """The roles of a run by name. Raises ConfigError where two plugins declare a role differently."""
+    """The roles of a run by name. Raises ConfigError if two plugins declare a role differently."""
     declared: dict[str, tuple[RoleSpec, str]] = {}
     declarations = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
     for role, owner in declarations + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:

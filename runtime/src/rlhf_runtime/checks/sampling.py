@@ -1,4 +1,4 @@
-"""Refusals of runs that sample: sampling, rewards, filter, environment, ``[stream]``, what the generator can do."""
+"""Refusals of runs that sample: sampling, rewards, filter, environment, ``[stream]``, capabilities of the generator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_runtime.checks.run import RunPlugins
 
 GROUP = 8
-"""Samples per prompt that are proposed to algorithms that compare the samples of a prompt."""
+"""Number of samples per prompt that messages suggest for algorithms that compare the samples of a prompt."""
 CORRECTION = "correction"
 """Value in ``Needs.features``: the loss corrects for samples from another distribution than the policy's."""
 TEACHERS = "teachers"
@@ -83,7 +83,7 @@ def sampling(run: RunPlugins) -> list[str]:
 
 
 def _demonstrations(run: RunPlugins, needs: Needs) -> list[str]:
-    """Answers of the data among those of the policy."""
+    """Problems of mixing answers of the data with the policy's answers."""
     problems, config, name = [], run.config, run.algorithm.name
     share, per_group = needs.demonstration_share, needs.demonstrations_per_group
     if share and (needs.reward or not 0 < share < 1):
@@ -147,7 +147,7 @@ def _teachers(run: RunPlugins, needs: Needs) -> list[str]:
 
 
 def room(run: RunPlugins) -> list[str]:
-    """Answers that leave no room for a prompt."""
+    """Answer lengths that leave no room for a prompt."""
     answer, longest = run.config.sampling.max_new_tokens, run.config.data.max_tokens
     if not run.online or answer < longest:
         return []
@@ -213,13 +213,13 @@ def _agents(run: RunPlugins) -> list[str]:
 
 
 def played(run: RunPlugins) -> tuple[str, ...]:
-    """The agents that the policy plays in the environment of the run; empty: one without a name."""
+    """The agents that the policy plays in the environment of the run; empty if it plays one agent without a name."""
     env = run.parts.get("env")
     return () if env is None else agents_played(env.resolved, env.config)
 
 
 def _in_environment(run: RunPlugins) -> bool:
-    """Whether samples are made in an environment, or were where a rollout replays them."""
+    """Whether samples are made in an environment, or were made in one if a rollout replays them."""
     rollout = run.rollout
     return rollout is not None and (rollout.needs_env or (rollout.replays_env and run.config.env is not None))
 
@@ -274,7 +274,7 @@ def generator_capabilities(run: RunPlugins) -> list[str]:
 
 
 ANSWERS = "answers"
-"""Capability of launchers: single requests are answered while other work goes on."""
+"""Capability of launchers: single requests are answered during other work."""
 
 KEEPS_KEYS = "keep:keys"
 """Capability of generators: ``GeneratorSpec.keys``."""
@@ -286,7 +286,7 @@ def stream(run: RunPlugins) -> list[str]:
     launcher: type[Launcher] = run.parts["launcher"].resolved.cls
     section = config.stream
     problems: list[str] = []
-    if not run.online or section.replay is not None:  # the options say how the recorded samples were drawn
+    if not run.online or section.replay is not None:  # the options describe how the recorded samples were drawn
         return problems
     if section.mode == "waves":
         if section.order != "submission":

@@ -46,7 +46,7 @@ _OF_ANSWERS = ("response", "reasoning", "add_eos")
 
 
 def rows_per_step(run: RunPlugins) -> list[str]:
-    """Fewer rows a step than the algorithm needs."""
+    """A step with fewer rows than the algorithm needs."""
     algorithm, min_rows, rows = run.algorithm, run.algorithm.needs().rows_min, run.config.data.batch_size
     if rows >= min_rows:
         return []
@@ -57,7 +57,7 @@ def rows_per_step(run: RunPlugins) -> list[str]:
 
 
 def trainer_capabilities(run: RunPlugins) -> list[str]:
-    """What the algorithm, or the section of a role, needs of the trainer, and the trainer does not have."""
+    """Capabilities that the algorithm, or the section of a role, needs and the trainer does not have."""
     problems, trainer = [], run.trainer_class
     if run.algorithm.needs().loans and not issubclass(trainer, LendsHead):
         problems.append(
@@ -92,7 +92,7 @@ def sync(run: RunPlugins) -> list[str]:
 
 
 def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool = False) -> list[str]:
-    """Fields of ``[data]`` that are for other data forms than that of the algorithm ``name``.
+    """Fields of ``[data]`` that are not for the data form of the algorithm ``name``.
 
     Args:
         answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.demonstration_share``).
@@ -127,7 +127,7 @@ def ignored_columns(run: RunPlugins) -> list[str]:
 
 
 def _sections_of_roles(run: RunPlugins) -> dict[str, ModelSection]:
-    """{name of the section: the section} of the roles that the run holds."""
+    """{name of the section: the section} of the run's roles."""
     sections = ("policy", "critic", "reference")
     return {name if name in sections else f"roles.{name}": run.section(name) for name in run.roles}
 
@@ -143,7 +143,7 @@ def model_and_data(run: RunPlugins) -> list[str]:
 
 
 def roles(run: RunPlugins) -> list[str]:
-    """Sections of roles that the run does not hold."""
+    """Sections of roles that the run does not have."""
     problems, config, algorithm = [], run.config, run.algorithm
     if config.checkpoint.export_trained and {r.name for r in run.roles.values() if r.trained} <= {"policy"}:
         problems.append(
@@ -174,7 +174,7 @@ def checkpointing(run: RunPlugins) -> list[str]:
 
 
 def equal_answers(run: RunFile) -> list[str]:
-    """The problem of an evaluation that asks for several answers to a row, which are all equal at temperature 0."""
+    """The problem of an evaluation with several answers to a row at temperature 0, where all of them are equal."""
     if run.eval.samples <= 1 or run.eval.temperature > 0 or run.env is not None:
         return []
     return [
@@ -210,7 +210,7 @@ def _not_default(section: ComponentConfig, *but: str) -> list[str]:
 
 
 def offline(run: RunPlugins) -> list[str]:
-    """Options that only online runs use are refused, not ignored. Rewards and an environment may be for evaluation."""
+    """Refuse options that only online runs use. Rewards and an environment may be for evaluation."""
     config, algorithm = run.config, run.algorithm
     if run.online:
         return []
@@ -255,7 +255,7 @@ def offline(run: RunPlugins) -> list[str]:
 
 
 def curriculum(run: RunPlugins) -> list[str]:
-    """Problems of a run with a curriculum: what it cannot read, and options that have no effect beside it."""
+    """Problems of a run with a curriculum, and options that have no effect with it."""
     if "curriculum" not in run.parts:
         return []
     config, algorithm, scored = run.config, run.algorithm, run.scored
@@ -293,8 +293,8 @@ def curriculum(run: RunPlugins) -> list[str]:
 
 
 def reward_sources(run: RunPlugins) -> list[str]:
-    """Names that are no source, and sources whose rows no reward scores. Held-out rows must be scored in any case,
-    training rows where the run learns from rewards, but demonstrations."""
+    """Names that are not sources, and sources whose rows no reward scores. Held-out rows must always be scored.
+    Training rows must be scored if the run learns from rewards, except demonstrations."""
     config = run.config
     trains = run.trains and run.scored and run.algorithm.needs().reward and run.online
     labels = list(dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval)))

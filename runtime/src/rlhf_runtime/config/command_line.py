@@ -48,8 +48,8 @@ def add_run_file(
     """Add ``RUN.TOML`` and the short flags.
 
     Args:
-        excluded_flags: short flags that the command does not take, without dashes.
-        meanings: {short flag: help} of those that mean something else in the command.
+        excluded_flags: short flags that the command does not have, without dashes.
+        meanings: {short flag: help} for flags with another meaning in the command.
     """
     parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags override its values")
     add_short_flags(parser, excluded_flags, meanings)
@@ -59,7 +59,7 @@ def add_run_file(
 def add_short_flags(
     parser: argparse.ArgumentParser, excluded_flags: Sequence[str] = (), meanings: Mapping[str, str] | None = None
 ) -> None:
-    """Add :data:`SHORT_FLAGS`, but for ``excluded_flags``."""
+    """Add :data:`SHORT_FLAGS`, except ``excluded_flags``."""
     texts = {**HELP, **(meanings or {})}
     for name in SHORT_FLAGS:
         if name in excluded_flags:
@@ -72,7 +72,7 @@ def add_short_flags(
 
 
 def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
-    """(dotted path, text) of every short and dotted flag that was given; None for a flag without a value.
+    """(dotted path, text) of every short and dotted flag in ``args``; None for a flag without a value.
 
     Args:
         renamed: {short flag: dotted path} for flags that have another meaning in the command.

@@ -1,4 +1,4 @@
-"""From a section of the run file to a configured component: resolve the plugin, check its options, build it.
+"""Makes components from sections of the run file: resolves the plugin, checks its options, builds it.
 
 An algorithm is built with the plugins in its slots, and with its members.
 """
@@ -44,7 +44,7 @@ def component_config(
     Raises ConfigError naming the plugin, its distribution and version, and every problem.
     """
     kind = path.partition(".")[0]
-    section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are beside the plugin's own options
+    section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are next to the plugin's own options
     fields = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
     config, problems = options_config(
         resolved, options, path, origins or {}, dict.fromkeys(fields), suggestions=suggestions
@@ -89,9 +89,10 @@ def option_problems(plugins: Plugins, choices: Chosen, origins: Mapping[str, str
 def _select_each(
     plugins: Plugins, choices: Chosen, origins: Mapping[str, str]
 ) -> tuple[dict[str, Selection | AlgorithmSelection | PluginError], list[str]]:
-    """({section: its plugin, or why it cannot be resolved}, :func:`option_problems`).
+    """({section: its plugin, or the error of resolving it}, :func:`option_problems`).
 
-    The options of a role's own trainer are checked together with those of ``[trainer]``, unless these have problems.
+    The trainer options of a role are checked together with the options of ``[trainer]``, unless the latter have
+    problems.
     """
     suggestions = Suggestions(plugins, choices)
     selected: dict[str, Selection | AlgorithmSelection | PluginError] = {}
@@ -125,7 +126,7 @@ def chosen_by(run: RunFile) -> Chosen:
 
 
 def _role_trainers(run: RunFile) -> list[tuple[str, str, ModelSection]]:
-    """(section, role, the role's section) of every role with trainer options of its own."""
+    """(section, role, the role's section) of every role with its own trainer options."""
     roles = [(f"{name}.trainer", name, getattr(run, name)) for name in ROLES if name not in run.roles]
     roles += [(f"roles.{name}.trainer", name, section) for name, section in run.roles.items()]
     return [role for role in roles if role[2].trainer]
@@ -133,7 +134,8 @@ def _role_trainers(run: RunFile) -> list[tuple[str, str, ModelSection]]:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSelection:
-    """An algorithm with the plugins in its slots, and its members (``Algorithm.has_members``), each with its own."""
+    """An algorithm with the plugins in its slots, and its members (``Algorithm.has_members``) with the plugins in their
+    slots."""
 
     algorithm: Selection
     slots: Mapping[str, Selection]
@@ -152,12 +154,12 @@ class AlgorithmSelection:
         return algorithm
 
     def plugins(self) -> list[Resolved]:
-        """The algorithm, its slots, then its members with theirs."""
+        """The plugins of the algorithm, of its slots, then of its members and their slots."""
         members = [resolved for member in self.members.values() for resolved in member.plugins()]
         return [self.algorithm.resolved, *(s.resolved for s in self.slots.values()), *members]
 
     def options(self) -> dict[str, Any]:
-        """The options of the section, every one filled in."""
+        """The options of the section, including defaults."""
         options = dumped(self.algorithm.config)
         for name, selection in self.slots.items():
             options[name] = {"use": selection.resolved.ref, **dumped(selection.config)}
@@ -218,7 +220,8 @@ def select_algorithm(
 
 def _members(resolved: Resolved, members: Any) -> tuple[Any, dict[str, Choice]]:
     """The table ``members`` of an algorithm: ({name: the fields that the algorithm itself reads}, {name: the member's
-    algorithm and its options}). What is not a table, or names no algorithm, is left to the algorithm's ``Config``."""
+    algorithm and its options}). Values that are not tables, or that name no algorithm, are left to the algorithm's
+    ``Config``."""
     field = resolved.cls.Config.model_fields.get("members")
     model = None if field is None or (item := item_of(field.annotation)) is None else model_of(item[1])
     if model is None:
@@ -295,7 +298,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Selections:
-    """Plugins that a run file selects, with their checked options. The options of each are validated once, here."""
+    """Plugins that a run file selects, with their options. The options of each plugin are validated once, here."""
 
     config: RunFile
     """The run file with every option of every selected plugin filled in. A run writes it to ``config.toml``; loading it
@@ -312,10 +315,10 @@ class Selections:
     ) -> Selections:
         """
         Args:
-            kinds: of the plugins that are selected.
-            roles: whose own trainers are selected; None: those of all roles.
+            kinds: kinds of plugins to select.
+            roles: roles whose own trainers are selected; None: all roles.
 
-        Raises ConfigError with the problems of the options of all plugins; PluginError where one cannot be resolved,
+        Raises ConfigError with the problems of the options of all plugins; PluginError if one cannot be resolved,
         unless it is the default of a section that the algorithm does not use.
         """
         other_trainers = {path for path, name, _ in _role_trainers(run) if roles is not None and name not in roles}
@@ -347,9 +350,9 @@ class Selections:
         return selected
 
     def user_options(self) -> list[str]:
-        """Dotted paths of the options that the user set to another value than their default: that of the section's or
-        the plugin's class, of the algorithm for its slot, or of ``[trainer]`` for a role's own trainer. What has no
-        default is one of them."""
+        """Dotted paths of the options that the user set to a value other than the default. The default is set by the
+        class of the section or plugin, by the algorithm for its slot, or by ``[trainer]`` for a role's own trainer.
+        Options without a default are included."""
         tree = _defaults(self.config, None)
         for section_path, selection in self._of_sections.items():
             section = tree
@@ -413,8 +416,8 @@ def options_config(
     slot_fields: Mapping[str, str] | None = None,
     suggestions: Suggestions | None = None,
 ) -> tuple[ComponentConfig | None, list[str]]:
-    """The config, or None and the problems. ``extra``: further keys that the section may have; ``slot_fields``: {field:
-    slot} of fields that belong into a slot's section."""
+    """The config, or None and the problems. ``extra``: further keys that the section may have. ``slot_fields``: {field:
+    slot} for fields that belong in a slot's section."""
     problems = []
     model = resolved.cls.Config
     merged = dict(resolved.options)
@@ -459,15 +462,15 @@ def dumped(config: ComponentConfig) -> dict[str, Any]:
 
 
 NO_DEFAULT = PydanticUndefined
-"""In place of a default where there is none."""
+"""Marks that there is no default."""
 
 
 def _defaults(value: Any, default: Any) -> Any:
-    """The default of a value; for tables, those of their options.
+    """The default of a value. For tables, the defaults of their options.
 
     Args:
-        default: of the whole value. None: it is absent, so a table in which every option has the default of its class
-            differs from the default all the same.
+        default: default of the whole value. None: by default the value is absent, so a table differs from the default
+            even if every option has the default of its class.
     """
     if isinstance(value, BaseModel):
         fields = type(value).model_fields

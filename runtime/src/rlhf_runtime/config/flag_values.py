@@ -1,9 +1,9 @@
-"""Values given as text on the command line, read as the type of their field.
+"""Reads text values of the command line as the type of their field.
 
-A flag's text is read as a TOML value if the field's type allows it, and stays text if the field is text: ``--run.seed
-3`` is an integer, ``--run.name 3`` is the text "3". ``True`` and ``False`` are booleans too. A flag without a value is
-true if the field is a boolean. No other conversion is made. A plugin's option keeps its text as :class:`FlagText` until
-the plugin, and so the field's type, is known.
+A flag's text is read as a TOML value if the field's type allows it. It stays text if the field is text:
+``--run.seed 3`` is an integer, ``--run.name 3`` is the text "3". ``True`` and ``False`` are booleans too. A flag
+without a value is true if the field is a boolean. No other conversion is made. A plugin's option keeps its text as
+:class:`FlagText` until the plugin, and so the field's type, is known.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLUGIN_OPTIONS = "plugin options"
 
 
 class ValuelessFlag(enum.Enum):
-    """:data:`NO_VALUE`: a flag that was given without a value."""
+    """:data:`NO_VALUE`: a flag without a value."""
 
     FLAG = "true"
 
@@ -54,7 +54,7 @@ class FlagText(str):
 
 @dataclass(frozen=True, slots=True)
 class PythonValue:
-    """A value that was given in Python in place of a flag's text. It is not converted."""
+    """A Python value instead of a flag's text. It is not converted."""
 
     value: Any
 

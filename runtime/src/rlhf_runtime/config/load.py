@@ -2,9 +2,9 @@
 
 There are two layers: the TOML file, then the flags, in the order given (the last of equal flags wins). All problems of
 both are reported at once, including those of plugins' options. A later layer may select another plugin. Options that an
-earlier layer set for the replaced plugin are then an error that names both; they are never dropped. The sections
-launcher, trainer and generator are an exception, because they say where a run executes, not what it computes: the new
-plugin gets those options, and reads or refuses them.
+earlier layer set for the replaced plugin are then an error that names both plugins. They are never dropped. The
+sections launcher, trainer and generator are an exception, because they determine where a run executes, not what it
+computes. The new plugin gets these options, and reads or refuses them.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def load(
             A list section's entries are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``);
             ``reward``, ``observer``, ``data.train`` and ``data.eval`` alone replace the whole list.
         plugins: plugins whose options and names are suggested; default: the installed ones.
-        left_out: a list that gets the options of a launcher, trainer or generator that a flag replaces by a plugin
-            without these options; they are left out. None: they are refused, unless they are the defaults of the plugin
-            that is replaced, as in the file that a run writes.
-        algorithm: the algorithm where the file names none, for commands that do not use it.
+        left_out: if a flag replaces a launcher, trainer or generator by a plugin that lacks some of its options, these
+            options are left out and added to this list. None: they are refused, unless they are defaults of the
+            replaced plugin, as in the file that a run writes.
+        algorithm: the algorithm if the file names none, for commands that do not use it.
 
-    Raises ConfigError listing every problem with its path, its origin, the value got and what is allowed.
+    Raises ConfigError listing every problem with its path, its origin, the value got and the allowed values.
     """
     text = _read(path) if path is not None else ""
     file_name = Path(path).name if path is not None else "flags"
@@ -109,7 +109,7 @@ def _chosen_in(data: Mapping[str, Any]) -> Chosen:
         entries = tables.get(kind, (default,) if kind in SINGLE else ())
         for n, table in enumerate(entries if kind in LISTS else (tables.get(kind, default),)):
             if isinstance(table, Mapping) and isinstance(table.get("use"), str):
-                options = table.get("options", {})  # what is no table is a problem of its own
+                options = table.get("options", {})  # other values are reported as another problem
                 table = Choice(use=str(table["use"]), options=options if isinstance(options, dict) else {})
             if isinstance(table, Choice):
                 choices.append((kind, f"{kind}.{n}" if kind in LISTS else kind, table))
@@ -117,7 +117,7 @@ def _chosen_in(data: Mapping[str, Any]) -> Chosen:
 
 
 def unquoted(text: str, error: str) -> str:
-    """Advice for a word that is not a TOML value, in the line that ``error`` names; empty if there is no such word."""
+    """Advice if the line that ``error`` names contains a word that is not a TOML value; else empty."""
     place = re.search(r"\(at line (\d+), column (\d+)\)", error)
     if place is None or int(place[1]) > len(lines := text.splitlines()):
         return ""
@@ -200,7 +200,7 @@ def _read(path: str) -> str:
 
 def _expand_backend(overrides: Sequence[Override], data: Mapping[str, Any], plugins: Plugins) -> list[Override]:
     """Replace ``--backend NAME`` by the three flags of its launcher, trainer and generator. A generator that is not
-    installed is left out where the run samples nothing."""
+    installed is left out if the run samples nothing."""
     expanded: list[Override] = []
     for key, raw in overrides:
         value = raw.value if isinstance(raw, PythonValue) else raw
@@ -225,7 +225,7 @@ def _samples(overrides: Sequence[Override], data: Mapping[str, Any], plugins: Pl
             name = raw.value if isinstance(raw, PythonValue) else raw
     try:
         return bool(plugins.resolve("algorithm", str(name)).cls.data == "prompts")
-    except PluginError:  # reported where the algorithm is selected
+    except PluginError:  # reported when the algorithm is selected
         return True
 
 
@@ -259,17 +259,17 @@ def _backend(name: str, plugins: Plugins) -> dict[str, str]:
 def _leave_out_unread(
     table: Any, kind: str, overrides: Sequence[Override], plugins: Plugins, left_out: list[str] | None
 ) -> None:
-    """Remove the options of ``[kind]`` that the plugin which a flag selects does not have (see :func:`load`)."""
+    """Remove the options of ``[kind]`` that the plugin selected by a flag does not have (see :func:`load`)."""
     names = [value for key, value in overrides if key in (kind, f"{kind}.use") and isinstance(value, str)]
     if not names or not isinstance(table, dict) or "use" not in table:
         return
     try:
         fields = plugins.resolve(kind, names[-1]).cls.Config.model_fields
-    except PluginError:  # reported where the plugin is selected
+    except PluginError:  # reported when the plugin is selected
         return
     try:
         defaults = dumped(plugins.resolve(kind, str(table["use"])).cls.Config())
-    except (PluginError, ValidationError):  # not installed here, or with options that have no default
+    except (PluginError, ValidationError):  # not installed here, or it has options without a default
         defaults = {}
     for name in [name for name in table if name != "use" and name not in fields]:
         if name in defaults and table[name] == _sections(defaults[name]):
@@ -367,7 +367,7 @@ def _left(value: Any, path: str) -> Iterator[tuple[str, str]]:
 def look_for_models(config: RunFile) -> None:
     """Check that the models that a run file names exist as folders or on the hub. This runs before torch is imported,
     which takes seconds, so that a mistyped name fails at once. A model that the hub's client downloaded before is
-    assumed to exist still, and a resume uses the commits that it recorded.
+    assumed to exist, and a resume uses the recorded commits.
 
     Raises ModelError.
     """

@@ -30,7 +30,7 @@ _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", t
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 USE = "A reference to the plugin; its options stand beside it."
 CHOSEN_BY_THE_RUN = ("run.output",)
-"""Options whose value a run chooses where they are not set. The default in their class is not that value."""
+"""Options whose value the run chooses if they are not set. The default in their class is not that value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class Option:
     """One option."""
 
     path: str
-    """Its dotted name, as a flag has it: ``trainer.lr``, ``data.train.0.path``, ``placement.NAME.ranks``."""
+    """Its dotted name, as in a flag: ``trainer.lr``, ``data.train.0.path``, ``placement.NAME.ranks``."""
     type: str
     """``integer > 0``, ``"error", "drop"``, ``list of texts``."""
     default: Any
-    """A JSON value; None where nothing is set, and where the option is required."""
+    """A JSON value; None if nothing is set or the option is required."""
     required: bool
     doc: str
     """Its meaning: one paragraph of Markdown."""
     allowed: tuple[str, ...] = ()
-    """The values as a flag has them, where they are a fixed set."""
+    """The allowed values as written in a flag, if they are a fixed set."""
     kind: str = ""
     """The option names a plugin of this kind."""
     plugin: str = ""
-    """The plugin that reads it; empty where the run file itself does."""
+    """The plugin that reads it; empty if the run file itself does."""
     table: str = ""
-    """Path of the nested table that holds it, where that table may be absent: ``trainer.lora``. What is required and
-    what is the default then holds where the table is written."""
+    """Path of the nested table that contains the option, if the table may be absent: ``trainer.lora``. Then the option
+    is required, or has its default, only if the table is present."""
 
     @property
     def name(self) -> str:
@@ -73,17 +73,17 @@ class Section:
     config: type[BaseModel]
     """The fields of the table itself."""
     doc: str
-    """What it holds, as one paragraph."""
+    """The meaning of the section, as one paragraph."""
 
     @property
     def default_plugin(self) -> str:
-        """The plugin that is used where the run file does not have the section; empty where there is none."""
+        """The plugin that is used if the run file does not have the section; empty if there is none."""
         field = RunFile.model_fields.get(self.path)
         return field.default.use if field is not None and isinstance(field.default, Choice) else ""
 
 
 def sections() -> list[Section]:
-    """The sections in the order of the run file; nested tables after the one that holds them."""
+    """The sections in the order of the run file. Nested tables follow the table that contains them."""
     entries = []
     for name, field in RunFile.model_fields.items():
         container, config = (item_of(field.annotation) or (None,))[0], _table(field.annotation)
@@ -101,7 +101,7 @@ def sections() -> list[Section]:
 
 
 def run_file_options() -> list[Option]:
-    """The options of the run file itself, in its order, without those of plugins."""
+    """The options of the run file itself, in its order, without options of plugins."""
     defaults = {f"{section.path}.use": section.default_plugin for section in sections() if section.default_plugin}
     return [
         replace(o, default=defaults[o.path], required=False) if o.path in defaults else o for o in options_of(RunFile)
@@ -109,15 +109,15 @@ def run_file_options() -> list[Option]:
 
 
 def options_of(config: type[BaseModel], prefix: str = "", plugin: str = "") -> list[Option]:
-    """The options that a class holds, those of nested tables included. A nested table that may be absent is an option
-    itself, of type ``table``.
+    """The options of a class, including the options of nested tables. A nested table that may be absent is also an
+    option, of type ``table``.
 
     Args:
-        prefix: of every path, with its last dot.
+        prefix: prefix of every path, including the last dot.
     """
     options: list[Option] = []
     fields = list(config.model_fields.items())
-    if plugin:  # what a class adds comes before what it inherits
+    if plugin:  # the fields of a class come before inherited fields
         annotations = inspect.get_annotations(config)
         fields.sort(key=lambda pair: pair[0] not in annotations)
     for name, field in fields:
@@ -143,9 +143,9 @@ def plugin_options(plugins: Plugins, kind: str, path: str, choice: Choice, skip_
 
     Args:
         path: dotted path of the section, e.g. ``reward.0``.
-        skip_broken: of a plugin in a slot that cannot be imported, only ``use`` is listed.
+        skip_broken: whether to list only ``use`` for a plugin in a slot that cannot be imported.
 
-    Raises PluginError where a plugin cannot be imported.
+    Raises PluginError if a plugin cannot be imported.
     """
     resolved: Resolved = plugins.resolve(kind, choice.use)
     options = options_of(resolved.cls.Config, f"{path}.", str(resolved))
@@ -186,7 +186,7 @@ def option(path: str, field: FieldInfo, plugin: str = "") -> Option:
 
 
 def default_text(option: Option) -> str:
-    """The default as the run file has it; ``required``, or empty where nothing is set."""
+    """The default as written in the run file; ``required``, or empty if nothing is set."""
     if option.required:
         return "required"
     value = option.default
@@ -209,7 +209,7 @@ def _meaning(config: type[BaseModel], field: FieldInfo) -> str:
 
 
 def _table(annotation: Any) -> type[BaseModel] | None:
-    """The class of a table, or of the entries of a list or table of tables; None where the field is a value."""
+    """The class of a table, or of the entries of a list or table of tables; None if the field is a value."""
     item = item_of(annotation)
     return model_of(item[1] if item is not None else annotation)
 

@@ -1,7 +1,7 @@
-"""Names of options in TRL (1.x, with transformers' TrainingArguments) and OpenRLHF (flat and dotted), and ours.
+"""Names of options in TRL (1.x, with transformers' TrainingArguments) and OpenRLHF (flat and dotted), with our names.
 
 The table is used for suggestions only and never sets an option. If a name maps to several options, those that the run
-has are suggested. Names that differ by a word only (``lr``, ``seed``) are found without this table.
+has are suggested. Names that differ only by a word (``lr``, ``seed``) are matched without this table.
 """
 
 from __future__ import annotations
@@ -290,4 +290,4 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
 }
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({**_TRL, **_OPENRLHF})
 """{name, or the end of a dotted name: our dotted options that it may mean}. ``reward``, ``observer``, ``data.train``
-and ``data.eval`` stand for the whole list."""
+and ``data.eval`` refer to the whole list."""

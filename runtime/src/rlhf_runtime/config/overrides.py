@@ -20,11 +20,11 @@ RUNTIME = ("launcher", "trainer", "generator")
 (every trainer has a learning rate), and refuses those that it does not have."""
 
 Override = tuple[str, str | PythonValue | None]
-"""(dotted path, the flag's text; None of a flag without a value; or a value given in Python)."""
+"""(dotted path, the flag's text, None for a flag without a value, or a Python value)."""
 
 
 class Overrides:
-    """``data`` after :meth:`apply`, ``origins`` of every path, ``problems`` found on the way.
+    """Applies flags. :meth:`apply` changes ``data``, ``origins`` of every path, and ``problems``.
 
     Args:
         suggest: returns `` Did you mean ...?`` for an unknown flag, or an empty string.
@@ -39,7 +39,7 @@ class Overrides:
         self.problems: list[str] = []
 
     def apply(self, overrides: Sequence[Override]) -> None:
-        """Apply whole lists first, then ``use``, then single fields, whatever their order on the command line."""
+        """Apply whole lists first, then ``use``, then single fields, regardless of their order on the command line."""
         lists: dict[str, list[str | PythonValue]] = {}
         fields: dict[str, str | PythonValue | None] = {}
         for key, raw in overrides:
@@ -61,7 +61,7 @@ class Overrides:
         parent = self.data.setdefault(section, {}) if section else self.data
         if not isinstance(parent, dict):
             return  # reported when the section is validated
-        # A run's own config.toml states the defaults of its sources.
+        # The config.toml of a run contains the defaults of its sources.
         defaults = {n: f.default for n, f in SourceSection.model_fields.items()} if section == "data" else {}
         for i, entry in enumerate(parent.get(name) or ()):
             options = set(entry) - {field} if isinstance(entry, dict) else set()

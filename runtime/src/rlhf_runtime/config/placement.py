@@ -15,8 +15,8 @@ from rlhf_runtime.config.sections import PlacementSection
 def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], generator: bool) -> dict[str, Place]:
     """A place for every role of the run, and for the generator if there is one.
 
-    Raises ConfigError listing every section that names, or shares with, a role that the run does not hold, shares in a
-    chain or a circle, or gives devices twice.
+    Raises ConfigError that lists every section that names, or shares with, a role that the run does not have, shares in
+    a chain or a circle, or assigns devices twice.
     """
     parts = [*roles, GENERATOR] if generator else list(roles)
     problems = []
@@ -50,8 +50,8 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
 
 
 def ranks_of(sections: Mapping[str, PlacementSection], name: str) -> int:
-    """The ranks of a role, or the number of engines. If they are not set: 1, or those of the role whose devices it
-    shares, as far as they fit, so that no rank's devices are idle."""
+    """The ranks of a role, or the number of engines. If they are not set: 1, or the number of the role whose devices it
+    shares, limited to the number that fits, so that no rank's devices are idle."""
     section = sections.get(name, PlacementSection())
     if section.ranks is not None or section.share is None:
         return section.ranks or 1
@@ -61,10 +61,10 @@ def ranks_of(sections: Mapping[str, PlacementSection], name: str) -> int:
 
 
 def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:
-    """The place of the engines, with as many workers as an engine has parts.
+    """The place of the engines, with one worker for each part of an engine.
 
     Args:
-        generator: its name, for the message.
+        generator: name of the generator, for messages.
         parallel: ``Generator.parallel_sizes``.
 
     Raises ConfigError if an engine has fewer devices than workers. The launcher checks engines with more devices

@@ -50,11 +50,11 @@ def describe(
     """
     by_location: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for details in error.errors(include_url=False):
-        location = tuple(str(part) for part in details["loc"] if "[" not in str(part))  # not the branch of a union
+        location = tuple(str(part) for part in details["loc"] if "[" not in str(part))  # without the branch of a union
         by_location.setdefault(location, []).append({**details, "loc": location})
     lines = []
     for errors in by_location.values():
-        right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches, those that fit it
+        right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches that fit the type
         for entry in errors[:1] if errors[0]["input"] is NO_VALUE else right_type or errors:
             lines += _lines(entry, model, prefix, origins, suggestions)
     return lines
@@ -67,7 +67,7 @@ def unknown_keys(
     origins: Mapping[str, str],
     suggestions: Suggestions | None = None,
 ) -> list[str]:
-    """The lines for an unknown key: one for each key below it."""
+    """The lines for an unknown key. A table has one line for each key in it."""
     names = sorted(set(allowed) - _RESERVED)
     listing = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
     section = get_close_matches(path, names, n=1, cutoff=0.8) if isinstance(value, Mapping) else []
@@ -98,7 +98,8 @@ def leaves(table: Mapping[str, Any]) -> list[str]:
 
 
 def origin(path: str, origins: Mapping[str, str]) -> str:
-    """`` (run.toml, line 3)``: where the path, or the nearest section above it, was written; empty if nowhere."""
+    """`` (run.toml, line 3)``: the place of the path, or of the nearest section above it; empty if neither was
+    written."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         source = origins.get(".".join(parts[:n]))
@@ -144,7 +145,7 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
     message = str(error["msg"])
     if kind in ("value_error", "assertion_error"):
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        return f"{label}: {message}" if path else message  # a check of several sections names them itself
+        return f"{label}: {message}" if path else message  # a check of several sections already names them
     message = re.sub(r" or instance of \w+", "", message)
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
     if value is NO_VALUE:

@@ -1,4 +1,4 @@
-"""The run file as a whole: its sections, its short forms, and where each value was written.
+"""The whole run file: its sections, its short forms, and the origin of each value.
 
 :mod:`rlhf_runtime.config.load` makes a :class:`RunFile` from TOML and flags. The sections are in
 :mod:`rlhf_runtime.config.sections` and :mod:`rlhf_runtime.config.data_section`.
@@ -60,7 +60,7 @@ def _source(value: Any) -> Any:
 
 
 def expand(data: dict[str, Any]) -> dict[str, Any]:
-    """Short forms as tables and lists of tables, with plugins' options still beside ``use``."""
+    """Expand short forms to tables and lists of tables. Plugins' options stay beside ``use``."""
     data = dict(data)
     for key in SINGLE:
         if isinstance(data.get(key), str):
@@ -75,8 +75,8 @@ def expand(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def long_form(data: dict[str, Any]) -> dict[str, Any]:
-    """The tables with short forms expanded (``algorithm = "NAME"``, ``reward = ["NAME", ...]``, ``data.train =
-    "FILE"``) and plugins' options separated, as the sections hold them."""
+    """The tables with short forms expanded (``algorithm = "NAME"``, ``reward = ["NAME", ...]``,
+    ``data.train = "FILE"``) and plugins' options separated, in the form of the sections."""
     data = expand(data)
     for key, cls in SINGLE.items():
         if key in data:
@@ -152,11 +152,12 @@ class RunFile(ComponentConfig):
 
     @property
     def origins(self) -> Origins:
-        """Where each value was written, for error messages; empty if the run file was made in Python."""
+        """The origin of each value, for error messages; empty if the run file was created in Python."""
         return self._origins
 
     def value(self, path: str) -> Any:
-        """The value at a dotted path. A plugin's option that is absent is None, as where Python set it to None."""
+        """The value at a dotted path. An absent option of a plugin is None, like an option that was set to None in
+        Python."""
         node: Any = self
         for part in path.split("."):
             if isinstance(node, tuple):
@@ -181,7 +182,7 @@ class RunFile(ComponentConfig):
 
 
 def _paths_set(value: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of the fields that were given a value, as ``config.toml`` names them."""
+    """Dotted paths of the fields that were set, as in ``config.toml``."""
     if isinstance(value, ComponentConfig):
         items = {name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set}
         items |= items.pop("options", {}) if isinstance(value, Choice) else {}

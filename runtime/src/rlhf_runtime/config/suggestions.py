@@ -17,9 +17,9 @@ ROLES = ("policy", "critic", "reference")
 PLACES = ("policy", "generator")
 """Names for which ``[placement.NAME]`` is suggested."""
 LIST_FLAGS = ("reward", "observer", "data.train", "data.eval")
-"""Flags that stand for a list of sections."""
+"""Flags for a list of sections."""
 LIKE = 0.75
-"""Smallest similarity of a name from another section than the one where the unknown name was written."""
+"""Smallest similarity for names from other sections than the section of the unknown name."""
 MAX_NAMES = 3
 """Largest number of suggestions in one message."""
 
@@ -56,7 +56,7 @@ class Suggestions:
         Args:
             path: the unknown dotted name.
             allowed: names in its section.
-            flag: whether it was given as a flag; the suggestions are then flags too.
+            flag: whether the name is a flag. The suggestions are then flags too.
         """
         section, _, key = path.rpartition(".")
         if not section and (options := self._values.get(key.replace("-", "_"))):
@@ -76,7 +76,8 @@ class Suggestions:
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
-        """{value: the options of the algorithm that allow it}. Other frameworks have options named like values."""
+        """{value: the options of the algorithm that allow it}. Some options of other frameworks have the name of a
+        value."""
         options: dict[str, list[str]] = {}
         for kind, section, choice in self._choices:
             if kind == "algorithm":
@@ -86,7 +87,7 @@ class Suggestions:
         return options
 
     def _match_end(self, path: str) -> tuple[list[str], bool]:
-        """Options for the longest end of ``path`` that is a name in another framework, or an option's own name; and
+        """Options for the longest end of ``path`` that is a name in another framework or the name of an option, and
         whether it is a name in another framework."""
         parts = path.split(".")
         for start in range(len(parts)):
@@ -124,6 +125,6 @@ class Suggestions:
 
 
 def _of_role(option: str) -> str:
-    """The role that an option is about, if the option is suggested only for names that contain that role."""
+    """The role of an option that is suggested only for names that contain that role."""
     role = option.partition(".")[0]
     return role if role in ROLES[1:] or (role in ROLES and ".trainer." in option) else ""

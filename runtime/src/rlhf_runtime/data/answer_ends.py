@@ -1,4 +1,4 @@
-"""The end tokens of answers, as a chat template writes them."""
+"""The end tokens that a chat template writes after answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ANSWER = {"role": "assistant", "content": mark(0)}
 
 
 class AnswerEnds:
-    """Says which tokens end answers.
+    """Determines the tokens that end answers.
 
     Args:
-        text: renders messages (:meth:`TemplateRender.text`). Their tools do not matter.
+        text: renders messages (:meth:`TemplateRender.text`). Tools in it do not matter.
     """
 
     def __init__(self, tokenizer: Any, text: Callable[..., str]) -> None:
@@ -31,12 +31,12 @@ class AnswerEnds:
 
     @property
     def tokens(self) -> tuple[str, str]:
-        """The end tokens with which samples end: :attr:`token` and the tokenizer's."""
+        """The end tokens of samples: :attr:`token` and the tokenizer's end token."""
         return self.token, self._tokenizer_end
 
     @property
     def token(self) -> str:
-        """The end token of an answer: the template's, or else the tokenizer's."""
+        """The end token of an answer: the template's end token, else the tokenizer's."""
         return self.of_template or self._tokenizer_end
 
     @cached_property
@@ -46,8 +46,8 @@ class AnswerEnds:
 
     @cached_property
     def of_text(self) -> str | None:
-        """What ends an answer that is text: :attr:`of_template`, with what the template writes before it. None if the
-        template needs other messages than a question and an answer."""
+        """The text that ends an answer of text: :attr:`of_template`, with any text that the template writes before it.
+        None if the template needs other messages than a question and an answer."""
         try:
             _, answer, following = self._text([_USER, _ANSWER], answer=False).rpartition(mark(0))
         except DataError:
@@ -55,14 +55,14 @@ class AnswerEnds:
         return self.end_in(following) if answer else None
 
     def end_in(self, following: str) -> str:
-        """The end token of an answer whose text stands before ``following``, the rest of a render, with what the
-        template writes before it; empty if there is none."""
+        """The end token of an answer, with any text that the template writes before it; empty if there is none.
+        ``following``: the rest of a render after the answer's text."""
         rest = following.strip()
         return self.token_in(rest) or (rest if rest.endswith(self.special) else "")
 
     def token_in(self, following: str) -> str:
-        """The special token that follows an answer's text, ignoring white space between them; two, if the template ends
-        every answer with two."""
+        """The special token that follows an answer's text, ignoring white space between them; both tokens if the
+        template ends every answer with two."""
         following = following.lstrip()
         if self._two_ends and following.startswith(self._two_ends):
             return self._two_ends
@@ -73,13 +73,13 @@ class AnswerEnds:
         return text.endswith(tuple(self._tokens) if self.of_text is None else (*self.special, self.token))
 
     def _token_at(self, text: str) -> str:
-        """The special or added token with which a text begins; empty if it begins otherwise."""
+        """The special or added token with which a text begins; empty if it does not begin with one."""
         return max((t for t in self._tokens if text.startswith(t)), key=len, default="")
 
     @cached_property
     def _two_ends(self) -> str:
-        """A token and the tokenizer's end token, with which the template ends every answer, also earlier ones (Cohere:
-        ``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``); else empty."""
+        """A token and the tokenizer's end token, if the template ends every answer, including earlier ones, with both
+        (Cohere: ``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``); else empty."""
         try:
             following = self._text([_USER, _ANSWER, _USER], answer=False).rpartition(mark(0))[2]
         except DataError:

@@ -1,7 +1,7 @@
-"""Tool calls in the forms in which published chat templates write them. docs/how-to/tools.md names the models of each.
+"""The forms of tool calls in published chat templates. docs/how-to/tools.md names the models of each form.
 
-A form is looked for only if the chat template contains its mark. Text that is not in the form is no call: it stays in
-the content of the answer.
+A form is used only if the chat template contains its mark. Text that does not match the form is not a call, and stays
+in the content of the answer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class AnswerCall(NamedTuple):
     arguments: str
     """JSON text."""
     id: str = ""
-    """As the policy wrote it. Empty if the form has none."""
+    """The id that the policy wrote. Empty if the form has none."""
 
 
 Types = Mapping[tuple[str, str], frozenset[str]]
-"""{(function, argument): the types of JSON that its schema allows, none if it does not say}. What is within an argument
-has a path, such as ``places.*.city`` of a list of objects."""
+"""{(function, argument): the JSON types that its schema allows; empty if the schema does not say}. A value inside an
+argument has a path, such as ``places.*.city`` for a list of objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +40,32 @@ class CallForm:
     mark: str
     """A text that is in each chat template with this form."""
     opening: str
-    """Pattern of what stands before a call, or before several. It may have the groups ``name`` and ``id``."""
+    """Pattern of the text before one or several calls. It may have the groups ``name`` and ``id``."""
     closing: str
-    """Pattern of what stands after it."""
+    """Pattern of the text after the calls."""
     read: Callable[[str, Types], list[AnswerCall]] | None = None
-    """Reads the text between the two; no calls if it is not in this form. None for JSON, which is read up to its end,
-    so that its strings may contain tags: the arguments if the opening has the name, else what :attr:`convert` reads."""
+    """Reads the text between opening and closing. Returns no calls if it does not match this form. None for JSON, which
+    is read up to its end, so its strings may contain tags. The JSON is the arguments if the opening has the name.
+    Otherwise :attr:`convert` reads it."""
     convert: Callable[[list[Any]], list[AnswerCall]] = lambda values: calls_in_objects(values)
     """The calls in the JSON values that follow an opening."""
     tags: str = ""
     """Tags within a call."""
     trace: str = ""
-    """Pattern of what shows that a call was tried, besides the mark. Without it, the tags of the opening do."""
+    """Pattern of text that, like the mark, shows that a call was attempted. If it is empty, the tags of the opening are
+    used."""
     separator: str = ""
-    """Pattern of what may stand between calls as JSON that follow one opening."""
+    """Pattern of the text between several JSON calls after one opening."""
 
     def visible(self, token: str) -> bool:
         """Whether a token is a tag of this form. Some tokenizers have such tags among their special tokens."""
         return token in re.sub(r"\\(.)", r"\1", f"{self.opening} {self.closing} {self.tags}")
 
     def is_tried(self, text: str, has_calls: bool) -> bool:
-        """Whether a text without the calls that were read shows that another one was tried.
+        """Whether a text, from which the parsed calls were removed, shows that another call was attempted.
 
         Args:
-            has_calls: whether calls were read. If so, a closing tag may be left over from them.
+            has_calls: whether calls were parsed. If so, a closing tag may be left over from them.
         """
         source = "" if self.trace else self.opening
         source = re.sub(
@@ -92,7 +94,7 @@ def _add_types(
     definitions: Mapping[str, Any],
     depth: int = 4,
 ) -> None:
-    """Add the types of the values of an object or of the items of a list, and of what is within them."""
+    """Add the types of the values of an object or of the items of a list, recursively."""
     if not isinstance(schema, Mapping) or not depth:
         return
     if isinstance(reference := schema.get("$ref"), str):
@@ -106,8 +108,8 @@ def _add_types(
 def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 4) -> frozenset[str]:
     """
     Args:
-        definitions: schemas by name, to which others refer.
-        depth: of references and alternatives, which may be circular.
+        definitions: {name: schema} for references.
+        depth: remaining depth of references and alternatives, which may be circular.
     """
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
@@ -126,8 +128,8 @@ def type_of(value: Any) -> str:
 
 
 def value_of(text: str, types: frozenset[str]) -> Any:
-    """A value that is written as text: what it is as JSON, but the text itself if the schema allows a string and not
-    that. Several templates write what is no string as Python does (``True``, ``None``)."""
+    """A value that is written as text. It is parsed as JSON, unless the schema allows a string and not the type of the
+    parsed value. Several templates write other values than strings in Python syntax (``True``, ``None``)."""
     if types == {"string"}:
         return text
     try:
@@ -148,7 +150,7 @@ def _expressions(source: str) -> list[ast.expr]:
     """Raises ValueError if a text is not Python, or has statements."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of strings with a backslash
+            warnings.simplefilter("ignore", SyntaxWarning)  # about strings with a backslash
             body = ast.parse(source.strip()).body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("not Python") from error
@@ -156,7 +158,7 @@ def _expressions(source: str) -> list[ast.expr]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A value of JSON. Raises ValueError for any other."""
+    """A JSON value. Raises ValueError for any other value."""
     match node:
         case ast.Constant(value=str() | int() | None as value):
             return value
@@ -179,7 +181,7 @@ def _no_call() -> NoReturn:
 
 
 def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[AnswerCall]:
-    """A call; none if the arguments are no object, or hold half of a character."""
+    """One call; empty if the arguments are not an object, or contain a lone surrogate."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return []
     try:
@@ -194,7 +196,8 @@ def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[Answer
 
 
 def calls_in_objects(values: list[Any]) -> list[AnswerCall]:
-    """``{"name": ..., "arguments": {...}}`` or lists of these. Some templates say ``parameters`` or ``tool_name``."""
+    """``{"name": ..., "arguments": {...}}`` or lists of such objects. Some templates write ``parameters`` or
+    ``tool_name``."""
     calls = []
     for value in values:
         if isinstance(value, dict):
@@ -213,7 +216,7 @@ def calls_in_objects(values: list[Any]) -> list[AnswerCall]:
 
 
 def _bare(values: list[Any]) -> list[AnswerCall]:
-    """An answer that is JSON objects and nothing else (Llama 3). Any other object is an answer in JSON."""
+    """An answer that consists only of calls as JSON objects (Llama 3). Any other object is an answer in JSON."""
     are_calls = all(isinstance(value, dict) and {"parameters", "arguments"} & value.keys() for value in values)
     return calls_in_objects(values) if are_calls else []
 
@@ -232,7 +235,7 @@ _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def matches_of(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """The matches that make up the text, without white space. Raises ValueError if there is other text."""
+    """All matches in the text. Raises ValueError if there is text other than white space between them."""
     matches: list[re.Match[str]] = []
     position = 0
     while match := pattern.match(text, position):
@@ -242,12 +245,13 @@ def matches_of(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
 
 
 def arguments_of(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError if one is there twice."""
+    """{name: value}. Raises ValueError if a name occurs twice."""
     return _no_call() if len({key for key, _ in values}) < len(values) else dict(values)
 
 
 def _python(text: str, types: Types) -> list[AnswerCall]:
-    """``[add(a=1), add(a=2)]``, or one call on each line, also in a fence. Strings may have line breaks."""
+    """``[add(a=1), add(a=2)]``, or one call on each line, with or without a code fence. Strings may have line
+    breaks."""
     fence = _FENCE.fullmatch(text)
     source = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), fence[1] if fence else text)
     calls = []
@@ -326,7 +330,7 @@ FORMS: Sequence[CallForm] = (
 
 
 def read_calls(text: str, forms: Sequence[CallForm], types: Types) -> tuple[str, list[AnswerCall]]:
-    """The text without its calls, and the calls. Of several forms, the first one with a call."""
+    """The text without its calls, and the calls. The first form that reads a call is used."""
     for form in forms:
         calls: list[AnswerCall] = []
         rest, position, boundary = [], 0, 0
@@ -368,8 +372,8 @@ def _read_json(form: CallForm, opening: re.Match[str]) -> tuple[list[AnswerCall]
 
 
 def _read_text(form: CallForm, opening: re.Match[str], types: Types) -> tuple[list[AnswerCall], int]:
-    """The calls after an opening, and the end of the text that was read: all of it if no closing tag follows. A value
-    may contain closing tags, so the text up to later ones is tried too."""
+    """The calls after an opening, and the position up to which the text was read: its end if no closing tag follows. A
+    value may contain closing tags, so later closing tags are tried too."""
     text, boundary = opening.string, len(opening.string)
     for end in islice(re.compile(form.closing).finditer(text, opening.end()), 8):
         boundary = min(boundary, end.end())

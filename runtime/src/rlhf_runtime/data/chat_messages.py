@@ -36,8 +36,8 @@ class ChatMessages:
     Args:
         ends: texts of the tokens that end an answer.
 
-    Raises DataError: the tokenizer's ``response_template`` is not valid. The methods raise DataError for messages that
-    the template refuses, and where it leaves out a message that the policy did not write.
+    Raises DataError: the tokenizer's ``response_template`` is not valid. The methods raise DataError if the template
+    refuses messages, or leaves out a message that the policy did not write.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChatMessages:
         self.answers = ParsedAnswers(tokenizer, chat, tokens)
 
     def encode(self, messages: Messages, tools: Tools = ()) -> Turn:
-        """A whole conversation, which the policy can answer."""
+        """The tokens of a whole conversation, up to where the policy answers."""
         if tools:
             self.answers.check_tools()
         conversation, images = as_template_reads(messages)
@@ -62,13 +62,14 @@ class ChatMessages:
     def encode_following(
         self, messages: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
     ) -> Turn | None:
-        """What the template writes after a sampled answer. The tokens up to its end are kept as they are.
+        """The tokens that the template writes after a sampled answer. The tokens up to the end of the answer are kept
+        unchanged.
 
         Args:
             closed: whether the sampled answer ended with its end token. If not, the tokens begin with it.
 
-        Returns: None if the template writes ``messages`` otherwise once other messages follow, so that the tokens
-            so far are not what the template would show the policy.
+        Returns: None if the template writes ``messages`` differently once other messages follow. Then the existing
+        tokens are not the tokens that the template would show the policy.
         """
         new, images = as_template_reads(following)
         conversation, _ = as_template_reads([*messages, answer])
@@ -88,7 +89,7 @@ class ChatMessages:
         end = max((e for e in self._ends if answer.endswith(e)), key=len, default="")
         if end:
             start = len(opened) + len(answer) - len(end)
-        else:  # white space at its end was sampled if the message has it
+        else:  # white space at its end was sampled if the message contains it
             content = text_of(messages[-1].get("content"))
             start = len(opened) + len(answer)
             start += len(space) if answered.startswith(space := content[len(content.rstrip()) :], start) else 0
@@ -109,7 +110,7 @@ _THOUGHTS = (
     ("<|channel>thought", "<channel|>"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-"""What stands around reasoning: for most models, Seed-OSS, MiniMax M3, Magistral, Command A, Gemma 4 and Apriel."""
+"""The texts around reasoning: for most models, Seed-OSS, MiniMax M3, Magistral, Command A, Gemma 4 and Apriel."""
 _PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
 _PROBE_TOOL = {
     "type": "function",
@@ -129,9 +130,10 @@ _PROBE_TOOL = {
 
 
 class ParsedAnswers:
-    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and the like,
-    and calls in the forms of :data:`FORMS` and of gpt-oss are found if the chat template contains their tags. If none
-    of these reads a call as the template writes it, its form is learned (:func:`learned_form`). All else is content.
+    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` or similar tags,
+    and calls in the forms of :data:`FORMS` and of gpt-oss, are parsed if the chat template contains their tags. If none
+    of these forms can read a call that the template writes, the template's form is learned (:func:`learned_form`). All
+    other text is content.
 
     Raises DataError: the ``response_template`` is not valid.
     """
@@ -145,10 +147,10 @@ class ParsedAnswers:
         self._thoughts = next((tags for tags in _THOUGHTS if tags[1] in source), None)
         self._forms = [form for form in FORMS if form.mark in source]
         self._ids_name = "<|tool_call_argument_begin|>" in source
-        """Whether the template writes the id of a call in place of its name (Kimi K2)."""
+        """Whether the template writes the id of a call instead of its name (Kimi K2)."""
         self._in_channels = all(tag in source for tag in ("<|channel|>", "<|message|>", "<|call|>"))
         self._marks = ["<|message|>"] if self._in_channels else []
-        """Texts that show that a call was tried, besides those of the forms."""
+        """Texts that, in addition to the marks of the forms, show that a call was attempted."""
         self._learned: CallForm | None = None
         if not (self._has_response_template or self._in_channels or self._reads_template()):
             self._learned = learned_form(self._render)
@@ -158,7 +160,7 @@ class ParsedAnswers:
             self._marks += [opening] if isinstance(opening, str) else []
             try:
                 tokenizer.get_response_parser(prefix="")
-            except Exception as error:  # of the template, which somebody wrote for this tokenizer
+            except Exception as error:  # raised by the template, which is not part of this project
                 raise DataError(
                     f"the tokenizer's response_template is not valid: {type(error).__name__}: {error}. Correct or "
                     "remove it in tokenizer_config.json."
@@ -169,8 +171,8 @@ class ParsedAnswers:
         """The assistant message of a sampled turn.
 
         Args:
-            prompt: tokens before the answer, at least from the text that opens it. It may begin with ``<think>``.
-            key: the ids of tool calls are made from it. Equal keys give equal ids.
+            prompt: tokens before the answer, at least from the text that opens it. That text may contain ``<think>``.
+            key: determines the ids of tool calls. Equal keys give equal ids.
         """
         if self._has_response_template:
             content, reasoning, calls = self._by_template(turn.ids, prompt, tools)
@@ -190,14 +192,15 @@ class ParsedAnswers:
         return message
 
     def has_unread_call(self, message: Mapping[str, Any]) -> bool:
-        """Whether the content of a parsed answer begins a call, or has the header of a part (gpt-oss); whether its
-        reasoning does, if it has neither content nor calls: the end of the reasoning may be missing."""
+        """Whether the content of a parsed answer begins a call, or has the header of a part (gpt-oss). If the answer
+        has neither content nor calls, its reasoning is searched instead, because the end of the reasoning may be
+        missing."""
         calls = message.get("tool_calls")
         text = message.get("content") or ("" if calls else message.get("reasoning_content")) or ""
         return any(form.is_tried(text, bool(calls)) for form in self._forms) or any(m in text for m in self._marks)
 
     def _prefix_and_answer(self, question: str, answer: Mapping[str, Any], tools: Tools) -> tuple[str, str]:
-        """What the template writes before an answer, and as the answer. Raises DataError."""
+        """The text that the template writes before an answer, and the text of the answer. Raises DataError."""
         chat, messages = self._chat.with_tools(tools), [{"role": "user", "content": question}]
         openings = [chat.text(messages, is_opened) for is_opened in (True, False)]
         text = chat.text([*messages, {"role": "assistant", **answer}], answer=False)
@@ -205,7 +208,7 @@ class ParsedAnswers:
         return prefix, text[len(prefix) :]
 
     def _render(self, content: str, calls: Sequence[Call]) -> str:
-        """What the template writes as an answer, up to its end token. Raises DataError."""
+        """The text that the template writes for an answer, up to its end token. Raises DataError."""
         answer: dict[str, Any] = {"content": content}
         if calls:
             answer["tool_calls"] = [_call(call_id, *call) for call_id, call in zip(CALL_IDS, calls, strict=False)]
@@ -215,7 +218,7 @@ class ParsedAnswers:
         return text
 
     def _reads_template(self) -> bool:
-        """Whether one of the known forms reads a call as the template writes it."""
+        """Whether one of the known forms can read a call that the template writes."""
         try:
             text = self._render("", [("zqname", {"zqkey": "zqtext"})])
         except DataError:
@@ -223,8 +226,9 @@ class ParsedAnswers:
         return [call[:2] for call in read_calls(text, self._forms, {})[1]] == [("zqname", '{"zqkey": "zqtext"}')]
 
     def check_tools(self) -> None:
-        """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
-        is not parsed back. The policy would never know of the tools, or they would never be called."""
+        """Raises DataError if the chat template does not write the descriptions of tools, because the policy would not
+        see them. Also raises DataError if a call that the template writes is not parsed back, because tools would never
+        be called."""
         if self._tools_checked:
             return
         question, tools = "Will it rain in Paris?", [_PROBE_TOOL]
@@ -273,7 +277,7 @@ class ParsedAnswers:
         text, prefix = self._decode(ids), self._decode(prompt)
         try:
             parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=[dict(t) for t in tools] or None)
-        except Exception:  # the model wrote something that is not in the format: it stays content
+        except Exception:  # the model's text is not in the format: it stays content
             return self._text(ids), "", []
         reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""
         calls = []
@@ -289,7 +293,7 @@ class ParsedAnswers:
             opened = prefix.rstrip().endswith(opening) or text.lstrip().startswith(opening)
             if opened or (closing in text and opening not in text.partition(closing)[0]):
                 reasoning, end, content = text.partition(closing)
-                if not end:  # a call ends reasoning too, as in vLLM and llama.cpp; all else is reasoning
+                if not end:  # a call also ends reasoning, as in vLLM and llama.cpp; all other text is reasoning
                     reasoning, calls = read_calls(reasoning, self._forms, argument_types(tools))
                 reasoning, content = reasoning.strip().removeprefix(opening).strip("\n"), content.lstrip("\n")
         if not calls:

@@ -39,8 +39,8 @@ class TableSource(Source):
 def without_added_nulls(value: Any) -> Any:
     """A value whose messages, turns and tools have no null fields, at any depth.
 
-    A table has the fields of all rows in every row, so it adds the arguments of one tool, as null, to the calls of
-    another. An argument that was null before is lost with them; a table can hold it in arguments as JSON text.
+    In a table every row has the fields of all rows, so the table adds the arguments of one tool, as null, to the calls
+    of another. An argument whose real value is null is removed with them. To keep it, store arguments as JSON text.
     """
     if isinstance(value, dict):
         return {key: without_added_nulls(inner) for key, inner in value.items()}
@@ -61,7 +61,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def with_files_of_images(dataset: Any) -> Any:
-    """The dataset with columns of images as ``{bytes, path}``, as they are stored, in place of decoded ones."""
+    """The dataset with image columns in their stored form ``{bytes, path}`` instead of decoded images."""
     import datasets
 
     def stored(feature: Any) -> Any:
@@ -84,7 +84,7 @@ def content_hash(table: Any) -> str:
 
     digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
     for start in range(0, table.num_rows, 8192):
-        # take() copies the rows, so equal values give equal bytes, whatever their offsets and chunks were.
+        # take() copies the rows, so equal values give equal bytes, regardless of offsets and chunks.
         part = table.slice(start, 8192).combine_chunks()
         part = part.take(pa.array(range(part.num_rows))).replace_schema_metadata(None)
         sink = pa.BufferOutputStream()
@@ -139,7 +139,7 @@ def saved_source(path: Path, section: SourceSection) -> TableSource:
         raise DataError(f"{path}: subset = {section.subset!r}, but a saved folder has no subsets")
     try:
         dataset = datasets.load_from_disk(str(path))
-    except Exception as error:  # many kinds, all meaning: this folder cannot be read
+    except Exception as error:  # of many classes; each means that this folder cannot be read
         raise DataError(f"cannot load {path} with datasets.load_from_disk: {error}") from error
     if isinstance(dataset, datasets.DatasetDict):
         if section.split not in dataset:

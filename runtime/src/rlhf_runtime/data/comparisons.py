@@ -1,6 +1,7 @@
 """Rows with several answers and a preference between them, as pairs: the best answer is chosen, the worst is rejected.
 
-:data:`SHAPES` has the columns of published data sets, a shape a line; :data:`PREFERENCES` the meaning of their values.
+:data:`SHAPES` lists the columns of published data sets, one shape per line. :data:`PREFERENCES` describes the meaning
+of their values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Values = dict[str, Any]
 OF_MARGIN = "_margin"
 """End of a conversion's name: the margin is the difference of the two scores."""
 _TEXTS = ("response", "answer", "completion", "text")
-"""Field with the answer, where answers are a list of objects."""
+"""Fields that may contain the answer, if answers are a list of objects."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class Shape:
     answers: tuple[str, ...]
     """Two columns with one answer each, or one column with a list of objects."""
     preference: tuple[str, ...] = ()
-    """Columns that say which answer is better. None: each object has its score."""
+    """Columns that say which answer is better. Without any, each object contains its score."""
     prompt: str | None = None
-    """Column with the prompt. Empty: the answers are whole conversations. None: as in other layouts."""
+    """Column with the prompt. Empty: the answers are whole conversations. None: the same columns as in other
+    layouts."""
 
     def fits(self, row: Mapping[str, Any], columns: Collection[str], names: Mapping[str, str]) -> bool:
-        """Whether a source has these columns. ``row``: its first row."""
+        """Whether a source has the columns of this shape. ``row``: its first row."""
         if names.get("preference") not in (None, *self.preference):
             return False
         if not {*self.answers, *self.preference, names.get("margin") or self.answers[0]} <= {*columns}:
@@ -49,7 +51,8 @@ class Shape:
         return all(isinstance(a, Mapping) and any(t in a for t in _TEXTS) and a.keys() >= {*needed} for a in answers)
 
     def layout(self, margin: str | None) -> tuple[dict[str, str], str]:
-        """({field: column} without the prompt, name of the conversion). ``margin``: the column that is named so."""
+        """({field: column} without the prompt, name of the conversion). ``margin``: the column that the run file names
+        as the margin."""
         fields_of_answers = ("first", "second") if len(self.answers) == 2 else ("answers",)
         columns = (*self.answers, *self.preference)
         fields = dict(zip((*fields_of_answers, *_PREFERENCE), columns, strict=False))
@@ -82,10 +85,10 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     """A row of a shape as a pair: ``chosen`` and ``rejected``, with its prompt and its margin if it has them.
 
     Args:
-        of_margin: whether the margin is the difference of the scores; a column of the preference has the field
-            ``margin`` then.
+        of_margin: whether the margin is the difference of the scores. Then a column of the preference has the field
+            ``margin``.
 
-    Raises DataError: no answer is better than the others, or a value is not what it should be.
+    Raises DataError: no answer is better than the others, or a value is invalid.
     """
     default = values.get("margin") if of_margin else None
     answers = values.get("answers", default) if "first" not in values else [values["first"], values.get("second")]
@@ -103,7 +106,7 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
 
 
 def unequal_pairs(answers: Any, meaning: str) -> list[tuple[int, ...]]:
-    """The positions of every two answers with different scores; empty where the scores cannot be read."""
+    """The positions of every pair of answers with different scores; empty if the scores cannot be read."""
     try:
         scores = _scores(meaning, None, None, answers) if isinstance(answers, list) else []
     except DataError:
@@ -199,7 +202,7 @@ def question_and_answer(question: Any, answer: Any) -> list[dict[str, Any]]:
 
 def _question(values: Values) -> Values:
     """The prompt of WebGPT's questions, and of posts to summarise (Stiennon et al. 2020, arXiv:2009.01325, as their
-    code writes it); empty where the prompt is another."""
+    code writes it); empty for other prompts."""
     prompt = values.get("prompt")
     if not isinstance(prompt, Mapping):
         return {}

@@ -1,12 +1,12 @@
 """Find each answer in the render of a chat template.
 
-The text that is tokenised is always ONE render of the whole conversation. A second render, in which every text is
-replaced by a marker, shows the passages: which characters belong to which message. Replacing the markers by the texts
-must give the first render exactly. A template that rewrites or drops a message's text fails this check and is refused;
-the error names the message.
+The tokenised text is always ONE render of the whole conversation. A second render, with a marker for every text, shows
+the passages: the characters of each message. Replacing the markers by the texts must give the first render exactly. A
+template that rewrites or drops a message's text fails this check and is refused. The error names the message.
 
-An answer starts after the head (what ``add_generation_prompt`` adds), which stands in the gap before its first passage.
-It ends after the end token that follows its last passage. Tool calls are no passages: they stand between the two.
+An answer starts after the head (the text that ``add_generation_prompt`` adds), which is in the gap before its first
+passage. It ends after the end token that follows its last passage. Tool calls are not passages. They are between the
+last passage and the end token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CALL = {
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """A rendered conversation and answers in it."""
+    """A rendered conversation and the position of answers in it."""
 
     text: str
     answers: Mapping[int, Span]
@@ -51,9 +51,9 @@ class Render:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with the answers in its renders.
+    """A tokenizer's chat template, which also finds the answers in its renders.
 
-    Raises ConfigError: a keyword argument is not the template's.
+    Raises ConfigError: the template does not read a keyword argument.
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], day: datetime | None = None) -> None:
@@ -66,10 +66,10 @@ class ChatTemplate:
         self._checked = set[tuple[Any, ...]]()
 
     def for_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """A template that shows tools of rows, of which :meth:`with_tools` makes others. It is made anew, because a
-        tokenizer may have another template for tools.
+        """A template that shows tools of rows. :meth:`with_tools` of it makes templates for other tools. It is a new
+        object, because a tokenizer may have another template for tools.
 
-        Raises DataError: the template does not read tools, or shows those of its keyword arguments.
+        Raises DataError: the template does not read tools, or shows the tools of its keyword arguments.
         """
         if "tools" in self._template.kwargs:
             raise DataError(
@@ -86,8 +86,8 @@ class ChatTemplate:
         return chat
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """A copy that shows other tools, in place of those in the keyword arguments; the template itself without any.
-        The two share the results of checks of messages."""
+        """A copy that shows other tools instead of the tools in the keyword arguments. Without tools, the template
+        itself. Both share the results of checks of messages."""
         if not tools:
             return self
         chat = copy.copy(self)
@@ -98,12 +98,12 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------- checks
 
     def check(self, messages: Sequence[Message], source: str, render: Render | None = None) -> None:
-        """Raises DataError: the template leaves out a part of the messages. Messages of one form are checked once for
-        each source, among like messages.
+        """Raises DataError: the template leaves out a part of the messages. Messages of the same form are checked once
+        for each source.
 
         Args:
-            render: of the messages, with the answers that are trained on. Their parts must be in the text of the
-                answers.
+            render: render of the messages, with the answers that are trained on. The parts of these answers must be in
+                the text of the answers.
         """
         trained = [] if render is None else [*render.answers]
         messages_of_forms = self._unchecked(messages, trained, source)
@@ -133,7 +133,7 @@ class ChatTemplate:
 
     def check_context(self, messages: Sequence[Message], start: int = 0) -> None:
         """Raises DataError: the template leaves out a text that the policy did not write, in a message from number
-        ``start`` on. How it shows the policy's earlier answers is its own affair."""
+        ``start`` on. The template may show the policy's earlier answers in any way."""
         if messages_of_forms := self._unchecked(messages, (), None, start):
             unchecked = [m for m, message in enumerate(messages) if m < start or message["role"] == "assistant"]
             check_parts(lambda other: [self.text(other, answer=True)] * len(other), messages, (), (), (), unchecked)
@@ -142,9 +142,9 @@ class ChatTemplate:
     def _unchecked(
         self, messages: Sequence[Message], trained: Sequence[int], source: str | None, start: int = 0
     ) -> dict[tuple[Any, ...], int]:
-        """{form: the first message of it, from number ``start`` on}, of the forms that were not checked yet.
+        """{form: number of the first message with this form, from ``start`` on}, for forms that were not checked yet.
 
-        ``source``: of rows; None: of requests."""
+        ``source``: name of the source of rows; None for requests."""
         last = {message["role"]: m for m, message in enumerate(messages)}
         forms = dict[tuple[Any, ...], int]()
         for m, message in enumerate(messages[start:], start):
@@ -159,7 +159,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
         """One render with the answers ``trained`` (assistant messages, in order).
 
-        ``as_asked``: refuse an answer that does not follow the same text that the policy is given when it answers.
+        ``as_asked``: refuse an answer if the text before it differs from the text that the policy sees when it answers.
         """
         if self._template.has_generation:
             return self._marked_by_template(messages, trained)
@@ -191,10 +191,10 @@ class ChatTemplate:
     ) -> int:
         """Start of the answer ``m``. It starts after the head, so text that the template adds between the head and the
         first passage (an empty think block) is part of the answer. Without a head it starts after the text that the
-        policy is given, so a space or a tag before the first passage is part of the answer.
+        policy sees, so a space or a tag before the first passage is part of the answer.
 
-        Raises DataError: it follows another text than the policy is given (Qwen3 without thinking: only the last answer
-            has the empty block), so the policy would never answer in this context.
+        Raises DataError: the text before the answer differs from the text that the policy sees (Qwen3 without thinking:
+        only the last answer has the empty block), so the policy would never answer in this context.
         """
         head, index = self._head, -1
         first = next((p for p in passages if p.text.message == m), None)
@@ -277,9 +277,9 @@ class ChatTemplate:
         return Render(text, answers, marked)
 
     def _joined(self, text: str, spans: Sequence[Span]) -> list[Span]:
-        """The marked passages, of which one that directly follows another belongs to the same answer, and one without
-        text to none. A tokenizer's end token behind the end token of an answer (TRL's templates for Phi-3) is left out,
-        because samples end before it."""
+        """The marked passages by answer. A passage that directly follows another belongs to the same answer. A passage
+        without text is left out. A tokenizer's end token after the end token of an answer (TRL's templates for Phi-3)
+        is left out too, because samples end before it."""
         joined = list[Span]()
         for start, end in spans:
             if not joined or start != joined[-1][1]:
@@ -291,8 +291,8 @@ class ChatTemplate:
         return joined
 
     def _opened(self, text: str, start: int) -> int:
-        """Start of an answer whose block begins at ``start``. Blocks of some published templates hold the head, or its
-        end, which no sample has. An earlier answer may lack its ``<think>``."""
+        """Start of an answer whose block begins at ``start``. In some published templates, blocks contain the head or
+        its end, which no sample has. An earlier answer may lack its ``<think>``."""
         for opening in filter(None, (self._head, self._head.partition("<think>")[0])):
             index = text.find(opening, max(0, start - len(opening)), start + len(opening))
             if index >= 0:
@@ -301,11 +301,11 @@ class ChatTemplate:
 
     @property
     def end_note(self) -> str:
-        """What the user should know about an end token that the template does not write or mark; empty if it does."""
+        """A note about an end token that the template does not write or mark; empty if it does."""
         if self.ends.of_text is None:
             return ""
         missing = [] if self.ends.of_template else ["an answer"]
-        with suppress(DataError):  # it has no place for calls
+        with suppress(DataError):  # the template does not write calls
             call = self.render([_USER, _CALL], [1], as_asked=False)
             if not missing and not self.ends.is_ended(call.text[: call.answers[1][1]]):
                 missing.append("a tool call")
@@ -339,9 +339,9 @@ class _Passage(NamedTuple):
 
 
 def _passages(text: str, gaps: Sequence[str], texts: Sequence[Text], trained: Sequence[int]) -> list[_Passage]:
-    """The passage of each text in the render, where they stand between the ``gaps``.
+    """The passage of each text in the render. Passages are between the ``gaps``.
 
-    Templates may write the results of tools as JSON; texts that are trained on must be written as they are.
+    Templates may write the results of tools as JSON. Texts that are trained on must be written unchanged.
     """
     passages, position = list[_Passage](), 0
     for front, value, rear in zip(gaps, texts, gaps[1:], strict=False):
@@ -366,10 +366,11 @@ def _passages(text: str, gaps: Sequence[str], texts: Sequence[Text], trained: Se
 def _require_texts(
     messages: Sequence[Message], trained: Sequence[int], texts: Sequence[Text], order: Sequence[Text]
 ) -> None:
-    """Raises DataError: a text of a trained message is not there once, or such a message has neither text nor calls.
+    """Raises DataError: a text of a trained message does not occur exactly once, or such a message has neither text nor
+    calls.
 
     Args:
-        order: the texts as the template writes them.
+        order: the texts in the order in which the template writes them.
     """
     for m in trained:
         texts_of_answer = [text for text in texts if text.message == m]

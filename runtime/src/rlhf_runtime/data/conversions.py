@@ -19,14 +19,14 @@ CALLS = "function_call"
 HELPSTEER = r"\s*<extra_id_1>(User|Assistant)\n"
 """Mark before the second and later turns of a prompt of HelpSteer2 (a pattern)."""
 EXCHANGES = (("input", "output"), ("user", "assistant"), ("question", "answer"))
-"""Keys of a question and its answer in lists of them: Capybara; the Cauldron and FineVision; COIG."""
+"""Keys of a question and its answer in lists of such pairs: Capybara; the Cauldron and FineVision; COIG."""
 
 
 # ------------------------------------------------------------------------------------ conversations
 
 
 def turns(values: Values, chat: bool) -> Values:
-    """``{from, value}`` turns; a row that holds messages keeps them."""
+    """``{from, value}`` turns as messages. A row that already has messages keeps them."""
     if is_messages(values.get("messages")):
         return values
     return {**values, "messages": [_message(t) for t in required_list(values, "messages")]}
@@ -44,8 +44,8 @@ def exchanges(values: Values, chat: bool) -> Values:
 
 
 def request(values: Values, chat: bool) -> Values:
-    """A request of the Responses API, as NeMo Gym's rows have it: instructions, input (its reasoning, which is that of
-    earlier answers, left out) and tools."""
+    """A request of the Responses API, as in NeMo Gym's rows: instructions, input and tools. Reasoning in the input,
+    which belongs to earlier answers, is left out."""
     value = values.get("prompt")
     body: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
     items = body.get("input")
@@ -69,7 +69,7 @@ def answers_in_turns(values: Values, chat: bool) -> Values:
 
 
 def preferred_outputs(values: Values, chat: bool) -> Values:
-    """A request, ``{messages, tools}``, and two outputs, of which one is preferred (OpenAI's fine-tuning API)."""
+    """A request, ``{messages, tools}``, with a preferred and another output (OpenAI's fine-tuning API)."""
     request = values.get("prompt")
     if not isinstance(request, Mapping):
         raise DataError(f"input must be {{messages, tools}}, got {brief(request)}")
@@ -104,8 +104,9 @@ def without_repeated_prompt(values: Values) -> Values:
 
 
 def dialogues(values: Values, chat: bool) -> Values:
-    """Two dialogues with ``\\n\\nHuman:`` and ``\\n\\nAssistant:``. The prompt is their common prefix up to the last
-    ``Assistant:`` in it; the answers are the rest of each. With a chat template the prompt is a list of messages."""
+    """Two dialogues with ``\\n\\nHuman:`` and ``\\n\\nAssistant:``. The prompt is their common prefix, up to the last
+    ``Assistant:`` in it. The rest of each dialogue is an answer. With a chat template the prompt is a list of
+    messages."""
     chosen, rejected = text_value(values, "chosen"), text_value(values, "rejected")
     ends = [m.end() for m in re.finditer(ASSISTANT, chosen) if rejected.startswith(chosen[: m.end()])]
     if not ends:
@@ -122,8 +123,9 @@ def dialogues(values: Values, chat: bool) -> Values:
 
 
 def dialogue_prompt(values: Values, chat: bool) -> Values:
-    """A prompt that is a dialogue up to an ``Assistant:``, or has the marks of HelpSteer2, as messages; answers to a
-    dialogue without white space around them. Other prompts stay as they are, and so do all without a chat template."""
+    """Converts a prompt that is a dialogue up to an ``Assistant:``, or has the marks of HelpSteer2, to messages, and
+    strips white space around answers to a dialogue. Other prompts are not changed. Without a chat template no prompt is
+    changed."""
     prompt = values.get("prompt")
     if not chat or not isinstance(prompt, str) or not is_open_dialogue(prompt):
         return values
@@ -141,7 +143,7 @@ def compared(values: Values, chat: bool, meaning: str, of_margin: bool) -> Value
 
 
 def context(values: Values, chat: bool) -> Values:
-    """An instruction, followed by a blank line and its context, if there is one; after the turns of its history."""
+    """An instruction, followed by a blank line and its context, if it has one. The turns of its history come first."""
     rest = {k: v for k, v in values.items() if k not in ("context", "history")}
     if values.get("context") not in (None, ""):
         rest["prompt"] = f"{text_value(values, 'prompt')}\n\n{text_value(values, 'context')}"
@@ -198,13 +200,13 @@ def exchange_keys(value: Any) -> tuple[str, str] | None:
 
 
 def is_exchanges(value: Any) -> bool:
-    """``[{input, output}, ...]`` and the like."""
+    """``[{input, output}, ...]`` and similar lists."""
     return isinstance(value, list) and bool(value) and exchange_keys(value[0]) is not None
 
 
 def conversation(value: Any) -> Any:
-    """A conversation in JSON text as a list, and a single message or turn as a list of one; other values as they
-    are."""
+    """Converts a conversation in JSON text to a list, and a single message or turn to a list of one. Other values are
+    returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("[") and ('"role"' in value or '"from"' in value):
         messages = decoded(value)
         return messages if is_messages(messages) or is_turns(messages) else value
@@ -226,13 +228,14 @@ def is_dialogue(value: Any) -> bool:
 
 
 def is_open_dialogue(value: Any) -> bool:
-    """A dialogue that ends where the assistant answers, or the turns of a prompt of HelpSteer2."""
+    """Whether a text is a dialogue that ends where the assistant answers, or a prompt of HelpSteer2."""
     ends = is_dialogue(value) and value.rstrip().endswith(ASSISTANT)
     return ends or (isinstance(value, str) and re.search(HELPSTEER, value) is not None)
 
 
 def repeats(conversations: list[Any], prompt: Any) -> bool:
-    """Whether every conversation contains the prompt: a text (white space around it aside), or messages."""
+    """Whether every conversation contains the prompt, which is a text (white space around it is ignored) or
+    messages."""
     chats = [read_messages(c) for c in conversations]
     if isinstance(prompt, list):
         return all(c[: len(prompt)] == read_messages(prompt) for c in chats)
@@ -275,7 +278,7 @@ def _of_item(item: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _function(tool: Any) -> Any:
-    """A function of the Responses API as the chat API describes it; other values as they are."""
+    """A function of the Responses API in the form of the chat API. Other values are returned unchanged."""
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
         return tool
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}

@@ -34,16 +34,16 @@ _END_TOKEN_FORMS: tuple[DataForm, ...] = ("demonstrations", "pairs", "labels")
 class TrainData:
     """Rows for training in a resumable order, and rows for evaluation.
 
-    Every returned row is usable and within the length limits. Other rows are refused with file and line, or left out
-    and counted in :attr:`dropped` or :attr:`bad_rows`, as ``data.too_long`` and ``data.bad_rows`` say. Rows are never
-    truncated.
+    Every returned row is usable and within the length limits. Depending on ``data.too_long`` and ``data.bad_rows``,
+    other rows are refused with file and line, or left out and counted in :attr:`dropped` or :attr:`bad_rows`. Rows are
+    never truncated.
 
     Args:
-        answers: form ``prompts`` only: training rows, or those of these sources, must also have an answer, read as in
-            form ``demonstrations``.
+        answers: form ``prompts`` only: training rows, or the training rows of these sources, must also have an answer,
+            which is read as in form ``demonstrations``.
         commits: the run's commits, for sources that are hub names; None: names are looked up now.
-        images: the tokens of images, or why the run cannot have images.
-        day: the time that a chat template reads as now. Default: the clock's.
+        images: the tokens of images, or a text that says why the run cannot have images.
+        day: the time that a chat template reads as now. Default: the current time.
 
     Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
@@ -75,14 +75,14 @@ class TrainData:
             self._train, self._eval = sources_of_pairs[: len(self._train)], sources_of_pairs[len(self._train) :]
         chat = self.template.chat
         self.end_note = chat.end_note if chat is not None and (form in _END_TOKEN_FORMS or answers) else ""
-        """What the user should know about an end token that the chat template does not write; empty if it does."""
+        """A note about an end token that the chat template does not write; empty if it does."""
         self.notes += filter(None, [self.end_note])
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")
         self.order = RowOrder(self._train, seed, section.shuffle)
         self.chosen: ChosenOrder | None = None
-        """The same as :attr:`order`, if a curriculum decides it."""
+        """The same object as :attr:`order`, if a curriculum chooses the rows."""
         self.dropped = 0
         """Number of training rows left out so far because they are too long."""
         self.bad_rows = 0
@@ -103,7 +103,7 @@ class TrainData:
         return self.template.images.limit > 0 and any(map(has_images, (*self._train, *self._eval)))
 
     def fingerprints(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{``train`` or ``eval``: {source: its number of rows and the SHA-256 of its content}}, for the manifest."""
+        """{``train`` or ``eval``: {source: number of rows and SHA-256 of the content}}, for the manifest."""
         return {
             key: {source.name: {"rows": len(source), "fingerprint": source.fingerprint} for source in sources}
             for key, sources in self.sources.items()
@@ -118,8 +118,8 @@ class TrainData:
         return self.order.epoch
 
     def choose_by(self, curriculum: Curriculum, total_steps: int) -> None:
-        """Let a curriculum decide which rows come. If unusable rows are left out, every row is checked here, because
-        the curriculum gets usable rows only.
+        """Let a curriculum choose the rows. If unusable rows are left out, every row is checked here, because the
+        curriculum gets usable rows only.
 
         Raises DataError: a row is not usable and such rows are not left out, or no row is usable. Also raises the
         errors of the curriculum if the data does not fit it.
@@ -193,7 +193,7 @@ class TrainData:
 
     def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> str:
         """Check the first ``rows`` training rows of a run, in its order, without taking or counting them. Returns a
-        note on those that will be left out; empty where none will.
+        note on the rows that will be left out; empty if no row will be.
 
         Args:
             stopped: called before each row; True ends the check.
@@ -223,8 +223,8 @@ class TrainData:
         )
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
-        """All usable rows, first of training and then of evaluation, as tokens, in lists of ``size``. Changes no
-        counter."""
+        """All usable rows as tokens, in lists of ``size``: first the training rows, then the evaluation rows. Changes
+        no counter."""
         for sources in (self._train, self._eval):
             fitting = self._fitting(sources, Counter())
             while part := list(itertools.islice(fitting, size)):
@@ -264,7 +264,8 @@ class TrainData:
         return usable
 
     def _fitting(self, sources: Sequence[Source], counts: Counter[str]) -> Iterator[Row]:
-        """The usable rows of sources, in order. ``counts`` gets the others, by the option that leaves them out."""
+        """The usable rows of sources, in order. The others are counted in ``counts``, by the option that leaves them
+        out."""
         for row in (source[index] for source in sources for index in range(len(source))):
             if self._fits(row, sources):
                 yield row
@@ -314,8 +315,9 @@ the models."""
 
 
 class RowCheck:
-    """Finds rows that the run would refuse, in a thread that works from :meth:`start` on, while models load. No other
-    code may use the data before :meth:`wait` or :meth:`stop` has returned, because a tokenizer is not thread-safe.
+    """Finds rows that the run would refuse. It works in a thread while models load, beginning with :meth:`start`. No
+    other code may use the data before :meth:`wait` or :meth:`stop` has returned, because a tokenizer is not
+    thread-safe.
 
     The run file alone decides which rows are checked: the first :data:`CHECKED` rows that the run will take, in its
     order. Later rows are checked when they are taken. ``rlhf data preview --check`` checks all rows.

@@ -38,7 +38,7 @@ def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
 
 
 class DatasetAnswers:
-    """Groups of given answers: one group per row, in the order of the sources.
+    """Groups of answers in data rows: one group per row, in the order of the sources.
 
     Raises DataError, with file and line, for unusable answers that ``data.bad_rows`` or ``data.too_long`` do not drop.
     """

@@ -1,8 +1,8 @@
 """Recorded answers as rows of data: pairs, best of n, labels, demonstrations, scored and reward-conditioned rows.
 
 Each function takes answers by prompt. It returns the rows, and {reason: number} of the answers and prompts that it left
-out. Column names are those that this project and TRL recognise without options. If the prompt is a list of messages,
-answers are lists of one message; otherwise they are text.
+out. This project and TRL recognise the column names without options. If the prompt is a list of messages, answers are
+lists of one message. Otherwise they are text.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ExportedRows:
 
 
 def pairs(groups: Groups, min_gap: float = 0.0) -> ExportedRows:
-    """The best and the worst answer of each prompt (of equal ones, the lower sample number): ``prompt``, ``chosen``,
-    ``rejected``, ``score_chosen``, ``score_rejected``.
+    """The best and the worst answer of each prompt (among equal answers, the lowest sample number): ``prompt``,
+    ``chosen``, ``rejected``, ``score_chosen``, ``score_rejected``.
 
     Left out: prompts with fewer than two scored answers, prompts whose scores differ by no more than ``min_gap`` (by
     default: tie), and pairs of equal texts.
@@ -55,8 +55,8 @@ def pairs(groups: Groups, min_gap: float = 0.0) -> ExportedRows:
 
 
 def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> ExportedRows:
-    """The ``keep`` best answers of each prompt (of equal ones, the lower sample numbers): ``prompt``, ``completion``,
-    ``reward``. Equal texts count as one answer. Answers below ``min_reward`` are not kept."""
+    """The ``keep`` best answers of each prompt (among equal answers, the lowest sample numbers): ``prompt``,
+    ``completion``, ``reward``. Equal texts count as one answer. Answers below ``min_reward`` are not kept."""
     export = ExportedRows()
     for group in _scored(groups, export):
         passing = [a for a in group if min_reward is None or _score(a) >= min_reward]
@@ -91,8 +91,9 @@ def scored(groups: Groups) -> ExportedRows:
 def conditional(groups: Groups, condition: str = CONDITION) -> ExportedRows:
     """Every scored answer, with its reward written into the prompt: ``prompt``, ``completion``, ``reward``.
 
-    Rewards are z-scores over all answers, with the unbiased standard deviation. ``condition`` says where the reward is
-    in a plain prompt. In messages, the same text without the prompt is the system message, or its last line.
+    Rewards are z-scores over all answers, with the unbiased standard deviation. ``condition`` is the format of a plain
+    prompt with its reward. If prompts are messages, the same text without the prompt becomes the system message, or its
+    last line.
 
     Raises ConfigError (the condition) or DataError (fewer than two rewards, or all rewards are equal).
     """
@@ -114,8 +115,8 @@ def conditional(groups: Groups, condition: str = CONDITION) -> ExportedRows:
 
 
 def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Prompt:
-    """The prompt with the reward in it. Raises ConfigError for a condition that does not name ``{reward}``, or names
-    something else than it and ``{prompt}``."""
+    """The prompt with the reward in it. Raises ConfigError for a condition without the field ``{reward}``, or with
+    fields other than ``{reward}`` and ``{prompt}``."""
     try:
         text = condition.format(prompt=prompt if isinstance(prompt, str) else "", reward=reward)
         shows = condition.format(prompt="", reward=1.0) != condition.format(prompt="", reward=-9.0)

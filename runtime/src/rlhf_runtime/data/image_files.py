@@ -1,7 +1,7 @@
 """The images of rows and messages as contents of image files.
 
-An image is a path, a ``data:`` URL, the bytes of a file, ``{"bytes", "path"}`` as ``datasets`` stores images, or an
-object of PIL. Nothing is downloaded.
+An image is a path, a ``data:`` URL, the bytes of a file, ``{"bytes", "path"}`` as ``datasets`` stores images, or a PIL
+image. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from rlhf.errors import DataError, brief
 
 ALLOWED = "a path, a data: URL, bytes, {bytes, path} or an image of PIL"
 FORMATS = ("PNG", "JPEG", "WEBP")
-"""Of Pillow. Images in other formats are written again as PNG, because programs get them as ``data:`` URLs."""
+"""Formats of Pillow that are kept. Images in other formats are converted to PNG, because programs get them as ``data:``
+URLs."""
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _ORIENTATION = 274
-"""EXIF tag: how a viewer turns the image. 1: not at all."""
+"""EXIF tag for the rotation of the image. 1: not rotated."""
 _WIDE = ("I", "F")
-"""Start of the modes of Pillow with more than 8 bits per pixel and colour. Their range is not known: Pillow would cut
-off what is above 255."""
+"""Prefixes of the Pillow modes with more than 8 bits per pixel and colour. Their range is not known, and Pillow would
+clip values above 255."""
 
 
 def image_file(value: Any, folder: Path | None) -> bytes:
     """The content of an image file, in RGB and upright, so that trainers and engines read the same pixels from it.
 
-    The bytes of an RGB image are kept. Another image (grey, with a palette, turned by its EXIF tag, the first of
-    several frames) is written again as PNG; transparency is left out, as processors do.
+    The bytes of an RGB image are kept. Other images (grey, with a palette, rotated by an EXIF tag, the first of several
+    frames) are converted to PNG. Transparency is dropped, as processors do.
 
     Args:
         folder: relative paths start here; None: paths are refused.
 
-    Raises DataError: no image of an allowed form, no such file, a file that cannot be decoded, a colour of more than 8
-        bits, or more than 179 million pixels, which PIL takes for an attack.
+    Raises DataError: the value is not an image of an allowed form, the file does not exist or cannot be decoded, a
+    colour has more than 8 bits, or the image has more than 179 million pixels, which PIL treats as an attack.
     """
     from PIL import Image, ImageOps
 
@@ -60,7 +61,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         upright_image.convert("RGB").save(file, "PNG", transparency=None)
     except DataError:
         raise
-    except Exception as error:  # of many kinds: PIL's own, those of its decoders, too many pixels
+    except Exception as error:  # of many classes: from PIL, from its decoders, or about too many pixels
         if shape := getattr(value, "shape", None):
             raise DataError(f"an array of shape {shape} is no image: {error}") from None
         reason = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
@@ -69,7 +70,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
 
 
 def is_picture(value: Any) -> bool:
-    """Whether a value is an image of PIL, or an array of at least two dimensions, such as its pixels."""
+    """Whether a value is a PIL image, or an array of at least two dimensions, such as pixels."""
     if getattr(value, "ndim", 0) >= 2 and hasattr(value, "__array_interface__"):
         return True
     library = sys.modules.get("PIL.Image")
@@ -111,7 +112,7 @@ def may_be_image(value: Any) -> bool:
 
 
 def image_path(value: Any) -> str | None:
-    """The path of an image that is one; None for other forms."""
+    """The path, if the image is a path; None for other forms."""
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     if not isinstance(value, str) or value.startswith(("data:", "http://", "https://")):

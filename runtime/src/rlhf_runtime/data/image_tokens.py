@@ -1,4 +1,4 @@
-"""The tokens that stand for images, as the processor of the model's folder writes them."""
+"""The tokens that stand for images, as written by the processor in the model's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_runtime.data.image_files import image_size
 
 _KEYS = ("image_token_id", "image_token_index")
 COMPARED = ((64, 64), (640, 480), (1500, 2000))
-"""Widths and heights of images of which two processors must make the same tokens."""
+"""Widths and heights of images for which two processors must write the same tokens."""
 
 
 class ImageTokens:
@@ -45,9 +45,9 @@ class ImageTokens:
         Args:
             ids: its tokens, with one placeholder for each image.
             images: contents of image files.
-            mask: which tokens are trained on; those of images never are.
+            mask: which tokens are trained on. Image tokens never are.
 
-        Raises DataError: other numbers of placeholders and images, or an image that the processor refuses.
+        Raises DataError: the numbers of placeholders and images differ, or the processor refuses an image.
         """
         positions = [i for i, token in enumerate(ids) if token == self.placeholder] if self.placeholder in ids else []
         if len(positions) != len(images):
@@ -102,14 +102,14 @@ class ImageTokens:
 
 
 def image_tokens(model: str, trust_remote_code: bool = False) -> ImageTokens | str:
-    """The tokens of images for a model, or why it can have none."""
+    """The tokens of images for a model, or a text that says why the model can have no images."""
     if not reads_images(model):
         return f"the policy {model} is a model of text"
     return ImageTokens(model, trust_remote_code)
 
 
 def check_image_tokens(policy: ImageTokens, specs: Iterable[ModelSpec]) -> None:
-    """Refuse a role whose processor makes other tokens of images than the policy's. It is given the policy's tokens.
+    """Refuse a role whose processor writes other image tokens than the policy's, because roles get the policy's tokens.
 
     Raises ModelError naming the role.
     """
@@ -134,7 +134,7 @@ def _processed(processor: Any, text: str, width: int, height: int) -> tuple[int,
     blank = PIL.Image.new("RGB", (width, height))
     try:
         encoding = processor(images=[blank], text=[text], add_special_tokens=False)
-    except Exception as error:  # of many kinds: a side that is too short, too thin an image
+    except Exception as error:  # of many classes: a side that is too short, an image that is too thin
         raise DataError(
             f"the model's processor refuses an image of {width}x{height} pixels: {type(error).__name__}: {error}"
         ) from None

@@ -56,7 +56,7 @@ def check_template(template: str, columns: Collection[str], first: Mapping[str, 
     accept a value of the first row.
 
     Args:
-        columns: of all rows.
+        columns: columns of all rows.
         first: values of the first row.
     """
     names = template_columns(template)

@@ -1,7 +1,7 @@
-"""Solutions with labelled steps as published sets have them: texts, and a label for each step that has one.
+"""Solutions with labelled steps in the layouts of published data sets.
 
-:data:`SHAPES` has the columns, a shape a line; :data:`STEP_CONVERSIONS` the meaning of their values. A step with
-:data:`NO_LABEL` is read by the model and not trained on.
+:data:`SHAPES` lists the columns, one shape per line. :data:`STEP_CONVERSIONS` describes the meaning of their values. A
+step with :data:`NO_LABEL` is read by the model and not trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_runtime.data.conversions import required_list, text_value
 MARK = "ки"
 """Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
 NO_LABEL: Any = ...
-"""Label of a step that nobody judged. A row's own values are never this object: null in a list of labels is refused."""
+"""Label of a step that nobody judged. Values in rows are never this object: null in a list of labels is refused."""
 RATINGS: Mapping[Any, Any] = {-1: 0, 0: 1, 1: 1, None: NO_LABEL}
 """PRM800K's ratings as labels; a neutral step counts as right, as in Lightman et al. 2023, arXiv:2305.20050."""
 _TEXTS = ("text", "content", "step")
@@ -33,7 +33,7 @@ _HUMAN_COMPLETION = "human_completion"
 
 def marked_steps(values: Values, chat: bool) -> Values:
     """Math-Shepherd: the problem and its steps in one text with ``ки`` after each step; labels are a list, or the same
-    text with a label in place of each mark. The prompt is the text before ``Step 1:``."""
+    text with a label instead of each mark. The prompt is the text before ``Step 1:``."""
     text = text_value(values, "steps")
     *pieces, rest = text.split(MARK)
     if not pieces or rest.strip():
@@ -58,7 +58,8 @@ def rated_steps(values: Values, chat: bool) -> Values:
 
 def prm800k(values: Values, chat: bool) -> Values:
     """PRM800K as published: for each step the chosen completion, or the human-written one, or the wrong completion that
-    ends the solution. Other completions of a step are not used. A last step without any is one that nobody wrote."""
+    ends the solution. Other completions of a step are not used. A last step without any completion was not written, and
+    is left out."""
     question, label = values.get("prompt"), values.get("steps")
     if not isinstance(question, Mapping) or not isinstance(label, Mapping) or not isinstance(label.get("steps"), list):
         raise DataError("must have question.problem and label.steps, as PRM800K has")
@@ -166,20 +167,22 @@ class StepShape:
     conversion: str
     """A name in :data:`STEP_CONVERSIONS`; empty: values are not converted."""
     steps: tuple[str, ...]
-    """Names of the column of steps, where the run file names none and the default is absent."""
+    """Common names of the column of steps. They are used if the run file names none and the default column is
+    absent."""
     labels: tuple[str, ...]
-    """The same of the column of labels. Empty: the labels are in the column of steps."""
+    """The same for the column of labels. Empty: the labels are in the column of steps."""
     fits: Callable[[Mapping[str, Any], str, str], bool]
     """Whether a source has this shape, by its first row and the columns of steps and of labels."""
     prompt: str | None = None
-    """Column with the prompt. Empty: it is in the column of steps. None: as in other layouts."""
+    """Column with the prompt. Empty: it is in the column of steps. None: the same columns as in other layouts."""
     companion: str = ""
-    """A further column without which the run file must name the labels, as they could mean something else."""
+    """Another column that must exist. Without it, the labels could mean something else, so the run file must name
+    them."""
 
     def columns(
         self, row: Mapping[str, Any], names: Mapping[str, str], choices: Callable[..., Sequence[str]]
     ) -> Iterator[Mapping[str, str]]:
-        """{field: column} of the steps and their labels, in every way that fits.
+        """{field: column} of the steps and their labels, for every choice that fits.
 
         Args:
             names: {field: column} as the run file names them.
@@ -207,4 +210,4 @@ SHAPES = (
     StepShape("", ("steps", "input"), ("step_labels", "ratings"),
               lambda row, steps, labels: steps != "input" or isinstance(row.get(steps), list)),
 )  # fmt: skip
-"""The first that fits is used."""
+"""The first shape that fits is used."""

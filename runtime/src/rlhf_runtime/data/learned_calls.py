@@ -1,7 +1,7 @@
-"""The form in which a chat template writes tool calls, learned from what it writes for calls of known functions.
+"""The form in which a chat template writes tool calls, learned from its output for calls of known functions.
 
-What the template writes is cut at the known names, keys and values, and compared: what stands before each of two calls
-is the opening, what stands before the first one only is outer, and so on. An example (MiniMax M2)::
+The output is cut at the known names, keys and values, and the pieces are compared. The text before each of two calls is
+the opening, the text before only the first call is outer, and so on. An example (MiniMax M2)::
 
     <minimax:tool_call>                        outer
     <invoke name="NAME">                       opening: <invoke name="         head: ">
@@ -9,16 +9,16 @@ is the opening, what stands before the first one only is outer, and so on. An ex
     </invoke>                                  closing
     </minimax:tool_call>                       outer end
 
-Of these come the patterns that read an answer::
+The patterns that read an answer are made from these pieces::
 
     (?:<minimax:tool_call>\\s*)?<invoke\\s*name="    before a call
     NAME">                                           at its start
     <parameter\\s*name="KEY">VALUE</parameter>       each argument
     </invoke>(?:\\s*</minimax:tool_call>)?           after the call
 
-Models leave out what is optional here. Where the opening has several tags (Qwen3-Coder: ``<tool_call>`` and
-``<function=``), all but the last one are optional, and so are all but the first one of the closing. Arguments in JSON
-(Solar Open) have no key opening, middle and value end. The middle may depend on the type of the value (DeepSeek V3.2).
+Models sometimes omit the optional pieces. If the opening has several tags (Qwen3-Coder: ``<tool_call>`` and
+``<function=``), only the last one is required. Of the closing, only the first tag is required. Arguments in JSON (Solar
+Open) have no key opening, middle and value end. The middle may depend on the type of the value (DeepSeek V3.2).
 
 Answers are arbitrary text. So no pattern that is searched for begins with white space, which would take quadratic time.
 """
@@ -50,7 +50,8 @@ from rlhf_runtime.data.text_tokens import Span
 Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 Writer = Callable[[str, Sequence[Call]], str]
-"""What the template writes as an answer with this content and these calls, up to the end token. Raises DataError."""
+"""The text that the template writes for an answer with this content and these calls, up to the end token. Raises
+DataError."""
 
 CALL_IDS = ("zqcallida", "zqcallidb")
 """Ids of the first two calls, which :data:`Writer` gives them. They have the only form that every template accepts."""
@@ -67,7 +68,7 @@ _VALUES: Sequence[Any] = (
     'a "b"\n<c> \\d & {"x": [1]}',
     "",
 )
-"""Further arguments, which are read back as they are or not at all."""
+"""Values of further arguments. Each must be read back unchanged or not at all."""
 PROBE_TOOLS = [
     {
         "type": "function",
@@ -81,16 +82,17 @@ PROBE_TOOLS = [
 ]
 
 _ID, _KEY = "\ue000", "\ue001"
-"""In a text of the template: the id of a call, and the key of the argument before it."""
+"""Placeholders in a text of the template: for the id of a call, and for the key of the argument before it."""
 _OF_PLACES = {_ID: r"[^\s<>]*?", _KEY: "(?P=key)"}
 _CDATA = ("<![CDATA[", "]]>")
-"""Around strings of MiniCPM5 that have tags or lines. Those of other templates are part of the string."""
+"""MiniCPM5 writes these around strings that contain tags or line breaks. In other templates they are part of the
+string."""
 _NAME = r"(?P<name>[^\s<>{}\[\]\"]+)"
 _PIECE = re.compile(r"<[^<>\s]*>|\s+|\w+|.")
 
 
 class _Place(NamedTuple):
-    """Where a call stands in a render."""
+    """The position of a call in a render."""
 
     name: Span
     arguments: Sequence[Span]
@@ -103,19 +105,19 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """How the arguments of a call are written, each between texts of the template."""
+    """How the template writes the arguments of a call."""
 
     head: re.Pattern[str]
-    """The name and what follows it."""
+    """The name and the text after it."""
     argument: re.Pattern[str]
     opening: re.Pattern[str]
-    """What stands before a key."""
+    """The text before a key."""
     kinds: Sequence[frozenset[str]]
-    """The types of values for each way to write what stands between key and value; one if there is one way."""
+    """The types of values for each variant of the text between key and value; one item if there is only one variant."""
     item: str
-    """The key of the items of a list, if objects and lists are written as the arguments are. Empty if they are JSON."""
+    """The key of the items of a list, if objects and lists are written like arguments. Empty if they are JSON."""
     value_end: str
-    """What stands after a value."""
+    """The text after a value."""
     texts: str
     """All texts of the template between name and closing."""
 
@@ -153,7 +155,8 @@ class _Elements:
 
 
 def learned_form(write: Writer) -> CallForm | None:
-    """None if the template writes no calls, or in no such form, or in one that an answer without a call may have."""
+    """The form of calls. None if the template writes no calls, if its form cannot be learned, or if an answer without a
+    call may have the same form."""
     with suppress(DataError):
         form = _form(write)
         return form if form is not None and _reads(write, form) else None
@@ -181,7 +184,7 @@ def _form(write: Writer) -> CallForm | None:
     end, rest = _after_tag(closing, opening + inner_text)
     starts = _optional(outer, end=r"\s*") + _optional(front, end=r"\s*") + _pattern(tag)
     ends = _pattern(end) + _optional(rest, start=r"\s*")
-    if elements is None:  # a call as JSON may lack what closes it
+    if elements is None:  # a call as JSON may lack its closing
         starts += _NAME + _pattern(inner_text)
         ends = rf"(?:{ends}|\Z)" if closing else r"\Z"
     return CallForm(
@@ -198,9 +201,9 @@ def _around(front: str, tail: str, between: str | None, value_end: str) -> tuple
     """Outer, opening, closing and outer end.
 
     Args:
-        front: what stands before a call.
-        tail: what stands after its last value.
-        between: what stands between the last value of a call and another call; None if there is no other.
+        front: the text before a call.
+        tail: the text after its last value.
+        between: the text between the last value of a call and another call; None if there is no other.
     """
     tail = tail.removeprefix(value_end)
     opening, closing = front, tail.rstrip()
@@ -220,7 +223,7 @@ def _text(write: Writer, content: str, calls: Sequence[Call]) -> str:
 
 
 def _place_of(text: str, call: Call, start: int = 0) -> _Place | None:
-    """The place of a call from ``start`` on."""
+    """The position of the first such call after ``start``."""
     name, arguments = call
     for match in re.compile(r"\{").finditer(text, start):
         with suppress(ValueError):
@@ -239,7 +242,7 @@ def _place_of(text: str, call: Call, start: int = 0) -> _Place | None:
 
 
 def _between(write: Writer) -> str | None:
-    """What the template writes between two calls; None if it does not write two."""
+    """The text that the template writes between two calls; None if it does not write two calls."""
     first: Call = (_NAMES[0], {_KEYS[0]: _TEXTS[0]})
     with suppress(DataError):
         two = _text(write, "", [first, _SECOND])
@@ -295,7 +298,7 @@ def _middles(write: Writer, opening: str, middle: str, end: str) -> dict[str, fr
 
 
 def _item(write: Writer, argument: str) -> str:
-    """The key of the items of a list; empty if lists are not written as the arguments are (MiniMax M3).
+    """The key of the items of a list; empty if lists are not written like arguments (MiniMax M3).
 
     Args:
         argument: pattern of a key with the first text as its value.
@@ -309,7 +312,7 @@ def _item(write: Writer, argument: str) -> str:
 
 
 def _reads(write: Writer, form: CallForm) -> bool:
-    """Whether calls are read back, and no call with another value."""
+    """Whether calls are read back, and never with another value."""
     for value in (_TEXTS[0], *_VALUES):
         call: Call = (_NAMES[0], {_KEYS[0]: value, _KEYS[1]: _TEXTS[1]})
         types = {(_NAMES[0], _KEYS[0]): frozenset([type_of(value)]), (_NAMES[0], _KEYS[1]): frozenset(["string"])}
@@ -329,7 +332,7 @@ def _reads(write: Writer, form: CallForm) -> bool:
 
 
 def _pattern(text: str) -> str:
-    """Matches a text of the template, with other white space or without."""
+    """Matches a text of the template, with any white space or none."""
     parts = re.split(rf"(\s+|\d+|[{_ID}{_KEY}])", text)
     return "".join(
         _OF_PLACES.get(p) or (r"\s*" if p.isspace() else r"\d+" if p.isdigit() else re.escape(p)) for p in parts if p
@@ -337,8 +340,8 @@ def _pattern(text: str) -> str:
 
 
 def _value_edge(text: str) -> str:
-    """Matches a text of the template beside a value, with a line break at its edge or without. Other white space is the
-    value's."""
+    """Matches a text of the template beside a value, with or without a line break at its edge. Other white space
+    belongs to the value."""
     pattern = _pattern(text.removeprefix("\n").removesuffix("\n"))
     if text.startswith("\n"):
         pattern = r"\n?" + pattern
@@ -351,7 +354,8 @@ def _optional(text: str, start: str = "", end: str = "") -> str:
 
 
 def _before_tag(opening: str, plain: str) -> tuple[str, str]:
-    """What models leave out at times, and the last tag, which opens a call by itself if other answers have none.
+    """The part that models sometimes omit, and the last tag. The last tag alone opens a call if answers without calls
+    do not contain it.
 
     Args:
         plain: an answer without a call.
@@ -363,7 +367,8 @@ def _before_tag(opening: str, plain: str) -> tuple[str, str]:
 
 
 def _after_tag(closing: str, other_texts: str) -> tuple[str, str]:
-    """The first tag, which closes a call by itself if nothing else in it has this tag, and what models leave out.
+    """The first tag, and the part that models sometimes omit. The first tag alone closes a call if no other text in the
+    call has this tag.
 
     Args:
         other_texts: the other texts of the template within a call.
@@ -377,7 +382,7 @@ def _is_tag(piece: str) -> bool:
 
 
 def _common(first: str, second: str, end: bool = False) -> str:
-    """The pieces with which two texts begin, or end, as the first one has them. Numbers may differ."""
+    """The pieces with which both texts begin, or end, as written in the first text. Numbers may differ."""
     step = -1 if end else 1
     pieces = list[str]()
     for piece, other in zip(_PIECE.findall(first)[::step], _PIECE.findall(second)[::step], strict=False):

@@ -1,8 +1,8 @@
 """Open the sources of the run file: files, folders and names on the hub.
 
-On a hub, the repository's card or the names of its files define subsets and splits. The library `datasets` interprets
-them, on an empty folder with the same names. The files are read like local files of the same kind, so a csv cell is
-text and a JSON value is not converted. Of jsonl, json and csv files, plain or gzipped, the line of every row is known.
+On a hub, the repository's card or its file names define subsets and splits. The library `datasets` interprets them, in
+a folder with the same file names and no data. The files are then read like local files, so a csv cell is text and a
+JSON value is not converted. In jsonl, json and csv files, plain or gzipped, the line of every row is known.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEFAULT_FORM = CsvForm()
 
 
 def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = DEFAULT_FORM) -> Source:
-    """The rows of one file. A file of text is read and checked once, so that a malformed row is found before the run
+    """The rows of one file. A text file is read and checked once, so that a malformed row is detected before the run
     starts.
 
     ``form`` is for csv only.
@@ -66,7 +66,7 @@ def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = DEF
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     fingerprint = hashlib.sha256(content).hexdigest()
-    path = Path(section.path)  # for messages: a hub's file has its name on the hub, not in the cache
+    path = Path(section.path)  # for messages, which show the name on the hub, not the name in the cache
     if kind == "csv":
         return CsvSource(section, path, _text(path, content), fingerprint, form)
     if kind == "json" and _LIST.match(content):
@@ -137,8 +137,8 @@ class JsonSource(Source):
 
 
 class CsvSource(Source):
-    """Comma-separated values with a header line, or in another form. Every cell is text; numbers and missing values are
-    not recognised."""
+    """Comma-separated values with a header line, or in the form of :class:`CsvForm`. Every cell is text. Numbers and
+    missing values are not recognised."""
 
     def __init__(
         self, section: SourceSection, path: Path, text: str, fingerprint: str, form: CsvForm = DEFAULT_FORM
@@ -181,7 +181,7 @@ class CsvSource(Source):
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        row = STRICT.decode(line.decode())  # twice as fast for short rows as json.loads, which asks for the encoding
+        row = STRICT.decode(line.decode())  # twice as fast for short rows as json.loads, which detects the encoding
     except RecursionError:
         raise DataError(f"{path}, line {number}: nested too deeply to be read") from None
     except UnicodeDecodeError as error:
@@ -281,7 +281,8 @@ CARDS = ("README.md", ".huggingface.yaml")
 _OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
 """Fields of a builder's config that are ignored: they do not change how a file is read here."""
 _OF_CSV = {"sep", "delimiter", "header", "names", "column_names"}
-"""Fields that :func:`_csv_form` reads. ``delimiter`` is another name of ``sep``, ``column_names`` of ``names``."""
+"""Fields that :func:`_csv_form` reads. ``delimiter`` is another name for ``sep``, and ``column_names`` for
+``names``."""
 
 
 class JoinedSource(Source):
@@ -313,10 +314,11 @@ class JoinedSource(Source):
 
 
 def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Source:
-    """The rows of a subset and split, at the run's commit of the name.
+    """The rows of a subset and split, at the commit that the run uses.
 
-    Raises DataError: the name exists neither locally nor on the hub, there is no such subset or split, or the files are
-    of kinds that cannot be read.
+    Raises DataError: the name exists neither locally nor on the hub, there is no such subset or split, or the files
+    have a
+    format that cannot be read.
     """
     try:
         commit = commits.commit("dataset", dataset)
@@ -338,7 +340,7 @@ def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Sour
 
 
 def _files(section: SourceSection, dataset: HubName, commit: str, files: list[str]) -> tuple[list[str], CsvForm]:
-    """(the files of the subset and split, in their order; how they are written, if they are csv)."""
+    """(the files of the subset and split, in order; the form of csv files)."""
     import datasets
 
     title = f"the dataset {dataset} of the hub"
@@ -354,7 +356,7 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
             (folder / name).write_bytes((downloaded / name).read_bytes() if name in cards else b"")
         try:
             builder = datasets.load_dataset_builder(str(folder), section.subset)
-        except Exception as error:  # several kinds: no data files, several subsets, a subset that is not there
+        except Exception as error:  # of many classes: no data files, several subsets, a missing subset
             reason = " ".join(str(error).replace(str(folder), dataset.name).replace(folder.name, dataset.name).split())
             raise DataError(
                 f"{title}, subset {section.subset!r}: {reason.partition(' Example of usage')[0]}"
@@ -390,12 +392,11 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
 
 
 def _csv_form(options: Mapping[str, Any]) -> CsvForm | None:
-    """The card's options for csv, interpreted as pandas does, which `datasets` uses for csv. None if they ask for more
-    than another separator and other column names.
+    """The card's options for csv, interpreted as in pandas, which `datasets` uses for csv. None if they set more than
+    the separator and the column names.
 
-    In pandas, if names are given, the first line is a row, unless ``header: 0`` says that it is not. Without names and
-    without a header line pandas makes the columns 0, 1, 2. This is not supported here, because a run file names columns
-    by text.
+    In pandas, if ``names`` is set, the first line is a row, unless ``header: 0`` is set. Without names and without a
+    header line, pandas names the columns 0, 1, 2. This is not supported here, because a run file names columns by text.
     """
     separator, names = options.get("sep", ","), options.get("names") or []
     header = options.get("header", "infer")

@@ -1,5 +1,5 @@
-"""Chat messages in the form that chat templates read, and the images in their content. Rows, environments, tools and
-programs are all read here."""
+"""Chat messages in the form that chat templates read, and the images in their content. Messages of rows, environments,
+tools and programs are all read here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ROLES: Mapping[str, str] = {
     "human": "user", "gpt": "assistant", "function": "tool", "observation": "tool",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-"""{name of a role: role}: names of the OpenAI chat API, then those of ShareGPT."""
+"""{name of a role: role}: names of the OpenAI chat API, then names of ShareGPT."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields with the reasoning of an answer, which templates write before its content."""
 
 UNTRAINED = "weight"
-"""Field of an assistant message, with value 0, that is not trained on. Templates do not get it."""
+"""Field that marks an assistant message as not trained on, with value 0. Templates do not get it."""
 _NUMBERS = (UNTRAINED, "loss_weight")
 _WEIGHTS = (*_NUMBERS, "train", "training", "loss")
-"""Fields by which files say whether a message is trained on; the first ones may be numbers."""
+"""Fields that say whether a message is trained on. The first ones may be numbers."""
 _PARTS = ("reasoning", "tool_call")
-"""Types of LLaMA-Factory's parts of content that are fields of a message elsewhere."""
+"""Types of content parts in LLaMA-Factory that other formats have as fields of a message."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -35,12 +35,12 @@ Messages = Sequence[Mapping[str, Any]]
 def read_messages(messages: Messages, label: str = "") -> list[dict[str, Any]]:
     """Messages as chat templates read them, with images still in their parts.
 
-    Each has ``role`` (system, user, assistant or tool) and ``content`` (text, or parts where it has images); further
-    fields only if they hold text; and ``tool_calls`` only if there are any, with parsed arguments. So a template sees
-    neither null nor JSON as text. An assistant message whose weight is 0 has :data:`UNTRAINED` too.
+    Each message has ``role`` (system, user, assistant or tool) and ``content`` (text, or parts if it has images). It
+    has further fields only if they contain text, and ``tool_calls``, with parsed arguments, only if there are calls. So
+    a template sees neither null nor JSON text. An assistant message whose weight is 0 also has :data:`UNTRAINED`.
 
     Args:
-        label: stands before the number of the message in errors.
+        label: text before the number of the message in errors.
 
     Raises DataError, which names the message.
     """
@@ -48,15 +48,15 @@ def read_messages(messages: Messages, label: str = "") -> list[dict[str, Any]]:
 
 
 def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages as :func:`read_messages` returns them, without their images; and the images, as the messages hold them.
-    Raises DataError."""
+    """(messages as :func:`read_messages` returns them, without their images; the images in the form in which the
+    messages contain them). Raises DataError."""
     images: list[Any] = []
     return [as_shown(m, images) for m in read_messages(messages)], images
 
 
 def as_shown(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
-    """A message of :func:`read_messages` as templates get it: an image is :data:`PLACE`. ``images`` gets the image of
-    each part, in order; None for a part that holds none."""
+    """A message of :func:`read_messages` in the form for templates, where an image is :data:`PLACE`. The image of each
+    part is appended to ``images``; None if the part contains none."""
     fields = {field: value for field, value in message.items() if field != UNTRAINED}
     content = message["content"]
     if isinstance(content, list):
@@ -66,7 +66,7 @@ def as_shown(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
 
 
 def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
-    """Messages of :func:`read_messages` as the OpenAI chat API has them: arguments of tool calls are JSON as text."""
+    """Messages of :func:`read_messages` in the form of the OpenAI chat API: arguments of tool calls are JSON text."""
     return [
         {**m, "tool_calls": [_with_json_arguments(c) for c in m["tool_calls"]]} if "tool_calls" in m else dict(m)
         for m in messages
@@ -79,7 +79,7 @@ def as_json(arguments: Any) -> str:
 
 
 def as_people_read(messages: Messages) -> tuple[tuple[str, str], ...]:
-    """(role, text) of each message that a template reads; a tool call is ``name(arguments)`` on a line of its own."""
+    """(role, text) of each message that a template reads. Each tool call is a line ``name(arguments)``."""
     texts = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -112,14 +112,14 @@ def _message(label: str, message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise DataError(f"{label}: tool_calls must be a list, got {brief(calls)}")
-    calls = [*calls, *filter(None, [message.get("function_call")])]  # of the chat API before it had several calls
+    calls = [*calls, *filter(None, [message.get("function_call")])]  # from older versions of the chat API
     if calls:
         result["tool_calls"] = [_call(label, call) for call in calls]
     return result
 
 
 def _without_parts(label: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content has parts of reasoning and of tool calls, with these as fields."""
+    """A message with the parts of reasoning and tool calls in its content moved to fields."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     value_parts = [p for p in parts if isinstance(p, Mapping) and p.get("type") in _PARTS and "value" in p]
@@ -155,7 +155,7 @@ def _call(label: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     parsed = decoded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, Mapping):
-        parsed = {} if arguments in (None, "") else arguments  # a template writes what is no object as it is
+        parsed = {} if arguments in (None, "") else arguments  # a template writes other values unchanged
     return {
         "id": call.get("id") or "",
         "type": "function",
@@ -177,7 +177,7 @@ Parts = list[dict[str, Any]]
 
 
 def read_content(content: Any, label: str) -> str | Parts:
-    """The content of a message: text, or parts of which at least one is an image. :func:`as_shown` reads the images.
+    """The content of a message: text, or parts if at least one part is an image. :func:`as_shown` reads the images.
 
     Args:
         label: names the message in errors.
@@ -238,7 +238,7 @@ def places(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def image_of(part: Mapping[str, Any]) -> Any:
-    """The image that a part holds, in one of the forms that programs write; None if it holds none."""
+    """The image in a part, in one of the forms that programs write; None if it contains none."""
     for key in ("image", "image_url", "url", "path", "base64", "bytes", "value"):
         value = part.get(key)
         if value is not None:

@@ -1,4 +1,4 @@
-"""Observations of an environment as tokens, with the text that a chat template puts around a user's message."""
+"""Observations of an environment as tokens, with the text that a chat template writes around a user message."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Observations:
     """Encodes observations.
 
     Args:
-        chat: None: observations are plain text.
-        as_sampled: whether earlier turns stay as they were sampled, so that they may change in the template's render.
+        chat: the chat template; None: observations are plain text.
+        as_sampled: whether earlier turns stay as they were sampled, so that the template's render of them may change.
     """
 
     def __init__(self, chat: ChatTemplate | None, tokens: TextTokens, images: RowImages, as_sampled: bool) -> None:
@@ -28,15 +28,15 @@ class Observations:
         self._frames: dict[int, _Frame] = {}
 
     def encode(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
-        """An observation, as the chat template writes a user's message after an answer.
+        """The tokens of an observation, as the chat template writes a user message after an answer.
 
         Args:
             closed: whether the sampled turn before it ended with its end token. If not, the observation begins with
                 the end token, so that the answer is closed before the next message.
             images: contents of image files. They come before the text, unless it has their placeholders.
 
-        Raises DataError: the template rewrites history (:meth:`check`); images, where the run can have none or one
-            cannot be read.
+        Raises DataError: the template rewrites history (:meth:`check`), there are images and the run cannot have any,
+        or an image cannot be read.
         """
         images = self._images.files(images)
         added = 0 if self._images.marked(text) else len(images)
@@ -54,7 +54,7 @@ class Observations:
             self._frame(self._chat, 0)
 
     def _frame(self, chat: ChatTemplate, images: int) -> _Frame:
-        """The text around an observation with images before its text, whose placeholders are in ``_Frame.prefix``.
+        """The text around an observation. Images come before its text, and their placeholders are in ``_Frame.prefix``.
 
         Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
         reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
@@ -80,7 +80,7 @@ class Observations:
                 )
             if answer == mark(1):
                 front, _, rest = following.partition(mark(2))
-        end = chat.ends.token_in(front)  # or the token that opens the user's message, where the template ends no answer
+        end = chat.ends.token_in(front)  # or the token that opens the user message, if the template ends no answer
         self._frames[images] = _Frame(end if end.endswith(chat.ends.tokens) else "", front, rest)
         return self._frames[images]
 
@@ -90,7 +90,7 @@ class _Frame:
     """The text that a template puts around turns."""
 
     end: str
-    """What ends an answer before another message; empty if the template writes no end token there."""
+    """The text that ends an answer before another message; empty if the template writes no end token there."""
     prefix: str
     """Text from the end of an answer (after its end token) to the text of the user's next message."""
     suffix: str

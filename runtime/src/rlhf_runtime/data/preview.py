@@ -106,7 +106,7 @@ def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[
     if data.form == "prompts" and verdict.kind != "bad_rows":
         turn = data.template.encode_prompt(row)
         sequences["prompt"] = TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images)
-        if answered:  # as an algorithm with ``Needs.demonstration_share`` gets it in place of samples
+        if answered:  # the form in which algorithms with ``Needs.demonstration_share`` get it instead of samples
             prompt, answer = data.template.encode_answer(row)
             mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
             sequences["given answer"] = TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images)
@@ -133,7 +133,7 @@ def _sequence(
 ) -> dict[str, Any]:
     """``name``; ``tokens`` and ``trained``, counts; ``ids``; ``texts`` of the tokens; ``mask``: which are trained on;
     ``steps``: [[position of the token that ends a step, its label], ...]. The first token of an image has the text
-    ``[image 64x64]``, the others none."""
+        ``[image 64x64]``. Its other tokens have no text."""
     ids, texts, end = sequence.ids, list[str](), 0
     for image in sequence.images:
         width, height = image_size(image.data)

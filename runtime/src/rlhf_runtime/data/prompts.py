@@ -1,4 +1,4 @@
-"""Prompts of rows as tokens, encoded with the chat template, which shows the tools of the row, or as plain text."""
+"""Prompts of rows as tokens, encoded as plain text or with the chat template, which shows the tools of the row."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Prompts:
     If the section names a chat template, it becomes the tokenizer's template.
 
     Args:
-        images: the tokens of images, or why the run cannot have images.
-        day: the time that a chat template reads as now. Default: the clock's.
+        images: the tokens of images, or a text that says why the run cannot have images.
+        day: the time that a chat template reads as now. Default: the current time.
 
     Raises ConfigError if an option needs something that the tokenizer or the kind of template does not have.
     """
@@ -70,19 +70,19 @@ class Prompts:
         self.tokens = TextTokens(tokenizer)
         self.observations = Observations(self.chat, self.tokens, self.images, section.earlier_answers == "sampled")
         self.decode = decoder_of(tokenizer, special_tokens=False)
-        """Text of tokens, without special tokens."""
+        """Converts tokens to text, without special tokens."""
         self.require_text = False
         """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self.shows_tools = True
-        """Whether prompts show the tools of their rows. A rollout that encodes messages shows tools of its own."""
+        """Whether prompts show the tools of their rows. A rollout that encodes messages shows its own tools."""
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
         self._cached_bytes = 0
 
     def encode_prompt(self, row: Row) -> Turn:
-        """The row's prompt, which the policy can answer."""
+        """The tokens of the row's prompt, up to where the policy answers."""
         key = (row.source, row.index)
         columns, turn, _ = self._prompts.get(key, (None, None, None))
-        if turn is None or columns != row.columns:  # training and evaluation data may have sources of one name
+        if turn is None or columns != row.columns:  # training and evaluation data may have sources with the same name
             turn = self._prompt_turn(row)
             self._cached_bytes += sum(len(image.data) for image in turn.images)
             if len(self._prompts) >= _CACHED_PROMPTS or self._cached_bytes > _CACHED_BYTES:
@@ -119,7 +119,7 @@ class Prompts:
         return [self.images.turn(self.tokens.ids(opened), images, as_people_read(messages))]
 
     def opening_ids(self, row: Row, text: str) -> list[int]:
-        """The tokens of :meth:`encode_opening`, in plain text too with a blank line before ``text``."""
+        """The tokens of :meth:`encode_opening`. In plain text, too, a blank line comes before ``text``."""
         separated = f"\n\n{text}" if text and self.chat is None else text
         return [i for turn in self.encode_opening(row, separated) for i in turn.ids]
 
@@ -190,7 +190,7 @@ class Prompts:
         return (section.system or "") + (f"{system}\n\n" if system else "") + text
 
     def _made_prompt(self, cells: Cells) -> str | None:
-        """The text that ``data.input_template`` makes; None without one."""
+        """The text that ``data.input_template`` produces; None if it is not set."""
         if (template := self.section.input_template) is None:
             return None
         return fill(template, {**cells.values, **cells.row.columns})
@@ -240,7 +240,7 @@ _CACHED = 256
 
 
 class RowTools:
-    """A run's chat template, once for each list of tools in its rows."""
+    """A run's chat template for each list of tools in its rows."""
 
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
@@ -269,7 +269,7 @@ def _check(chat: ChatTemplate, tools: Tools) -> None:
     marked = chat.with_tools([_renamed(tool, mark(number)) for number, tool in enumerate(tools)])
     try:
         text = marked.text([{"role": "user", "content": "x"}], answer=True)
-    except DataError:  # it needs other messages; the error about the row says which
+    except DataError:  # the template needs other messages; the error about the row says which
         return
     for number, tool in enumerate(tools):
         if mark(number) not in text and json.dumps(mark(number))[1:-1] not in text:

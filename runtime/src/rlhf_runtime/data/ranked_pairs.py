@@ -1,4 +1,4 @@
-"""Every pair of the ranked answers of a row as a row of its own: ``data.pairs = "all"``."""
+"""``data.pairs = "all"``: every pair of ranked answers becomes a separate row."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from rlhf_runtime.data.comparisons import OF_MARGIN, SHAPES, unequal_pairs
 from rlhf_runtime.data.sources import Source
 
 _SCORED = frozenset(shape.meaning + end for shape in SHAPES if not shape.preference for end in ("", OF_MARGIN))
-"""Conversions of lists of answers of which each has its score."""
+"""Conversions of lists of answers with a score for each answer."""
 
 
 class RankedPairs(Source):
-    """The rows of another source, once for every two answers with different scores: the list has these two alone. A row
-    without such a pair, or with scores that cannot be read, stays as it is, and is a bad row."""
+    """The rows of another source, repeated for every pair of answers with different scores. Each repetition has only
+    these two answers. A row without such a pair, or with scores that cannot be read, is not changed, and is a bad
+    row."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.section, source.columns, f"{source.fingerprint} {type(self).__name__}")
@@ -48,7 +49,8 @@ class RankedPairs(Source):
 
 
 def all_pairs(sources: list[Source]) -> list[Source]:
-    """The sources, those with ranked answers as :class:`RankedPairs`. Raises DataError where there is none."""
+    """The sources, with ranked answers converted to :class:`RankedPairs`. Raises DataError if no source has ranked
+    answers."""
     ranked = [source.layout is not None and source.layout.conversion in _SCORED for source in sources]
     if not any(ranked):
         names = ", ".join(repr(source.name) for source in sources)

@@ -29,7 +29,7 @@ class RecordedAnswer:
     """One sampled answer to a prompt."""
 
     sample: int
-    """Its number among the answers to this prompt."""
+    """Number of the sample among the answers to this prompt."""
     prompt: Prompt
     completion: str
     reward: float | None

@@ -89,7 +89,7 @@ class Cells:
         return list(value) if isinstance(value, list | tuple) else [value]
 
     def tools(self) -> list[Mapping[str, Any]]:
-        """Descriptions of functions, as they are; they may be JSON as text. Empty: the row has none."""
+        """Descriptions of functions, unchanged. In the row they may be JSON text. Empty if the row has none."""
         value, name = self.values.get(TOOLS), self.name(TOOLS)
         try:
             value = STRICT.decode(value) if isinstance(value, str) and value else value
@@ -118,7 +118,7 @@ class Cells:
         return label
 
     def margin(self) -> float:
-        """How much better the chosen answer is: a finite number, which may be given as text."""
+        """How much better the chosen answer is: a finite number, which may be text."""
         value = self.value("margin")
         try:
             number = math.nan if isinstance(value, bool) else float(value)
@@ -139,8 +139,8 @@ class Cells:
         return value
 
     def step_labels(self) -> list[float | None]:
-        """A label for each step: a hard one (as :meth:`label`), the probability (0 .. 1) that the step is right, or
-        None where the set says that a step has no label."""
+        """A label for each step: a hard label (as in :meth:`label`), the probability (0 .. 1) that the step is right,
+        or None if the data set marks the step as not labelled."""
         value, name = self.value("step_labels"), self.name("step_labels")
         if not isinstance(value, list):
             raise DataError(f"{name}: must be a list with a label for each step, got {brief(value)}")

@@ -1,4 +1,4 @@
-"""The images of rows and observations: where they stand in messages and texts, and their part in a source's
+"""The images of rows and observations: their positions in messages and texts, and their part in a source's
 fingerprint."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_runtime.data.tokenizer import decoder_of
 
 NO_IMAGES = "the policy is a model of text"
 COMMON_MARK = "<image>"
-"""The place of an image in the texts of data sets that are for several models (LLaVA's, ShareGPT4V, verl's)."""
+"""The placeholder of an image in data sets for several models (LLaVA's, ShareGPT4V, verl's)."""
 MARKED = object()
 """Stands for the image of a placeholder in a text."""
 
@@ -32,7 +32,7 @@ class RowImages:
     """Finds the images of rows and puts their tokens in place.
 
     Args:
-        tokens: the tokens of images, or why the run cannot have images.
+        tokens: the tokens of images, or a text that says why the run cannot have images.
         limit: largest number of images of a sequence.
 
     The methods raise DataError: an image cannot be read, there are too many, or the run cannot have images.
@@ -40,10 +40,10 @@ class RowImages:
 
     def __init__(self, tokenizer: Any, tokens: ImageTokens | str, limit: int) -> None:
         self.tokens = tokens if isinstance(tokens, ImageTokens) and limit else None
-        """Makes the tokens of images; None where the run cannot have images."""
+        """Makes the tokens of images; None if the run cannot have images."""
         self._reason = tokens if isinstance(tokens, str) else f"data.max_images = {limit}"
         self.limit = 0 if self.tokens is None else limit
-        """Largest number of images of a sequence; 0 where the run cannot have images."""
+        """Largest number of images of a sequence; 0 if the run cannot have images."""
         self._decode = decoder_of(tokenizer, special_tokens=False)
         mark = None
         if isinstance(tokens, ImageTokens) and tokens.placeholder >= 0:
@@ -60,9 +60,9 @@ class RowImages:
     ) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Messages of a row (:meth:`Cells.messages`) as chat templates read them, and the files of their images.
 
-        The images of the row's column belong to the places without an image of their own, in order: parts of messages,
-        and placeholders in texts; in a row without these, every :data:`COMMON_MARK` outside answers. Where there are no
-        such places, they come before the text of the first user message.
+        The images of the row's column are assigned, in order, to the places that contain no image: parts of messages,
+        and placeholders in texts. In a row without such places, every :data:`COMMON_MARK` outside answers is a place.
+        If there are no places at all, the images come before the text of the first user message.
         """
         images: list[Any] = []
         conversation = [self._read(message, images) for message in messages]
@@ -101,7 +101,7 @@ class RowImages:
         return self._mark is not None and self._mark in text
 
     def places_in(self, answer: str | Sequence[Mapping[str, Any]]) -> int:
-        """Number of places in an answer, a text or messages of a row, that hold no image of their own."""
+        """Number of places for images in an answer (a text, or messages of a row) that contain no image."""
         images: list[Any] = []
         for message in [{"content": answer}] if isinstance(answer, str) else answer:
             self._read(message, images)
@@ -114,7 +114,7 @@ class RowImages:
     def turn(
         self, ids: Sequence[int], images: Sequence[bytes] = (), messages: tuple[tuple[str, str], ...] = ()
     ) -> Turn:
-        """A turn that is not sampled, of tokens with a placeholder for each image.
+        """A turn that is not sampled. Its tokens have a placeholder for each image.
 
         Args:
             messages: its messages, as :func:`as_people_read` returns them.
@@ -133,8 +133,8 @@ class RowImages:
         return (ids, list(mask), ()) if self.tokens is None else self.tokens.place(ids, images, mask)
 
     def _read(self, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
-        """A message as chat templates read it. ``images`` gets the image of each of its places: None for a part that
-        holds none, :data:`MARKED` for a placeholder in a text."""
+        """A message as chat templates read it. The image of each place is appended to ``images``: None for a part that
+        contains none, :data:`MARKED` for a placeholder in a text."""
         parts = list[Any]()
         result = as_shown(message, parts)
         content = result["content"]
@@ -146,8 +146,8 @@ class RowImages:
         return result
 
     def _column(self, cells: Cells) -> list[Any]:
-        """The values in the row's column of images. In a run without images the column ``image`` may hold other texts,
-        which are none."""
+        """The values in the row's column of images. In a run without images the column ``image`` may contain other
+        texts, which are ignored."""
         values = cells.images()
         other = self.tokens is None and cells.layout.columns.get("images") == ONE_IMAGE
         return [v for v in values if may_be_image(v)] if other else values
@@ -168,7 +168,7 @@ class RowImages:
 
 
 def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message of text with a part for each :data:`COMMON_MARK`; an answer as it is."""
+    """A text message with a part for each :data:`COMMON_MARK`. An answer is not changed."""
     texts = message["content"].split(COMMON_MARK)
     if message["role"] == "assistant" or len(texts) == 1:
         return message
@@ -203,7 +203,7 @@ FIELDS = ("images", "messages", "prompt", "chosen", "rejected", "response")
 
 
 def image_folder(source: Source) -> Path | None:
-    """The folder of a source's file; None for a name on the hub, whose rows hold their images."""
+    """The folder of a source's file; None for a name on the hub, whose rows contain the images."""
     path = Path(source.section.path).expanduser()
     if not path.exists():
         return None
@@ -211,8 +211,8 @@ def image_folder(source: Source) -> Path | None:
 
 
 def has_images(source: Source) -> bool:
-    """Whether the source has a column of images, or the messages of any row have one. Without such a column every row
-    is read."""
+    """Whether the source has a column of images, or the messages of any row have an image. Without such a column every
+    row is read."""
     columns = source.layout.columns if source.layout is not None else {}
     if "images" in columns:
         return True
@@ -260,7 +260,7 @@ def _paths(value: Any, images: bool) -> Iterator[str]:
 
 
 def _image_parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The images among the parts of messages, or of one message; none of other values."""
+    """The image parts of messages, or of one message. Other values have none."""
     value = conversation(value)
     for message in value if isinstance(value, list) else [value]:
         content = message.get("content") if isinstance(message, Mapping) else None

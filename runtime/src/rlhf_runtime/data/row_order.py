@@ -1,5 +1,5 @@
-"""The order of training rows: a pure function of (seed, number of rows drawn), so it resumes exactly; or as a
-curriculum chooses rows, which is checked against what the curriculum promises."""
+"""The order of training rows. It is a pure function of (seed, number of rows drawn), so it resumes exactly. With a
+curriculum, the curriculum chooses the rows, and its choices are checked against its promises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RowOrder:
 
     Without probabilities the sources are concatenated, and every pass visits each row once, in a new order. With
     probabilities each draw first picks a source, and each source has its own passes: no row of a source is drawn twice
-    before all of its rows are drawn once. An epoch is as many draws as all sources have rows.
+    before all of its rows are drawn once. An epoch has as many draws as all sources together have rows.
     """
 
     def __init__(self, sources: Sequence[Source], seed: int = 0, shuffle: bool = True) -> None:
@@ -60,7 +60,7 @@ class RowOrder:
         return [self._next() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: the position in the order, and everything that the order depends on."""
+        """JSON values: the position in the order, and everything that determines the order."""
         return {"drawn": list(self._positions), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ class RowOrder:
 def permutation(n: int, seed: int) -> np.ndarray:
     """int64 [n]: 0 .. n - 1 sorted by a hash of (seed, i) (SplitMix64's mixer, Steele et al. 2014).
 
-    It uses no library's random generator, so the order does not depend on the versions of libraries.
+    It uses no random generator of a library, so the order does not depend on versions of libraries.
     """
     with np.errstate(over="ignore"):
         z = (np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) + np.uint64(seed)
@@ -188,8 +188,8 @@ class UsableRows(TrainingRows):
 
 
 class ChosenOrder(RowOrder):
-    """Rows as a curriculum chooses them. The state of this order is how many rows were drawn, and what the data is; the
-    curriculum's own state is saved with that of the run's other components."""
+    """Rows that a curriculum chooses. The state of this order is the number of drawn rows and the identity of the data.
+    The state of the curriculum is saved with the run's other components."""
 
     def __init__(self, order: RowOrder, curriculum: Curriculum, rows: UsableRows, total_steps: int) -> None:
         super().__init__(order.sources, order.seed, order.shuffle)
@@ -198,13 +198,14 @@ class ChosenOrder(RowOrder):
         self._name = f"curriculum {curriculum.name!r}"
         self._step = -1
         self._batch: set[int] = set()
-        """Positions of the rows of the batch of :attr:`_step` so far."""
+        """Positions of the rows chosen so far for the batch of :attr:`_step`."""
         with boundary(PluginError, f"setup() of {self._name}"):
             curriculum.setup(rows, order.seed, total_steps)
 
     @property
     def epoch(self) -> float:
-        """Rows drawn so far for each row that can be drawn. A row may have come several times, another never."""
+        """Rows drawn so far, divided by the rows that can be drawn. A row may have been drawn several times, another
+        never."""
         return self.rows_taken / len(self.rows)
 
     def choose(self, n: int, step: int) -> list[Row]:
@@ -233,13 +234,13 @@ class ChosenOrder(RowOrder):
         return [self.rows.row(position) for position in positions]
 
     def finished_group(self, group: Group, step: int, outcome: Outcome) -> FinishedGroup:
-        """The results of a group for a curriculum, of all samples that were drawn for it."""
+        """The results of a group for a curriculum. They include all samples that were drawn for the group."""
         live = [t for t in group.trajectories if t.status != "failed"]
         scores = tuple(t.score for t in live if t.score is not None)
         return FinishedGroup(self.rows.position(group.row), group.number, step, scores, outcome)
 
     def restored(self, saved: Sequence[Mapping[str, Any]] | None) -> list[FinishedGroup]:
-        """The groups of one batch, from a checkpoint. Raises CheckpointError where they are not of this data."""
+        """The groups of one batch, from a checkpoint. Raises CheckpointError if they are not of this data."""
         if saved is None:
             raise CheckpointError(f"stream.ready of the checkpoint lacks the results of the rows of a batch. {WAY_OUT}")
         groups = [FinishedGroup(**{**group, "scores": tuple(group["scores"])}) for group in saved]
@@ -252,12 +253,12 @@ class ChosenOrder(RowOrder):
         return groups
 
     def tell(self, groups: Sequence[FinishedGroup]) -> None:
-        """Tell the curriculum the results of the rows of a batch, right before the batch is trained on."""
+        """Pass the results of the rows of a batch to the curriculum, right before the batch is trained on."""
         with boundary(PluginError, f"finished() of {self._name}"):
             self.curriculum.finished(groups)
 
     def metrics(self) -> dict[str, float]:
-        """The curriculum's metrics of the batch that was chosen last, named as in ``metrics.jsonl``."""
+        """The curriculum's metrics of the last chosen batch, named as in ``metrics.jsonl``."""
         with boundary(PluginError, f"metrics() of {self._name}"):
             return {f"curriculum/{key}": float(value) for key, value in self.curriculum.metrics().items()}
 

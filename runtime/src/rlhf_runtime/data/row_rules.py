@@ -22,9 +22,9 @@ class RowVerdict:
     """Whether a row can be used."""
 
     kind: Literal["", "too_long", "bad_rows"] = ""
-    """Empty if it can; else the option of ``[data]`` that decides whether it is refused or left out."""
+    """Empty if the row can be used; else the option of ``[data]`` that decides whether it is refused or left out."""
     text: str = ""
-    """Why not."""
+    """The reason, if the row cannot be used."""
     example: Example | None = None
     """Its tokens (offline forms)."""
     error: DataError | None = None
@@ -55,14 +55,14 @@ def judge(row: Row, form: DataForm, template: Template, section: DataSection, an
 
 
 def check_prompt(tokens: int, section: DataSection) -> str:
-    """Which limit a prompt exceeds; empty if it fits. Raises DataError if the prompt is empty."""
+    """The limit that a prompt exceeds; empty if it fits. Raises DataError if the prompt is empty."""
     if not tokens:
         raise DataError("the prompt is empty; at least one token is needed to continue from")
     return _prompt(tokens, section)
 
 
 def check_example(example: Example, section: DataSection) -> str:
-    """Which limit a tokenised row exceeds; empty if it fits. Raises DataError if the row has no trained token."""
+    """The limit that a tokenised row exceeds; empty if it fits. Raises DataError if the row has no trained token."""
     for sequence in example.sequences:
         if len(sequence.ids) < 2:
             raise DataError("the row is empty: it has no token that could be learnt from what precedes it")

@@ -141,7 +141,7 @@ RESPONSES = (("completion", "output"), REFERENCES, ("targets", "target"))
 GENERATED = re.compile(
     r"(attempt|generation|generated_\w+|trajectory|reasoning|thinking|cot|rationale)$", re.IGNORECASE
 )
-"""Ends of the names of columns with what a model or a person wrote beside a reference."""
+"""Suffixes of the names of columns with text that a model or a person wrote, beside a reference."""
 CONVERSATIONS = (("messages", "conversation", "conversations"), ("texts", "trajectory"))
 REQUEST = "responses_create_params"  # of NeMo Gym
 LABELS = ("score", "is_correct")
@@ -150,13 +150,13 @@ _COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": (LABELS,)}
 _COMPLETE = ("marked_steps", "prm800k", "request")
 """Conversions that take no column of system messages or tools."""
 CONTEXTS = ("input", "context")
-"""Columns beside ``instruction`` with its context; only the last one beside other prompts."""
+"""Columns with the context of ``instruction``. Beside other prompts only the last one is used."""
 HISTORY = "history"
-"""Column beside ``instruction`` or ``query`` with the turns before it."""
+"""Column with the turns before ``instruction`` or ``query``."""
 OUTPUTS = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
 SYSTEMS = ("system", "system_prompt")
 _WITH_SYSTEM = {"prompt", "messages", "chosen"}
-"""Fields that a system message stands before. Where the run file names their column, it takes no other along."""
+"""Fields that a system message precedes. If the run file names the column of one of them, no system column is read."""
 
 
 def recognise(
@@ -168,17 +168,17 @@ def recognise(
     chat: bool = False,
     prompt: Literal["needed", "optional", "made"] = "needed",
 ) -> SourceLayout:
-    """The layout of a source, by the names of its columns and the values of its first row.
+    """The layout of a source, recognised from the names of its columns and the values of its first row.
 
-    Columns that the run file names come first, then columns with default names, then names that are common in data sets
+    Columns that the run file names come first, then columns with default names, then columns with names that are common
     on the hub. A source with two possible layouts is refused, and the error lists both.
 
     Args:
         columns: columns of the source.
         row: its first row.
-        names: {field: column} as the run file names them.
+        names: {field: column} from the run file.
         chat: whether a chat template is used.
-        prompt: whether a column with a prompt is needed; ``made``: a template makes it from other columns.
+        prompt: whether a column with a prompt is needed; ``made``: a template produces the prompt from other columns.
 
     Raises DataError: no layout fits (with what is missing), several fit (with all of them), or the layout needs a chat
     template.
@@ -195,7 +195,7 @@ def recognise(
         advice = f"Name those to use, e.g. {' '.join(f'--data.{f} {c}' for f, c in names.items())}."
         rivals = [layout.columns for layout in layouts if names.items() <= layout.columns.items()]
         contexts = [columns["context"] for columns in rivals if "context" in columns]
-        if len(contexts) > 1:  # which no option names
+        if len(contexts) > 1:  # no option names the context
             text = r"\n\n".join(f"{{{c}}}" for c in (names["prompt"], *contexts))
             advice = (
                 f"Write {' and '.join(contexts)} into one column, or make the prompt of columns that have a text in "
@@ -277,7 +277,7 @@ class _Case:
         )
 
     def _is_read(self, field: str) -> bool:
-        """Whether a column with a common name is read as this field, so that it is not what is missing."""
+        """Whether a column with a common name is read as this field, so that the field is not missing."""
         if field in self.user_columns:
             return False
         if field == "label":
@@ -285,7 +285,7 @@ class _Case:
         return bool(self._choices(field, *_COMMON.get(field, ())))
 
     def _did_you_mean(self, field: str, column: str) -> str:
-        """The column whose name is nearly that of the field, or one of its common names."""
+        """The column whose name is similar to the field's name or one of its common names."""
         if field in self.user_columns:
             return did_you_mean(column, self.columns)
         common_names = {*DEFAULTS.values()}.union(*chain(*_COMMON.values()))
@@ -339,7 +339,8 @@ class _Case:
                     )
 
     def _may_be(self, columns: Mapping[str, str]) -> bool:
-        """Whether a layout's columns are there, and the user named none, or these with the first of them."""
+        """Whether the source has a layout's columns, and the user named no columns, or only columns of the layout
+        including the first."""
         user = self.user_columns
         is_named = not user or (next(iter(columns)) in user and user.items() <= columns.items())
         return is_named and {*columns.values()} <= {*self.columns}
@@ -403,8 +404,8 @@ class _Case:
                 yield {"prompt": column, "context": CONTEXTS[-1], **history}
 
     def _choices(self, field: str, *common_names: Sequence[str]) -> list[str]:
-        """Columns that a field may mean: the named one, else the default one, else those with the first common names
-        that there are, at last in other capitals."""
+        """Columns that a field may mean: the named column, else the default column, else the columns with the first
+        common names that exist, finally ignoring case."""
         if field in self.user_columns:
             return [self.user_columns[field]] if self.user_columns[field] in self.columns else []
         names = [[DEFAULTS[field]] if field in DEFAULTS else [], *common_names]
@@ -413,7 +414,7 @@ class _Case:
         return next(filter(None, chain(same_capitals, other_capitals)), [])
 
     def _responses(self) -> list[str]:
-        """Columns that the response may be in. Beside a reference these are also columns with what was generated."""
+        """Columns that may contain the response. Beside a reference these include columns with generated text."""
         columns = self._choices("response", *RESPONSES)
         if "response" in self.user_columns or not {*columns} & {*REFERENCES}:
             return columns
@@ -421,7 +422,7 @@ class _Case:
         return [*(c for c in texts if GENERATED.search(c) and c != self.user_columns.get("reasoning")), *columns]
 
     def without_repeats(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
-        """Only the conversation, where it holds the prompts of all other layouts."""
+        """Only the conversation, if it contains the prompts of all other layouts."""
         conversations = [layout for layout in layouts if "messages" in layout.columns]
         prompts = [self.row.get(layout.columns.get("prompt", "")) for layout in layouts if layout not in conversations]
         if len(conversations) != 1 or not prompts or not all(isinstance(p, str) for p in prompts):
@@ -430,17 +431,17 @@ class _Case:
             messages = conversations[0].read(self.row).get("messages")
             is_whole = isinstance(messages, list) and all(convert.repeats([messages], prompt) for prompt in prompts)
             return conversations if is_whole else layouts
-        except DataError:  # of the conversation, so that it must be named to be said
+        except DataError:  # raised by the conversation, and reported if the user names its column
             return layouts
 
     def with_named_columns(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
-        """Only the layouts with all columns that the user named, of those that a layout has."""
+        """Only the layouts that have all columns that the user named and that any layout has."""
         fields = {field for layout in layouts for field in layout.columns} & self.user_columns.keys()
         columns = {field: self.user_columns[field] for field in fields}
         return [layout for layout in layouts if columns.items() <= layout.columns.items()] or layouts
 
     def _certain(self, field: str, column: str) -> bool:
-        """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
+        """Whether a column is used regardless of its values. Wrong values are reported when a row is read."""
         return column == self.user_columns.get(field, DEFAULTS.get(field, field))
 
     def _is_label(self, column: str) -> bool:
@@ -460,9 +461,9 @@ class _Case:
 
     def with_further_columns(self, layout: SourceLayout) -> SourceLayout:
         """The layout with the columns of system messages, images, reasoning and tools that the source has. Columns of
-        system messages are read if the run file names no prompt, those of tools if a chat template may show them.
+        system messages are read if the run file names no prompt, and columns of tools if a chat template may show them.
 
-        Raises DataError: the run file names a column that the source has not, or that is another field's.
+        Raises DataError: the run file names a column that the source does not have, or that another field uses.
         """
         columns, explicit, is_complete = dict(layout.columns), layout.explicit, layout.conversion in _COMPLETE
         texts = [c for c in SYSTEMS if isinstance(self.row.get(c), str)]
@@ -488,7 +489,7 @@ class _Case:
 
 
 def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:
-    """The layouts without duplicates, and without those whose columns are a subset of another's."""
+    """The layouts without duplicates, and without layouts whose columns are a subset of another layout's columns."""
     layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     sets = [set(layout.columns.values()) for layout in layouts]
     return [layout for layout, columns in zip(layouts, sets, strict=True) if not any(columns < other for other in sets)]

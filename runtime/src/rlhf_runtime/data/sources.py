@@ -23,16 +23,18 @@ DEFAULTS: Mapping[str, str] = {
     "prompt": "prompt", "response": "response", "chosen": "chosen", "rejected": "rejected", "label": "label",
     "steps": "completions", "step_labels": "labels", "images": "images",
 }  # fmt: skip
-"""{field of the run file's [data]: its default column}. It is used if the run file names none and the source has it."""
+"""{field of the run file's [data]: its default column}. The default is used if the run file names no column and the
+source has it."""
 
 TOOLS = "tools"
-"""The column of descriptions of functions that the chat template shows, and its field. No option names another."""
+"""The column with descriptions of functions that the chat template shows, and its field. No option changes the
+column."""
 
 CONVERSIONS = {**convert.CONVERSIONS, **STEP_CONVERSIONS}
 """{name of a conversion: (words for messages, function)}, of conversations, comparisons and labelled steps."""
 
 ONE_IMAGE = "image"
-"""The column of images in many published datasets, where there is no ``images``."""
+"""The column of images in many published datasets that have no column ``images``."""
 
 FIELDS = (*DEFAULTS, "messages", "reasoning", "margin", "preference")
 """Fields of ``[data]`` that name columns."""
@@ -53,12 +55,12 @@ class SourceLayout:
     chat: bool = False
     """Whether a chat template is used. Some conversions then make messages."""
     full_conversations: bool = False
-    """Whether the answers of a pair may be whole conversations, which is decided row by row. The run file names no
-    prompt then."""
+    """Whether the answers of a pair may be whole conversations. This is decided for each row. Then the run file names
+    no prompt."""
     explicit: bool = field(default=True, compare=False)
-    """Whether the run file names all columns, or they have their default names. Such a layout is not reported."""
+    """Whether every column is named by the run file or has its default name. Such a layout is not reported."""
     folder: Path | None = field(default=None, compare=False)
-    """Paths of images start here."""
+    """Paths of images are relative to this folder."""
 
     def read(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """{field: value} of a row. Columns that the row lacks are left out. Raises DataError if the conversion
@@ -92,7 +94,7 @@ class Source(ABC):
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         """SHA-256 (hexadecimal) of the content. Equal data has an equal fingerprint."""
         self.layout: SourceLayout | None = None
-        """How the columns of its rows are read; None: as the run file names them."""
+        """How the columns of its rows are read; None: by the columns that the run file names."""
 
     @property
     def probability(self) -> float | None:

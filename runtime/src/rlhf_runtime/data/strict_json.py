@@ -1,5 +1,5 @@
-"""Strict JSON for data files. Refuses repeated keys, NaN, infinities and numbers that would be read as infinity, which
-JSON readers treat differently."""
+"""Strict JSON for data files. Refuses repeated keys, NaN, infinities and numbers that would be read as infinity,
+because JSON readers treat them differently."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def decoded(text: str) -> Any:
 
 
 def decode_long(text: str) -> Any:
-    """Decode a whole file. Garbage collection is off meanwhile: it would visit all rows repeatedly, which takes as long
-    as the checks."""
+    """Decode a whole file. Garbage collection is off during this time. It would visit all rows repeatedly, which takes
+    as long as the checks."""
     collects = gc.isenabled()
     gc.disable()
     try:

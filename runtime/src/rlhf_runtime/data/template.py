@@ -1,4 +1,4 @@
-"""Rows become tokens: prompts, demonstrations, pairs, labels and steps, with the mask of trained tokens."""
+"""Converts rows to tokens: prompts, demonstrations, pairs, labels and steps, with the mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class Template(Prompts):
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
     def encode_answer(self, row: Row, text: str | None = None) -> list[Turn]:
-        """The row's prompt and its answer, with the same tokens as :meth:`encode_demonstration` with ``data.loss_on =
-        "completion"``: the answer includes its end token; text that a chat template writes after it is left out.
+        """The row's prompt and its answer, with the same tokens as :meth:`encode_demonstration` with
+        ``data.loss_on = "completion"``. The answer includes its end token. Text that a chat template writes after it is
+        left out.
 
         Args:
-            text: an answer to use in place of the row's.
+            text: an answer to use instead of the row's answer.
         """
         cells = self._cells(row)
         sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, self._question(cells))
@@ -58,8 +59,8 @@ class Template(Prompts):
         ]
 
     def answer_span(self, row: Row, sequence: TokenSequence) -> tuple[int, int]:
-        """The first token of an answer that stands for a sample, and the one after its last. Raises DataError: there is
-        an image in it, whose tokens no policy samples."""
+        """Start and end (exclusive) of the tokens of an answer that is used as a sample. Raises DataError: the answer
+        contains an image, whose tokens no policy samples."""
         if [image.start for image in sequence.images] != [image.start for image in self.encode_prompt(row).images]:
             raise DataError(
                 "there is an image in the answer, but the answer is used as a sample, which holds no images"
@@ -77,14 +78,14 @@ class Template(Prompts):
         return encode(row)
 
     def encode_demonstration(self, row: Row) -> Example:
-        """The row's conversation, or prompt and response, with the mask of trained tokens (``data.loss_on``); or its
-        whole text, if the row has nothing else."""
+        """The row's conversation, or prompt and response, with the mask of trained tokens (``data.loss_on``). If the
+        row has only a text, the whole text."""
         return Example(row, [self._demonstrated(self._cells(row))])
 
     def encode_pair(self, row: Row) -> Example:
         """The row's chosen (role 0) and rejected (role 1) answer to one prompt. If both are whole conversations and
-        there is no prompt column, each is encoded whole. They must then be equal up to the last answer, unless all
-        assistant messages are trained on."""
+        there is no prompt column, each conversation is encoded. They must then be equal up to the last answer, unless
+        all assistant messages are trained on."""
         cells = self._cells(row)
         fields = ("chosen", "rejected")
         has_prompt = "prompt" in cells or self.section.input_template is not None
@@ -121,7 +122,7 @@ class Template(Prompts):
 
     def encode_steps(self, row: Row) -> Example:
         """The row's prompt and the steps of one solution, each followed by ``data.step_separator``, with
-        ``values["steps"]``: where each labelled step ends (:class:`rlhf.steps.StepEnds`) and its label in 0 .. 1.
+        ``values["steps"]``: the end of each labelled step (:class:`rlhf.steps.StepEnds`) and its label in 0 .. 1.
 
         The solution starts where the policy's answer would start. No end token follows it, because a step's label is
         read at the end of the step.
@@ -179,7 +180,7 @@ class Template(Prompts):
     def _answered_by(
         self, cells: Cells, text: str, question: str | Sequence[Message], field: str = ""
     ) -> TokenSequence:
-        """A prompt and an answer to it, which may be the one in a field."""
+        """A prompt and an answer to it, which may be the answer in a field."""
         if not text.strip():
             label = f"{cells.name(field)}: " if field else ""
             raise DataError(f"{label}the answer is empty; there is nothing to learn from")
@@ -195,7 +196,7 @@ class Template(Prompts):
         return self._plain_prompt(cells, optional=self.section.loss_on == "all")
 
     def _reasoned(self, answer: list[Message], cells: Cells, field: str) -> list[Message]:
-        """An answer with the reasoning of its row's column."""
+        """An answer with the reasoning in the row's column of reasoning."""
         if not cells.values.get("reasoning"):
             return answer
         if present := [f for f in REASONING if f in answer[-1]]:
@@ -252,8 +253,8 @@ class Template(Prompts):
         return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], images)
 
     def _missing_end(self, text: str) -> list[int]:
-        """The end token of an answer with which a render ends, if the template writes none after it. A sample ends with
-        one."""
+        """The end token of the answer at the end of a render, if the template writes none. It is added because a sample
+        ends with one."""
         assert self.chat is not None
         return [] if self.chat.ends.is_ended(text) else [self.tokenizer.convert_tokens_to_ids(self.chat.ends.token)]
 
@@ -269,10 +270,10 @@ class Template(Prompts):
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text`` and which of them are in ``spans``.
 
-        The text is tokenised once, if the tokens match those of sampling. Sampling tokenises the text before a span
-        alone, so the policy can never produce a token across the start of a span. The pieces are tokenised separately
-        if a token crosses or may cross the start of a span, or if the text before a span has other tokens when it is
-        tokenised alone (two line breaks are one token at the end of a text, and two tokens before a word).
+        The text is tokenised once, if the tokens match the tokens in sampling. Sampling tokenises the text before a
+        span alone, so the policy can never produce a token across the start of a span. The pieces are tokenised
+        separately if a token crosses or may cross the start of a span, or if the text before a span has other tokens
+        when it is tokenised alone (two line breaks are one token at the end of a text, and two tokens before a word).
         """
         if self.tokenizer.is_fast:
             encoded = self.tokens.encoded(text, return_offsets_mapping=True)
@@ -299,7 +300,7 @@ class Template(Prompts):
 
 
 def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, label: str) -> None:
-    """Raises DataError: an answer holds an end token, at which a sample would have ended."""
+    """Raises DataError: an answer contains an end token, where a sample would have ended."""
     text = answer.rstrip()
     if not chat.ends.of_template:  # no other end is written
         text = text.removesuffix(eos_token)

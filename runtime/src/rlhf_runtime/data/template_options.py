@@ -1,4 +1,4 @@
-"""The options of ``[data]`` that choose a chat template, or that need one which writes what they add."""
+"""The options of ``[data]`` that choose a chat template, or that need a template that supports them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def named_template(section: DataSection) -> str:
             f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
         )
     try:
-        with path.open("rb") as file:  # which may be without an end
+        with path.open("rb") as file:  # which may be endless
             content = file.read(LARGEST + 1)
         text = content[:LARGEST].decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +47,8 @@ def named_template(section: DataSection) -> str:
 def uses_chat(tokenizer: Any, section: DataSection) -> bool:
     """Whether rows are written with the tokenizer's chat template.
 
-    Raises ConfigError: there is none and the section asks for one, or an option is for the other kind of template.
+    Raises ConfigError: the section asks for a chat template and there is none, or an option is for the other kind of
+    template.
     """
     has = bool(tokenizer.chat_template)
     if section.template == "chat" and not has:

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template, applied with fixed keyword arguments and on a fixed day."""
+"""A tokenizer's chat template, applied with fixed keyword arguments and at a fixed time."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _strftime(pattern: str) -> str:
 
 
 class TemplateRender:
-    """Raises ConfigError: a keyword argument is not the template's, or the template writes no messages, or it exceeds
-    limits (:func:`try_template`).
+    """Renders messages. Raises ConfigError: the template does not read a keyword argument, writes no messages, or
+    exceeds limits (:func:`try_template`).
 
     Args:
         day: the time that the template reads as now.
@@ -55,7 +55,7 @@ class TemplateRender:
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], day: datetime) -> None:
         self._tokenizer, self.kwargs, self.day = tokenizer, dict(kwargs), day
         self._parts_only = False
-        """Whether the template reads content as a list of parts only, as those of some image-text models do."""
+        """Whether the template reads content only as a list of parts, like the templates of some image-text models."""
         try_template(str(tokenizer.chat_template), self._try)
         self.variables = _variables(tokenizer.chat_template)
         """The names that the template reads."""
@@ -77,7 +77,7 @@ class TemplateRender:
         """One render. Raises DataError with the template's message.
 
         Args:
-            answer: with the generation prompt.
+            answer: whether to add the generation prompt.
         """
 
         def apply(conversation: list[dict[str, Any]]) -> str:
@@ -89,7 +89,8 @@ class TemplateRender:
         return self._applied(messages, apply, self._tokenizer.get_chat_template(tools=self.kwargs.get("tools")))
 
     def marked_by_template(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The render, and the characters of each ``{% generation %}`` block. Raises DataError, as :meth:`text`."""
+        """The render, and the span of characters of each ``{% generation %}`` block. Raises DataError, as
+        :meth:`text`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def apply(conversation: list[dict[str, Any]]) -> tuple[str, list[Span]]:
@@ -133,7 +134,7 @@ class TemplateRender:
         return [{**m, "content": content} for m, content in zip(messages, parts, strict=True)]
 
     def _try(self, messages: Sequence[Message]) -> str:
-        """Look up names and render, as this process will. jinja2 computes constants already for the names."""
+        """Look up names and render, as this process will do later. jinja2 computes constants when it looks up names."""
         _variables(self._tokenizer.chat_template)
         return self.text(messages, answer=True)
 
@@ -156,11 +157,11 @@ class TemplateRender:
         questions = [[{"role": "user", "content": content}] for content in ("one", "two")]
         try:
             first, second = (self.text(messages, answer=True) for messages in questions)
-        except DataError:  # it needs other messages; an error about a row will say which
+        except DataError:  # the template needs other messages; an error about a row will say which
             return
         if first == second:
             self._parts_only = True
-            with suppress(DataError):  # it reads no parts either
+            with suppress(DataError):  # the template reads no parts either
                 first, second = (self.text(messages, answer=True) for messages in questions)
         if first == second:
             raise ConfigError(
@@ -170,8 +171,8 @@ class TemplateRender:
 
 
 def _variables(templates: str | Mapping[str, str]) -> frozenset[str]:
-    """The variables that a tokenizer's chat template reads; of all templates, if it has several by name. Raises
-    ConfigError: one is not valid."""
+    """The variables that a tokenizer's chat template reads. If it has several templates, the variables of all of them.
+    Raises ConfigError: a template is not valid."""
     sources = [templates] if isinstance(templates, str) else templates.values()
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     names = set[str]()
@@ -188,7 +189,7 @@ def _variables(templates: str | Mapping[str, str]) -> frozenset[str]:
 
 
 SECONDS = 10
-"""Seconds of processor time, which do not depend on what else the machine does."""
+"""Seconds of processor time, which do not depend on other load of the machine."""
 MEMORY = 2**30
 LENGTH = 10_000_000
 """Largest number of characters that a template may write for a short conversation."""
@@ -206,12 +207,13 @@ _passed: set[str] = set()
 
 
 def try_template(source: str, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
-    """Render a short conversation for the first time, in a child process with limits. Raises ConfigError where the
-    template needs more. Other errors of the template are left to the renders that follow.
+    """Render a short conversation for the first time, in a child process with limits. Raises ConfigError if the
+    template exceeds a limit. Other errors of the template are left to later renders.
 
     A template is a program that comes with a model. The sandbox of jinja2 keeps it from files and from the interpreter,
-    and limits one range to 100,000, but neither nested loops nor the size of texts, which it even computes while it
-    compiles. This finds a template that is wrong or hostile by itself, not one that is so for certain rows only.
+    and limits a single range to 100,000. It limits neither nested loops nor the size of texts, which jinja2 computes
+    even while it compiles. This check detects a template that is always wrong or hostile, not one that is so only for
+    certain rows.
 
     Args:
         source: the template's text.
@@ -220,7 +222,7 @@ def try_template(source: str, render: Callable[[Sequence[Mapping[str, Any]]], st
     if source in _passed:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child only renders
+        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork while threads run: the child only renders
         child = os.fork()
     if child == 0:
         _child(render)

@@ -1,5 +1,5 @@
-"""Tokens of texts, alone and as continuations, and where they begin and end in a text. Tokens that a tokenizer adds
-before a text must not be inserted between two texts."""
+"""Tokens of texts, alone and as continuations, and their positions in a text. Tokens that a tokenizer adds before a
+text must not be inserted between two texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TextTokens:
         """The begin token, if the tokenizer adds one before a text."""
 
     def begin(self, ids: Sequence[int]) -> list[int]:
-        """The tokens that the tokenizer adds before a text; none if the text already begins with them."""
+        """The tokens that the tokenizer adds before a text; empty if the text already begins with them."""
         return [] if list(ids[:1]) == self._bos else self._bos
 
     def encoded(self, text: str, **options: Any) -> Any:
@@ -52,16 +52,16 @@ class TextTokens:
         return encoding
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text alone, without those that the tokenizer adds around it."""
+        """Tokens of a text alone, without the tokens that the tokenizer adds around it."""
         ids: list[int] = self.encoded(text)["input_ids"]
         return ids
 
     def ids_after(self, prefix: str, text: str) -> list[int]:
         """Tokens of ``text`` as a continuation of ``prefix``, whose tokens are already fixed.
 
-        Tokenizers like SentencePiece add a space before their input, so the tokens of a text alone differ from those of
-        a continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With such tokenizers the continuation is
-        tokenised after a character, or after the special token at the end of ``prefix``.
+        Tokenizers like SentencePiece add a space before their input, so the tokens of a text alone differ from the
+        tokens of a continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With such tokenizers the
+        continuation is tokenised after a character, or after the special token at the end of ``prefix``.
 
         Raises DataError: the character and the text become one token.
         """
@@ -96,10 +96,11 @@ def edges_are_between(offsets: Sequence[Span], edges: Iterable[int]) -> bool:
 
     Some tokenizers omit white space from the characters that they report for a token (``trim_offsets`` of byte-level
     ones, such as Pythia's): a token ``" 42"`` is reported to begin at its ``4``, and a token of spaces alone has no
-    characters. So positions at characters that no token reports are uncertain.
+    characters. So a position is uncertain if no token reports the characters at it.
 
     Args:
-        offsets: characters of each token, in order. Several tokens may have the same (bytes of one character).
+        offsets: characters of each token, in order. Several tokens may have the same characters (bytes of one
+            character).
         edges: positions in the text.
     """
     positions = sorted(edges)

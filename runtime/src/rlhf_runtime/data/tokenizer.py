@@ -1,4 +1,4 @@
-"""Load a tokenizer, with clear errors if that fails, and compare it with those of the run's other models."""
+"""Load a tokenizer, with clear errors if that fails, and compare it with the tokenizers of the run's other models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except Exception as error:  # many kinds, all meaning: there is no usable tokenizer
+    except Exception as error:  # of many classes; each means that there is no usable tokenizer
         raise ModelError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -60,14 +60,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def embedding_rows(tokenizer: Any) -> int | None:
-    """Rows of the embedding of the model beside the tokenizer. None: its ``config.json`` does not say."""
+    """Number of rows of the embedding of the model in the tokenizer's folder. None if its ``config.json`` does not
+    say."""
     place = str(tokenizer.name_or_path or "")
     return vocabulary_size(place) if (Path(place) / "config.json").is_file() else None
 
 
 def vocabulary_size(model: str) -> int | None:
-    """``vocab_size`` of a model's ``config.json``; None where the file does not say it or cannot be read, which loading
-    the model reports better."""
+    """``vocab_size`` of a model's ``config.json``. None if the file does not have it or cannot be read; loading the
+    model then raises a better error."""
     try:
         settings = settings_of(model, "the tokenizer")
     except ModelError:
@@ -78,8 +79,8 @@ def vocabulary_size(model: str) -> int | None:
 
 
 def check_ids(path: str, trust_remote_code: bool = False) -> None:
-    """Raises ModelError where ``tokenizer.json`` has an id that stands for two tokens. The library that reads it drops
-    one of them, and encodes its text as an unknown token."""
+    """Raises ModelError if two tokens have the same id in ``tokenizer.json``. The library that reads it drops one of
+    them, and encodes its text as an unknown token."""
     file = Path(tokenizer_folder(path, code=trust_remote_code)) / "tokenizer.json"
     if not file.is_file():
         return
@@ -137,27 +138,27 @@ def special_tokens_in(text: str, tokenizer: Any) -> list[str]:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """{special token: id}. ``all_special_tokens`` has only those that tokenizer_config.json names, which leaves out
-    ``<|end|>`` of Phi-3 and ``<|call|>`` of gpt-oss."""
+    """{special token: id}. ``all_special_tokens`` has only the tokens that tokenizer_config.json names, so ``<|end|>``
+    of Phi-3 and ``<|call|>`` of gpt-oss are missing there."""
     names = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {**names, **{token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}}
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether there is a tokenizer beside a model. A path that is not a folder is assumed to have one."""
+    """Whether there is a tokenizer in the model's folder. A path that is not a folder is assumed to have one."""
     place = Path(folder).expanduser()
     return not place.is_dir() or any((place / name).exists() for name in _FILES)
 
 
 @dataclass
 class TokenDecoder:
-    """``decode(ids) -> text`` without special tokens; pickles as the tokenizer's path, so that it works in other
+    """``decode(ids) -> text`` without special tokens. It is pickled as the tokenizer's path, so it works in other
     processes."""
 
     path: str
     trust_remote_code: bool = False
     tokenizer: Any = None
-    """The path's, where this process has loaded it."""
+    """The tokenizer at the path, if this process has loaded it."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         if self.tokenizer is None:
@@ -171,11 +172,11 @@ class TokenDecoder:
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, specs: Iterable[ModelSpec]) -> None:
     """Refuse a role whose model has another tokenizer than the policy, or an embedding that is too small for it.
 
-    Ids that both tokenizers know must be the same token. A model without a tokenizer beside it is assumed to have the
-    policy's. The size of its embedding is always compared.
+    Ids that both tokenizers know must be the same token. A model without a tokenizer in its folder is assumed to have
+    the policy's tokenizer. The size of its embedding is always compared.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
 
     Raises ModelError naming the role and the first token that differs.
     """
@@ -210,7 +211,7 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, specs: Iterable[ModelS
 
 
 def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
-    """None if there is no tokenizer beside the model. Raises ModelError if there is one that cannot be loaded."""
+    """None if there is no tokenizer in the model's folder. Raises ModelError if the tokenizer cannot be loaded."""
     place = tokenizer_folder(spec.path, code=spec.trust_remote_code)
     if not has_tokenizer(place):
         return None

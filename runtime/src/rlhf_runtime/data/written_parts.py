@@ -1,9 +1,9 @@
-"""Where a chat template writes the texts of messages, and the check that it writes every part: texts, the names and
-arguments of tool calls, the system message and the tools of the run file.
+"""Finds the positions of messages' texts in a chat template's render, and checks that the template writes every part:
+texts, the names and arguments of tool calls, the system message and the tools of the run file.
 
 To find the position of each text in a render, every text is replaced by a marker. Tags and white space are kept,
-because templates act on them. The part of a message after its last marker is its tail. Tool calls are kept as they are:
-templates write names and arguments in many forms (JSON, tags, sorted).
+because templates act on them. The part of a message after its last marker is its tail. Tool calls are not changed,
+because templates write names and arguments in many forms (JSON, tags, sorted).
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _TAG = re.compile(r"(</?[A-Za-z_]\w*>)")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a message, which a marker stands for."""
+    """One text of a message, which a marker represents."""
 
     message: int
     text: str
     reasoning: bool
-    """Whether it is an assistant's reasoning before its answer. Templates may leave that out of earlier messages."""
+    """Whether the text is an assistant's reasoning before its answer. Templates may leave reasoning out of earlier
+    messages."""
 
 
 def mark(number: int) -> str:
@@ -40,8 +41,7 @@ def mark(number: int) -> str:
 
 
 def with_markers(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Text], dict[int, str]]:
-    """The messages with every run of text replaced by a marker; the texts by the marker's number; and the tail of each
-    message."""
+    """(messages with every run of text replaced by a marker, texts by number of the marker, tail of each message)."""
     marked, texts, tails = [], list[Text](), dict[int, str]()
     for m, message in enumerate(messages):
         marked_message = dict(message)
@@ -61,7 +61,7 @@ def with_markers(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
 
 
 def _marked(m: int, content: str, texts: list[Text], tails: dict[int, str], end: int = -1) -> str:
-    """One text of message ``m`` with markers; adds to ``texts`` and ``tails``. Its reasoning stands before ``end``."""
+    """One text of message ``m`` with markers; adds to ``texts`` and ``tails``. Its reasoning is before ``end``."""
     marked, position = [], 0
     for part in _TAG.split(content):
         core = part.strip()
@@ -99,7 +99,7 @@ Written = Callable[[Sequence[Message]], Sequence[str]]
 
 
 def form_of(message: Message) -> tuple[Any, ...]:
-    """The properties of a message that a template may branch on. Messages with equal ones are written alike."""
+    """The properties of a message on which a template may branch. Messages with equal properties are written alike."""
     fields = tuple(sorted(key for key, value in message.items() if value))
     content = message.get("content")
     thinks = "</think>" in text_of(content)
@@ -116,7 +116,8 @@ def check_parts(
 ) -> None:
     """Raises DataError: the template leaves out a part of a message.
 
-    Texts are replaced by markers, which must be written. Another name or argument of a call must change the render.
+    Texts are replaced by markers, which the template must write. A changed name or argument of a call must change the
+    render.
 
     Args:
         trained: messages that are trained on.
@@ -141,7 +142,8 @@ def check_parts(
 
 
 def _attempt(writer: Written, messages: Sequence[Message]) -> Sequence[str]:
-    """What the template writes of changed messages; nothing if it refuses them, because then it reads the change."""
+    """The text that the template writes for changed messages. Empty if it refuses them, because then it reads the
+    change."""
     try:
         return writer(messages)
     except DataError:
@@ -149,7 +151,7 @@ def _attempt(writer: Written, messages: Sequence[Message]) -> Sequence[str]:
 
 
 def _with_other_calls(message: Message) -> Iterator[tuple[str, Message]]:
-    """(name of a part of the message's tool calls, the message with another value in its place), for every part."""
+    """(name of a part of the message's tool calls, the message with another value of this part), for every part."""
     calls = list(message.get("tool_calls") or ())
     for n, call in enumerate(calls):
         function = call["function"]

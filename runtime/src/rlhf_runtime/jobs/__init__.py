@@ -1,1 +1,1 @@
-"""Work with the parts of a run that trains nothing."""
+"""Jobs that use parts of a run and train nothing."""

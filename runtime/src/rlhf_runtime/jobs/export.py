@@ -1,4 +1,4 @@
-"""The model in a checkpoint, as a folder in Hugging Face format: `rlhf export`."""
+"""`rlhf export`: writes the model in a checkpoint as a folder in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.setup.prepare import total_steps, with_precision
 
 Which = int | Literal["best", "average"]
-"""Which weights to export: those of a step, of the best checkpoint, or the mean of all checkpoints."""
+"""The weights to export: of a step, of the best checkpoint, or the mean of all checkpoints."""
 
 
 def choose(run: Path, choice: Which) -> list[Checkpoint]:
-    """The checkpoints of the run in ``run`` that an export reads, every file compared with its checksum.
+    """The checkpoints of the run in ``run`` that an export reads. Every file is compared with its checksum.
 
-    Raises CheckpointError or ConfigError where there are none, or they are damaged.
+    Raises CheckpointError or ConfigError if there are none, or they are damaged.
     """
     store = CheckpointStore(run)
     complete = store.complete()
@@ -65,8 +65,8 @@ def export(
     """Write the policy of checkpoints of the run in ``run`` to the folder ``output``, as the run writes ``model/``.
 
     Args:
-        config: the run's own run file. The trainer loads the checkpoint, so it must be the same one.
-        note: shows remarks of the trainer.
+        config: the run file of the run. The trainer loads the checkpoint, so it must be the same trainer.
+        note: shows messages of the trainer.
 
     Returns the steps of the checkpoints.
     """
@@ -103,10 +103,10 @@ def export(
 def loaded_policy(
     config: RunFile, plugins: Plugins, run: Path, folder: Path | None = None
 ) -> Iterator[tuple[Role, RunPlugins, Template]]:
-    """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read.
+    """The run's policy on its own devices, before a checkpoint is loaded. No row of the data is read.
 
     Args:
-        folder: a whole model in place of the policy's own, as a role that is not trained.
+        folder: a whole model to load instead of the policy's model, as a role that is not trained.
     """
     start = RunDirectory.last_start(run)
     parts = checked(config, plugins, scored=False, commits=Commits(start.get("hub")))
@@ -130,7 +130,7 @@ def loaded_policy(
 
 
 def _restore(algorithm: Algorithm, state: Path) -> None:
-    """Restore what the algorithm writes into a model's config."""
+    """Restore the state that the algorithm writes into a model's config."""
     components = {"algorithm": algorithm, **{f"algorithm.{slot}": part for slot, part in algorithm.parts.items()}}
     saved: Any = read_json(state)
     for name, component in components.items():
@@ -139,8 +139,8 @@ def _restore(algorithm: Algorithm, state: Path) -> None:
 
 
 def _add_to_mean(folder: Path, exports: Sequence[Path]) -> None:
-    """Replace the weights of the export in ``folder`` by the mean of its weights and those of other exports, which are
-    divided into the same files. At most one file is in memory."""
+    """Replace the weights of the export in ``folder`` by the mean of its weights and the weights of other exports,
+    which are divided into the same files. At most one file is in memory."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 

@@ -36,11 +36,11 @@ from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, last_start, prepare_run
 
 PARTS = ("launcher", "trainer", "rollout", GENERATOR, "env")
-"""The plugins of a job beside the rewards."""
+"""The plugins of a job in addition to the rewards."""
 
 
 class AnswerJob(Job):
-    """Answers prompts. It holds the policy only."""
+    """Answers prompts. Its only role is the policy."""
 
     name = "answer"
 
@@ -50,13 +50,13 @@ class AnswerJob(Job):
 
 @contextmanager
 def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampler]]:
-    """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
+    """Load the policy (and reward models) of a run file with any algorithm, ready to answer evaluation rows."""
     scored, commits = bool(config.reward) or config.env is not None, Commits(last_start(config).get("hub"))
     run = job_plugins(_rows_to_answer(config), plugins, AnswerJob(), PARTS, scored, commits)
     check(run, ANSWERS)
     prepared = prepare_run(run, plugins)
     for note in prepared.data.notes:
-        if not note.startswith("data.train "):  # which are not read here
+        if not note.startswith("data.train "):  # training rows are not read here
             _say(note)
     launcher = prepared.parts["launcher"].build()
     assert prepared.rollout is not None, "rollouts answer prompts"
@@ -70,7 +70,7 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
 
 
 def _rows_to_answer(config: RunFile) -> RunFile:
-    """The run file with the rows to answer as its only rows. They are read as prompts, without columns of answers."""
+    """The run file with the rows to answer as its only rows. They are read as prompts without answers."""
     rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
     unread = [name for name, forms in READ_OF.items() if "prompts" not in forms]
     data = {"train": rows, "eval": rows, "loss_on": "completion"}
@@ -87,8 +87,9 @@ def evaluate_model(
     plugins: Plugins,
     save: Path | None = None,
 ) -> tuple[Metrics, list[Group], TellPrompt]:
-    """Answer and score every evaluation row; ``save``: a file for answers. The metrics, with ``reward/SOURCE/mean``
-    where there are several rewards; the groups, and the function that gives the prompt of a sample."""
+    """Answer and score every evaluation row. ``save``: a file for answers. Returns the metrics, with
+    ``reward/SOURCE/mean`` if there are several rewards, the groups, and the function that returns the prompt of a
+    sample."""
     with answers(config, plugins) as (prepared, sampler):
         rows, prompt_of = prepared.data.eval_rows(config.eval.max_rows), prepared.data.template.prompt_of
         settings = evaluation_settings(config, evaluation_failures(config, _say))
@@ -104,8 +105,8 @@ def evaluate_model(
 def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     """The losses of the run file's algorithm on every evaluation row, and their metrics.
 
-    Raises ConfigError where the algorithm learns from prompts, compares the model with itself, or needs a head that the
-    model has not.
+    Raises ConfigError if the algorithm learns from prompts, compares the model with itself, or needs a head that the
+    model does not have.
     """
     name = config.algorithm.use
     if plugins.resolve("algorithm", name).cls.data == "prompts":
@@ -145,16 +146,16 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
 
 
 def _with_left_out(metrics: Metrics, data: TrainData) -> Metrics:
-    """The metrics of an evaluation without the ``eval/`` in front, and ``left_out``, the number of rows that are not
-    among them, where there are any."""
+    """The metrics of an evaluation without the prefix ``eval/``. If rows were left out, ``left_out`` is their
+    number."""
     if left_out := data.eval_dropped + data.eval_bad_rows:
         metrics["eval/left_out"] = float(left_out)
     return {name.removeprefix("eval/"): value for name, value in metrics.items()}
 
 
 class Conversation:
-    """What was said to one model, and its answers. The messages are rendered by the chat template, as in a run; for a
-    model without one, texts follow one another."""
+    """A conversation with one model. The messages are rendered by the chat template, as in a run. For a model without a
+    chat template, the texts are concatenated."""
 
     def __init__(self, generator: Generator, template: Prompts, sampling: Sampling, seed: int) -> None:
         self._generator, self._template, self._sampling, self._seed = generator, template, sampling, seed
@@ -166,12 +167,12 @@ class Conversation:
         system = self._template.section.system
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.prompt = ""
-        """What the model was given last, as text."""
+        """The model's last input, as text."""
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer to ``text``, in pieces. The exchange is remembered when the answer has ended.
+        """The answer to ``text``, in pieces. The exchange is added to the conversation when the answer has ended.
 
-        Raises ConfigError or DataError where the model cannot be given the conversation, such as one that is too long.
+        Raises ConfigError or DataError if the model cannot read the conversation, for example because it is too long.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         chat, tokens = self._template.chat, self._template.tokens
@@ -212,7 +213,7 @@ def conversation(flags: list[tuple[str, str | None]]) -> Iterator[Conversation]:
     """A conversation with the model that ``flags`` of a run file name."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.jsonl"
-        file.write_text(json.dumps({"prompt": "Hello"}) + "\n")  # a job of answers checks the rows that it gets
+        file.write_text(json.dumps({"prompt": "Hello"}) + "\n")  # an AnswerJob checks its rows
         config = load(None, [*flags, ("data.eval", str(file))], algorithm="answer")
         with answers(config, Plugins.discover()) as (prepared, sampler):
             config = prepared.config

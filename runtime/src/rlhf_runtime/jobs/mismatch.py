@@ -1,8 +1,8 @@
-"""The gap between what a run's generator and its trainer think of the same recorded tokens: `rlhf doctor RUN`.
+"""`rlhf doctor RUN`: the gap between the log-probs of a run's generator and trainer for the same recorded tokens.
 
-Each possible cause is one change, or one of several, of how the trainer's log-probs are computed, or of the tokens that
-are compared. It is named if the gap is small with its change and is not without it. All sets of causes are tried, so
-causes that act together are named together. The gap is the mean of ``|generator - trainer|`` over tokens, in nats.
+Each possible cause has one or several changes of how the trainer's log-probs are computed, or of the tokens that are
+compared. A cause is named if the gap is small with its change and not small without it. All sets of causes are tried,
+so causes that act together are named together. The gap is the mean of ``|generator - trainer|`` over tokens, in nats.
 
 Shape suffixes: N tokens of a batch, A sampled tokens.
 """
@@ -66,9 +66,10 @@ SCRATCH = ".doctor-"
 ROUNDING = 1e-5
 """A gap below this is rounding in fp32 [nats]."""
 SIZE_RATIO = 3
-"""A gap is of the size of a difference of arithmetic if it is at most this many times that difference."""
+"""A gap counts as a difference of arithmetic if it is at most this many times as large as that difference."""
 SMALL = 1.5
-"""A set of causes explains the gap if what it leaves is at most this many times what the best set leaves."""
+"""A set of causes explains the gap if the remaining gap is at most this many times the remaining gap of the best
+set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Experiment:
 
     cause: str
     gap: float | None
-    """The gap that is left with its best change [nats]; None if it was not examined."""
+    """The remaining gap with its best change [nats]; None if the cause was not examined."""
     note: str
 
 
@@ -115,13 +116,14 @@ class Mismatch:
     experiments: Sequence[Experiment]
     causes: Sequence[str]
     ways: Mapping[str, str]
-    """{cause: how it acts}, of those ``causes`` that act in several ways."""
+    """{cause: how it acts}, for ``causes`` that can act in several ways."""
     left: float
     """The gap with the changes of all ``causes``."""
     unkept: Sequence[int]
-    """Versions of the weights that sampled some of the tokens and are not kept."""
+    """Versions of weights that sampled some of the tokens and were not kept."""
     approximation: str
-    """The generator's option that makes it compute coarsely (``Generator.approximation``), which is not tried."""
+    """The generator's option that makes it compute approximately (``Generator.approximation``). It is not tried as a
+    cause."""
 
 
 def weights_kept(run: Path) -> list[int]:
@@ -135,11 +137,11 @@ def examine(
     """Compare the log-probs of the samples of ``step`` in ``file``.
 
     Args:
-        config: the run's own run file.
-        max_samples: number of samples that are compared, evenly spaced in the file.
-        note: shows remarks of the trainer.
+        config: the run file of the run.
+        max_samples: largest number of samples that are compared, evenly spaced in the file.
+        note: shows messages of the trainer.
 
-    Raises ConfigError or CheckpointError where there is nothing to compare, or the weights of the step are not kept.
+    Raises ConfigError or CheckpointError if there is nothing to compare, or the weights of the step are not kept.
     """
     checkpoints, version = weights_kept(run), step - 1
     if version not in checkpoints:
@@ -170,7 +172,7 @@ def examine(
     names = chosen
     other = rounding is not None and residual.difference(changes, OTHER_DTYPE)
     if ARITHMETIC not in chosen and floor < left <= SIZE_RATIO * other:
-        names = (*chosen, ARITHMETIC)  # of that size, though the engine rounds elsewhere than the trainer does
+        names = (*chosen, ARITHMETIC)  # of that size, although the engine rounds at other places than the trainer
     trainer_A, _ = residual.trainer(Setting())
     gap_A = samples.generator_A - trainer_A
     return Mismatch(
@@ -204,7 +206,7 @@ def _compute(
     version: int,
     note: Callable[[str], None],
 ) -> tuple[Mapping[str, Cause], Passes, str]:
-    """What is tried for every cause, the log-probs for that, and the trainer's arithmetic."""
+    """The changes to try for every cause, the log-probs that they need, and the trainer's arithmetic."""
     checkpoints, every = weights_kept(run), {version, *samples.version_A.tolist()}
     versions = sorted(every & set(checkpoints))
     earlier = [n for n in EARLIER if n <= version and all(max(v - n, 0) in checkpoints for v in every)]
@@ -246,14 +248,15 @@ def _compute(
             with loaded_policy(run_config, plugins, run, path) as (role, _, _):
                 passes.compute_rounded(role, exported, other_dtype)
     causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
-    if adapters:  # version 0 is that of absent adapters
+    if adapters:  # version 0 has no adapters
         earlier = [n for n in earlier if n < version]
     return older_weights(causes, earlier, adapters, merged), passes, dtype
 
 
 @contextmanager
 def _scratch(run: Path) -> Iterator[Path]:
-    """A temporary folder in ``run``, whose disk has room for models. Those of killed processes are deleted first."""
+    """A temporary folder in ``run``, whose disk has room for models. Temporary folders of killed processes are deleted
+    first."""
     for file in run.glob(f"{SCRATCH}*/{LOCK}"):
         if not FolderLock.is_held(file.parent):
             shutil.rmtree(file.parent, ignore_errors=True)
@@ -296,12 +299,12 @@ class _Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Residual:
-    """The gap that is left with changes."""
+    """Computes the gap that remains with changes."""
 
     samples: _Samples
     table: Mapping[Pass, Mapping[str, Tensor]]
     version: int
-    """Of the weights of the step."""
+    """Version of the step's weights."""
 
     def __call__(self, changes: Iterable[Change]) -> float:
         s = _setting(changes)
@@ -312,7 +315,7 @@ class _Residual:
         return float(gap_A.mean()) if len(gap_A) else math.inf
 
     def difference(self, changes: Iterable[Change], change: Change) -> float:
-        """Mean difference that a further change makes to the trainer's log-probs."""
+        """Mean difference of the trainer's log-probs with and without one more change."""
         (before_A, keep_A), (after_A, _) = self.trainer(_setting(changes)), self.trainer(_setting([*changes, change]))
         return float((after_A - before_A).abs()[keep_A].mean())
 
@@ -337,7 +340,7 @@ def _setting(changes: Iterable[Change]) -> Setting:
 
 
 def _experiment(name: str, cause: Cause, residual: _Residual) -> Experiment:
-    """The cause alone."""
+    """Try one cause alone."""
     if not cause.changes:
         return Experiment(name, None, cause.note)
     gaps = {change.name: residual([change]) for change in cause.changes}
@@ -346,13 +349,13 @@ def _experiment(name: str, cause: Cause, residual: _Residual) -> Experiment:
 
 
 def _floor(composition: float, rounding: float | None) -> float:
-    """What packing changes counts as rounding as far as it is not more than what the other arithmetic changes."""
+    """The effect of packing counts as rounding, but only up to the effect of the other arithmetic."""
     return max(ROUNDING, 2 * (composition if rounding is None else min(composition, rounding)))
 
 
 def _explanation(gaps: Mapping[tuple[str, ...], float], floor: float) -> tuple[str, ...]:
-    """The smallest set of causes that leaves about as little as the best one; of equally many, the one that leaves
-    least."""
+    """The smallest set of causes whose remaining gap is about as small as that of the best set. Among sets of equal
+    size, the one with the smallest remaining gap."""
     limit = max(floor, SMALL * min(gaps.values()))
     return min((c for c, gap in gaps.items() if gap <= limit), key=lambda c: (len(c), gaps[c]))
 
@@ -386,12 +389,12 @@ def _assemble(trajectories: Sequence[Trajectory]) -> Batch:
 def _batches(
     trajectories: Sequence[Trajectory], batch: Batch, file: Path, template: Template, replays: bool
 ) -> tuple[dict[tuple[bool, bool], Batch], int]:
-    """{(rendered, rerouted): batch}: as it was recorded and, where that is something else, with prompts as the template
-    renders them now; each with and without the records of experts, if there are any. And the number of prompts that
-    differ.
+    """{(rendered, rerouted): batch}, and the number of prompts that the template now renders differently. The batch is
+    as recorded and, if prompts differ, also with the new prompts. Each is with and without recorded experts, if there
+    are any.
 
     Args:
-        replays: the trainer of the run replays the records.
+        replays: whether the run's trainer replays the recorded experts.
     """
     prompts = {tuple(line["index"]): line.get("prompt") for _, line in recorded(file) if line["sample"] is not None}
     rendered, differing = [], 0
@@ -402,7 +405,7 @@ def _batches(
         if ids and ids != list(turns[0].ids):
             differing += 1
             answer, record = turns[1], turns[1].experts
-            if record is not None:  # of more tokens than an engine has that reads this prompt
+            if record is not None:  # it has more tokens than an engine that reads this prompt
                 surplus = max(0, record.tokens - len(ids) - len(answer.ids) + 1)
                 record = replace(record, choices=record.choices[surplus * record.token_bytes :])
             first, answer = replace(turns[0], ids=int_array(ids, "ids")), replace(answer, experts=record)
@@ -417,7 +420,7 @@ def _batches(
 
 
 def _prompt_ids(template: Template, prompt: Any) -> list[int] | None:
-    """The tokens of a recorded prompt; None if it is of the other kind, text or messages, than the template renders."""
+    """The tokens of a recorded prompt; None if the prompt is text and the template renders messages, or the reverse."""
     if isinstance(prompt, str) != (template.chat is None):
         return None
     if template.chat is not None:
@@ -445,7 +448,7 @@ def _recorded_gap(file: Path, trajectories: Sequence[Trajectory], trainer_A: Ten
         end = start + trajectory.sampled_tokens
         number = group_number(trajectory.index[0], trajectory.agent)
         step_logprobs = values[number, trajectory.index[1]].get("policy/logprobs")
-        if step_logprobs is not None:  # one value stands for all where they are equal
+        if step_logprobs is not None:  # one value stands for all if they are equal
             differences.append((trainer_A[start:end] - torch.tensor(list(step_logprobs))).abs())
         start = end
     return float(torch.cat(differences).mean()) if differences else None

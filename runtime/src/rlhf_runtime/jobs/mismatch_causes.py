@@ -1,5 +1,5 @@
-"""Causes of a gap between generator and trainer, and the changes of the trainer's log-probs by which each is tried, for
-:mod:`rlhf_runtime.jobs.mismatch`."""
+"""Causes of a gap between generator and trainer, for :mod:`rlhf_runtime.jobs.mismatch`. Each cause is tried by changes
+of the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STALE, ARITHMETIC, CUT, TEMPERATURE = "stale weights", "arithmetic", "cut distri
 TEMPLATE, ENDS, ADAPTERS, ROUTING = "template", "end tokens", "adapters", "experts"
 CAUSES = (STALE, ARITHMETIC, CUT, TEMPERATURE, TEMPLATE, ENDS, ADAPTERS, ROUTING)
 EARLIER = (1, 2)
-"""Numbers of syncs that an engine may have missed without saying so, as far as they are tried."""
+"""Numbers of missed syncs to try. An engine may have missed them silently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Setting:
     """How the trainer's log-probs are computed, and which tokens are compared."""
 
     other_dtype: bool = False
-    """In bf16 in place of fp32, or the reverse."""
+    """In bf16 instead of fp32, or the reverse."""
     unbatched: bool = False
-    """Each sequence in a micro-batch of its own."""
+    """Each sequence in its own micro-batch."""
     plain: bool = False
     """At temperature 1."""
     cut: bool = False
@@ -37,14 +37,14 @@ class Setting:
     without_ends: bool = False
     """Tokens that end a turn are left out."""
     by_token: bool = False
-    """With the weights that sampled the token, in place of those of the step."""
+    """With the weights that sampled the token, instead of the step's weights."""
     earlier: int = 0
-    """With the weights of so many versions before these."""
+    """With weights that are this many versions older."""
     first: bool = False
-    """With the weights that the run started from; adapters that are new then add nothing to them."""
+    """With the weights that the run started from. New adapters then add nothing to them."""
     weights: str = LIVE
     rerouted: bool = False
-    """With the recorded experts in place of the trainer's own, or the reverse where the trainer replays records."""
+    """With the recorded experts instead of the trainer's experts, or the reverse if the trainer replays records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Change:
     """One way in which a cause may act."""
 
     values: Mapping[str, Any]
-    """Of a :class:`Setting`."""
+    """{field of :class:`Setting`: value}."""
     name: str = ""
-    """Empty where the cause acts in one way only."""
+    """Empty if the cause can act in only one way."""
 
 
 OTHER_DTYPE = Change({"other_dtype": True})
@@ -63,24 +63,24 @@ COMPOSITION = Change({"unbatched": True}, "batch composition")
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What is tried for a cause."""
+    """The changes to try for a cause."""
 
     changes: Sequence[Change]
-    """Empty: it cannot be examined."""
+    """Empty: the cause cannot be examined."""
     note: str = ""
 
     @staticmethod
     def of(examined: bool, setting: str, note: str) -> Cause:
-        """A cause that acts in one way: the field ``setting`` is set."""
+        """A cause with one change, which sets the field ``setting``."""
         return Cause((Change({setting: True}),) if examined else (), note)
 
 
 def stale(shares: Mapping[int, float], version: int, checkpoints: Sequence[int]) -> Cause:
-    """Weights of other versions than the step's, as they were recorded.
+    """The cause that recorded versions of weights differ from the step's version.
 
     Args:
         shares: {version: share of the tokens}.
-        version: of the weights that the step started with.
+        version: version of the weights with which the step started.
         checkpoints: versions whose weights can be loaded.
     """
     other_versions = sorted(set(shares) - {version})
@@ -102,8 +102,8 @@ def older_weights(
 
     Args:
         earlier: numbers of versions.
-        adapters: only adapters are trained, so older weights are older adapters.
-        merged: the generator gets a model to which the adapters were added.
+        adapters: whether only adapters are trained, so that older weights are older adapters.
+        merged: whether the generator gets a model to which the adapters were added.
     """
     names = {n: f"{n} {'version' if n == 1 else 'versions'} older than recorded" for n in earlier}
     if not adapters:
@@ -118,7 +118,7 @@ def older_weights(
 
 
 def arithmetic(dtype: str, examined: bool) -> Cause:
-    """``dtype``: that of the trainer; ``examined``: whether it can compute in the other one."""
+    """``dtype``: dtype of the trainer. ``examined``: whether the trainer can compute in the other dtype."""
     if not examined:
         return Cause((COMPOSITION,), "the weights are stored in bf16")
     return Cause((replace(OTHER_DTYPE, name="fp32" if dtype == "bf16" else "bf16"), COMPOSITION))
@@ -132,7 +132,8 @@ def template(prompts: int, differing: int) -> Cause:
 
 
 def of_sampling(config: RunFile, heated: bool, ends: int) -> dict[str, Cause]:
-    """``heated``: a token was not sampled at temperature 1; ``ends``: number of tokens that end a turn."""
+    """``heated``: whether a token was sampled at a temperature other than 1. ``ends``: number of tokens that end a
+    turn."""
     s = config.sampling
     cut = (s.top_p, s.top_k, s.min_p) != (1.0, 0, 0.0)
     options = f"top_p = {s.top_p:g}, top_k = {s.top_k}, min_p = {s.min_p:g}"
@@ -147,8 +148,8 @@ def of_sampling(config: RunFile, heated: bool, ends: int) -> dict[str, Cause]:
 
 
 def routing(config: RunFile, batch: Batch) -> tuple[RunFile, bool, Cause]:
-    """The run file with which the trainer can replay the experts of the samples; whether the trainer of the run replays
-    them; and the cause that it should, or should not."""
+    """(run file with which the trainer can replay the experts of the samples, whether the run's trainer replays them,
+    the cause that it should or should not)."""
     if EXPERTS not in batch.tok:
         note = "no sample records its experts; in a mixture of experts, trainer.router_replay does"
         return config, False, Cause((), note)

@@ -24,7 +24,8 @@ from rlhf_runtime.config.sections import SamplingSection
 from rlhf_runtime.models.roles import Role
 
 LIVE, BASE, ROUNDED = "live", "base", "rounded"
-"""Weights: the trainer's; those of a trainer without its adapters; those to which the adapters were added in bf16."""
+"""Weights: the trainer's weights, its weights without adapters, and weights to which the adapters were added in
+bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class Pass:
 
     version: int
     other_dtype: bool = False
-    """bf16 in place of fp32, or the reverse."""
+    """bf16 instead of fp32, or the reverse."""
     unbatched: bool = False
-    """Each sequence in a micro-batch of its own."""
+    """Each sequence in its own micro-batch."""
     weights: str = LIVE
     rendered: bool = False
-    """The prompts are those that the template renders now, not the recorded ones."""
+    """The prompts are rendered by the current template, instead of the recorded prompts."""
     rerouted: bool = False
-    """Tokens go to the trainer's own experts in place of the recorded ones, or the reverse."""
+    """Tokens are routed to the trainer's experts instead of the recorded experts, or the reverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Passes:
     """{pass: {name of a head: [A]}}."""
 
     def compute(self, role: Role, versions: Sequence[int], other_dtype: bool = False) -> None:
-        """Compute the log-probs of versions, in ascending order. The role holds the model that the run started from."""
+        """Compute the log-probs of versions, in ascending order. The role must hold the model that the run started
+        from."""
         store = CheckpointStore(self.run)
         for version in versions:
             if version > 0:
@@ -70,7 +72,8 @@ class Passes:
             self._round(role)
 
     def compute_alone(self, role: Role, version: int) -> None:
-        """Compute the log-probs of ``version``, which the role holds, each sequence in a micro-batch of its own."""
+        """Compute the log-probs of ``version``, with each sequence in its own micro-batch. The role must hold this
+        version."""
         role.budget = 1
         self._add(role, Pass(version, unbatched=True))
 
@@ -85,8 +88,8 @@ class Passes:
             self.table[replace(key, rendered=rendered, rerouted=rerouted)] = sampled
 
     def _round(self, role: Role) -> None:
-        """Change the exports as an engine does that keeps its model in bf16: what the adapters add to the base is the
-        difference of the two models, each rounded to bf16. What the base itself loses by rounding is not counted."""
+        """Change the exports as an engine with a bf16 model does. The contribution of the adapters is the difference of
+        the two models, each rounded to bf16. The rounding error of the base itself is not counted."""
         with TemporaryDirectory(dir=next(iter(self.exports.values())).parent) as base:
             role.every("export", Path(base), BASE)
             for folder in self.exports.values():
@@ -95,7 +98,7 @@ class Passes:
 
 
 def _add_rounded(path: Path, base: Path) -> None:
-    """Replace the tensors in the file ``path`` by those of ``base`` and the difference of both in bf16."""
+    """Replace each tensor in the file ``path`` by the tensor of ``base`` plus the difference of both in bf16."""
     from safetensors.torch import load_file, save_file
 
     tensors, base_tensors = load_file(path), load_file(base)
@@ -110,8 +113,8 @@ def logprob_head(sampling: SamplingSection, plain: bool, cut: bool) -> Head:
     """Log-probs of the sampled tokens.
 
     Args:
-        plain: at temperature 1.
-        cut: renormalised over the tokens that ``[sampling]`` leaves.
+        plain: whether to compute at temperature 1.
+        cut: whether to renormalise over the tokens that ``[sampling]`` leaves.
     """
     s = sampling
     constants = {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
@@ -131,7 +134,7 @@ def _logprobs(
 
 
 def _stays(logits_CV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """bool [C, V]: the tokens that a generator draws from; top_p is a share of what top_k leaves."""
+    """bool [C, V]: the tokens from which a generator draws. top_p is a share of the tokens that top_k leaves."""
     sorted_CV = logits_CV.sort(-1, descending=True).values
     if top_k:
         sorted_CV[:, top_k:] = -math.inf

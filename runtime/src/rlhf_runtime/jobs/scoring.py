@@ -1,4 +1,4 @@
-"""The rewards of a run file without a run, for answers from elsewhere: `rlhf score`, `rlhf serve-reward`."""
+"""`rlhf score` and `rlhf serve-reward`: the rewards of a run file without a run, for existing answers."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from rlhf_runtime.setup.launch import launch_roles, make_scorer
 from rlhf_runtime.setup.prepare import PlacedPlugins, with_precision
 
 PARTS = ("launcher", "trainer", "rollout", GENERATOR, "curriculum")
-"""The plugins whose options are checked beside those of the rewards."""
+"""The plugins whose options are checked in addition to the rewards."""
 
 
 class ScoreJob(Job):
-    """Scores answers. Only rewards have roles."""
+    """Scores answers. Its only roles are those of the rewards."""
 
     name = "score"
     data = "demonstrations"
 
 
 def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
-    """Check everything that needs no model. The roles are those of the rewards. What only training reads is ignored. No
-    row of the data is read.
+    """Check everything that needs no model. The only roles are those of the rewards. Options that only training reads
+    are ignored. No row of the data is read.
 
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
     if config.env is not None:
         raise ConfigError(f"env {config.env.use!r} is set, but given answers use no environment. Remove [env].")
-    rows = config.data.eval or (SourceSection(path="answers"),)  # the checks ask for data, where answers come later
+    rows = config.data.eval or (SourceSection(path="answers"),)  # the checks require data, but answers come later
     data = config.data.model_copy(update={"train": rows, "eval": rows, "loss_on": "completion"})
     run = job_plugins(config.model_copy(update={"data": data}), plugins, ScoreJob(), PARTS, scored=True)
     if not run.rewards:
@@ -96,7 +96,7 @@ def start_scorer(
     """Load the models of the rewards, and set the rewards up.
 
     Args:
-        closing: receives the callbacks that release what was started.
+        closing: receives the callbacks that release everything that was started.
         wait, largest, passed: how calls are batched (:func:`~rlhf_runtime.rewards.reward_models.batch_calls`).
     """
     launcher = plugins_of_run.parts["launcher"].build()

@@ -1,4 +1,4 @@
-"""The policy of a run file with an optimizer and a generator, for what clients send: `rlhf serve-training`."""
+"""`rlhf serve-training`: the policy of a run file, with an optimizer and a generator, for the requests of clients."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CLIENTS_DECIDE = (
     "lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", "muon_lr", "muon_momentum", "schedule",
     "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio", "ema_decay",
 )  # fmt: skip
-"""Options of the trainer that clients send with each optimizer step, or that go with a run of known length."""
+"""Options of the trainer that clients send with each optimizer step, or that need a run of known length."""
 
 
 class ServeTrainingJob(Job):
-    """Trains the policy on what clients send."""
+    """Trains the policy on data that clients send."""
 
     name = "serve_training"
 

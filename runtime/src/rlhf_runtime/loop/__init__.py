@@ -1,1 +1,1 @@
-"""The training loop: one page for online runs, one for offline runs, and what they share."""
+"""The training loop: one module for online runs, one for offline runs, and shared modules."""

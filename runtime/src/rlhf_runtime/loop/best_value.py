@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 
 DEFAULT_METRICS = ("eval/pass@1", "eval/reward", "eval/loss")
-"""Used where the run file sets no ``eval.metric``: the first of these metrics that the evaluation has."""
+"""The default of ``eval.metric`` is the first of these metrics that the evaluation has."""
 _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl", "truncated", "unscored")
 
 
@@ -41,9 +41,9 @@ class BestTracker:
     def update(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
         """Returns (whether this evaluation is the best so far, whether the run should stop).
 
-        The metric is absent where too few answers got a reward, or where no sample has the number ``env/KEY`` or
-        ``rollout/KEY`` that an earlier evaluation had. Such an evaluation counts as one without improvement.
-        Raises ConfigError where the evaluation does not have the metric for another reason.
+        The metric is absent if too few answers got a reward, or if no sample has the number ``env/KEY`` or
+        ``rollout/KEY`` that an earlier evaluation had. Such an evaluation counts as one without improvement. Raises
+        ConfigError if the evaluation does not have the metric for another reason.
         """
         has_earlier, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
         try:
@@ -69,7 +69,7 @@ class BestTracker:
 
     @property
     def why_exhausted(self) -> str:
-        """The reason to end the run, where it is exhausted; else empty."""
+        """The reason to end the run if patience is exhausted; else empty."""
         if not self.exhausted:
             return ""
         return (
@@ -87,7 +87,7 @@ class BestTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where the state belongs to another metric: their values are not comparable."""
+        """Raises CheckpointError if the state belongs to another metric: their values are not comparable."""
         saved_metric, metric = state["metric"], self.metric
         if state["value"] is None:  # no value to compare with; the metric's name may have been misspelled before
             self.waited = int(state["waited"])
@@ -123,12 +123,12 @@ class BestTracker:
 
 
 def is_number_of_samples(metric: str) -> bool:
-    """Whether the metric is a number that samples bring with them. Its name is known when there are samples."""
+    """Whether the metric is a number that samples report. Its name is unknown until there are samples."""
     return metric.removeprefix("eval/").startswith(("env/", "rollout/", "agent/"))
 
 
 def unknown_metric(metric: str, present: Sequence[str]) -> ConfigError:
-    """The error where an evaluation does not have the metric that ``eval.metric`` names."""
+    """The error if an evaluation does not have the metric that ``eval.metric`` names."""
     return ConfigError(
         f"eval.metric is {metric!r}, which the evaluation does not have; there are {', '.join(present)}."
         f"{did_you_mean(metric.removeprefix('eval/'), [name.removeprefix('eval/') for name in present])}"

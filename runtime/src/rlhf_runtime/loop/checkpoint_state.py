@@ -1,7 +1,7 @@
 """Write and read the content of a checkpoint.
 
 ``state.json``: step, stream counters, state of algorithm, parts, rewards, observers, best metric. ``ready.arrow``: the
-batches that are generated and not trained on yet. ``roles/<name>/``: the files of each trained role's trainer (weights,
+generated batches that no step has trained on yet. ``roles/<name>/``: the files of each trained role's trainer (weights,
 optimizer, schedule, EMA). A frozen role is loaded from its model again, unless a snapshot changed it.
 """
 
@@ -35,7 +35,7 @@ from rlhf_runtime.samples.stream import RecordedStream, Stream
 
 
 def _number(text: str) -> str:
-    float(text)  # raises ValueError, which says what it got
+    float(text)  # raises ValueError that contains the text
     return text
 
 
@@ -77,7 +77,7 @@ class SavedBatch(Saved):
     counts: dict[str, float]
     groups: Counter
     finished: list[SavedGroup] = []
-    """The results of the batch's groups for the curriculum. Absent without a curriculum, as ``chosen`` is."""
+    """The results of the batch's groups for the curriculum. Like ``chosen``, it is absent without a curriculum."""
     chosen: dict[str, float] = {}
 
 
@@ -167,13 +167,13 @@ FORMS: Mapping[type[Stream], type[SavedState]] = {
     ContinuousStream: SavedContinuousState,
     RecordedStream: SavedReplayState,
 }
-"""The fields of ``state.json``, where they are not those of whole batches."""
+"""The form of ``state.json`` for streams other than :class:`WaveStream`."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of a run after ``step`` finished steps, without the weights, as plain values that later steps do not
-    change."""
+    """The state of a run after ``step`` finished steps, without the weights. Its values are copies that later steps do
+    not change."""
 
     step: int
     values: dict[str, Any]
@@ -184,7 +184,7 @@ class RunState:
     """The state that a run needs to continue after a step as if it had not stopped.
 
     Args:
-        snapshots: roles whose weights the algorithm replaces in the course of the run.
+        snapshots: roles whose weights the algorithm replaces during the run.
         stream: the stream of an online run; None in an offline run, which takes rows from ``data``.
     """
 
@@ -255,7 +255,7 @@ class RunState:
     def read(self, checkpoint: Checkpoint) -> int:
         """Restore what :meth:`write` wrote. Returns the number of finished steps.
 
-        Raises CheckpointError naming the file and the field that is invalid, or whose state could not be restored.
+        Raises CheckpointError that names the file and the field that is invalid or cannot be restored.
         """
         folder, path = checkpoint.path, checkpoint.path / "state.json"
         state = read_json(path)
@@ -311,7 +311,7 @@ def _restore(name: str, component: Component, saved: dict[str, Any], path: Path)
 
 
 def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list[Group]:
-    """The groups that were generated, wholly or in part, and not trained on yet.
+    """The groups that were generated, completely or partly, and that no step has trained on yet.
 
     Args:
         complete: :meth:`rlhf_runtime.samples.stream.Stream.saved_groups`.

@@ -1,4 +1,4 @@
-"""Requests of observers to a run. They are kept until the run is between two steps."""
+"""Requests of observers to a run. They are applied between two steps."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Control(RunControl):
     """The control of one run.
 
     Args:
-        stop: the run's.
-        trainers: of the roles that are trained.
-        note: reports every change.
+        stop: the stop request of the run.
+        trainers: options of the trained roles.
+        note: called with a message about every change.
     """
 
     def __init__(self, stop: StopRequest, trainers: Sequence[TrainerOptions], note: Callable[[str], None]) -> None:
@@ -49,7 +49,7 @@ class Control(RunControl):
         self._waiting: dict[str, Any] = {}
         self._save = False
         self.changes: dict[str, Any] = {}
-        """{option: its value} of every option that was changed, in this run and before a resume."""
+        """{option: value} of every option that was changed, in this process and before a resume."""
 
     # ---------------------------------------------------------------------------- what observers call
 
@@ -94,7 +94,7 @@ class Control(RunControl):
         return save
 
     def restore(self, options: Mapping[str, Any]) -> None:
-        """At a resume, set the options to what they were when the checkpoint was saved."""
+        """On resume, set the options to their values when the checkpoint was saved."""
         for option, value in options.items():
             self.change(option, value)
         self.apply()

@@ -1,5 +1,5 @@
-"""Evaluation on held-out rows: by rollouts and rewards, or by the loss in offline runs. The weights that a run exports
-are evaluated, which may be a moving average."""
+"""Evaluation on held-out rows: by rollouts and rewards, or by the loss in offline runs. By default it evaluates the
+weights that the run exports, which may be a moving average."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def evaluate_rollouts(
     """Answer every row ``samples`` times with the current weights. Metrics are named ``eval/...``.
 
     Seeds depend only on the run's seed, the row's position and the sample's number, so evaluations of the same weights
-    are equal, also in different runs. Failed samples count as failed, whatever ``stream.on_failed_sample`` is. Raises
+    are equal, also in different runs. Failed samples count as failed, regardless of ``stream.on_failed_sample``. Raises
     RolloutError if too many fail (``stream.max_failed``).
 
     Args:
@@ -78,8 +78,8 @@ def check_metric(
     Args:
         sources: names of the sources of held-out rows that the policy answers; empty if it answers none.
         scored: whether its answers get a reward.
-        losses: computes the metrics of the loss on held-out rows, if the loss is evaluated. Only the loss knows their
-            names, so it is called once if ``eval.metric`` is no other known name.
+        losses: computes the metrics of the loss on held-out rows, if the loss is evaluated. Their names are not known
+            without calling it, so it is called once if ``eval.metric`` is no other known name.
     """
     metric = section.metric
     passes = section.pass_threshold is not None
@@ -95,8 +95,8 @@ def check_metric(
 
 
 def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
-    """The algorithm's losses on held-out examples as one batch, without training. Where they have several sources, also
-    on those of each source, ``eval/SOURCE/...``, if they are as many as the algorithm needs."""
+    """The algorithm's losses on all held-out examples as one batch, without training. If the examples have several
+    sources, each source with enough examples for the algorithm also gets its own losses, ``eval/SOURCE/...``."""
     metrics = _losses(algorithm, roles, examples)
     sources = Counter(example.row.source for example in examples)
     for source in sorted(sources) if len(sources) > 1 else ():
@@ -137,7 +137,7 @@ def evaluates_average(policy: Role, trainer: type[Trainer], weights: Literal["ex
     """Whether evaluations need :func:`with_average`.
 
     Args:
-        trainer: the policy's.
+        trainer: class of the policy's trainer.
         weights: ``eval.weights``.
 
     Raises CapabilityError if the trainer cannot compute with its average.
@@ -155,11 +155,11 @@ def evaluates_average(policy: Role, trainer: type[Trainer], weights: Literal["ex
 def with_average(
     evaluate: Callable[[], Metrics], policy: Role, sampler: Sampler | None, stream: Stream | None, total_steps: int
 ) -> Metrics:
-    """Call ``evaluate`` with the policy's average in place of its weights, also in the generator.
+    """Call ``evaluate`` with the policy's average instead of its weights, also in the generator.
 
-    A generator with its own copy gets the average before the evaluation and the live weights after it, each with its
-    proof. It gets the live weights only if training samples will be drawn with them. After a failure the policy has its
-    live weights again, so that they can be saved.
+    A generator with its own copy gets the average before the evaluation and the live weights after it. Both syncs are
+    verified. It gets the live weights only if training samples will be drawn with them. After a failure the policy has
+    its live weights again, so that they can be saved.
 
     No token of a training sample is drawn with the average: unfinished answers of a continuous stream are completed
     first, and further ones wait until the generator has its live weights again.

@@ -1,4 +1,4 @@
-"""One step of learning, shared by both controllers: annotate, credit, update."""
+"""One step of learning, shared by online and offline runs: annotate, credit, update."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def learn(
             step changes no weights, and its batch is kept for inspection.
         timed: measures the time of a phase.
         count: shows which optimizer step of an update is computed.
-        credited: called with the batch that has advantages, and the annotations in it.
+        credited: called with (batch with advantages, its annotations).
 
     Returns: the metrics of ``credit`` and of the updates.
     """
@@ -63,7 +63,7 @@ def learn(
 
 
 def role_of(roles: Mapping[str, Role], name: str, caller: str) -> Role:
-    """The role that an algorithm or a loss names. Raises TrainingError where the algorithm does not declare it."""
+    """The role that an algorithm or a loss names. Raises TrainingError if the algorithm does not declare it."""
     if name not in roles:
         raise TrainingError(
             f"{caller} names the role {name!r}, which this run does not hold. It holds {', '.join(sorted(roles))}. An "
@@ -157,7 +157,7 @@ def mixed(bucket: Bucket, old_tensors: Mapping[str, Tensor], update: Snapshot) -
     Args:
         old_tensors: every tensor of the role that is overwritten, by name.
 
-    Raises TrainingError where the two roles are not of one architecture.
+    Raises TrainingError if the two roles are not of one architecture.
     """
     tensors: list[tuple[str, Tensor]] = []
     for name, tensor in bucket.tensors:

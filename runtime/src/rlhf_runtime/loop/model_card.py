@@ -1,5 +1,5 @@
-"""The model card of an export (``README.md``): what was run, on what, with which result. It is written from the files
-of the run, and names no path of the machine, no address and no secret."""
+"""The model card of an export (``README.md``): the data, results, options and versions of the run. It is written from
+the files of the run, and contains no local path, no address and no secret."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def write_card(folder: Path, run: Path, role: str = "policy", steps: Sequence[in
 
     Args:
         run: the run's folder.
-        steps: the step that the model is of; several: it is the mean of their weights. Default: the last step.
+        steps: the step whose weights the model has. With several steps, the model is the mean of their weights.
+            Default: the last step.
     """
     config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     manifest: Any = read_json(run / "manifest.json")
@@ -117,7 +118,7 @@ def curve(values: Sequence[float]) -> str:
 
 
 def public(value: Any) -> Any:
-    """A copy without secrets, addresses and folders: of a path only its last part is left."""
+    """A copy without secrets, addresses and folders. Only the last part of a path is kept."""
     if isinstance(value, Mapping):
         return {name: public(item) for name, item in redact(value).items()}
     if isinstance(value, list | tuple):

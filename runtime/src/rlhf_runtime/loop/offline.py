@@ -7,7 +7,7 @@ from rlhf_runtime.models.assemble import assemble
 
 
 def offline(run: Run) -> None:
-    """The loop of every algorithm that learns from given rows: demonstrations, pairs, labels, steps."""
+    """The loop of every algorithm that learns from rows of the data: demonstrations, pairs, labels, steps."""
     for step in run.steps():  # from the last checkpoint on; ends early on a signal or early stop
         with run.timed("data"):
             batch, metrics = assemble(run.algorithm, run.next_examples())

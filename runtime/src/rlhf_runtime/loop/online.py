@@ -9,7 +9,7 @@ from rlhf_runtime.models.assemble import assemble
 def online(run: OnlineRun) -> None:
     """The loop of every algorithm that learns from its own samples, for every rollout, reward and environment.
 
-    A step whose groups hold nothing to learn from is counted and trains nothing. :meth:`Run.close` raises an error if a
+    A step whose groups have no training signal is counted but trains nothing. :meth:`Run.close` raises an error if a
     run had no update at all.
     """
     for step in run.steps():  # from the last checkpoint on; ends early on a signal or early stop

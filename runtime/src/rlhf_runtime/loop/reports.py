@@ -1,5 +1,5 @@
-"""Reports of a run's steps: a line in ``metrics.jsonl``, calls of observers, output on the terminal. What is measured
-for them: speed, memory, values of sampled tokens."""
+"""Reports of a run's steps: a line in ``metrics.jsonl``, calls of observers, output on the terminal. They include
+speed, memory and values of sampled tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "NVIDIA L4": 121,
     "NVIDIA A10": 125,
 }
-"""{name of a GPU: TFLOP/s of products of bf16 matrices that are not sparse}, from NVIDIA's data sheets."""
+"""{name of a GPU: TFLOP/s of dense bf16 matrix products}, from NVIDIA's data sheets."""
 
 
 class Throughput:
@@ -54,7 +54,7 @@ class Throughput:
 
     Args:
         places: devices of each role and of the generator.
-        peak_tflops: of one of the policy's devices; None: that of a known GPU.
+        peak_tflops: peak TFLOP/s of one device of the policy; None: looked up if the GPU is known.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Throughput:
         self._paused = 0.0
 
     def of_step(self, times: Metrics) -> Metrics:
-        """The metrics of the time since the last call.
+        """The speed metrics for the time since the last call.
 
         Args:
-            times: of the step's line.
+            times: the times in the step's line.
         """
         return {**self._rates(times), **self._memory()}
 
@@ -117,25 +117,25 @@ class Throughput:
 
 
 def _has_processes(role: Role) -> bool:
-    """Whether a model is loaded for the role itself; it is not, where the role is another one without adapters."""
+    """Whether a model is loaded for this role. False if the role is another role's model without adapters."""
     return not isinstance(role, PrecomputedRole) and role.view == "live"
 
 
 TOKEN_OUTPUTS = ("logprobs", "values")
-"""Outputs of roles that are one number a token."""
+"""Outputs of roles with one number per token."""
 ADVANTAGES = "advantages"
 
 
 def token_values(batch: Batch, annotations: Sequence[Annotation]) -> TokenValues:
     """{(number of its group in the batch, sample): {``ROLE/OUTPUT`` or ``advantages``: a value for each sampled token,
-    in order}}. One value stands for all where they are equal.
+    in order}}. If all values are equal, they are stored as one value.
 
     Args:
-        batch: after credit.
-        annotations: those of the batch.
+        batch: the batch after credit.
+        annotations: the annotations in it.
 
-    Samples that are not in the batch as they were sampled are left out, and all samples where the units of the batch
-    are no samples.
+    Samples that the batch contains in a changed form are left out. If the units of the batch are not samples, all are
+    left out.
     """
     columns = {f"{a.role}/{a.output}": a.column for a in annotations if a.output in TOKEN_OUTPUTS and a.view == "live"}
     columns = {name: column for name, column in {**columns, ADVANTAGES: ADVANTAGES}.items() if column in batch.tok}
@@ -188,20 +188,20 @@ TRL_NAMES: Mapping[str, str] = {
     "policy/desirable_logprobs": "logps/chosen",
     "policy/undesirable_logprobs": "logps/rejected",
 }
-"""{name here: name of TRL 1.16, without the ``train/`` or ``eval/`` that transformers' integrations write in front}."""
+"""{name here: name in TRL 1.16, without the prefix ``train/`` or ``eval/`` that transformers' integrations add}."""
 TRL_NAMES_OF_SCORES: Mapping[str, str] = {
     "policy/accuracy": "accuracy",
     "policy/margin": "margin",
     "policy/score_mean": "mean_reward",
 }
-"""The same of reward models, whose metrics have :data:`SCORES`."""
+"""The same for reward models, whose metrics have :data:`SCORES`."""
 SCORES = "policy/score_mean"
 _SOURCE = re.compile(r"reward/(?P<source>.+)/(?P<part>mean|std)")
 
 
 def trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A line of metrics with the names of TRL, for dashboards with earlier runs. A name without a counterpart stays.
-    Two names here that have one there are never in one line."""
+    """A line of metrics with the names of TRL, for dashboards with earlier runs. A name without a counterpart in TRL is
+    kept. Two names that map to the same TRL name never occur in one line."""
     scores = SCORES in metrics or SCORES.replace("policy/", "eval/") in metrics
     table = {**TRL_NAMES, **TRL_NAMES_OF_SCORES} if scores else TRL_NAMES
     return {_trl_name(name, table): value for name, value in metrics.items()}
@@ -222,9 +222,9 @@ class Reports:
     Args:
         store: writes the error message if the disk is full.
         timeline: shows the phases of steps.
-        measure: given the times of a step, returns its throughput and memory.
-        trl: the observers that get the names of TRL.
-        optional: the observers without which the run goes on if they fail after the start.
+        measure: returns the throughput and memory of a step, from its times.
+        trl: observers that get the metric names of TRL.
+        optional: observers whose failure after the start does not end the run.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Reports:
             self._progress.spend(phase, seconds)
 
     def record(self, steps_done: int, metrics: Metrics) -> None:
-        """Add what was measured in the step to ``metrics`` and write its line. ``steps_done`` counts this step too."""
+        """Add the measurements of the step to ``metrics`` and write its line. ``steps_done`` includes this step."""
         if self._times:
             times = {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
             times[f"{TIME}step"] = time.perf_counter() - self._started
@@ -274,7 +274,7 @@ class Reports:
             self._directory.metrics.append(steps_done, metrics)
 
     def tell(self, steps_done: int, metrics: Metrics) -> None:
-        """Show observers and the terminal the line that :meth:`record` wrote."""
+        """Send the line that :meth:`record` wrote to observers and the terminal."""
         for name in list(self._observers):
             self._call(name, "step_finished", steps_done, trl_names(metrics) if name in self._trl else metrics)
         self._progress.step(steps_done, metrics)
@@ -295,7 +295,7 @@ class Reports:
             self._progress.note(f"{error}. The run goes on without this observer until it is resumed")
 
     def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
-        """Keep what was computed of each token, until the samples of the step are written."""
+        """Keep the values computed for each token until the samples of the step are written."""
         self._token_values = token_values(batch, annotations)
 
     def samples(
@@ -307,10 +307,10 @@ class Reports:
         prompt_of: TellPrompt,
         step_sources: Mapping[str, float],
     ) -> Metrics:
-        """Write the groups that a step was trained on, show them on the terminal, and pass them to observers.
+        """Write the groups that a step trained on, show them on the terminal, and pass them to observers.
 
         Args:
-            prompt_of: the prompt of a trajectory, which is written beside its answer.
+            prompt_of: returns the prompt of a trajectory, which is written with its answer.
             step_sources: sources of step rewards (``RunOptions.step_sources``).
 
         Returns the counts of the step's prompts and the means of its samples.

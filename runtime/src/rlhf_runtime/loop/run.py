@@ -50,7 +50,8 @@ class Run:
     total_steps: int
     schedule: UpdateSchedule
     first_step: int
-    """Number of finished steps when this process started: 0, or that of the checkpoint from which the run continues."""
+    """Number of finished steps when this process started: 0, or the step of the checkpoint from which the run
+    continues."""
     sampler: Sampler | None
     """Generates answers; None in an offline run whose held-out rows the policy does not answer."""
     evaluation: Evaluation | None
@@ -74,7 +75,7 @@ class Run:
     """Number of finished steps, including those before a resume."""
     status: Literal["finished", "stopped", "failed"] = field(init=False, default="failed")
     left_out: Counter[str] = field(init=False, default_factory=Counter)
-    """Sum of :attr:`ReadyBatch.counts` over the steps with nothing to learn from."""
+    """Sum of :attr:`ReadyBatch.counts` over the steps without a training signal."""
     report: Path | None = field(init=False, default=None)
     """The page that shows the run, once it is written."""
     _stopping: bool = field(init=False, default=False)
@@ -126,7 +127,7 @@ class Run:
 
     @property
     def continue_with(self) -> str:
-        """The command that makes the further steps of a run that was stopped; empty where it has ended by itself."""
+        """The command that continues a run that was stopped; empty if the run ended by itself."""
         if self.status != "stopped" or self._no_patience:
             return ""
         last = self.config.run.stop_after
@@ -185,7 +186,7 @@ class Run:
         return self.data.examples(self.data.take(self.config.data.batch_size, self.steps_done))
 
     def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
-        """Count a step whose rows or groups hold nothing to learn from. No weight changes."""
+        """Count a step whose rows or groups have no training signal. No weight changes."""
         self._catch_up(step)
         counts = ready.counts if ready is not None else {}
         self.left_out.update(counts)
@@ -200,11 +201,11 @@ class Run:
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
     def complete(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
-        """After learning: adapt, keep the samples, and hold the state, so that a failure from here on loses no step.
+        """After learning: adapt, write the samples, and hold the state, so that a later failure loses no step.
 
         Args:
             batch: the batch that the step trained on; None if there was nothing to learn from.
-            metrics: of the step; more are added.
+            metrics: metrics of the step; this method adds more.
             ready: the samples of an online step.
         """
         steps_done = step + 1
@@ -234,15 +235,15 @@ class Run:
         self._end_step(step + 1, metrics)
 
     def _end_step(self, steps_done: int, metrics: Metrics, saved: bool = False) -> None:
-        """The end of a step, in the process that made it or in the one that resumes after it.
+        """The end of a step, in the process that ran it or in the process that resumes after it.
 
         Args:
-            saved: whether there is a checkpoint of the step, because what follows its learning failed.
+            saved: whether the step has a checkpoint, because its sync or evaluation failed.
         """
         self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
         if self.evaluation is not None and self._evaluates(steps_done):
             if not saved:
-                self.saves.hold(steps_done, unfinished=metrics)  # with those of the sync
+                self.saves.hold(steps_done, unfinished=metrics)  # including metrics of the sync
             try:
                 metrics |= self._evaluate(self.evaluation, steps_done)
                 is_best = self.evaluation.best.update(steps_done, metrics)[0] and section.save_best
@@ -292,7 +293,7 @@ class Run:
     # -------------------------------------------------------------------------------------- parts
 
     def _publish(self) -> None:
-        """Write the final models. A run that cannot write them failed, whatever it has learnt."""
+        """Write the final models. A run that cannot write them has failed."""
         finished, self.status = self.status, "failed"
         self.saves.publish()
         self.status = finished
@@ -336,7 +337,7 @@ class Run:
         return metrics
 
     def _stops(self, steps_done: int) -> bool:
-        """Whether the run ends after step ``steps_done`` although more are left."""
+        """Whether the run ends after step ``steps_done`` although more steps are planned."""
         last = self.config.run.stop_after
         if last is not None and self.total_steps > steps_done >= last and not self.stop.requested:
             self.stop.request(f"run.stop_after = {last}")

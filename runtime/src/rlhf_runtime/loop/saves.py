@@ -1,5 +1,5 @@
-"""The checkpoints and exports of a run: those that are due and, after a failure, a checkpoint of the last finished
-step; and how a trained role is written as a model."""
+"""The checkpoints and exports of a run. Checkpoints are saved when they are due and, after a failure, for the last
+finished step. :class:`ModelFiles` writes a trained role as a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Saves:
     """Writes checkpoints, from which a run can continue, and models.
 
     Args:
-        meta: stored in every checkpoint; it must agree for a resume to be the same run.
+        meta: stored in every checkpoint. A resume compares it to check that it continues the same run.
         take_devices_back: called before weights are saved, because they may be offloaded while the generator uses the
             devices.
     """
@@ -55,7 +55,7 @@ class Saves:
         self._intact: State | None = None
         """The state of the last finished step, until it is in a checkpoint."""
         self._intact_changes = 0
-        """:meth:`_changes` at that moment. A larger value later means that the weights have changed since."""
+        """:meth:`_changes` when ``_intact`` was set. A larger value means that the weights have changed since."""
         self._intact_best: Mapping[str, Any] | None = None
         """The best metric and its value, if this step has it."""
 
@@ -69,7 +69,7 @@ class Saves:
         self._intact_best = self._mark() if best else None
 
     def save(self, step: int, best: bool = False) -> None:
-        """A complete checkpoint after ``step`` finished steps, or an error that leaves the old ones intact."""
+        """Save a checkpoint after ``step`` finished steps. An error leaves older checkpoints intact."""
         state, self._intact = self._state, None
         self._take_devices_back()
         mark = self._mark() if best else None
@@ -114,7 +114,7 @@ class Saves:
         write_card(path, self._directory.path)
 
     def publish(self) -> None:
-        """Write the final model and, with ``checkpoint.export_trained``, those of the other trained roles."""
+        """Write the final policy and, with ``checkpoint.export_trained``, the models of the other trained roles."""
         with self._store.writing(self._directory.model), self._reports.timed("export"):
             self._directory.publish_model(self.write_model)
         other_roles = [name for name in self._state.trained_roles if name != "policy"]
@@ -127,8 +127,8 @@ class Saves:
         write_card(path, self._directory.path, name)
 
     def rescue(self) -> None:
-        """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost
-        when a row, a reward or an environment fails. The failure remains the error that is shown."""
+        """After a failure, save the last finished step if the weights have not changed since. So nothing is lost when a
+        row, a reward or an environment fails. The run still ends with the original error."""
         state, self._intact, best = self._intact, None, self._intact_best
         if state is None or self._changes() != self._intact_changes:
             return
@@ -154,8 +154,8 @@ class Saves:
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 """transformers and vLLM read this file before the template in the tokenizer's config."""
 NAMED_TEMPLATES, PROCESSOR_TEMPLATE = "additional_chat_templates", "chat_template.json"
-"""Other templates of a tokenizer, which are used in place of the default where they have its name or there are tools,
-and the template of an older processor."""
+"""A tokenizer's other templates, and the template of an older processor. Another template replaces the default one if
+it has its name or if there are tools."""
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER = "adapter"
 """The folder of a role's adapters in PEFT's form, which its trainer writes into an export."""
@@ -171,7 +171,7 @@ class ModelFiles:
     def __init__(self, config: RunFile, algorithm: Algorithm, template: Prompts) -> None:
         self._config, self._algorithm, self._template = config, algorithm, template
         self._end_tokens: tuple[int, ...] = ()
-        """Tokens that end an answer of the data, in addition to those of the model."""
+        """Tokens that end an answer of the data, in addition to the model's end tokens."""
         with suppress(DataError):  # a template may refuse a conversation without a system message; rows have theirs
             self._end_tokens = template.end_token_ids
 
@@ -189,8 +189,8 @@ class ModelFiles:
         _complete_adapter(path)
 
     def write_role(self, role: Role, path: Path) -> None:
-        """A trained role in Hugging Face format, and in PEFT's form below it where it trains adapters. Where it
-        generates, every end token of the run ends its texts."""
+        """Write a trained role in Hugging Face format. If it trains adapters, they are also written in PEFT's format in
+        a subfolder. If it generates text, its generation config gets every end token of the run."""
         self._write(role, path)
         _complete_adapter(path)
 
@@ -207,14 +207,15 @@ class ModelFiles:
 
 
 def _complete_adapter(path: Path) -> None:
-    """Give the adapter in an export the settings of its model, so that it can be named as a model by itself."""
+    """Copy the settings of the model to the adapter in an export, so that the adapter's folder can be used as a
+    model."""
     for file in path.iterdir() if (path / ADAPTER).is_dir() else ():
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copyfile(file, path / ADAPTER / file.name)
 
 
 def _add_end_tokens(generation_config: Path, tokens: Iterable[int]) -> None:
-    """Write ``tokens`` behind the end tokens of a generation config."""
+    """Append ``tokens`` to the end tokens of a generation config."""
     config = read_json(generation_config)
     old_tokens = config.get("eos_token_id")
     old_tokens = old_tokens if isinstance(old_tokens, list) else [] if old_tokens is None else [old_tokens]

@@ -17,10 +17,10 @@ class UpdateSchedule:
     planned: tuple[Mapping[str, int], ...] = ()
     """For each step of the run: {role: optimizer steps}."""
     snapshots: frozenset[str] = frozenset()
-    """Roles whose weights the algorithm replaces by those of another role. A checkpoint holds their weights, like those
-    of trained roles."""
+    """Roles whose weights the algorithm overwrites with another role's weights. Checkpoints contain them, as they
+    contain trained roles."""
     sources: frozenset[str] = frozenset()
-    """Roles whose weights are read for that."""
+    """Roles whose weights are read for snapshots."""
 
     @classmethod
     def of(cls, algorithm: Algorithm, steps: int) -> UpdateSchedule:

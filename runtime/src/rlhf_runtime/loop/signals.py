@@ -12,8 +12,8 @@ from typing import Any
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C and SIGHUP (a terminal was closed) set ``requested``, which the controller reads between steps. A
-    second Ctrl-C stops at once. SIGHUP stays ignored where it was (``nohup``)::
+    """SIGTERM, Ctrl-C and SIGHUP (a terminal was closed) set ``requested``, which the loop reads between steps. A
+    second Ctrl-C stops at once. SIGHUP stays ignored if it already was (``nohup``)::
 
         with StopRequest() as stop:
             for step in steps:
@@ -24,7 +24,7 @@ class StopRequest:
     Handlers are installed only in the main thread, because Python allows no other. They are restored at the end.
 
     Args:
-        promise: what will be done about the request; the first signal shows it.
+        promise: text about what the run will do, shown at the first signal.
         callback: called at the first request, in a signal handler or by :meth:`request`.
         show: called in a signal handler with a line for the user. Returns whether it will be shown.
     """

@@ -1,4 +1,4 @@
-"""The batch of a step, as the algorithm lays it out."""
+"""The batch of a step, as the algorithm assembles it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def assemble(
 
 
 def _require_images(algorithm: Algorithm, examples: Sequence[Group] | Sequence[Example], batch: Batch | None) -> None:
-    """Refuse a batch without the images of its examples: a model would read the tokens that stand for them as words."""
+    """Refuse a batch that lacks images of its examples. A model would read the placeholder tokens of images as
+    words."""
     rows = [e for e in examples if isinstance(e, Example)]
     if batch is not None and not batch.images_B and rows and all(s.images for e in rows for s in e.sequences):
         raise PluginInvalid(

@@ -22,12 +22,12 @@ HALVINGS = 4
 """Number of times that the longest bundle is halved in the search for the shortest plan. The search starts at a rank's
 even share of all tokens."""
 OVERHEAD = 32
-"""Cost of an additional micro-batch in that search, as a part of the token budget."""
+"""The cost of an additional micro-batch in the search is the token budget divided by this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Units that stay together, and the tokens that they compute together."""
+    """Units that stay together, and the number of tokens that they compute together."""
 
     units: tuple[int, ...]
     tokens: int
@@ -88,8 +88,8 @@ def fillers(the_plan: Plan) -> Plan:
 
 
 def micro_batches(batch: Batch, the_plan: Plan) -> list[list[Batch]]:
-    """The micro-batches of each rank. They share the memory of one copy of the batch, because a few large arrays are
-    made in less time than many small ones."""
+    """The micro-batches of each rank. They share the memory of one copy of the batch, because allocating a few large
+    arrays is faster than many small ones."""
     copy = batch.select([unit for rank in the_plan for units in rank for unit in units])
     ends = accumulate(len(units) for rank in the_plan for units in rank)
     return [[copy.between((end := next(ends)) - len(units), end) for units in rank] for rank in the_plan]
@@ -103,10 +103,11 @@ def _caps(tokens: int, ranks: int, budget: int) -> list[int]:
 
 
 def _bundles(tokens: Sequence[int], order: Sequence[int], shared: Sequence[int], cap: int) -> list[_Item]:
-    """Join neighbours, those that share most first, as long as a bundle computes at most ``cap`` tokens."""
+    """Join neighbours as long as a bundle computes at most ``cap`` tokens. Neighbours that share most tokens are joined
+    first."""
     count = len(order)
-    first, last = list(range(count)), list(range(count))  # of the run that ends, begins at a position
-    cost = [tokens[u] for u in order]  # of the run that begins there
+    first, last = list(range(count)), list(range(count))  # of the bundle that ends, begins at a position
+    cost = [tokens[u] for u in order]  # of the bundle that begins at a position
     for i in sorted((i for i in range(1, count) if shared[i]), key=lambda i: (-shared[i], i)):
         begin, end = first[i - 1], last[i]
         joined = cost[begin] + cost[i] - shared[i]
@@ -120,8 +121,8 @@ def _bundles(tokens: Sequence[int], order: Sequence[int], shared: Sequence[int],
 
 
 def _spread(items: Sequence[_Item], ranks: int, budget: int) -> list[_Bin]:
-    """Place the longest first, each into the emptiest bin (the first of equal ones). The number of bins is the smallest
-    multiple of ``ranks`` that holds all."""
+    """Place the longest items first, each into the emptiest bin (the first of equal bins). The number of bins is the
+    smallest multiple of ``ranks`` that holds all items."""
     items = sorted(items, key=lambda item: (-item.tokens, min(item.units)))
     micros = min(-(-sum(item.tokens for item in items) // (budget * ranks)), -(-len(items) // ranks))
     while True:
@@ -148,7 +149,7 @@ def _tokens(items: _Bin) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UnitPrefixes:
-    """Number of computed tokens of units, alone and next to each other."""
+    """Number of computed tokens of units, alone and as neighbours."""
 
     tokens: list[int]
     """[U]: computed tokens of each unit alone."""

@@ -1,8 +1,8 @@
 """Compute a frozen role's outputs for every row once, before the first step: ``[reference] precompute = true``.
 
-The key of a value is its input: the tokens and images of a sequence and the columns that a head reads. So values depend
-neither on the order of rows nor on the composition of batches. The role's model is unloaded before any trained model is
-loaded.
+Values are stored under a key of their input: the tokens and images of a sequence and the columns that a head reads. So
+values depend neither on the order of rows nor on the composition of batches. The role's model is unloaded before any
+trained model is loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ValueTable:
         return ~known_B
 
     def look_up(self, batch: Batch, head: Head, view: str) -> Tensor | None:
-        """The head's values for the batch, [N] or [B]; None if those of a sequence are missing."""
+        """The head's values for the batch, [N] or [B]; None if the values of any sequence are missing."""
         values = [self.values.get(key) for key in keys(batch, head, view)]
         return torch.cat(values) if all(f is not None for f in values) else None  # type: ignore[arg-type]
 
@@ -107,17 +107,18 @@ def precompute(
     note: Callable[[str], None],
     writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext(),
 ) -> PrecomputedRole:
-    """Compute the role's annotations of all examples. Those that ``path`` holds from before a resume are not repeated.
+    """Compute the role's annotations of all examples. Values that ``path`` contains from before a resume are not
+    computed again.
 
     Args:
-        examples: every row that the run may use, in lists that are assembled at once.
+        examples: every row that the run may use. Each list is assembled into one batch.
         launch: loads the role's model; called only if values are missing.
         writing: context in which ``path`` is written; turns a full disk into the run's own error.
     """
     model = identity(spec)
     try:
         table = ValueTable.load(path, model)
-    except SafetensorError as error:  # of a copy that broke off, or after a loss of power
+    except SafetensorError as error:  # after an incomplete copy, or a loss of power
         note(f"{path} is damaged ({error}), and is computed again")
         table = ValueTable()
     annotations = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
@@ -146,7 +147,7 @@ def precompute(
             if new_values * 10 // total > last_tenth:
                 last_tenth = new_values * 10 // total
                 with writing(path):
-                    table.save(path, model)  # a run that is stopped before the end continues from here
+                    table.save(path, model)  # a run that is stopped here continues from this file
                 note(f"{role.name}: {new_values // len(heads)} of {total // len(heads)} sequences precomputed")
         role.group.shutdown()
         del role
@@ -155,7 +156,7 @@ def precompute(
 
 
 def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
-    """[B]: keys of everything that a head's values of a sequence are computed from."""
+    """[B]: for each sequence, a key of everything that determines the head's values."""
     columns = [batch.ids_N]
     names = [n for n in ("temperature", head.over, *head.columns) if n in batch.tok]
     columns += [batch.tok[name] for name in names]

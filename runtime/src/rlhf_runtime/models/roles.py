@@ -24,10 +24,10 @@ from rlhf_runtime.models.dispatch import Plan, fillers, micro_batches, plan, uni
 
 @dataclass(slots=True)
 class Work:
-    """What updates computed."""
+    """The amount of computation of updates."""
 
     tokens: int = 0
-    """Of whole samples. A prefix that is computed once for several samples counts for each."""
+    """Tokens of whole samples. A prefix that is computed once for several samples counts for each of them."""
     operations: float = 0.0
     """Floating-point operations (:attr:`TrainerFacts.flops`)."""
     seconds: float = 0.0
@@ -41,17 +41,17 @@ class Role:
     """
 
     changes = 0
-    """Number of calls that change its weights: optimizer steps and snapshots."""
+    """Number of calls that changed the role's weights: optimizer steps and snapshots."""
     steps_taken = 0
     """Optimizer steps so far in this step of the run (:meth:`catch_up`)."""
 
     def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int | None, view: str = "live") -> None:
-        """``budget``: None: the trainer's own (``TrainerFacts.token_budget``)."""
+        """``budget``: token budget of a micro-batch; None: the trainer's (``TrainerFacts.token_budget``)."""
         self.spec, self.group = spec, group
         self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
         self.budget = self.facts.token_budget if budget is None else budget
         self.work = Work()
-        """Since :meth:`take_work`."""
+        """Work since the last :meth:`take_work`."""
         self.view = view
         """The view that ``live`` means for this role: ``base`` if it is another role's model without its adapters."""
 
@@ -96,8 +96,8 @@ class Role:
         return outputs
 
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
-        """One optimizer step on ``batch``, whose weight columns are already there. Units without a signal
-        (:meth:`Loss.signal`) are not computed, unless the trainer has an auxiliary loss of its own, which reads all."""
+        """One optimizer step on ``batch``, which already has its weight columns. Units without a signal
+        (:meth:`Loss.signal`) are not computed, unless the trainer has its own auxiliary loss, which reads all units."""
         computed = (
             batch if self.facts.wants_token_share else with_signal(batch.select_columns(self._columns(loss)), loss)
         )
@@ -122,13 +122,13 @@ class Role:
         return sums, results[0][1]
 
     def take_work(self) -> Work:
-        """What the updates since the last call computed."""
+        """The work of the updates since the last call."""
         work, self.work = self.work, Work()
         return work
 
     def catch_up(self, planned: int) -> None:
-        """End a step of the run. The learning-rate schedule advances by the ``planned`` optimizer steps that were not
-        taken, so that it ends with the run."""
+        """End a step of the run. If fewer than ``planned`` optimizer steps were taken, the learning-rate schedule
+        advances by the missing steps, so that it ends with the run."""
         missed, self.steps_taken = planned - self.steps_taken, 0
         if missed > 0:
             self.changes += 1
@@ -139,8 +139,8 @@ class Role:
         return add_sums(self._call("evaluate", self._with_loss(batch, loss, update)))
 
     def accumulate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
-        """The gradients of a batch, whose weight columns are already there, added to those that are there, until
-        :meth:`apply`."""
+        """Add the gradients of a batch to the accumulated gradients, until :meth:`apply`. The batch already has its
+        weight columns."""
         return add_sums(self._call("accumulate", self._with_loss(batch, loss, update)))
 
     def apply(self) -> ApplyResult:
@@ -179,8 +179,8 @@ class Role:
         return [(micros, loss, dict(update.coef), dict(update.live)) for micros in self._shares(batch, loss)]
 
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
-        """The micro-batches of each share, with the columns that the loss reads. Fillers, which make their numbers
-        equal on all ranks, have weight 0."""
+        """The micro-batches of each share, with the columns that the loss reads. Fillers have weight 0. They give all
+        ranks the same number of micro-batches."""
         slim = batch.select_columns(self._columns(loss))
         if self.facts.wants_token_share:
             share_U = torch.tensor(slim.tokens_per_unit(), dtype=torch.float32) / slim.tokens
@@ -225,7 +225,7 @@ class Role:
 
 def with_signal(batch: Batch, loss: Loss) -> Batch:
     """The units in which a column of ``loss.signal()`` is not 0. If there are none, the shortest unit with a token
-    under the loss's mask: the optimizer step is taken all the same, with gradients of zero."""
+    under the loss's mask, because the optimizer step is taken anyway, with gradients of zero."""
     columns = loss.signal()
     if not columns:
         return batch
@@ -270,7 +270,7 @@ def _spread_over(mask_N: Tensor, values: Tensor) -> Tensor:
 
 
 def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Tensor]]], head: Head) -> Tensor:
-    """[N, ...], or [B] for outputs of whole sequences: the micro-batches' outputs, back in the batch's order."""
+    """[N, ...], or [B] for outputs of whole sequences: the outputs of the micro-batches, in the order of the batch."""
     per_sequence = head.over == "last_token"
     sizes_B = torch.ones_like(batch.lens_B) if per_sequence else batch.lens_B
     size_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_B, sizes_B)
@@ -302,7 +302,7 @@ def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
 
 
 def lend(loans: Iterable[Lent], roles: Mapping[str, Role]) -> None:
-    """Send each output head that another role computes with once: by reference inside this process, otherwise through
+    """Send each lent head once to the role that computes with it: by reference inside this process, otherwise through
     the launcher's store."""
     for loan in loans:
         heads = list(roles[loan.role].group.stream("lend_head", roles[loan.role].view))

@@ -16,9 +16,9 @@ from rlhf_runtime.models.roles import Role
 
 class Phases:
     """Decides whether the generator or the roles use the devices that they share. The generator sleeps while roles
-    compute. While it generates, the roles on its devices offload what they do not need, above all optimizer states.
-    Weights stay, because a reward model may score between two turns. Nothing happens if the generator shares no
-    devices."""
+    compute. While it generates, the roles on its devices offload state that they do not need, mainly optimizer states.
+    Weights stay on the device, because a reward model may score between two turns. Nothing happens if the generator
+    shares no devices."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Phases:
     ) -> None:
         """
         Args:
-            roles: those that can offload.
+            roles: roles that can offload.
             refresh: sends the current weights to the generator, which may discard them while it sleeps.
         """
         self._sleeper, self._refresh = generator if isinstance(generator, Sleeps) else None, refresh
@@ -75,8 +75,8 @@ class Phases:
             self._aside = True
 
     def begin_learning(self) -> None:
-        """Give the devices back to the roles, which reload what they offloaded. If a role fails, the others still
-        reload, because they may be saved; the error is raised afterwards."""
+        """Give the devices back to the roles, which reload their offloaded state. If a role fails, the others still
+        reload, because they may be saved. The error is raised afterwards."""
         if not (self.active and self._aside):
             return
         self._aside = False

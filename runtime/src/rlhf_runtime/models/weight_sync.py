@@ -1,9 +1,9 @@
 """Send new weights from the trainer to the generator, and prove that the generator samples with them.
 
-After each sync three things must agree with the trainer: the version; the fingerprint of every tensor as each engine
-received it; and the log-probs of a few random sequences (canaries), in runs with images also of one with an image. The
-canaries also detect errors after the arrival, such as a packed copy that was not updated, or a tensor that was loaded
-into the wrong place.
+After each sync three things must agree with the trainer: the version, the fingerprint of every tensor as each engine
+received it, and the log-probs of a few random sequences (canaries). In runs with images, one canary has an image. The
+canaries also detect errors after arrival, such as a packed copy that was not updated, or a tensor that was loaded into
+the wrong place.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ HOLDS_NOTHING = "accept:nothing"
 _MAX_NAMES = 8
 """Largest number of names in a message."""
 CANARY_TOKENS = 48
-"""Tokens of a canary, a random sequence whose log-probs are compared."""
+"""Number of tokens of a canary, a random sequence whose log-probs are compared."""
 FP32_TOLERANCE = 1e-4
 BF16_TOLERANCE = 0.3
-"""Between rounding and one wrong layer in a real model (``benchmarks/canaries.py``)."""
+"""Larger than rounding and smaller than one wrong layer in a real model (``benchmarks/canaries.py``)."""
 FP8_TOLERANCE = 0.8
-"""Above rounding in a real model. One wrong layer may be below it: the generator proves its layers by itself."""
+"""Larger than rounding in a real model. The effect of one wrong layer may be smaller, so the generator checks its
+layers by itself."""
 SIDE = 64
-"""Height and width of a canary's image, in pixels. Processors of large patches make several features of it."""
+"""Height and width of a canary's image, in pixels. A processor with large patches still makes several features of
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,9 @@ class WeightSync:
 
     Args:
         longest: largest number of tokens of a sequence that the generator accepts.
-        images: makes the tokens of images, in a run that has some.
-        adapters: the generator has :attr:`GeneratorSpec.adapters`. It gets the base at the first sync, and where it
-            lost its weights; else the adapters alone.
+        images: makes the tokens of images, if the run has images.
+        adapters: whether the generator has :attr:`GeneratorSpec.adapters`. Then it gets the base only at the first sync
+            and after it lost its weights, and otherwise the adapters alone.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class WeightSync:
         self.adapters, self._base_proven = adapters, False
         self.version, self._pushes = 0, 0
         self.pause_seconds = 0.0
-        """For which sampling stood still, over all syncs."""
+        """Seconds for which sampling was paused, summed over all syncs."""
         self.peak_memory: list[Mapping[str, int]] = []
-        """Of each process of the generator, at the newest sync."""
+        """Peak memory of each process of the generator at the last sync."""
 
     def refresh(self) -> None:
-        """Send the current weights again: the generator lost them, or an engine of it was replaced."""
+        """Send the current weights again, because the generator lost them or one of its engines was replaced."""
         self._base_proven = False
         self.push(self.version)
 
@@ -173,7 +175,7 @@ class WeightSync:
         return _Reference(version, marks, canaries, outputs)
 
     def _canaries(self, version: int, count: int) -> list[Canary]:
-        """``count`` of text, then one with an image in a run with images."""
+        """``count`` canaries of text, followed by one with an image if the run has images."""
         draw = random.Random(derive_seed(self.seed, "canary", version))
         vocabulary = self.policy.facts.vocabulary
         canaries = [text_canary(draw, vocabulary, min(CANARY_TOKENS, self.longest)) for _ in range(count)]
@@ -198,7 +200,7 @@ class WeightSync:
     def _examine(
         self, generator: TakesTensors, proofs: Sequence[Proof], reference: _Reference
     ) -> tuple[list[str], float]:
-        """(what is wrong, largest difference of a canary)."""
+        """(problems, largest difference of a canary)."""
         marks = reference.marks()[0]
         problems = []
         for proof in proofs:
@@ -250,7 +252,7 @@ class Canary:
     images: tuple[Image, ...] = ()
     first: int = 1
     """Position of the first token whose log-prob is compared: after the image, if there is one. Tokens before an image
-    do not depend on it and would only lower the mean. Those of the image are never trained on."""
+    do not depend on it and would only lower the mean. Tokens of the image are never trained on."""
 
     def unit(self) -> UnitData:
         """The canary as a unit of a batch for the trainer."""
@@ -266,7 +268,7 @@ def text_canary(draw: random.Random, vocabulary: int, tokens: int) -> Canary:
 def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longest: int) -> Canary | None:
     """One random token, an image of noise with the tokens that the run's data would have for it, and random tokens.
 
-    None where ``longest`` tokens leave no room after the image.
+    None if ``longest`` tokens leave no room after the image.
     """
     import PIL.Image
 
@@ -283,10 +285,10 @@ def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longe
 def canary_differences(
     canaries: Sequence[Canary], logprobs_N: Tensor, engines: Sequence[Sequence[Sequence[float]]], bf16: bool
 ) -> list[float]:
-    """Of each canary, the |difference| of log-probs for the engine that differs most; NaN where either side is not
-    finite. In fp32 it is the mean over the canary's tokens, because a wrong expert moves few tokens. In bf16 it is the
-    median over the tokens of all canaries with images, or without, because rounding moves single tokens of a real model
-    by several nats, and at times most tokens of one canary.
+    """For each canary, the |difference| of log-probs of the engine that differs most; NaN if either side is not finite.
+    In fp32 it is the mean over the canary's tokens, because a wrong expert moves few tokens. In bf16 it is the median
+    over the tokens of all canaries with images, or without, because rounding moves single tokens of a real model by
+    several nats, and at times most tokens of one canary.
 
     Args:
         logprobs_N: the trainer's log-probs of all tokens.
@@ -301,5 +303,5 @@ def canary_differences(
     if bf16:
         kinds = [bool(c.images) for c in canaries]
         gaps = [torch.cat([x for x, other in zip(gaps, kinds, strict=True) if other == kind], 1) for kind in kinds]
-    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN where a token is not finite
+    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN if a token is not finite
     return [float(x.max()) for x in ends]

@@ -1,1 +1,1 @@
-"""What a run shows: metrics of samples, the progress display, the timeline."""
+"""Output about a run: metrics of samples, the progress display, the timeline."""

@@ -1,4 +1,4 @@
-"""The table of a run on a terminal. It stays in place; everything else that is written scrolls above it."""
+"""The table of a run on a terminal. It stays in place, and all other output scrolls above it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rlhf_runtime.output.metrics import TIME
 REFRESH = 0.25
 """Seconds between two pictures."""
 NARROW = 76
-"""Terminals with fewer columns show one metric a row."""
+"""Terminals with fewer columns show one metric per row."""
 LABEL, VALUE, CURVE = 18, 9, 24
-"""Most columns of a metric's label, value and curve."""
+"""Largest number of columns of a metric's label, value and curve."""
 CURVE_POINTS = 200
-"""Values of a curve. Each of its characters is the mean of equally many."""
+"""Number of values of a curve. Each of its characters is the mean of an equal number of values."""
 NOTES = 2
 SAMPLE = 4
-"""Most rows of the sample."""
+"""Largest number of rows of the sample."""
 MARGIN = 8
 """Columns before the text of a row."""
 BARS = "▁▂▃▄▅▆▇█"
 PARTS_OF_A_STEP = ("data", "generate", "learn", "sync")
-"""Phases that do not overlap, of the time of a step without its evaluation."""
+"""Phases of a step that do not overlap, without its evaluation."""
 
 
 class LiveTable:
@@ -49,9 +49,9 @@ class LiveTable:
         self._console, self._total, self._clock = console, total, clock
         self.steps_done = 0
         self.left = ""
-        """Text about the time that is left."""
+        """Text about the remaining time."""
         self.phase: tuple[str, float, dict[str, tuple[int, int]]] | None = None
-        """(what the step is doing, since when, counts)."""
+        """(current phase of the step, its start, counts)."""
         self.sample = ""
         self._sample_rows = 0
         self._curves: dict[str, deque[float]] = {}
@@ -69,7 +69,7 @@ class LiveTable:
         return self._live is not None
 
     def start(self) -> None:
-        """Show the table. Until :meth:`stop`, what Python code writes to the terminal scrolls above it."""
+        """Show the table. Until :meth:`stop`, output of Python code to the terminal scrolls above it."""
         is_standard = self._console.file in (sys.stdout, sys.stderr)
         self._live = Live(
             console=self._console,
@@ -84,7 +84,7 @@ class LiveTable:
         threading.Thread(target=self._draw, name="table", daemon=True).start()
 
     def stop(self) -> None:
-        """Leave the last picture on the terminal, and the terminal as it was."""
+        """Leave the last picture on the terminal, and restore the terminal."""
         live, self._live = self._live, None
         if live is None:
             return
@@ -108,7 +108,7 @@ class LiveTable:
 
     def _draw(self) -> None:
         while not self._end.wait(REFRESH):
-            with suppress(ValueError, OSError):  # the terminal is closed; the run goes on
+            with suppress(ValueError, OSError):  # the terminal is closed; the run continues
                 self.refresh()
 
     def _write_urgent(self) -> None:
@@ -116,10 +116,10 @@ class LiveTable:
             self._console.print(self._urgent.popleft(), soft_wrap=True, markup=False)
 
     def _redirect_logs(self, streams: Mapping[int, Any]) -> None:
-        """Handlers of logs keep the stream that they were made with.
+        """Redirect log handlers, because they keep the stream with which they were created.
 
         Args:
-            streams: {id of a stream: what has taken its place}.
+            streams: {id of a stream: its replacement}.
         """
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
             for handler in getattr(logger, "handlers", ()):  # a placeholder has none
@@ -134,7 +134,7 @@ class LiveTable:
 
         Args:
             values: {label: value} of the metrics that are shown.
-            metrics: its line.
+            metrics: the step's line.
         """
         self.steps_done, self._last = steps_done, metrics
         for label, value in values.items():
@@ -238,8 +238,8 @@ def short(value: float) -> str:
 
 
 def sparkline(values: deque[float], width: int) -> str:
-    """A curve of ``width`` characters: the means of equally many values each. Values that are not finite are left
-    out; without two different values it is empty."""
+    """A curve of ``width`` characters. Each is the mean of an equal number of values. Values that are not finite are
+    left out. The curve is empty without two different values."""
     finite = [v for v in values if math.isfinite(v)]
     count = min(width, len(finite))
     parts = [finite[i * len(finite) // count : (i + 1) * len(finite) // count] for i in range(count)]

@@ -1,5 +1,5 @@
-"""The progress display of a run: a table on a terminal, plain lines in a file, a summary at the end; and what a command
-is doing (:func:`phase`) while it has no such display."""
+"""The progress display of a run: a table on a terminal, plain lines in a file, a summary at the end. :func:`phase`
+shows what a command does while it has no such display."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ HEADLINE: Mapping[str, tuple[str, ...]] = {
     "pass@1": ("eval/pass@1",),
     "eval loss": ("eval/loss",),
 }
-"""{label: metrics in order of preference; the first that the run has is shown}. A label without such a metric is not
-shown. ``kl`` is the divergence from the reference, ``kl_old`` from the policy at the start of the update."""
+"""{label: metrics in order of preference}. The first metric that the run has is shown. A label without such a metric is
+not shown. ``kl`` is the divergence from the reference, ``kl_old`` from the policy at the start of the update."""
 TABLE: Mapping[str, tuple[str, ...]] = {
     **HEADLINE,
     "entropy": ("policy/entropy",),
@@ -54,17 +54,18 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     "trained tokens/s": ("throughput/trained",),
     "MFU": ("throughput/mfu",),
 }
-"""As :data:`HEADLINE`, of the table on a terminal."""
+"""The same as :data:`HEADLINE`, for the table on a terminal."""
 _TELLS_NOTHING_AT_ZERO = frozenset({"kl", "kl_old", "truncated", "loss"})
-"""Labels that are shown from their first value on that is not about 0. In some runs they never have one: ``kl_old``
-where an update is one optimizer step, the loss where it is a sum of advantages with mean 0."""
+"""Labels that are shown only after their first value that is not about 0. In some runs they are always about 0:
+``kl_old`` if an update is one optimizer step, the loss if it is a sum of advantages with mean 0."""
 _ABOUT_ZERO = 1e-6
 _ASIDE = {"evaluate": "evaluations", "save": "checkpoints", "export": "exports"}
-"""{phase that is no part of a step: word in the summary}."""
+"""{phase that is not part of every step: word in the summary}."""
 NOTES_KEPT = 100
-"""Most notes that are kept: the first half, and the latest half. A run of days may repeat a note at every step."""
+"""Largest number of notes that are kept: half of them are the first notes, half the latest. A long run may repeat a
+note at every step."""
 PROMPT = 60
-"""Characters of a prompt's end before the completion in the table."""
+"""Number of characters at a prompt's end that the table shows before the completion."""
 
 PHASES: Mapping[str, str] = {
     "data": "tokenising rows",
@@ -76,7 +77,7 @@ PHASES: Mapping[str, str] = {
     "save": "saving a checkpoint",
     "export": "exporting the model",
 }
-"""{phase of a step: what is shown}."""
+"""{phase of a step: text that is shown}."""
 RARE = frozenset({"evaluate", "save", "export"})
 """Phases that are not part of every step."""
 
@@ -87,13 +88,13 @@ class Progress:
     Args:
         total: steps of the whole run.
         first: steps that were done before a resume.
-        show: what is written besides notes: ``all``; ``json``, each step's line of ``metrics.jsonl``; ``quiet``,
-            nothing. With the last two, notes go to standard error.
+        show: output in addition to notes: ``all``; ``json``: each step's line of ``metrics.jsonl``; ``quiet``: nothing.
+            With the last two, notes go to standard error.
         stream: where the display is written; None: standard output.
         interval: minimum seconds between plain lines; the first and the last line are always shown.
         headline: the metrics to show, by label.
 
-    Plain lines are ``step=12/100 reward=0.531 kl=0.0012 loss=0.12 left=0:04:12``: ``key=value``, one line a step.
+    Plain lines are ``step=12/100 reward=0.531 kl=0.0012 loss=0.12 left=0:04:12``: ``key=value``, one line per step.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Progress:
         self.total, self.first, self.steps_done = total, first, first
         self._quiet, self._interval, self._headline, self._clock = show != "all", interval, headline, clock
         self._lines = (stream or sys.stdout) if show == "json" else None
-        """Where lines of JSON go."""
+        """The stream for JSON lines."""
         self._console = Console(file=sys.stderr if self._quiet else stream or sys.stdout, highlight=False)
         self._started = self._last_step = clock()
         self._shown_at: float | None = None
@@ -141,8 +142,8 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show what a step is doing: in the table with its time; in a file as a line, in the first step and of
-        evaluations, checkpoints and exports. A phase inside another one replaces it until it ends."""
+        """Show what a step is doing. The table shows the phase with its time. A file gets a line in the first step, and
+        for evaluations, checkpoints and exports. A phase inside another one replaces it until it ends."""
         text = PHASES.get(name, name)
         if self._table is not None and self._table.is_active:
             previous, self._table.phase = self._table.phase, (text, self._clock(), {})
@@ -156,8 +157,8 @@ class Progress:
         yield
 
     def count(self, label: str, number: int, total: int) -> None:
-        """Show how far the phase is, beside its time, on a terminal: ``micro-batches 3/8``. Called often, and from
-        any thread. What was counted inside an earlier ``label`` begins anew: micro-batches in each optimizer step."""
+        """Show the progress of the phase beside its time, on a terminal: ``micro-batches 3/8``. Called often, and from
+        any thread. Counts nested in an earlier ``label`` restart, such as micro-batches in each optimizer step."""
         if self._table is None or (phase := self._table.phase) is None:
             return
         text, start, counts = phase
@@ -165,7 +166,7 @@ class Progress:
         self._table.phase = (text, start, {**outer, label: (number, total)})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
+        """Called when ``step`` steps are done. ``metrics`` is the line in ``metrics.jsonl``."""
         time_s = self._clock()
         if step > self.steps_done:
             self._durations.append((time_s - self._last_step) / (step - self.steps_done))
@@ -189,7 +190,7 @@ class Progress:
                 self._flush(time_s)
 
     def spend(self, phase: str, seconds: float) -> None:
-        """A phase took this time. Evaluations, checkpoints and exports are named in the summary."""
+        """Record the time of a phase. The summary names evaluations, checkpoints and exports."""
         if phase in self._spent:
             self._spent[phase] += seconds
 
@@ -290,7 +291,7 @@ class Progress:
 
 
 def step_seconds(metrics: Mapping[str, float], default: float) -> float:
-    """The time of a step without its evaluation, from its line; ``default``: where the line has no times."""
+    """The time of a step without its evaluation, from its line. ``default``: used if the line has no times."""
     return metrics.get(f"{TIME}step", default) - metrics.get(f"{TIME}evaluate", 0.0)
 
 
@@ -301,15 +302,15 @@ def _number(value: float) -> str:
 _muted = False
 """Whether phases are not shown."""
 _open: list[Bar] = []
-"""The display of the phase that is shown now; at most one."""
+"""The displays of the current phase; at most one."""
 
 
 @contextmanager
 def phase(text: str) -> Iterator[Callable[[int, int], None]]:
     """Show ``text`` while the code inside runs. A phase inside another one replaces it until it ends.
 
-    On a terminal it is a line with its time, which is removed at its end. Elsewhere it is one plain line at its start.
-    Gives ``count(number, total)``, which shows these numbers on a terminal.
+    On a terminal it is a line with its time, which is removed at the end of the phase. Elsewhere it is one plain line
+    at the start. Yields ``count(number, total)``, which shows these numbers on a terminal.
     """
     console = Console(file=sys.stderr, highlight=False)
     if _muted:

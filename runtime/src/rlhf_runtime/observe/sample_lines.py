@@ -19,8 +19,8 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int | None = LONG) -> str:
-    """``text``, or, where it is longer than ``limit``, its start and its end with the number of characters left out.
-    None: the whole text."""
+    """``text``. If it is longer than ``limit``, its start and its end, with the number of characters left out.
+    ``limit`` None: the whole text."""
     if limit is None or len(text) <= limit:
         return text
     half = limit // 2
@@ -28,8 +28,8 @@ def shortened(text: str, limit: int | None = LONG) -> str:
 
 
 def best_and_worst(groups: Sequence[Group]) -> list[tuple[str, Sample]]:
-    """The samples with the highest reward (titled ``best``) and the lowest (``worst``); of equal ones the first. Where
-    no sample has a reward: the first two, without a title."""
+    """The samples with the highest reward (titled ``best``) and the lowest (``worst``); among equal samples the first.
+    If no sample has a reward, the first two samples, without a title."""
     samples = first_samples(groups, sum(len(group.trajectories) for group in groups))
     scored = sorted((s for s in samples if s.reward is not None), key=lambda s: s.reward or 0.0)
     if not scored:

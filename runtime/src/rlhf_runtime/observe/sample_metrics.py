@@ -1,5 +1,5 @@
-"""Metrics of samples: the statistics of an evaluation (pass@k, avg@k, reward, length, truncation), and each reward
-source by itself, because the total reward of several sources does not show what each one gave."""
+"""Metrics of samples: the statistics of an evaluation (pass@k, avg@k, reward, length, truncation), and the values of
+each reward source, because the total reward of several sources does not show the value of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlhf.types import Group, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k answers passes, where the k are drawn without replacement from n answers and
-    c of the n pass.
+    """Probability that at least one of k answers passes. The k answers are drawn without replacement from n answers, of
+    which c pass.
 
     1 - C(n - c, k) / C(n, k), as a product that cannot overflow. Unbiased estimate of pass@k
     (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
@@ -34,7 +34,7 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
         samples: answers requested per prompt. It is the k of avg@k and the largest k of pass@k (1, 2, 4, ..., samples).
         threshold: an answer passes if its reward is at least this; None: no reward says that an answer passes.
 
-    Returns these metrics over all prompts. Where the prompts have several data sources, it also returns them for each
+    Returns these metrics over all prompts. If the prompts have several data sources, it also returns them for each
     source, with the prefix ``<source>/``:
 
     ``pass@k``     mean over prompts of the unbiased estimate; with a threshold only
@@ -48,11 +48,11 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     ``prompts``    number of prompts
     ``env/KEY``    and ``rollout/KEY``, ``agent/AGENT/score``: see :func:`info_metrics`
 
-    Where the policy plays several agents, a prompt counts once for each agent, with the trajectories of this agent.
+    If the policy plays several agents, a prompt counts once for each agent, with the trajectories of this agent.
 
-    An answer without a reward does not count as wrong: it is left out of its prompt's statistics, and a prompt with
-    fewer than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length.
-    A metric without values is absent, never zero.
+    An answer without a reward does not count as wrong. It is left out of its prompt's statistics. A prompt with fewer
+    than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length. A
+    metric without values is absent, never zero.
     """
     metrics = _metrics_of(groups, samples, threshold)
     sources = sorted({group.row.source for group in groups})
@@ -64,7 +64,8 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
 
 
 def metric_names(samples: int, sources: Collection[str], scored: bool, passes: bool = True) -> list[str]:
-    """Every name that :func:`evaluation_metrics` can give, but those of ``Trajectory.info``, which no run file knows.
+    """Every name that :func:`evaluation_metrics` can return, except names from ``Trajectory.info``, which are not known
+    before samples exist.
 
     Args:
         sources: data sources of the prompts.
@@ -130,7 +131,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """``env/KEY`` and ``rollout/KEY``: means of the numbers in ``Trajectory.info``, over the samples that have them.
-    ``agent/AGENT/score``: the mean score of each agent, where the policy plays several."""
+    ``agent/AGENT/score``: the mean score of each agent, if the policy plays several."""
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (t for group in groups for t in group.trajectories):
         for name, value in trajectory.info.items():
@@ -141,11 +142,11 @@ def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def failure_metrics(groups: Iterable[Group], failed: float, step_sources: Mapping[str, float]) -> dict[str, float]:
-    """``reward/mean_with_failed``: the mean reward where failed samples count with the lowest reward, which is at most
-    0. The mean of the other samples rises if a policy makes its reward fail where it would be low.
+    """``reward/mean_with_failed``: the mean reward if failed samples count with the lowest reward, which is at most 0.
+    The mean of the other samples alone would rise if a policy made its reward fail for answers with a low reward.
 
     Args:
-        step_sources: ``RunOptions.step_sources``, whose rewards are no part of ``Trajectory.reward``.
+        step_sources: ``RunOptions.step_sources``, whose rewards are not part of ``Trajectory.reward``.
     """
     scored = [t for group in groups for t in group.trajectories if t.reward is not None]
     rewards = [math.fsum((t.reward or 0.0, *step_rewards_of(t, step_sources).values())) for t in scored]
@@ -158,7 +159,7 @@ def failure_metrics(groups: Iterable[Group], failed: float, step_sources: Mappin
 def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values, over the samples to which the source
     applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is 1 or 0).
-    The source ``env`` stands for the environment; its value is the sum of the rewards of a sample's turns."""
+    The source ``env`` is the environment. Its value is the sum of the rewards of a sample's turns."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     infos: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (t for group in groups for t in group.trajectories):

@@ -1,13 +1,13 @@
-"""``timeline.json``: when the driver, the samples and the rewards did what, for ui.perfetto.dev and other viewers.
-Without a timeline, nothing is recorded.
+"""``timeline.json``: the activities of the driver, the samples and the rewards over time, for ui.perfetto.dev and other
+viewers. Without a timeline, nothing is recorded.
 
 The file is in the Trace Event Format: a JSON array with one event per line. The format allows an array without its end,
 so the file of a killed run can be opened. A resume appends to the file. A slice is written when it ends, as one event
 with its duration, which all viewers read alike (speedscope does not pair events of a begin and an end with other
 arguments).
 
-Slices on one track are nested, and no two begin in the same microsecond. What is under way at the same time is on
-different tracks: a slice that is not inside another one gets the first track of its kind that is free.
+Slices on one track are nested, and no two begin in the same microsecond. Concurrent slices are on different tracks. A
+slice that is not inside another one gets the first free track of its kind.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class Slice:
         return _NO_SLICE
 
     def add(self, **arguments: Any) -> None:
-        """Further arguments, which the viewers show with the slice."""
+        """Add arguments, which the viewers show with the slice."""
 
 
 _NO_SLICE = nullcontext(Slice())
 
 
 class Timeline:
-    """What a run calls to record when it did what. This class is for runs without a timeline: it records nothing."""
+    """The interface by which a run records its activities. This class is for runs without a timeline: it records
+    nothing."""
 
     def step(self, step: int | None) -> None:
         """``step`` begins; None: the last step has ended."""
@@ -50,11 +51,11 @@ class Timeline:
         return _NO_SLICE
 
     def slice(self, kind: Kind, name: str, **arguments: Any) -> AbstractContextManager[Slice]:
-        """A block that may run while others do."""
+        """A block that may run concurrently with others."""
         return _NO_SLICE
 
     def instant(self, name: str, **arguments: Any) -> None:
-        """Something that takes no time."""
+        """An event without duration."""
 
     def close(self) -> None:
         """Complete the file."""
@@ -99,7 +100,7 @@ class TimelineFile(Timeline):
     Args:
         start: number of this start of the run, from 1.
         steps: number of steps that are written. After them the file is complete.
-        note: called with the reason, if the file cannot be written. The run goes on.
+        note: called with the reason if the file cannot be written. The run continues.
         clock: nanoseconds since 1970.
     """
 
@@ -118,7 +119,7 @@ class TimelineFile(Timeline):
         self._free: defaultdict[Kind, list[int]] = defaultdict(list)
         self._tracks: Counter[Kind] = Counter()
         self._open: defaultdict[tuple[Kind, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
-        """Slices under way, by track: (begin, name, arguments)."""
+        """Open slices by track: (begin, name, arguments)."""
         self._latest: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         """Microseconds of the latest begin or end of a slice, by track."""
         self._lines: list[str] | None = []
@@ -131,7 +132,7 @@ class TimelineFile(Timeline):
             self._event("M", kind, 0, name="process_sort_index", args={"sort_index": self._process(kind)})
         for kind in ("driver", "events"):
             self._event("M", kind, 0, name="thread_name", args={"name": kind})
-        # A write gives up Python's lock. On the event loop, every sample would then wait for the main thread.
+        # A write releases Python's lock. On the event loop, every sample would then wait for the main thread.
         self._writer = threading.Thread(target=self._write_often, name="rlhf-timeline", daemon=True)
         self._writer.start()
 
@@ -190,7 +191,7 @@ class TimelineFile(Timeline):
 
     @contextmanager
     def on_track(self, kind: Kind, track: int, name: str, arguments: dict[str, Any]) -> Iterator[Slice]:
-        """A slice on a track that is free, or inside the latest slice of the track."""
+        """A slice on a free track, or inside the latest slice of the track."""
         slice = _FileSlice(self, kind, track)
         self._begin(kind, track, name, self._arguments(arguments))
         try:
@@ -230,7 +231,7 @@ class TimelineFile(Timeline):
     def _line(self, phase: str, kind: Kind, track: int, fields: dict[str, Any], time: int | None = None) -> str:
         microseconds = self._time_us() if time is None else time
         process = self._process(kind)
-        thread = process * 1_000_000 + track  # of no other track, and not that of a process: viewers expect both
+        thread = process * 1_000_000 + track  # different from every other track and process: viewers require both
         event = {"ph": phase, "pid": process, "tid": thread, "ts": microseconds, "cat": kind, **fields}
         return f"{_ENCODER.encode(event)},\n"
 
@@ -257,7 +258,7 @@ class TimelineFile(Timeline):
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open the file for further events: the end of the array and an incomplete last line are removed."""
+    """Open the file to append events. The end of the array and an incomplete last line are removed."""
     file = path.open("r+b" if path.exists() else "w+b")
     size = file.seek(0, 2)
     file.seek(max(0, size - 2**16))

@@ -23,11 +23,11 @@ LOCK = ".lock"
 
 
 class BusyFolderError(ConfigError):
-    """Another run is at work in the folder, or finished a step there."""
+    """Another run uses the folder, or finished a step there."""
 
 
 class FolderLock:
-    """Held from construction to :meth:`release` or the end of the process. Raises BusyFolderError where another run
+    """Held from construction to :meth:`release` or the end of the process. Raises BusyFolderError if another run
     holds it.
 
     It is a POSIX record lock. Unlike ``flock``, it is not inherited by forked worker processes, which may outlive a
@@ -60,8 +60,8 @@ class FolderLock:
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Raises ConfigError where another run holds ``folder``, or it cannot be locked. Takes no lock and writes
-        nothing."""
+        """Raises ConfigError if another run holds ``folder``, or if the folder cannot be locked. Takes no lock and
+        writes nothing."""
         cls._require_other(folder)  # first: closing a descriptor releases this process's own lock
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)

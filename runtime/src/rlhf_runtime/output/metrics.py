@@ -16,7 +16,8 @@ from rlhf_runtime.checkpoint.json_values import dumps, loads
 TIME = "time/"
 """Keys with this prefix hold wall times in seconds."""
 MEASURED = (TIME, "throughput/", "memory/")
-"""Prefixes of keys whose values differ between two runs of one seed. All other values of a line are reproducible."""
+"""Prefixes of keys whose values differ between two runs with the same seed. All other values of a line are
+reproducible."""
 
 
 class MetricsLog:
@@ -27,8 +28,8 @@ class MetricsLog:
         self._last: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of ``step`` and force it to the disk. Raises CheckpointError where ``step`` is not larger than
-        the last one."""
+        """Write the line of ``step`` and force it to the disk. Raises CheckpointError if ``step`` is not larger than
+        the last step."""
         if self._last is None:
             if self.path.exists() and self.path.read_bytes()[-1:] not in (b"\n", b""):
                 raise CheckpointError(f"{self.path} ends in the middle of a line; cut() it back to a checkpoint first.")
@@ -48,13 +49,14 @@ class MetricsLog:
         self._last = step
 
     def missing(self, step: int) -> str:
-        """Which of the steps 1 .. ``step`` have no line, as text for a message; empty where every step has one."""
+        """The steps in 1 .. ``step`` that have no line, as text for a message; empty if every step has a line."""
         steps = {line["step"] for line in read_metrics(self.path)}
         absent = [n for n in range(1, step + 1) if n not in steps]
         return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"
 
     def cut(self, step: int) -> int:
-        """Keep the lines up to ``step``, drop later ones and a half-written last one. Returns how many were dropped."""
+        """Keep the lines up to ``step``. Drop later lines and an incomplete last line. Returns the number of dropped
+        lines."""
         if not self.path.exists():
             return 0
         count = self.path.read_bytes().count(b"\n")
@@ -65,8 +67,8 @@ class MetricsLog:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """All lines of a ``metrics.jsonl``, in order; a half-written last line (of a killed or running process) is left
-    out. Raises CheckpointError naming the line where an earlier one is damaged."""
+    """All lines of a ``metrics.jsonl``, in order. An incomplete last line (of a killed or running process) is left out.
+    Raises CheckpointError if an earlier line is damaged. The error names the line."""
     path = Path(path)
     if not path.exists():
         return []

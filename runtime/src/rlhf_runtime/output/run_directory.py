@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the layout of ``manifest.json``. A reader refuses other versions."""
 OBJECTS = "objects"
-"""The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.object_files`)."""
+"""The folder of rows and models that were passed as Python objects (:mod:`rlhf_runtime.python.object_files`)."""
 _OBJECT_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
 _STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
 _OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
@@ -87,16 +87,16 @@ class RunDirectory:
     def create(
         cls, path: Path | str, resume: bool = False, overwrite: bool = False, locked: bool = False
     ) -> RunDirectory:
-        """Make ``path`` the folder of one run and lock it. An earlier run there is deleted if it finished no step or if
-        ``overwrite`` is set. Only files that runs write are deleted. Without ``overwrite`` the folder ``precomputed``
-        is kept, because the new run can use it.
+        """Create the folder ``path`` for one run and lock it. An earlier run there is deleted if it finished no step or
+        if ``overwrite`` is set. Only files that runs write are deleted. Without ``overwrite`` the folder
+        ``precomputed`` is kept, because the new run can use it.
 
         Args:
             locked: whether the caller holds the lock of ``path``, and releases it.
 
-        Raises ConfigError where another process is running in ``path``; where ``path`` already holds a run and neither
-        ``resume`` nor ``overwrite`` is set; where its content is not recognised as a run; and where ``resume`` is set
-        and it holds no run.
+        Raises ConfigError if another process is running in ``path``, if ``path`` already holds a run and neither
+        ``resume`` nor ``overwrite`` is set, if its content is not recognised as a run, or if ``resume`` is set and it
+        holds no run.
         """
         path = Path(path)
         require_place(path, resume)
@@ -121,7 +121,7 @@ class RunDirectory:
 
     def write_config(self, toml: str) -> None:
         """Write ``config.toml``, the resolved run file. A new run deletes the folder ``objects`` of an earlier run
-        (rows and models given in Python), except the files that the new run reads itself."""
+        (rows and models that were passed as Python objects), except files that the new run reads."""
         write_atomic(self.path / "config.toml", toml)
         files = [] if self.resumed else sorted((self.path / OBJECTS).glob("*"))
         for old in files:
@@ -142,12 +142,12 @@ class RunDirectory:
         write_json(self.path / "manifest.json", {"schema": SCHEMA, "starts": [*self.starts(), start]}, nonfinite="mark")
 
     def write_end(self, status: str, reason: str, notes: Sequence[str] = ()) -> None:
-        """Record in the last start of ``manifest.json`` how it ended. A killed run has no such entry.
+        """Record how the run ended, in the last start of ``manifest.json``. A killed run has no such entry.
 
         Args:
             status: ``finished``, ``stopped`` or ``failed``.
-            reason: the signal, the exhausted patience or the error; empty where the run finished.
-            notes: what the run has said beside its steps.
+            reason: the signal, the exhausted patience or the error; empty if the run finished.
+            notes: the notes that the run has shown.
         """
         path = self.path / "manifest.json"
         manifest = read_json(path)
@@ -161,17 +161,17 @@ class RunDirectory:
         write_json(path, manifest, nonfinite="mark")
 
     def starts(self) -> list[dict[str, Any]]:
-        """The entries of the manifest about the starts before this one."""
+        """The manifest's entries about earlier starts."""
         return _starts(self.path / "manifest.json") if self.resumed else []
 
     @staticmethod
     def last_start(path: Path | str) -> dict[str, Any]:
-        """The manifest's entry about the last start of the run in ``path``; empty where there is no manifest."""
+        """The manifest's entry about the last start of the run in ``path``; empty if there is no manifest."""
         starts = _starts(Path(path) / "manifest.json")
         return starts[-1] if starts else {}
 
     def cut(self, step: int | None) -> None:
-        """Delete what was recorded after the checkpoint of ``step``; called at a resume. None: there is no checkpoint,
+        """Delete the records of steps after the checkpoint of ``step``. Called on resume. None: there is no checkpoint,
         so the records of all steps are deleted."""
         last = -1 if step is None else step
         self.metrics.cut(last)
@@ -217,7 +217,7 @@ class RunDirectory:
         return self.model_of("best")
 
     def exported_best(self) -> int | None:
-        """The step of :attr:`best_model`, None where there is none."""
+        """The step of :attr:`best_model`, None if there is none."""
         file = self.best_model / BEST
         way_out = f"Restore it from a copy, or delete {file.parent}"
         return validated(SavedBest, read_json(file, way_out), file).step if file.is_file() else None
@@ -239,7 +239,7 @@ class RunDirectory:
         note: Callable[[str], None] = warnings.warn,
     ) -> Path:
         """Call ``write`` to fill the export of ``step`` atomically, if it does not exist yet. Only the ``keep`` newest
-        exports are kept (None: all). ``note`` is called with what cannot be deleted."""
+        exports are kept (None: all). ``note`` is called about exports that cannot be deleted."""
         if not self.exports(step).exists():
             publish_folder(self.exports(step), write)
         if keep is not None:
@@ -293,7 +293,7 @@ def _timestamp() -> str:
 
 
 def _starts(manifest: Path) -> list[dict[str, Any]]:
-    """Raises CheckpointError where the manifest is not one of a run."""
+    """Raises CheckpointError if the manifest is not one of a run."""
     if not manifest.exists():
         return []
     way_out = "Restore it from a copy, or delete it: a resume then looks up the commits of hub names again"
@@ -342,8 +342,8 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of the git repository that contains ``folder``, with ``+changes`` where tracked files differ. None outside
-    of a repository, and for a package in ``site-packages``."""
+    """Commit of the git repository that contains ``folder``, with ``+changes`` if tracked files differ. None outside a
+    repository, and for a package in ``site-packages``."""
     if "site-packages" in folder.parts:
         return None
     revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
@@ -374,13 +374,13 @@ def _memory_gib() -> float | None:
 
 
 def _gpus() -> list[str]:
-    """Names and memory as the driver reports them; asking torch would start CUDA in this process."""
+    """Names and memory from the GPU driver. Asking torch would start CUDA in this process."""
     text = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _output(*command: str) -> str:
-    """A program's output. Empty where the program is not installed, fails or hangs: none of these may stop a run."""
+    """A program's output. Empty if the program is not installed, fails or hangs, because this must not stop a run."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

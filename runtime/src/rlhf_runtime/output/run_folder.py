@@ -1,5 +1,5 @@
-"""Which folders a run may use, and what of an earlier run is deleted there. Where ``run.output`` is not set, they are
-``runs/1``, ``runs/2``, ... and the link ``runs/latest`` to the newest of them."""
+"""Checks which folder a run may use, and deletes the files of an earlier run there. If ``run.output`` is not set, runs
+use the folders ``runs/1``, ``runs/2``, ..., and ``runs/latest`` is a link to the newest one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", 
 _RUN_ITEMS = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
 """The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
 REPORT = "report.html"
-"""The page of a run. Files of others have this name too, so it is replaced only where a run wrote it."""
+"""The page of a run. Other programs use this name too, so the file is replaced only if a run wrote it."""
 REPORT_MARK = b'<meta name="generator" content="rlhf report">'
-"""In the head of every such page."""
+"""Mark in the head of every such page."""
 
 
 def is_free(path: Path) -> bool:
-    """Whether a run may start in ``path``: it holds none, or one that finished no step."""
+    """Whether a run may start in ``path``: the folder holds no run, or a run that finished no step."""
     return not _present(path) or (_recognised(path) and not _finished_a_step(path))
 
 
 def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
-    """Raises ConfigError where a run with these options may not use ``path``. Changes nothing."""
+    """Raises ConfigError if a run with these options may not use ``path``. Changes nothing."""
     path = Path(path)
     require_place(path, resume)
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -43,7 +43,7 @@ def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False
 
 
 def require_place(path: Path, resume: bool) -> None:
-    """Raises ConfigError where ``path`` is a file, or there is no run to resume."""
+    """Raises ConfigError if ``path`` is a file, or there is no run to resume."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
     if resume and not _present(path):
@@ -54,7 +54,7 @@ def require_place(path: Path, resume: bool) -> None:
 
 
 def require_free(path: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ConfigError where the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
+    """Raises ConfigError if the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
     present = _present(path)
     if resume or is_free(path):
         return
@@ -82,9 +82,9 @@ def _recognised(path: Path) -> bool:
 
 
 def _finished_a_step(path: Path) -> bool:
-    """Whether a step was recorded or anything was saved. True also where the record is damaged, since it may hold
+    """Whether a step was recorded or anything was saved. Also True if the record is damaged, because it may contain
     steps."""
-    if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():  # a link to a disk that is away
+    if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():  # a link to a missing disk
         return True
     if any((path / "checkpoints").glob("step-*")) or saved_state(path):
         return True
@@ -96,7 +96,7 @@ def _finished_a_step(path: Path) -> bool:
 
 
 def saved_state(path: Path) -> list[str]:
-    """The exports and models in ``path``, which a run cannot have saved without a step."""
+    """The exports and models in ``path``. A run that finished no step cannot have saved any."""
     return [
         str(item.relative_to(path)) for pattern in ("exports/step-*", "model*") for item in sorted(path.glob(pattern))
     ]
@@ -109,7 +109,8 @@ def is_report(page: Path) -> bool:
 
 
 def clear(path: Path, keep: Collection[str]) -> None:
-    """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
+    """Delete the files that a run wrote, except ``keep``. The manifest is deleted last, because it identifies the
+    folder as a run."""
     items = [path / name for name in _RUN_ITEMS if name not in keep] + sorted(path.glob("model-*"))
     items += [page for page in path.glob(REPORT) if page.is_file() and is_report(page)]
     for item in sorted(items, key=lambda item: item.name == "manifest.json"):
@@ -128,7 +129,7 @@ def _present(path: Path) -> list[str]:
 
 
 LATEST = Path("runs/latest")
-"""Value of ``run.output`` where a run file does not set it."""
+"""Value of ``run.output`` if a run file does not set it."""
 
 
 def default_folder(takes_newest: bool) -> Path:
@@ -136,11 +137,11 @@ def default_folder(takes_newest: bool) -> Path:
 
     Args:
         takes_newest: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest
-            one where the run in it finished no step and is no longer running.
+            folder if the run in it finished no step and is no longer running.
 
-    Raises ConfigError where ``runs/latest`` is a folder instead of a link, and holds a run.
+    Raises ConfigError if ``runs/latest`` is a folder instead of a link, and holds a run.
     """
-    if LATEST.is_dir() and not LATEST.is_symlink():  # a run was given it as run.output
+    if LATEST.is_dir() and not LATEST.is_symlink():  # a run had it as run.output
         if not takes_newest and not is_free(LATEST):
             raise ConfigError(
                 f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
@@ -156,11 +157,11 @@ def default_folder(takes_newest: bool) -> Path:
 
 
 def link_latest(folder: Path) -> None:
-    """Make ``runs/latest`` a link to ``folder``. Does nothing where ``folder`` is not one of the numbered folders, or
-    where ``runs/latest`` is a real folder."""
+    """Make ``runs/latest`` a link to ``folder``. Does nothing if ``folder`` is not one of the numbered folders, or if
+    ``runs/latest`` is a real folder."""
     if not _is_linked(folder):
         return
-    link = LATEST.with_name(f".{LATEST.name}-{folder.name}")  # of this run alone, which holds the folder
+    link = LATEST.with_name(f".{LATEST.name}-{folder.name}")  # only this run, which holds the folder, uses this name
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
@@ -177,7 +178,8 @@ def is_latest(folder: Path) -> bool:
 
 
 def check_models(folder: Path, models: Mapping[str, str]) -> None:
-    """Raises ConfigError where the run in ``folder`` becomes ``runs/latest`` and names a model by this link.
+    """Raises ConfigError if the run in ``folder`` becomes ``runs/latest`` and the path of one of its models contains
+    this link.
 
     Args:
         models: {role: path of its model}.
@@ -192,7 +194,7 @@ def check_models(folder: Path, models: Mapping[str, str]) -> None:
 
 
 def _is_linked(folder: Path) -> bool:
-    """Whether ``runs/latest`` is a link to the run in ``folder`` while it is the newest."""
+    """Whether ``runs/latest`` links to the run in ``folder`` while that run is the newest."""
     is_folder = LATEST.exists() and not LATEST.is_symlink()
     return folder.parent == LATEST.parent and folder.name.isdecimal() and not is_folder
 

@@ -1,6 +1,6 @@
-"""What ``rlhf.train`` takes as ``reward`` and ``observers``: references, classes and instances of components, and plain
-functions (:mod:`rlhf.plugins.functions` has the forms of reward functions). They are registered as plugins of the run
-and selected by name, like any other.
+"""The arguments ``reward`` and ``observers`` of ``rlhf.train``: references, classes and instances of components, and
+plain functions (:mod:`rlhf.plugins.functions` has the forms of reward functions). They are registered as plugins of the
+run and selected by name, like other plugins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf.plugins.reward_functions import reward_of_function
 def reward_entries(plugins: Plugins, rewards: Any) -> list[Entry]:
     """The ``[[reward]]`` sections of the run file for ``rewards``: one reward, a list, or {name: reward}.
 
-    Raises ConfigError where an item is not a reward, or two have the same name.
+    Raises ConfigError if an item is not a reward, or two have the same name.
     """
     entries: list[Entry] = []
     for name, item in named_items(rewards, "reward"):
@@ -50,7 +50,7 @@ def _reward(plugins: Plugins, name: str | None, item: Any) -> Entry:
 
 
 def reward_class(function: Callable[..., Any], name: str | None = None) -> type[Reward]:
-    """A Reward class that calls ``function``. Raises ConfigError where its parameters match no form."""
+    """A Reward class that calls ``function``. Raises ConfigError if its parameters match no form."""
     function_name = getattr(function, "__name__", type(function).__name__)
     label = f"reward function {function_name!r}"
     form = form_of_function(function)
@@ -146,10 +146,10 @@ def plugin_name(text: str) -> str:
 def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[str, Any]]:
     """Turns a component class or instance into (a named class, its options).
 
-    The class made from an instance builds components that share the attributes of that instance, in this process.
+    If ``component`` is an instance, the class builds components that share its attributes, in this process.
 
     Args:
-        name: name of the class; None: the component's own name, or that of the Python class.
+        name: name of the class; None: the component's own name, or the name of the Python class.
     """
     cls: Any = component if isinstance(component, type) else type(component)
     final_name = plugin_name(name or cls.name or cls.__name__)
@@ -166,9 +166,9 @@ def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[s
 
 
 def named_items(items: Any, argument: str) -> list[tuple[str | None, Any]]:
-    """A list of (name or None, item) from what was given: one item, a list, or {name: item}.
+    """A list of (name or None, item) from one item, a list, or {name: item}.
 
-    Raises ConfigError where a name is not text, or the list is empty.
+    Raises ConfigError if a name is not text, or the list is empty.
     """
     if isinstance(items, Mapping):
         for name in items:

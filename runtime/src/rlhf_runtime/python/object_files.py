@@ -1,7 +1,7 @@
-"""Writes rows and models that are given as objects to the folder ``objects`` of a run, which reads them like any file.
+"""Writes rows and models that are passed as objects to the folder ``objects`` of a run, which reads them like any file.
 
-Names hold a hash of the content, so a resume that is given the same objects finds the same files. So would another
-start in that folder: the folder is locked from the first file on.
+File names contain a hash of the content, so a resume with the same objects uses the same files. Another start in the
+same folder would use them too, so the folder is locked before the first file is written.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class ObjectFiles:
         self._made_folders = [f for f in (self.output / OBJECTS, self.output, *self.output.parents) if not f.exists()]
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
-        """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, anything else as
+        """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, other data as
         jsonl. An iterable is read once, to its end. Missing values of a pandas frame are null.
 
         Args:
             name: ``train`` or ``eval``, for messages and the file's name.
 
-        Raises DataError where there are no rows, or a row is not a dict of JSON values.
+        Raises DataError if there are no rows, or a row is not a dict of JSON values.
         """
         if is_dataset(data):
             return self._keep(name, "", lambda path: save_dataset(data, path))
@@ -61,15 +61,15 @@ class ObjectFiles:
     def model(self, model: Any, tokenizer: Any) -> str:
         """Saves a model and its tokenizer with transformers and returns the path of the folder.
 
-        Raises ConfigError where the object is not a transformers model, has adapters, or comes without a tokenizer.
+        Raises ConfigError if the object is not a transformers model, has adapters, or comes without a tokenizer.
         """
         check_model(model, tokenizer)
         return self._keep("model", "", lambda path: save_model(model, tokenizer, path))
 
     def remove(self) -> None:
-        """Delete the files that were written, and the folders that were made for them if they are empty. The folder to
-        which ``runs/latest`` links stays for the next start, and so does what cannot be deleted: on NFS, a model that
-        this process has open. Called while the folder is locked."""
+        """Delete the files that were written, and the folders that were created for them if they are empty. The folder
+        to which ``runs/latest`` links is kept for the next start. Files that cannot be deleted are kept too, such as a
+        model on NFS that this process has open. Called while the folder is locked."""
         for path in self._new:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         if self.output in self._made_folders and not is_latest(self.output):  # the lock's file keeps its folder
@@ -94,7 +94,7 @@ class ObjectFiles:
             digest = write(path)
             target = folder / f"{name}-{digest[:DIGITS]}{suffix}"
             if not target.exists():
-                sync_tree(place)  # the name says that the content is whole
+                sync_tree(place)  # the final name means that the content is complete
                 os.rename(path, target)
                 self._new.append(target)
         finally:
@@ -115,8 +115,8 @@ def is_frame(data: object) -> bool:
 
 
 def frame_rows(frame: Any) -> Iterator[dict[Any, Any]]:
-    """The rows of a pandas frame, without its index. A missing value (NaN, NA, NaT) is None, and an array of one
-    dimension, as pandas reads the lists of a parquet file, is a list."""
+    """The rows of a pandas frame, without its index. A missing value (NaN, NA, NaT) becomes None. A one-dimensional
+    array becomes a list, because pandas reads lists in parquet files as arrays."""
     pandas = sys.modules["pandas"]
 
     def cell(value: Any) -> Any:
@@ -174,8 +174,8 @@ def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
 
 
 def json_value(value: Any, location: str) -> Any:
-    """Returns ``value`` if JSON reads it back unchanged; an image (of PIL, an array of pixels, a file's bytes) as a
-    ``data:`` URL. Raises DataError otherwise."""
+    """Returns ``value`` if JSON reads it back unchanged. An image (a PIL image, an array of pixels, a file's bytes)
+    becomes a ``data:`` URL. Raises DataError for other values."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -201,7 +201,7 @@ def json_value(value: Any, location: str) -> Any:
 
 
 def check_model(model: Any, tokenizer: Any) -> None:
-    """Raises ConfigError where a model object cannot be saved so that a run can use it."""
+    """Raises ConfigError if a model object cannot be saved in a form that a run can use."""
     label = f"model: a {type(model).__name__} object"
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What ``rlhf.train`` returns: how the run ended, its metrics, its model."""
+"""The result of ``rlhf.train``: how the run ended, its metrics, its model."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class MetricRows(list[dict[str, Any]]):
         return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def _headline(self) -> list[str]:
-        """The metrics that the progress line shows and some row has."""
+        """The metrics of the progress line that occur in a row."""
         columns = {name for row in self for name in row}
         return [name for names in HEADLINE.values() if (name := next((n for n in names if n in columns), None))]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run that is over."""
+    """The result of a run."""
 
     status: Literal["finished", "stopped"]
     """``stopped``: the run ended before its last step and saved a checkpoint. A failed run raises its error instead."""
     reason: str
-    """Why the run stopped: the signal, an observer's reason, or evaluations without improvement. Empty where it
+    """The reason why the run stopped: the signal, an observer's reason, or evaluations without improvement. Empty if it
     finished."""
     output: Path
     """The run's folder: ``config.toml``, ``manifest.json``, ``metrics.jsonl``, checkpoints, samples and the model."""
@@ -88,7 +88,7 @@ class Result:
             prompts: texts, or conversations as lists of ``{role, content}``. The template and the system message of
                 the run are applied to them. ``data.input_template`` is not applied, because it needs columns.
             max_new_tokens: maximum tokens of each answer; None: as in training.
-            temperature: 0 always takes the likeliest token.
+            temperature: 0 always takes the most likely token.
 
         Raises ConfigError, DataError or RolloutError.
         """

@@ -1,4 +1,4 @@
-"""``rlhf.train``: arguments and objects become a run file, which is loaded, checked and run as by the command."""
+"""``rlhf.train``: converts arguments and objects to a run file, which is loaded, checked and run like the command."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ R = TypeVar("R")
 
 
 def only_known(function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps ``function``. The result raises ConfigError in place of TypeError for a keyword that ``function`` does not
-    have, and for an argument that must be given by its name."""
+    """Wraps ``function``. The result raises ConfigError instead of TypeError for an unknown keyword, and for a
+    positional argument that must be a keyword."""
     parameters = inspect.signature(function).parameters
     by_place = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
 
@@ -71,7 +71,7 @@ def _hint(name: str, arguments: tuple[str, ...], algorithm: Any) -> str:
 
 Path_ = str | os.PathLike[str]
 PLACEHOLDER = "(given as an object)"
-"""Stands for the path of a file that is not written yet."""
+"""Placeholder for the path of a file that is not written yet."""
 
 
 @only_known
@@ -101,20 +101,20 @@ def train(
 
     Args:
         algorithm: name of the algorithm's plugin.
-        model: a folder or a hub name; or a loaded model of transformers. An object is saved once to ``objects/`` of the
-            run's folder and read from there; the object itself is not trained.
-        tokenizer: the tokenizer of a model that is given as an object.
+        model: a folder, a hub name, or a loaded transformers model. An object is saved once to ``objects/`` in the
+            run's folder and read from there. The object itself is not trained.
+        tokenizer: the tokenizer of a model that is passed as an object.
         data: rows to train on: paths of files, a list of dicts, a ``datasets.Dataset``, a pandas frame, or any iterable
-            of dicts. Objects are written once to ``objects/`` of the run's folder before the run starts; an iterable is
-            read to its end. The run reads that file, so the order of rows, a resume and ``rlhf train
-            OUTPUT/config.toml`` work as with a file. Allowed values are those of JSON: text, numbers, booleans, None,
-            lists and dicts.
+            of dicts. Objects are written once to ``objects/`` in the run's folder before the run starts. An iterable is
+            read to its end. The run reads that file, so the order of rows, a resume and
+            ``rlhf train OUTPUT/config.toml`` work as with a file. Allowed values are those of JSON: text, numbers,
+            booleans, None, lists and dicts.
         eval_data: held-out rows, in the same forms.
         reward: one reward, a list, or {name: reward}: a function ``f(prompt, completion, row)`` or ``f(completions,
             **columns)`` (:mod:`rlhf.plugins.functions`), a Reward class or instance, or a reference
-            (``"math"``, ``"file:reward.py"``). A plain ``def`` is copied into worker processes, which are killed at its
-            deadline, so changes that it makes to variables are not visible in this process. An ``async def`` is called
-            in this process. Weights are options: ``{"reward.NAME.weight": 0.5}``.
+            (``"math"``, ``"file:reward.py"``). A plain ``def`` is copied to worker processes, which are killed at its
+            deadline. Changes that it makes to variables are not visible in this process. An ``async def`` is called in
+            this process. Weights are options: ``{"reward.NAME.weight": 0.5}``.
         observers: a list of functions ``f(step, metrics, control)``, Observer classes or instances, and names.
         steps: number of steps; None: ``run.epochs`` passes over the data.
         output: the run's folder; None: the next of ``runs/1``, ``runs/2``, ...
@@ -123,8 +123,8 @@ def train(
         options: {dotted name: value} of any option of the run file, named as on the command line.
         run_file: a TOML file; the other arguments override its options.
 
-    Raises the errors of :mod:`rlhf.errors`: errors of the configuration before anything starts; the error that ended
-    the run where it failed.
+    Raises the errors of :mod:`rlhf.errors`: errors of the configuration before anything starts, or the error that ended
+    the run.
     """
     exempt_loopback()
     plugins = Plugins.discover()
@@ -157,14 +157,14 @@ def train(
 
 
 class Objects:
-    """The data and the model of a run. Those given as objects are written to files."""
+    """The data and the model of a run. Objects are written to files."""
 
     def __init__(self, model: Any, tokenizer: Any, data: Any, eval_data: Any) -> None:
         self._tokenizer = tokenizer
         self._model = None if _is_path(model) else model
         self._rows = {"train": data, "eval": eval_data}
         self.paths: dict[str, Any] = {"policy.model": os.fspath(model) if _is_path(model) else model and PLACEHOLDER}
-        """{option: value}: the path where a path was given, and :data:`PLACEHOLDER` for objects."""
+        """{option: value}: the path, or :data:`PLACEHOLDER` for objects."""
         if tokenizer is not None and self._model is None:
             raise ConfigError(
                 f"tokenizer: given beside {'the path of a model' if model else 'no model'}; a run takes the tokenizer "
@@ -180,8 +180,8 @@ class Objects:
 
     @contextmanager
     def write(self, config: RunFile) -> Iterator[dict[str, Any]]:
-        """Writes the files and yields the options that name them. The run's folder is locked from before the first
-        file until the run has ended. The files are deleted if the run does not start.
+        """Writes the files and yields the options that name them. The run's folder is locked before the first file is
+        written, until the run has ended. The files are deleted if the run does not start.
 
         Raises ConfigError (the run's folder is not free), DataError.
         """
@@ -209,7 +209,8 @@ class Objects:
 
 
 def _lock_folder(run: RunSection, has_output: bool) -> tuple[str, ObjectFiles, FolderLock]:
-    """The run's folder, made and locked. Where the user named none and another start was faster, it is the next one."""
+    """Create and lock the run's folder. If the user named none and another run has just taken the name, the next name
+    is used."""
     while True:
         output = run.output if has_output else str(default_folder(run.resume or run.overwrite))
         try:
@@ -223,7 +224,7 @@ def _lock_folder(run: RunSection, has_output: bool) -> tuple[str, ObjectFiles, F
 
 
 def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:
-    """Arguments and options as flags of the command. Raises ConfigError where a name is given twice or is not text."""
+    """Arguments and options as flags of the command. Raises ConfigError if a name occurs twice or is not text."""
     for key in options:
         if not isinstance(key, str):
             raise ConfigError(f"options: a name is text like 'trainer.lr', got {brief(key)}")
@@ -237,7 +238,7 @@ def _is_path(value: object) -> bool:
 
 
 def _paths(name: str, rows: Any) -> list[str]:
-    """The paths, where paths were given, else an empty list. Raises ConfigError where the argument cannot hold rows."""
+    """The paths, if ``rows`` are paths, else an empty list. Raises ConfigError if the argument cannot be rows."""
     if _is_path(rows):
         return [os.fspath(rows)]
     if isinstance(rows, Sequence) and rows and all(map(_is_path, rows)):

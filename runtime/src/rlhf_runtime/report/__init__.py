@@ -1,1 +1,1 @@
-"""What a run recorded in its folder, read back; and the page that shows it."""
+"""Reads the records in a run's folder, and writes the page that shows them."""

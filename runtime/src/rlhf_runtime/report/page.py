@@ -1,5 +1,5 @@
-"""One HTML file about runs, which opens without a network and without a server. It shows all samples of a small run;
-of a large one those that say most."""
+"""One HTML file about runs, which opens without a network and without a server. It shows all samples of a small run,
+and a selection of the samples of a large run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOST_PROBLEMS = 30
 def report(runs: Sequence[Path], page: Path) -> None:
     """Write the page about ``runs``. After a crash the file is complete or absent.
 
-    Raises ConfigError where a folder holds no run, or ``page`` is a file that is not such a page.
+    Raises ConfigError if a folder holds no run, or ``page`` is a file that is not such a page.
     """
     records = [RunRecord.read(run) for run in runs]
     check_page(page)
@@ -61,7 +61,7 @@ def report(runs: Sequence[Path], page: Path) -> None:
 
 
 def check_page(page: Path) -> None:
-    """Raises ConfigError where ``page`` cannot be written, or is a file of something else."""
+    """Raises ConfigError if ``page`` cannot be written, or is a file that is not such a page."""
     if page.is_dir() or not page.parent.is_dir():
         raise ConfigError(f"the page cannot be written to {page}: name a file in a folder that exists.")
     if page.exists() and not is_report(page):
@@ -69,8 +69,8 @@ def check_page(page: Path) -> None:
 
 
 def script_json(value: Any) -> bytes:
-    """JSON that can stand in a ``<script>`` element: nothing in it ends the element or begins a comment. Half
-    characters, which models do sample, are escaped."""
+    """JSON that is safe in a ``<script>`` element: nothing in it ends the element or begins a comment. Lone surrogates,
+    which models do sample, are escaped."""
     form: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     try:
         text = json.dumps(value, **form)
@@ -80,7 +80,7 @@ def script_json(value: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with the names of numbers that JSON cannot hold in place of them."""
+    """``value``, with numbers that JSON cannot represent replaced by their names."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -99,7 +99,8 @@ def _filled(texts: dict[str, str | bytes]) -> bytes:
 
 
 def try_report(run: Path, note: Callable[[str], None]) -> Path | None:
-    """Write ``report.html`` in the folder of a run that has ended. Whatever fails is a note: the run is over."""
+    """Write ``report.html`` in the folder of a run that has ended. Because the run has ended, failures are only
+    noted."""
     page = run / REPORT
     try:
         report([run], page)
@@ -111,13 +112,15 @@ def try_report(run: Path, note: Callable[[str], None]) -> Path | None:
 
 T = TypeVar("T")
 SAMPLES, TOKENS, CHARACTERS = 2000, 250_000, 6000
-"""Samples of all runs; tokens of them that are shown with their values; characters of one text."""
+"""Limits: samples of all runs, tokens that are shown with their values, characters of one text."""
 IMAGES, PIXELS = 300, 400
-"""Different images of all runs, and the width or height of one. Of further images the page shows the size only."""
+"""Limits: different images of all runs, and width or height of an image. The page shows only the size of further
+images."""
 STEPS, EVALUATIONS, ANSWERS = 2000, 8, 100
-"""Steps of a run among whose samples the page chooses; its evaluations, and answers of one of them."""
+"""Limits: steps of a run from which samples are chosen, evaluations of a run, answers of an evaluation."""
 SHARES = (0.2, 0.3)
-"""Parts of the samples: of the first and last step, of prompts that came twice. The others are drawn at random."""
+"""Shares of the samples that are from the first and last step, and from prompts that occurred twice. The others are
+drawn at random."""
 
 NO_POLICY = (
     "The log-probs of the policy are not recorded, as nothing needed them before the update: it has one optimizer "
@@ -148,15 +151,15 @@ class ShownSamples:
         self.prompts: dict[tuple[str, tuple[int, ...]], int] = {}
         """{(text of a prompt, numbers of its images): its number}."""
         self.images: list[str] = []
-        """A ``data:`` URL of each image, by its number. Empty: it is not shown."""
+        """A ``data:`` URL of each image, by number. Empty: the image is not shown."""
         self._numbers: dict[str, int] = {}
         """{hash of an image: its number}."""
         self._max_samples, self._tokens = SAMPLES // runs, TOKENS // runs
 
     def samples(self, record: RunRecord, number: int) -> dict[str, Any]:
-        """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
-        here; ``with_tokens``: samples that have their tokens; ``texts`` of tokens, by their ids; ``note`` about the
-        numbers of tokens."""
+        """``samples`` of the run with this number; ``total``: number of samples that were trained on; ``shown``: number
+        of samples returned; ``with_tokens``: samples with tokens; ``texts`` of tokens by id; ``note`` about the numbers
+        of tokens."""
         steps = recorded_steps(record.path)
         groups = recorded_groups(record, spread(steps, STEPS))
         rows: defaultdict[int, set[int]] = defaultdict(set)
@@ -227,7 +230,8 @@ class ShownSamples:
         return {**values, **{name: value for name, value in extras.items() if value not in ({}, "", None)}}
 
     def _image_number(self, data: str) -> int:
-        """The number of an image, in base64. Samples of a prompt have the same ones, so each is kept once."""
+        """The number of an image, which is in base64. Samples of a prompt have the same images, so each image is kept
+        once."""
         number = self._numbers.setdefault(hashlib.sha256(data.encode()).hexdigest(), len(self.images))
         if number == len(self.images):
             is_shown = number < IMAGES
@@ -247,7 +251,7 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGro
             continue
         numbers = columns["group"]
         starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
-        for first, last in itertools.pairwise([*starts, len(numbers)]):  # nothing in a step without samples
+        for first, last in itertools.pairwise([*starts, len(numbers)]):  # a step without samples has no groups
             if columns["sample"][first] is not None:
                 prompt = (str(columns["source"][first]), columns["row"][first])
                 groups.append(RecordedGroup(step, prompt, range(first, last)))
@@ -255,7 +259,7 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGro
 
 
 def chosen(groups: Sequence[RecordedGroup], limit: int) -> list[RecordedGroup]:
-    """All groups, or about ``limit`` samples of them (:data:`SHARES`), always the same ones."""
+    """All groups, or groups with about ``limit`` samples (:data:`SHARES`). The choice is deterministic."""
     if sum(len(group.rows) for group in groups) <= limit:
         return list(groups)
     shuffled = random.Random(0).sample(groups, len(groups))
@@ -286,14 +290,14 @@ def evaluations(run: Path) -> list[tuple[int, Path]]:
 
 
 def answer_rows(path: Path, size: int) -> set[int]:
-    """At most about :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts, of all its sources.
+    """At most about :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts of each source.
 
     Args:
         size: answers to a prompt.
     """
     try:
         count = path.read_bytes().count(b"\n")
-    except OSError:  # reading the answers says it
+    except OSError:  # reading the answers reports the error
         return set()
     prompts = spread(range(0, count, size), max(1, ANSWERS // size))
     return {line for first in prompts for line in range(first, first + size)}
@@ -306,7 +310,7 @@ def spread(values: Sequence[T], limit: int) -> list[T]:
 
 
 def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
-    """The text of each token, by the ``tokenizer.json`` of the run's model; empty where it cannot be read, which is one
+    """The text of each token, by the ``tokenizer.json`` of the run's model; empty if it cannot be read, which is one
     of the record's problems. Nothing is looked up on a hub, and no code of a model runs."""
     from tokenizers import Tokenizer
 
@@ -323,14 +327,14 @@ def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
             prefix = tokenizer.decode(ids[:1], skip_special_tokens=False)  # a first token may lose its space
             pairs = tokenizer.decode_batch([[ids[0], token] for token in ids], skip_special_tokens=False)
             return {token: pair.removeprefix(prefix) for token, pair in zip(ids, pairs, strict=True)}
-    except Exception as error:  # what the library raises has no class of its own
+    except Exception as error:  # the library raises errors without a specific class
         problem = f"{file}: {error}"
     record.problems.append(f"tokens are shown by their ids: {problem}")
     return {}
 
 
 def _text(content: Any) -> str:
-    """Text, or messages with the name of who speaks before each."""
+    """Text, or messages that each begin with the role."""
     if isinstance(content, str):
         return content
     return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in content)
@@ -345,5 +349,5 @@ def _cut(text: str) -> str:
 
 
 def _short(values: Iterable[float]) -> list[float | None]:
-    """Seven digits, as many as a float32 has; None for what is not finite."""
+    """Values with seven digits, the precision of float32; None for values that are not finite."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]

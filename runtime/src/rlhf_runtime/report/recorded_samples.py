@@ -36,7 +36,7 @@ class RecordedTurn:
     score: float | None = None
     """The environment's score for it, if it gives one."""
     messages: list[dict[str, str]] = field(default_factory=list)
-    """What the text says, by message, if a chat template wrote it."""
+    """The messages in the text, if a chat template wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,41 +54,42 @@ class RecordedSample:
     turns: list[RecordedTurn]
     reward: float | None
     rewards: dict[str, float | None]
-    """By the name of the reward, before its weight; None if it did not apply. ``env``: those of an environment."""
+    """{name of the reward: value before its weight}; None if the reward did not apply. ``env``: rewards of an
+    environment."""
     status: str
     error: str
     length: int
     """Tokens that the policy sampled."""
     info: dict[str, float] = field(default_factory=dict)
-    """Numbers about the sample, by the names of their metrics."""
+    """{name of the metric: number} for the sample."""
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What a reward says beside its value, by its name."""
+    """{name of the reward: further information that it returned}."""
     group_mean: float | None = None
-    """The mean reward of the samples for the same prompt, and of the same agent."""
+    """The mean reward of the samples with the same prompt and agent."""
     agent: str = ""
-    """Whose conversation it is, where the policy plays several agents."""
+    """The agent, if the policy plays several agents."""
 
     @property
     def completion(self) -> str:
-        """Text of everything after the prompt, observations included."""
+        """The whole text after the prompt, including observations."""
         return "".join(turn.text for turn in self.turns)
 
     def value(self, name: str | None) -> float | None:
-        """The value that samples are sorted by: a reward by its name, the length, or for None the total reward."""
+        """The value by which samples are sorted: the reward of that name, the length, or for None the total reward."""
         if name is None:
             return self.reward
         return self.rewards.get(name) if name in self.rewards or name != LENGTH else float(self.length)
 
 
 def recorded_steps(run: Path) -> list[int]:
-    """The steps of which the run holds samples."""
+    """The steps with recorded samples."""
     folder = run / "rollouts"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
 
 
 def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
-    """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
+    """The file of samples, and its step. If there is none, raises ConfigError that names the steps with samples."""
     if run.is_file():
         if step is not None:
             raise ConfigError(f"--step {step}: {run} is one file of samples, without steps. Leave --step out.")
@@ -109,7 +110,7 @@ def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
 def _why_no_samples(record: RunRecord) -> str:
     if not record.lines:
         return "The run has finished no step."
-    if "stream/version" not in record.last:  # every step that was trained on samples has it
+    if "stream/version" not in record.last:  # every step that trained on samples has it
         return f"The algorithm {record.algorithm or 'of the run'} learns from data and samples nothing."
     if record.option("checkpoint.save_rollouts") is False:
         return "The run was told not to write them (checkpoint.save_rollouts = false)."
@@ -124,7 +125,7 @@ def read_samples(path: Path, step: int | None) -> list[RecordedSample]:
 def samples_with_values(
     path: Path, step: int | None, rows: Collection[int] | None = None
 ) -> Iterator[tuple[RecordedSample, Mapping[str, Any]]]:
-    """(sample, everything that is recorded of it) for each row of a file, or for these rows, counted from 0.
+    """(sample, all its recorded values) for each row of a file, or only for ``rows``, counted from 0.
 
     Raises DataError naming a line that is not a sample.
     """
@@ -132,7 +133,7 @@ def samples_with_values(
     try:
         for place, line in recorded(path, rows):
             location = place
-            if line["sample"] is not None:  # a group of which no sample is left
+            if line["sample"] is not None:  # null for a group without samples
                 yield _sample(line, step), line
     except CheckpointError as cause:
         raise DataError(f"{cause}. {RECORDED}") from cause
@@ -160,13 +161,13 @@ def check_sort(samples: Sequence[RecordedSample], name: str | None) -> None:
 
 
 def extreme(samples: Sequence[RecordedSample], count: int, by: str | None, best: bool) -> list[RecordedSample]:
-    """The ``count`` best or worst of the samples that have the value. Equal samples keep the order of the file."""
+    """The ``count`` best or worst samples among those that have the value. Equal samples keep the order of the file."""
     valued = [(value, sample) for sample in samples if (value := sample.value(by)) is not None]
     return [sample for _, sample in sorted(valued, key=lambda pair: -pair[0] if best else pair[0])[:count]]
 
 
 def draw_samples(samples: Sequence[RecordedSample], count: int, seed: int) -> list[RecordedSample]:
-    """``count`` samples drawn without replacement, in the order of the file; the same ones for the same seed."""
+    """``count`` samples drawn without replacement, in the order of the file. The same seed draws the same samples."""
     numbers = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
     return [samples[number] for number in sorted(numbers)]
 
@@ -222,8 +223,8 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
 
 
 def _of_environment(turns: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """{"env": the sum of the rewards of the turns}, as the metric reward/env/mean has it; empty where there are none.
-    With ``env.credit = "step"`` the reward of the sample is without it."""
+    """{"env": sum of the rewards of the turns}, as in the metric reward/env/mean; empty if there are none. With
+    ``env.credit = "step"`` the reward of the sample does not include it."""
     rewards = [reward for turn in turns if (reward := _reward(turn.get("reward"))) is not None]
     return {ENV: sum(rewards)} if rewards else {}
 
@@ -248,7 +249,7 @@ def _sizes(turn: Mapping[str, Any]) -> list[str]:
 
 
 def _with_sizes(messages: Sequence[Mapping[str, Any]], sizes: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Messages with content as text, in which each image is one of ``sizes``."""
+    """Messages with text content, in which each image is replaced by one of ``sizes``."""
     rest = iter(sizes)
 
     def text(content: Any) -> Any:

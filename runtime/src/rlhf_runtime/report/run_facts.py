@@ -1,4 +1,4 @@
-"""The facts about a run that the page shows: state, curves, what was left out, options, plugins."""
+"""The facts about a run that the page shows: state, curves, left-out samples, options, plugins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlhf_runtime.report.recorded_samples import as_number
 from rlhf_runtime.report.run_record import RunRecord, value_text
 
 POINTS = 2000
-"""Largest number of points of a curve. Where there are more steps, a point is the mean of several."""
+"""Largest number of points of a curve. If there are more steps, a point is the mean of several steps."""
 SLICES = 20_000
 """Largest number of slices of a timeline; the longest are shown."""
 OF_A_CALL = ("run.output", "run.resume", "run.overwrite")
-"""Options about one call of `rlhf train`, which are not shown."""
+"""Options for a single call of `rlhf train`. They are not shown."""
 LEFT_OUT = {
     "stream/filtered": "groups did not pass stream.filter",
     "stream/short": "groups were missing from their batch after all refills",
@@ -41,16 +41,16 @@ LEFT_OUT = {
     "rejection/empty_groups": "groups had no sample that was kept",
     "empty": "steps had nothing to learn from and made no update",
 }
-"""{metric: what its sum over the steps counts}."""
+"""{metric: meaning of its sum over the steps}."""
 LEFT_OUT_SO_FAR = {
     "data/dropped": "rows were longer than data.max_tokens (data.too_long), counted anew in each pass",
     "data/bad_rows": "rows were malformed (data.bad_rows), counted anew in each pass",
 }
-"""{metric that counts since the first step: what}."""
+"""{metric that is a count since the first step: its meaning}."""
 
 
 def run_facts(record: RunRecord) -> dict[str, Any]:
-    """The facts as JSON values; what cannot be read is named in ``problems``."""
+    """The facts as JSON values. ``problems`` names everything that cannot be read."""
     lines = metric_lines(record)
     state, reason = record.state
     sources = record.option("data.train")
@@ -82,7 +82,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
 
 
 def metric_lines(record: RunRecord) -> list[Mapping[str, Any]]:
-    """The lines of ``metrics.jsonl`` that can be read, each of a later step than the one before it."""
+    """The readable lines of ``metrics.jsonl``, with increasing steps."""
     lines: list[Mapping[str, Any]] = []
     wrong = 0
     for line in (record.line(number) for number in range(len(record.lines))):
@@ -97,8 +97,8 @@ def metric_lines(record: RunRecord) -> list[Mapping[str, Any]]:
 
 
 def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``steps``; ``metrics``: {name: a number or None for each of them}; ``every``: how many steps a point is the mean
-    of; ``not_finite``: {name: number of values that no curve can show}."""
+    """``steps``; ``metrics``: {name: a number or None for each step}; ``every``: number of steps that are averaged in a
+    point; ``not_finite``: {name: number of values that no curve can show}."""
     names = {name: None for line in lines for name in line if name != "step"}
     size = math.ceil(len(lines) / POINTS) or 1
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
@@ -120,7 +120,7 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """[metric, count, what] of everything that was left out of training."""
+    """[metric, count, meaning] of everything that was left out of training."""
     sums: defaultdict[str, float] = defaultdict(float)
     for line in lines:
         for name, value in line.items():
@@ -136,7 +136,7 @@ def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _headline(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics that a run shows in its progress."""
+    """The metrics in the progress display of a run."""
     names = {name for line in lines for name in line}
     metrics = (next((name for name in choices if name in names), None) for choices in HEADLINE.values())
     return [name for name in metrics if name is not None]
@@ -169,13 +169,13 @@ def _list(value: Any) -> list[Any]:
 
 
 def _short(value: float) -> float:
-    """Six digits: more cannot be seen in a curve."""
+    """The value with six digits. More cannot be seen in a curve."""
     return float(f"{value:.6g}")
 
 
 def _timeline(record: RunRecord) -> dict[str, Any] | None:
     """``tracks``: [group, track] names; ``slices``: [track, begin, duration (both in microseconds), name, arguments];
-    ``total``: how many there were. None if the run has no timeline."""
+    ``total``: number of slices before the limit. None if the run has no timeline."""
     path = record.path / "timeline.json"
     if not path.is_file():
         return None
@@ -211,7 +211,7 @@ def _timeline(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _events(path: Path) -> Iterator[Any]:
-    """One event a line; None for a line that is no JSON, but the last, which may be half written."""
+    """The event in each line; None for a line that is not JSON, except the last line, which may be incomplete."""
     damaged = False
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -18,7 +18,7 @@ from rlhf_runtime.loop.best_value import BestTracker
 from rlhf_runtime.output.folder_lock import FolderLock
 
 DEPTH = 3
-"""How many levels of folders below the named one are searched for runs."""
+"""Number of levels of folders below the named folder that are searched for runs."""
 STATES = ("running", "finished", "stopped", "failed")
 
 
@@ -33,7 +33,7 @@ class BestEvaluation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory, read once. What is missing or damaged is in :attr:`problems`; everything else can be used."""
+    """A run directory, read once. :attr:`problems` lists missing and damaged parts. Everything else can be used."""
 
     path: Path
     config: Mapping[str, Any]
@@ -41,7 +41,7 @@ class RunRecord:
     starts: Sequence[Mapping[str, Any]]
     """The entries of ``manifest.json``, one for each start of the run; empty if there is none."""
     is_held: bool
-    """Whether a process works in the directory."""
+    """Whether a process holds the directory."""
     problems: list[str] = field(default_factory=list)
     """Sentences, each about one file."""
 
@@ -102,7 +102,7 @@ class RunRecord:
 
     @property
     def plugins(self) -> list[Mapping[str, Any]]:
-        """The plugins of the last start: ``kind``, ``name``, ``distribution``, ``version``, of files ``ref``."""
+        """The plugins of the last start: ``kind``, ``name``, ``distribution``, ``version``; for files ``ref``."""
         plugins = self.start.get("plugins", [])
         return [plugin for plugin in plugins if isinstance(plugin, dict)] if isinstance(plugins, list) else []
 
@@ -145,7 +145,7 @@ class RunRecord:
         tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
         for number, raw in enumerate(self.lines):
             line = self.line(number) if b'"eval/' in raw else {}
-            if line.get("step", 0) > 0:  # step 0 is the model before training: it is in no checkpoint
+            if line.get("step", 0) > 0:  # step 0 is the model before training: no checkpoint contains it
                 try:
                     tracker.update(line["step"], line)
                 except (ConfigError, TypeError, ValueError):  # this evaluation does not have the metric
@@ -156,7 +156,7 @@ class RunRecord:
 
     @property
     def state(self) -> tuple[str, str]:
-        """(one of :data:`STATES`, why; empty if nothing is known)."""
+        """(one of :data:`STATES`, the reason, which is empty if nothing is known)."""
         if self.is_held:
             return "running", _text(self.path / ".lock")
         status = str(self.end.get("status", ""))
@@ -169,7 +169,7 @@ class RunRecord:
 
     @property
     def time(self) -> datetime.datetime:
-        """When the run ended, or where that is not recorded, when its files changed last."""
+        """When the run ended. If that is not recorded, when its files last changed."""
         end = None if self.is_held else _time(self.end.get("time"))
         files = [self.path / name for name in ("metrics.jsonl", "manifest.json", ".lock")]
         newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
@@ -177,11 +177,11 @@ class RunRecord:
 
     @property
     def started(self) -> list[datetime.datetime]:
-        """When each start was, as far as it is recorded."""
+        """The time of each start, if recorded."""
         return [time for start in self.starts if (time := _time(start.get("time"))) is not None]
 
     def line(self, number: int) -> Mapping[str, Any]:
-        """A line of ``metrics.jsonl``, counted from 0. Empty where it cannot be read: see :attr:`problems`."""
+        """A line of ``metrics.jsonl``, counted from 0. Empty if it cannot be read: see :attr:`problems`."""
         location = f"{self.path / 'metrics.jsonl'}:{number + 1}"
         try:
             line = loads(self.lines[number].decode("utf-8", errors="replace"), location)
@@ -193,7 +193,7 @@ class RunRecord:
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` holds a run, or one that starts now."""
+    """Whether ``path`` holds a run, including a run that is just starting."""
     files = {name: (path / name).is_file() for name in ("config.toml", "manifest.json", "metrics.jsonl")}
     return files["metrics.jsonl"] or (files["config.toml"] and files["manifest.json"]) or FolderLock.is_held(path)
 
@@ -241,7 +241,7 @@ def _no_run(path: Path) -> str:
 
 
 def _tolerant(reader: Callable[[Path], Any], path: Path, absent: Any, problems: list[str]) -> Any:
-    """The result of ``reader``; after an error ``absent``, with a sentence in ``problems``."""
+    """The result of ``reader``. After an error, ``absent``, and a sentence is added to ``problems``."""
     if not path.exists():
         problems.append(f"{path.name} is missing: it is written when the models are loaded.")
         return absent
@@ -268,7 +268,7 @@ def _read_starts(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _time(text: Any) -> datetime.datetime | None:
-    """In the local zone; None if ``text`` is no time."""
+    """The time in the local zone; None if ``text`` is not a time."""
     try:
         return datetime.datetime.fromisoformat(text).astimezone()
     except (ValueError, TypeError):

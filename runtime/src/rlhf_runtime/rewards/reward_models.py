@@ -1,4 +1,4 @@
-"""Gives rewards access to the models that the run holds for them: scores of sequences, and heads at chosen tokens."""
+"""Gives rewards access to their models in the run: scores of sequences, and heads at chosen tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Pass:
-    """The calls that share a forward pass: of one role and head."""
+    """The calls that share a forward pass. They have the same role and head."""
 
     role: str
     head: Head | None
@@ -93,17 +93,18 @@ def batch_calls(
     largest: int | None = None,
     passed: Callable[[int], None] = lambda sequences: None,
 ) -> tuple[ScoreWithRole, ReadRole]:
-    """The same two functions with batching: calls made in one turn of the event loop, or while another forward pass
-    computes, share one forward pass, in micro-batches of the role's token budget. Groups that are scored at the same
-    time therefore share it. Values equal those of separate calls up to rounding.
+    """The same two functions with batching. Calls share one forward pass if they are made in one turn of the event
+    loop, or while another forward pass computes. The pass is computed in micro-batches of the role's token budget. So
+    groups that are scored at the same time share passes. Values equal the values of separate calls up to rounding.
 
-    An invalid call fails alone. Where the model fails, all calls of that pass fail. A call that was cancelled before
-    its pass begins is not computed.
+    An invalid call fails alone. If the model fails, all calls of the pass fail. A call that was cancelled before its
+    pass begins is not computed.
 
     Args:
         wait: seconds that the first call of a pass waits for others, unless the pass is full.
-        largest: most sequences of a pass; None: no limit. A call is not divided, so a larger one has a pass to itself.
-        passed: told the number of sequences of each pass, before it begins.
+        largest: largest number of sequences in a pass; None: no limit. A call is not divided, so a larger call has a
+            pass to itself.
+        passed: called with the number of sequences of each pass, before the pass begins.
     """
     open_: list[_Pass] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -147,7 +148,7 @@ def batch_calls(
     async def join(
         role: str, head: Head | None, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], images: Images
     ) -> list[Any]:
-        if images and len(images) != len(ids):  # else those of other calls would be at the wrong sequences
+        if images and len(images) != len(ids):  # else images of other calls would be assigned to the wrong sequences
             raise RewardError(f"{len(ids)} sequences and images of {len(images)}")
         loop = asyncio.get_running_loop()
         forward = next((p for p in open_ if p.role == role and p.head is head and not p.full.is_set()), None)

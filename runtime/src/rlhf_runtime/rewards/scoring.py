@@ -2,9 +2,9 @@
 
 For a trajectory with reward sources k (weights w_k) that returned a result for it::
 
-    reward = sum_k w_k (value_k + sum of steps_k, where credit_k is "outcome")
-             + sum of the environment's turn rewards, where its credit is "outcome"
-    score  = sum_k w_k (score_k, where given, else value_k + sum of all steps_k)
+    reward = sum_k w_k (value_k + sum of steps_k, if credit_k is "outcome")
+             + sum of the environment's turn rewards, if its credit is "outcome"
+    score  = sum_k w_k (score_k, if returned, else value_k + sum of all steps_k)
              + the last turn score of the environment, else the sum of its turn rewards
 
 ``value`` and ``steps`` of one source are added, so a source whose value already is the sum of its steps must leave one
@@ -45,8 +45,8 @@ CALLS = 64
 class ActiveReward:
     """One ``[[reward]]`` section, resolved.
 
-    Raises ConfigError for a plain ``def score`` that needs models or keeps state and for a teacher with options of a
-    reward, RewardError for a plain ``def score`` that cannot be copied to its worker processes.
+    Raises ConfigError for a plain ``def score`` that needs models or keeps state, and for a teacher with options of a
+    reward. Raises RewardError for a plain ``def score`` that cannot be copied to its worker processes.
     """
 
     name: str
@@ -110,7 +110,7 @@ class RewardCall:
 
     reward: str
     group: Group
-    """The samples of the call: those of a prompt, or one."""
+    """The samples of the call: all samples of a prompt, or one sample."""
     seconds: float
     """From the start of the call to its result, its failure or its deadline. Waiting for a free call does not count."""
     results: list[RewardResult | str]
@@ -120,7 +120,7 @@ class RewardCall:
 class Scorer:
     """Call ``setup`` once, ``score`` for each group (any number concurrently) and ``close`` at the end.
 
-    Raises ConfigError where two sources have the same name.
+    Raises ConfigError if two sources have the same name.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Scorer:
         self._score_with_role, self._read_role, self._tokens, self._seed = score_with_role, read_role, tokens, seed
         self._turn_credit = turn_credit
         self.calls: list[RewardCall] | None = None
-        """A list gets every call; None: calls are not recorded."""
+        """The recorded calls; None: calls are not recorded."""
         size = workers or min(4, usable_cores())
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
@@ -163,15 +163,16 @@ class Scorer:
         await asyncio.gather(*(self._start(pool) for pool in self._pools.values()))
 
     async def score(self, group: Group, trained_on: bool = True) -> None:
-        """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already. One that has a
-        reward, by its rollout, is read by teachers only.
+        """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already. If its rollout
+        gave a trajectory a reward, only teachers read it.
 
         Args:
             trained_on: whether a batch will be assembled from the group, which places step rewards at their tokens.
 
-        Where a source fails on a trajectory, the trajectory gets ``status = "failed"`` and ``error``, but no reward and
-        no score. The caller decides what to do with it. A source that raises, exceeds its deadline or returns a wrong
-        number of results fails on all trajectories of that call: the group, or one (``Reward.per_sample``).
+        If a source fails on a trajectory, the trajectory gets ``status = "failed"`` and ``error``, but no reward and no
+        score. The caller decides what to do with it. A source that raises, exceeds its deadline or returns a wrong
+        number of results fails on all trajectories of that call: the whole group, or one trajectory
+        (``Reward.per_sample``).
         """
         live = [t for t in group.trajectories if t.status != "failed"]
         sources = [reward for reward in self.rewards if trained_on or not reward.instance.is_teacher]
@@ -216,7 +217,7 @@ class Scorer:
 
     async def _call(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         """One result or error text per trajectory, after at most ``retries`` further attempts. The texts do not name
-        the sample, because messages about failed samples do."""
+        the sample, because messages about failed samples already name it."""
         results: list[RewardResult | str] = []
         for _ in range(1 + reward.retries):
             clock = _Clock()
@@ -283,11 +284,12 @@ def combine(
     rewards: Sequence[ActiveReward], trajectory: Trajectory, turns_placed: bool = False, steps_placed: bool = True
 ) -> tuple[float | None, float | None]:
     """(reward, score) of a trajectory from the results of its sources and its environment, by the formulas of this
-    module. (None, None), not zero, where there is no result.
+    module. (None, None) if there is no result.
 
     Args:
         turns_placed: whether the environment's turn rewards are placed at their tokens elsewhere.
-        steps_placed: whether the steps of sources with ``credit = "step"`` are, or are read from ``score``.
+        steps_placed: whether the steps of sources with ``credit = "step"`` are placed at their tokens elsewhere, or are
+            read from ``score``.
 
     Each sum is rounded once, so that 0.7 + 0.2 + 0.1 of three sources is exactly 1 for thresholds and filters.
     """

@@ -1,4 +1,5 @@
-"""Which scored groups are trained on: failed and unscored samples are left out, the dynamic filter rejects groups."""
+"""Selects the scored groups to train on. Failed and unscored samples are left out, and the dynamic filter rejects
+groups."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Acceptance:
     filter: FilterSection | None = None
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
     group_min: int = 1
-    """Smallest number of samples in a group, those of all agents that the policy plays together."""
+    """Smallest number of samples in a group, counted over all agents that the policy plays."""
     scored: bool = True
     """Whether samples without a reward are left out."""
     timeline: Timeline = NO_TIMELINE
@@ -32,21 +33,21 @@ class Acceptance:
         return self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20
 
     def new_counts(self, has_demonstrations: bool) -> dict[str, float]:
-        """Zero for everything that :meth:`accept` counts, and for the prompts drawn.
+        """A zero for everything that :meth:`accept` counts, and for the drawn prompts.
 
         Args:
-            has_demonstrations: some groups hold answers of the data (``Needs.demonstration_share``).
+            has_demonstrations: whether some groups contain answers of the data (``Needs.demonstration_share``).
         """
         names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
         names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
         return dict.fromkeys([*names, "demonstrations"] if has_demonstrations else names, 0.0)
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
-        """The part of the group that is trained on; None where the group is rejected. ``counts`` says why. The filter
-        accepts a group if it accepts the samples of one agent."""
+        """The part of the group to train on; None if the group is rejected. The reason is counted in ``counts``. The
+        filter accepts a group if it accepts the samples of one agent."""
         if all(
             t.is_demonstration for t in group.trajectories
-        ):  # the answer stands for the whole group: Needs.demonstration_share
+        ):  # the answer is the whole group: Needs.demonstration_share
             counts["demonstrations"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]
@@ -80,7 +81,7 @@ class Acceptance:
         """Count a group that is not trained on.
 
         Args:
-            samples: those of its samples that are not counted yet.
+            samples: samples of the group that are not counted yet.
         """
         counts["failed_groups" if cause == "failed" else cause] += 1
         counts[f"tokens_{cause}"] += sampled_tokens(samples)

@@ -1,4 +1,4 @@
-"""Batches from samples that go on by themselves, while the policy learns.
+"""Batches from samples that continue while the policy learns.
 
 ::
 
@@ -8,17 +8,18 @@
                                                                                                   pending groups
                                                                   take(step): one batch ◄── submission or completion
 
-Threads: samples run on the event loop (:class:`rlhf_runtime.calls.main_thread.MainThread`), in the background of
-everything that the main thread does. :meth:`start` and :meth:`take` are called on the main thread.
+Threads: samples run on the event loop (:class:`rlhf_runtime.calls.main_thread.MainThread`), in the background of the
+main thread. :meth:`start` and :meth:`take` are called on the main thread.
 
-Back-pressure: a new group is started when a step took its batch, when new weights arrived, and when a group was
-rejected; never beyond the room. So learning waits for samples, samples wait for learning, and nothing is unbounded.
+Back-pressure: new groups are started when a step has taken its batch, when new weights have arrived, and when a group
+was rejected, but never more than the room allows. So learning waits for samples, samples wait for learning, and nothing
+grows without bound.
 
-What a checkpoint holds: the order of rows, and every pending group. A scored group is saved whole; of a group that is
-not scored the turns that were sampled so far are saved, and its rollouts run again with these turns. So each prompt is
-trained on once, rejected by a named rule, or still to come.
+Checkpoints: a checkpoint contains the order of rows and every pending group. A scored group is saved completely. A
+group that is not scored is saved with the turns sampled so far, and its rollouts run again with these turns. So each
+prompt is trained on once, rejected by a named rule, or still to come.
 
-A curriculum chooses rows and is told of groups on the event loop (:class:`ChosenRows`).
+A curriculum is called on the event loop, to choose rows and to receive results of groups (:class:`ChosenRows`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from rlhf_runtime.samples.stream import ReadyBatch, Stream
 
 T = TypeVar("T")
 LOOK = 1.0
-"""Seconds between two looks for dead engines, while a batch is waited for."""
+"""Seconds between two checks for dead engines while a step waits for its batch."""
 
 AT_ONCE = 64
 """Groups that are started before other coroutines have a turn, so that a large batch does not block the event loop."""
@@ -58,16 +59,17 @@ RESTARTED = {
     "engine": "tokens_restarted_engine",
     "resume": "tokens_restarted_resume",
 }
-"""{why tokens are sampled again: name of their count}. The first two are of ``Generator.restarted``."""
+"""{why tokens are sampled again: name of their count}. The first two reasons are from ``Generator.restarted``."""
 COUNTS = ("stale", "tokens_stale", *RESTARTED.values())
 
 
 class ContinuousStream(Stream):
-    """The stream of ``stream.mode = "continuous"``; the module says when groups start and which ones a batch takes.
+    """The stream of ``stream.mode = "continuous"``. The module docstring says when groups start and which groups a
+    batch takes.
 
     Args:
         order: which scored groups a batch takes (``stream.order``).
-        oversample: batches that may be pending at once, at most; None: as many as staleness allows.
+        oversample: largest number of batches that may be pending at once; None: as many as staleness allows.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ContinuousStream(Stream):
         self.chosen_rows = None if row_order is None else ChosenRows(rows, row_order, batch_size)
         """The rows that a curriculum chose, if one decides the order of ``rows``."""
         self.count = count
-        """Shows how many groups are scored of those that a batch waits for."""
+        """Shows how many of the groups that a batch waits for are scored."""
         self.pending = PendingGroups(batch_size, total_steps, staleness, order, oversample)
         self.next_number = 0
         """Number of the next group of the run."""
@@ -109,13 +111,13 @@ class ContinuousStream(Stream):
     # ------------------------------------------------------------------------------ on the main thread
 
     def start(self, step: int) -> None:
-        """Start groups with the new weights. Does not wait for any."""
+        """Start groups with the new weights, without waiting for them."""
         if self._requests is None:
             self.pool.idle()  # the share of idle time counts from here on
         self._run(self._begin())
 
     def take(self, step: int) -> ReadyBatch:
-        """Wait for the batch of ``step``. Raises what a sample raised, if that ends the run."""
+        """Wait for the batch of ``step``. Raises the error of a sample if that error ends the run."""
         if step != self.batches_taken:
             raise TrainingError(
                 f"the batch of step {step} was asked for, but the next one is of step {self.batches_taken}"
@@ -169,7 +171,7 @@ class ContinuousStream(Stream):
         if self._requests is None:
             self._requests = SingleRequests(self.pool, self.rollouts.limit)
             for pending in self.pending:
-                if pending.group is None:  # of the checkpoint that the run continues from
+                if pending.group is None:  # restored from a checkpoint
                     self._launch(pending, self._requests)
         await self._start_groups(self._requests)
 
@@ -212,7 +214,7 @@ class ContinuousStream(Stream):
             await self._start_groups(requests)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # of a sample, or of the row or the curriculum of the next group
+        except Exception as error:  # raised by a sample, or by the row or the curriculum of the next group
             self._failure = self._failure or error
         self._change.set()
 
@@ -262,7 +264,8 @@ class ContinuousStream(Stream):
             await self.rollouts.main.call(self.pool.repair)
 
     def _fresh(self, step: int, batch: list[Pending] | None) -> list[Pending] | None:
-        """``batch`` if no token in it is older than the staleness allows; else None, and old groups are drawn again."""
+        """``batch`` if no token in it is older than the staleness allows. Otherwise None, and old groups are drawn
+        again."""
         scored = [(pending, pending.group) for pending in batch or [] if pending.group is not None]
         old = [(pending, group) for pending, group in scored if (age(group, step) or 0) > self.pending.staleness]
         for pending, group in old:
@@ -315,22 +318,23 @@ class ContinuousStream(Stream):
 
 
 class ChosenRows:
-    """Rows are chosen when their groups are started. At that moment the curriculum knows the groups of every batch that
-    was taken before, and every group that was rejected before the last of these batches was taken.
+    """Lets a curriculum choose the rows of groups when the groups are started. At that moment the curriculum has
+    received the groups of every batch that was taken before, and every group that was rejected before the last of these
+    batches was taken.
 
-    Groups are started when a step took its batch and when a group was rejected. So without rejected groups and without
-    ``stream.oversample`` the rows that are the n-th batch in the order of submission are chosen knowing batches 0 to
-    n - staleness - 1, as in waves.
+    Groups are started when a step has taken its batch and when a group was rejected. So without rejected groups and
+    without ``stream.oversample``, the rows of the n-th batch in the order of submission are chosen from the results of
+    batches 0 to n - staleness - 1, as in waves.
     """
 
     def __init__(self, rows: TrainData, order: ChosenOrder, batch_size: int) -> None:
         self._rows, self._order, self._batch_size = rows, order, batch_size
         self._step = 0
-        """The step that rows were chosen for last."""
+        """The step for which rows were last chosen."""
         self._rejected: list[FinishedGroup] = []
         """Groups that were rejected since the last batch was taken."""
         self._metrics: dict[int, dict[str, float]] = {}
-        """{step: the curriculum's metrics when rows were chosen for it last}."""
+        """{step: the curriculum's metrics when rows were last chosen for it}."""
 
     def take(self, batches: int, pending: int, room: int) -> list[Row]:
         """Rows of one batch, at most ``room``.
@@ -341,7 +345,7 @@ class ChosenRows:
             room: how many groups may be started, at least 1.
         """
         step, begun = divmod(batches * self._batch_size + pending, self._batch_size)
-        self._step = max(self._step, step)  # a rejected group leaves its place to one that was chosen for a later step
+        self._step = max(self._step, step)  # a group that was chosen for a later step may replace a rejected group
         rows = self._rows.take(min(room, self._batch_size - begun), self._step)
         self._metrics[self._step] = self._order.metrics()
         return rows
@@ -351,7 +355,7 @@ class ChosenRows:
         self._rejected.append(self._order.finished_group(group, 0, outcome))
 
     def finish(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Tell the curriculum of the batch of ``step``. Returns its metrics of the batch."""
+        """Pass the batch of ``step`` to the curriculum. Returns the curriculum's metrics for the batch."""
         finished = [self._order.finished_group(group, step, "kept") for group in groups]
         finished += [replace(group, step=step) for group in self._rejected]
         self._rejected = []
@@ -363,7 +367,7 @@ class ChosenRows:
         return {"step": self._step, "rejected": [asdict(group) for group in self._rejected], "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Raises CheckpointError if the checkpoint is of a run without a curriculum."""
+        """Raises CheckpointError if the checkpoint is from a run without a curriculum."""
         if state is None:
             raise CheckpointError(f"stream.chosen of the checkpoint is missing. {WAY_OUT}")
         self._step, self._rejected = state["step"], self._order.restored(state["rejected"])

@@ -37,8 +37,8 @@ and servers rarely accept more connections."""
 class Episodes:
     """Opens the episodes of one ``[env]`` section. ``close`` ends the worker processes.
 
-    Raises PluginInvalid: some of the environment's methods are ``async def`` and some plain ``def``, or its agents have
-    no names. ConfigError: the environment cannot have its own Python, or that is not a program.
+    Raises PluginInvalid if some of the environment's methods are ``async def`` and some plain ``def``, or if its agents
+    have no names. Raises ConfigError if the environment cannot have its own Python, or if that Python is not a program.
     """
 
     def __init__(self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection) -> None:
@@ -54,10 +54,10 @@ class Episodes:
         if section.python is not None:
             check_python(resolved, section.python, in_worker=not coroutines)
         self.agents = agents_played(resolved, config)
-        """Names of the agents that the policy plays; empty: one without a name."""
+        """Names of the agents that the policy plays; empty if it plays one agent without a name."""
         self.limit = section.concurrency or (ASYNC if coroutines else PROCESSES)
-        """Episodes that can be open at once. Further episodes in worker processes wait in ``reset`` until another is
-        closed. A caller whose samples wait for each other must not start more than this number, or all of them wait
+        """Largest number of open episodes. Further episodes in worker processes wait in ``reset`` until another is
+        closed. A caller whose samples wait for each other must not start more episodes than this, or all of them wait
         forever."""
         self.pool = None
         """The worker processes of a plain environment."""
@@ -65,8 +65,8 @@ class Episodes:
             self.pool = WorkerPool(resolved, config, EnvError, self.limit, python=section.python)
 
     async def start(self) -> None:
-        """Start a worker process of an environment with its own Python. One that lacks a package stops the run here,
-        before anything is generated."""
+        """Start a worker process of an environment with its own Python. If this Python lacks a package, the run stops
+        here, before anything is generated."""
         if self.pool is not None and self.pool.python is not None:
             with boundary(EnvError, f"{self.resolved}: starting its worker process"):
                 self.pool.release(await self.pool.acquire())
@@ -86,7 +86,7 @@ class Episodes:
 
 
 def agents_played(resolved: Resolved, config: ComponentConfig | None) -> tuple[str, ...]:
-    """The agents that the policy plays in an environment. Raises PluginInvalid where they have no names."""
+    """The agents that the policy plays in an environment. Raises PluginInvalid if they have no names."""
     try:
         return agents_of(resolved.cls, config)
     except InvalidResult as error:
@@ -108,7 +108,7 @@ class Episode(Env):
         self._worker: PluginWorker | None = None
         self._steps, self._over, self._closed, self._failed = 0, False, False, False
         self.numbers: dict[str, float] = {}
-        """The numbers in the steps' ``info``, of each key the last one."""
+        """The numbers in the steps' ``info``. The last value of each key is kept."""
 
     async def reset(self, row: Row, seed: int) -> str | EnvStep:
         if self._env is not None or self._worker is not None or self._closed:
@@ -138,7 +138,7 @@ class Episode(Env):
             step = replace(step, done=True, info={**step.info, "max_turns": True})
         self._over = step.done
         self.numbers |= {k: float(v) for k, v in step.info.items() if isinstance(v, bool | int | float) and isfinite(v)}
-        if step.done:  # so that its mean over samples is the share of episodes that were cut
+        if step.done:  # so that its mean over samples is the share of truncated episodes
             self.numbers.setdefault("max_turns", 0.0)
         return step
 

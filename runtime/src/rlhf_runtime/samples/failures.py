@@ -1,4 +1,5 @@
-"""Failed samples: the first failure of each cause is reported at once, and too large a share stops the run."""
+"""Counts failed samples. The first failure of each cause is reported immediately, and a too large share stops the
+run."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from rlhf.errors import RolloutError
 from rlhf.types import Trajectory
 
 WINDOW = 64
-"""Minimum number of latest samples that the share of failures is computed over, once this many have been drawn. In a
+"""The share of failures is computed over at least this many of the latest samples, once so many have been drawn. In a
 small batch one bad row would be a large share."""
 
 NOTED = 0.1
-"""Share of failures above which a note says that means of rewards leave them out."""
+"""Share of failures above which a note says that means of rewards exclude failed samples."""
 
 CAUSES = 10
-"""Number of different causes that are reported. More are not told apart: their messages may hold the sample's text."""
+"""Number of different causes that are reported separately. Further causes are counted together, because messages may
+contain the sample's text."""
 
 OTHER_CAUSES = "other causes"
 _NUMBERS = re.compile(r"\b\d+(\.\d+)?\b")
@@ -25,11 +27,12 @@ _NUMBERS = re.compile(r"\b\d+(\.\d+)?\b")
 
 class Failures:
     """Counts the samples that are drawn for one purpose, and stops the run when too many fail. Failed samples have no
-    reward, so the mean reward of the others hides them: a server that is down could look like a policy that learns.
+    reward, so the mean reward does not show them. Without this check, a server that is down could look like a policy
+    that learns.
 
     Args:
-        allowed: largest share of failed samples (``stream.max_failed``). The share is over the samples of the last
-            call of :meth:`expect`, extended by earlier samples up to :data:`WINDOW` or its ``at_least``.
+        allowed: largest share of failed samples (``stream.max_failed``). It is computed over the samples of the last
+            call of :meth:`expect`. Earlier samples are added up to :data:`WINDOW`, or up to ``at_least`` of that call.
         note: reports the first failure of each cause.
         label: name of a sample in messages.
         effect: what happens to a failed sample, in messages.
@@ -52,23 +55,23 @@ class Failures:
         self.first = ""
         """Which sample failed first, and why."""
         self.causes: Counter[str] = Counter()
-        """Samples that failed for each cause: the error, as :func:`_cause` shortens it."""
+        """{cause: number of failed samples}. The cause is the error as shortened by :func:`_cause`."""
         self._recent: list[str] = []
         """Cause of failure of each of the latest samples; empty for a sample that did not fail."""
         self._expected = 0
         self._noted = False
 
     def forget(self) -> None:
-        """Leave earlier samples out of the share from now on. Called when a new evaluation begins."""
+        """Exclude earlier samples from the share. Called when a new evaluation begins."""
         self._recent = []
 
     def expect(self, samples: int, at_least: int = 0) -> None:
-        """Announce that ``samples`` samples are drawn now. All of them count in the share at once, so that whether the
-        run stops does not depend on which sample ends first.
+        """Announce that ``samples`` samples will be drawn now. All of them count in the share at once, so the order in
+        which samples end does not decide whether the run stops.
 
         Args:
-            at_least: the share is over so many samples at least, whether or not they were drawn yet. A continuous
-                stream announces group by group and gives the samples of a batch here.
+            at_least: the share is computed over at least this many samples, even if they are not drawn yet. A
+                continuous stream announces single groups, and passes the number of samples of a batch here.
         """
         earlier = max(0, max(WINDOW, at_least) - samples)
         self._recent = self._recent[-earlier:] if earlier else []
@@ -111,7 +114,7 @@ class Failures:
             )
 
     def by_cause(self) -> str:
-        """A line for each cause with its number of samples; empty where there are not several causes."""
+        """A line for each cause with its number of samples; empty if there are not several causes."""
         if len(self.causes) < 2:
             return ""
         lines = [f"\n  {count}: {cause}" for cause, count in self.causes.most_common()]
@@ -124,7 +127,8 @@ class Failures:
 
 
 def _cause(error: str) -> str:
-    """The first and the last line, with ``N`` for numbers. Of a program's output the last line tells causes apart."""
+    """The first and the last line of the error, with ``N`` for numbers. The last line of a program's output
+    distinguishes causes."""
     first, *lines = error.strip().splitlines() or [""]
     return _NUMBERS.sub("N", f"{first} ... {lines[-1].strip()}" if lines else first)
 

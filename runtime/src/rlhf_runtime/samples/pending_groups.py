@@ -1,4 +1,4 @@
-"""Groups that were started and that no step has trained on yet, and which of them the next batch takes."""
+"""Groups that were started and that no step has trained on yet, and the choice of groups for the next batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pending:
     number: int
     row: Row
     version: int
-    """Weight version when it was started: none of its tokens is older."""
+    """Weight version when the group was started. None of its tokens is older."""
     logs: list[TurnLog]
     """For each sample, the turns that were sampled so far."""
     group: Group | None = None
@@ -35,8 +35,8 @@ class Pending:
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def saved(self) -> tuple[dict[str, Any], Group]:
-        """What a checkpoint holds of the group: its state, and the samples. Of a group that is not scored these are the
-        turns that were sampled so far."""
+        """The group as a checkpoint stores it: its state and its samples. The samples of a group that is not scored are
+        the turns sampled so far."""
         state: dict[str, Any] = {"version": self.version, "scored": self.group is not None, "finished": self.finished}
         if self.group is not None:
             return state, self.group
@@ -48,7 +48,7 @@ class Pending:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], group: Group) -> Pending:
-        """The group that :meth:`saved` described."""
+        """The group from the values of :meth:`saved`."""
         if state["scored"]:
             return cls(group.number, group.row, state["version"], [], group, state["finished"])
         logs = []
@@ -62,9 +62,10 @@ class PendingGroups:
     """Groups in the order in which they were started.
 
     **The promise of staleness** S: no token that step k trains on is older than version k - S. A group that was started
-    at version v must therefore be in a batch of step v + S at the latest: its *deadline*. :meth:`room` starts no more
-    groups than the steps up to that deadline will train on, so that every deadline can be met, and :meth:`choose` takes
-    groups at their deadline first. A slow group makes its last possible batch wait. It is not discarded for being slow.
+    at version v must therefore be in a batch of step v + S at the latest: its *deadline*. :meth:`room` allows no more
+    groups than the steps up to that deadline will train on, so every deadline can be met. :meth:`choose` takes groups
+    at their deadline first. The last possible batch of a slow group waits for it. No group is discarded because it is
+    slow.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PendingGroups:
         self._running: OrderedDict[int, Pending] = OrderedDict()
         """The groups whose samples are not all scored, by number, in the order of their start."""
         self._in_front = 0
-        """Scored groups that were started before the oldest that is running."""
+        """Number of scored groups that were started before the oldest running group."""
         self._later_numbers: list[int] = []
         """Heap of the numbers of the other scored groups. Some of these groups may have been removed."""
 
@@ -111,7 +112,7 @@ class PendingGroups:
 
     @property
     def running(self) -> int:
-        """Groups whose samples are not all scored."""
+        """Number of groups whose samples are not all scored."""
         return len(self._running)
 
     @property
@@ -126,8 +127,8 @@ class PendingGroups:
         """How many groups may be started now.
 
         Args:
-            step: of the next batch that is taken.
-            version: of the weights that new groups are started with.
+            step: the step that takes the next batch.
+            version: version of the weights with which new groups start.
         """
         steps = min(version + self.staleness - step + 1, self.total_steps - step)
         limit = steps * self.batch_size
@@ -139,7 +140,8 @@ class PendingGroups:
         """The groups of the batch of ``step``, in the order in which they were started; None while they are not all
         scored.
 
-        ``submission``: the oldest. ``completion``: those at their deadline, and the first that were scored.
+        ``submission`` takes the oldest groups. ``completion`` takes groups at their deadline, then the groups that were
+        scored first.
         """
         if not self._ready(step):
             return None
@@ -151,7 +153,7 @@ class PendingGroups:
         return sorted((due + scored)[: self.batch_size], key=lambda pending: pending.number)
 
     def _ready(self, step: int) -> bool:
-        """Whether the batch is scored. Asked after every completion, so nothing is counted here."""
+        """Whether the batch is scored. Called after every completion, so it must not count groups."""
         if len(self) - self.running < self.batch_size:
             return False
         oldest = next(iter(self._running.values()), None)
@@ -161,12 +163,13 @@ class PendingGroups:
 
 
 def oldest_version(group: Group) -> int | None:
-    """The oldest weight version of a token that the policy sampled; None where it sampled none."""
+    """The oldest weight version of a token that the policy sampled; None if it sampled none."""
     sampled = [turn for trajectory in group.trajectories for turn in trajectory.turns if turn.sampled]
     return min((version for turn in sampled for _, version in turn.versions), default=None)
 
 
 def age(group: Group, step: int) -> int | None:
-    """How many steps older its oldest sampled token is than the weights of ``step``; None where it has none."""
+    """How many steps older the group's oldest sampled token is than the weights of ``step``; None if it has no such
+    token."""
     oldest = oldest_version(group)
     return None if oldest is None else step - oldest

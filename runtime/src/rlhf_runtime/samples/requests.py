@@ -1,4 +1,4 @@
-"""How samples get their turns from the generator: in waves, or each request as soon as it is made."""
+"""How samples get turns from the generator: in waves, or each request immediately."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class _Waiting:
 
 
 class Waves:
-    """A wave starts when every sample under way waits for tokens. It holds all waiting requests, in index order. So the
-    composition of every generated batch depends on counters only, never on timing: the same seed gives the same run.
+    """Requests in waves. A wave starts when every live sample waits for tokens. It contains all waiting requests, in
+    index order. So the composition of every generated batch depends only on counters, never on timing: the same seed
+    gives the same run.
 
-    Used from the event loop only. Each sample awaits :meth:`enter` once, :meth:`generate` any number of times and calls
-    :meth:`leave` once.
+    Used from the event loop only. Each sample awaits :meth:`enter` once, awaits :meth:`generate` any number of times,
+    and calls :meth:`leave` once.
 
     Args:
-        samples: index of every sample that will enter; samples are admitted in this order.
-        limit: largest number of samples under way (an environment's concurrency). A further sample is admitted when
-            one leaves.
+        samples: indices of all samples that will enter. They are admitted in this order.
+        limit: largest number of live samples (an environment's concurrency). When a sample leaves, the next is
+            admitted.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Waves:
         self._turnstile = {order: asyncio.Event() for order in samples}
         self._queue = deque(samples)
         self._busy = 0
-        """Samples under way that do not wait for tokens."""
+        """Number of live samples that do not wait for tokens."""
         self._waiting: list[_Waiting] = []
         self._waiting_samples = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,7 +66,7 @@ class Waves:
         self._busy += 1
 
     async def generate(self, order: tuple[int, ...], requests: Sequence[GenerationRequest]) -> list[Turn]:
-        """The sampled turns of one sample. Generation starts when all other samples under way wait too."""
+        """The sampled turns of one sample. Generation starts when all other live samples wait too."""
         loop = asyncio.get_running_loop()
         waiting = [_Waiting((*order, n), request, loop.create_future()) for n, request in enumerate(requests)]
         self._waiting += waiting
@@ -75,7 +76,7 @@ class Waves:
         return await asyncio.gather(*(w.future for w in waiting))
 
     async def settled(self) -> None:
-        """Wait until no wave is under way. A wave can end after all of its samples have ended or failed."""
+        """Wait until no wave is running. A wave can end after all of its samples have ended or failed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start_if_all_wait(self) -> None:
@@ -89,7 +90,7 @@ class Waves:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, wave: list[_Waiting]) -> None:
-        """Give each sample its turn as soon as the turn is complete, while the rest of the wave goes on."""
+        """Pass each turn to its sample as soon as the turn is complete, while the rest of the wave continues."""
 
         def hand_over(waiting: _Waiting, turn: Turn) -> None:
             if not waiting.future.done():
@@ -119,18 +120,18 @@ class Waves:
 
 
 class SingleRequests:
-    """Each request is answered when it is done, whatever the other samples do. Used from the event loop only, by the
-    same three calls as :class:`Waves`.
+    """Sends each request by itself. It does not wait for other samples. Used from the event loop only, by the same
+    three calls as :class:`Waves`.
 
     Args:
-        limit: samples that may be live at once (an environment's concurrency).
+        limit: largest number of live samples (an environment's concurrency).
     """
 
     def __init__(self, pool: EnginePool, limit: int | None = None) -> None:
         self._pool = pool
         self._places = None if limit is None else asyncio.Semaphore(limit)
         self._under_way = 0
-        """Requests that are not answered."""
+        """Number of unanswered requests."""
         self._open, self._quiet = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._quiet.set()
@@ -150,7 +151,7 @@ class SingleRequests:
         return await asyncio.gather(*(self._answer(request) for request in requests))
 
     async def _answer(self, request: GenerationRequest) -> Turn:
-        while not self._open.is_set():  # it may be held again before this coroutine goes on
+        while not self._open.is_set():  # it may be held again before this coroutine continues
             await self._open.wait()
         self._under_way += 1
         self._quiet.clear()
@@ -158,7 +159,7 @@ class SingleRequests:
             return await self._pool.answer(request)
         except RlhfError:
             raise
-        except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
+        except Exception as error:  # raised by the generator itself, not by a sample, rollout or environment
             raise WorkerError(f"generator {self._pool.name!r} raised {cause(error)}") from error
         finally:
             self._under_way -= 1
@@ -166,17 +167,17 @@ class SingleRequests:
                 self._quiet.set()
 
     def hold(self) -> asyncio.Event:
-        """The generator gets no further request before :meth:`release`. Returns an event that is set once every earlier
-        request is answered."""
+        """Send no further request to the generator before :meth:`release`. Returns an event that is set once every
+        earlier request is answered."""
         self._open.clear()
         return self._quiet
 
     def release(self) -> None:
-        """The generator gets the requests that were held, and further ones."""
+        """Send the held requests, and later requests again, to the generator."""
         self._open.set()
 
     async def settled(self) -> None:
-        """Returns at once, because no request is under way once every sample has left."""
+        """Returns at once, because no request is open once every sample has left."""
 
 
 Requests = Waves | SingleRequests

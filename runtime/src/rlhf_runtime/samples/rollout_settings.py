@@ -27,22 +27,23 @@ class RolloutSettings:
     """Seconds a sample may spend outside generation and the run's rewards."""
     abort_on_failure: bool = True
     demonstration_share: float = 0.0
-    """Share of the rows whose group is the answer given in the data, not samples (``Needs.demonstration_share``)."""
+    """Share of rows whose group is the answer in the data instead of samples (``Needs.demonstration_share``)."""
     demonstration_sources: tuple[str, ...] = ()
-    """Sources whose rows' group is that answer too (``Needs.demonstration_sources``)."""
+    """Sources whose groups are always the answer in the data (``Needs.demonstration_sources``)."""
     failures: Failures | None = None
     """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
     max_images: int = 8
     """Largest number of images in a sequence."""
     greedy: bool = False
-    """Whether each prompt gets a greedy answer beside its samples (``Needs.greedy``): the last of its group, until the
+    """Whether each prompt also gets a greedy answer (``Needs.greedy``). It is the last answer of the group until the
     group is scored."""
     demonstrations_per_group: int = 0
-    """How many samples of a group, the first ones, are the answer in the data (``Needs.demonstrations_per_group``)."""
+    """Number of samples at the start of each group that are the answer in the data
+    (``Needs.demonstrations_per_group``)."""
 
     @property
     def answers(self) -> int:
-        """Answers to each prompt: its samples, and the greedy one."""
+        """Number of answers to each prompt: its samples and the greedy answer."""
         return self.samples + self.greedy
 
     def sampling_of(self, sample: int) -> Sampling:
@@ -55,11 +56,11 @@ class RolloutSettings:
 
     @property
     def has_demonstrations(self) -> bool:
-        """Whether some groups hold answers given in the data."""
+        """Whether some groups contain answers of the data."""
         return self.demonstration_share > 0 or bool(self.demonstration_sources)
 
     def gives(self, number: int, source: str = "") -> bool:
-        """Whether group ``number``, of a row of ``source``, holds the answer given in the data."""
+        """Whether group ``number``, of a row of ``source``, contains the answer of the data."""
         return source in self.demonstration_sources or (
             self.demonstration_share > 0
             and derive_seed(self.seed, f"{self.purpose}/given", number) < self.demonstration_share * 2.0**63
@@ -67,5 +68,5 @@ class RolloutSettings:
 
 
 def greedy_sampling(sampling: Sampling) -> Sampling:
-    """``sampling``, but always the likeliest token."""
+    """``sampling``, but always with the most likely token."""
     return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -28,7 +28,7 @@ from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
 from rlhf_runtime.samples.sample_context import SampleContext, TurnLog
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
-"""Errors of the generator or of its weights, not of one sample. They end the run whatever ``on_failed_sample`` says."""
+"""Errors of the generator or of its weights, not of one sample. They end the run regardless of ``on_failed_sample``."""
 
 Count = Callable[[int, int], None]
 """Shows progress: called with (number done, number in all)."""
@@ -58,19 +58,20 @@ class Rollouts:
     ) -> None:
         """
         Args:
-            experts: of the policy, if the records of experts are replayed.
-            agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+            experts: expert layers of the policy, if recorded experts are replayed.
+            agents: agents that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
         """
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
         self.phases = phases
         self.limit = min((n for n in (limit, rollout.concurrency) if n is not None), default=None)
-        """Largest number of samples under way at once, if the environment or the rollout has such a limit."""
+        """Largest number of live samples, if the environment or the rollout has such a limit."""
         self.pool = pool
-        """The generator, if each request is sent to it by itself, not in waves."""
+        """The generator, if requests are sent individually instead of in waves."""
         self.timeline, self.experts, self.agents = timeline, experts, agents
         self.sampled_tokens = 0
-        """For all training samples that have ended, with turns that the rollout did not return."""
+        """Number of tokens sampled for all training samples that have ended, including turns that the rollout did not
+        return."""
 
     def run(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count = no_count
@@ -105,7 +106,7 @@ class Rollouts:
         ]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # after a failure, no task may go on in the background
+        finally:  # after a failure, no task may continue in the background
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -123,7 +124,7 @@ class Rollouts:
         """The scored group of ``row``, without its greedy answer.
 
         Args:
-            logs: of each sample the turns that were sampled for it before. They are not sampled again.
+            logs: for each sample, the turns that were sampled for it before. They are not sampled again.
             on_end: called after each sample.
         """
         if settings.gives(number, row.source):
@@ -157,7 +158,7 @@ class Rollouts:
         log: TurnLog,
         on_end: Callable[[], None],
     ) -> list[Trajectory]:
-        """Make one sample, as soon as it may begin: the trajectory of each agent."""
+        """Make one sample once it is admitted. Returns the trajectory of each agent."""
         await requests.enter(index)
         try:
             arguments = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
@@ -228,14 +229,15 @@ class Rollouts:
 
 
 def one_of_each_sample(group: Group) -> list[Trajectory]:
-    """A trajectory of each sample, one that failed where there is any: a sample of several agents counts once."""
+    """One trajectory of each sample, so that a sample of several agents counts once. A failed trajectory is
+    preferred."""
     ordered = sorted(group.trajectories, key=lambda t: (t.index, t.status == "failed"))
     return list({t.index: t for t in ordered}.values())
 
 
 def set_greedy_apart(group: Group) -> None:
-    """Remove the last answer of a scored group, the greedy one, and note its reward in each of the others. Where it has
-    none, those with a reward fail."""
+    """Remove the last answer of a scored group, which is greedy, and note its reward in each of the others. If it has
+    no reward, the samples that have a reward fail."""
     greedy = group.trajectories.pop()
     for trajectory in group.trajectories:
         if greedy.status != "failed" and greedy.reward is not None:

@@ -1,4 +1,4 @@
-"""What a rollout sees of the run while it makes one sample: prompts as tokens, sampled turns, environments."""
+"""What a rollout can use of the run while it makes one sample: prompts as tokens, sampled turns, environments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SampleContext(RolloutContext):
         slice: Slice,
         needs_base: bool = False,
     ) -> None:
-        """``needs_base``: of the rollout."""
+        """``needs_base``: :attr:`Rollout.needs_base`."""
         self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
         self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
         self._needs_base = needs_base
@@ -54,14 +54,14 @@ class SampleContext(RolloutContext):
         """The turn that was sampled last."""
         self._generating = False
         self._numbers: set[int] = set()
-        """Of the turns so far."""
+        """Numbers of the turns so far."""
         self._side_turns: list[Turn] = []
         """Turns that are not returned."""
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
         self._waits = 0
-        """Calls under way that the clock is stopped for."""
+        """Number of running calls for which the clock is stopped."""
         self._remaining = settings.deadline
         """Seconds on the stopped clock."""
         self.index, self.sampling, self.max_tokens = index, settings.sampling_of(index[1]), settings.max_tokens
@@ -114,8 +114,9 @@ class SampleContext(RolloutContext):
         return turn is None or (bool(turn.ids) and turn.ids[-1] in self._template.end_token_ids)
 
     def _without_repeated_end(self, context: Turn, turn: Turn | None) -> Turn:
-        """What follows an answer, without its first token if the answer ended with it. An end token of the model's
-        generation config may be the first token of the next message (``<|observation|>`` of GLM)."""
+        """The context after an answer, without its first token if the answer already ended with this token. An end
+        token of the model's generation config may be the first token of the next message (``<|observation|>`` of
+        GLM)."""
         if turn is None or turn.finish != "stop" or turn.ids[-1:] != context.ids[:1]:
             return context
         if self.tokenizer.convert_ids_to_tokens(turn.ids[-1]) not in self.tokenizer.get_added_vocab():
@@ -178,7 +179,7 @@ class SampleContext(RolloutContext):
         return answers
 
     def check_training(self, turns: Sequence[Turn]) -> None:
-        """Raises RolloutError where the rollout returns a turn that it asked for with ``training = False``."""
+        """Raises RolloutError if the rollout returns a turn that it asked for with ``training = False``."""
         for number, turn in enumerate(turns):
             if turn.logprobs is not None and any(turn.logprobs is other.logprobs for other in self._side_turns):
                 raise RolloutError(
@@ -188,7 +189,7 @@ class SampleContext(RolloutContext):
 
     def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int, base: bool) -> GenerationRequest:
         if self._settings.is_greedy(self.index[1]):
-            sampling = greedy_sampling(sampling)  # also where an environment or a program asks for another temperature
+            sampling = greedy_sampling(sampling)  # even if an environment or a program requests another temperature
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))
         if len(ids) >= self.max_tokens:
@@ -259,7 +260,7 @@ class SampleContext(RolloutContext):
         self._reported[name] = float(value)
 
     def numbers(self) -> dict[str, float]:
-        """What the rollout and the environments said about the sample in numbers."""
+        """Numbers that the rollout and the environments reported for the sample."""
         episodes = [env for env in self._envs if isinstance(env, Episode)]
         of_envs = {f"env/{key}": value for env in episodes for key, value in env.numbers.items()}
         of_rollout = {n if n.startswith("env/") else f"rollout/{n}": value for n, value in self._reported.items()}
@@ -286,7 +287,7 @@ async def _close(env: Env) -> None:
 
 def _check_distribution(sampling: Sampling, run: Sampling) -> None:
     """Training samples must be drawn from the distribution whose log-probs are trained on. Truncation (top_p, top_k,
-    min_p) may only be off, or as the run file says, which the run's checks have accepted."""
+    min_p) must be off or as in the run file, which the run's checks have accepted."""
     for field, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(sampling, field) not in (neutral, getattr(run, field)):
             raise RolloutError(
@@ -302,7 +303,7 @@ def _check_distribution(sampling: Sampling, run: Sampling) -> None:
 
 
 class TurnLog:
-    """Turns by their number, each with a checksum of the context that it answers.
+    """Sampled turns by number, each with a checksum of the context that it answers.
 
     A resumed sample runs its rollout from the beginning, and its environment gets the same actions. As long as the
     contexts are the same, the turns come from here. From the first different context on they are sampled again.
@@ -313,7 +314,7 @@ class TurnLog:
         self._turns = {number: (context, turn) for number, context, turn in turns}
 
     def find(self, number: int, request: GenerationRequest) -> Turn | None:
-        """The turn ``number``, if it was sampled before for the same context."""
+        """Turn ``number``, if it was sampled before for the same context."""
         context, turn = self._turns.get(number, (-1, None))
         if turn is not None and context != checksum(request):
             self._turns = {n: earlier for n, earlier in self._turns.items() if n < number}

@@ -25,7 +25,7 @@ class Sampler:
     weights: WeightSync
     """Sends the policy's weights to the generator."""
     phases: Phases
-    """Whether the generator or the roles hold the devices that they share."""
+    """Decides whether the generator or the roles use the devices that they share."""
 
 
 class NoGenerator(Generator):
@@ -49,8 +49,8 @@ def training_sampling(config: RunFile) -> Sampling:
 
 
 def evaluation_sampling(config: RunFile) -> Sampling:
-    """Sampling parameters of evaluation, from ``[eval]``; stop strings, and the token budget by default, are those of
-    ``[sampling]``."""
+    """Sampling parameters of evaluation, from ``[eval]``. Stop strings are from ``[sampling]``, and so is the default
+    of the token budget."""
     budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
     return Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
 

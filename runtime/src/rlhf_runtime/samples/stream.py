@@ -1,6 +1,6 @@
-"""The stream of training batches, as the loop sees it. :class:`WaveStream` generates whole batches in order;
-:mod:`rlhf_runtime.samples.continuous_stream` lets every sample go on by itself; :class:`RecordedStream` repeats the
-batches of another run."""
+"""The stream of training batches, as the loop sees it. :class:`WaveStream` generates whole batches in order. In
+:mod:`rlhf_runtime.samples.continuous_stream`, samples continue while the policy learns. :class:`RecordedStream` repeats
+the batches of another run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReadyBatch:
 
     groups: list[Group]
     version: int
-    """Weight version that its oldest sample was started with."""
+    """Weight version with which its oldest sample was started."""
     counts: dict[str, float] = field(default_factory=dict)
     finished: list[FinishedGroup] = field(default_factory=list)
     """Every group that was generated for the batch, for the curriculum."""
@@ -40,7 +40,8 @@ class ReadyBatch:
 
 
 class Stream(ABC):
-    """``start(step)`` generates, or lets generate, what a step may use. ``take(step)`` hands out the step's batch."""
+    """``start(step)`` generates the samples that a step may use, or lets them be generated. ``take(step)`` returns the
+    step's batch."""
 
     @abstractmethod
     def start(self, step: int) -> None:
@@ -56,10 +57,10 @@ class Stream(ABC):
 
     @abstractmethod
     def snapshot(self, hook: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
-        """What a checkpoint holds: counters with the data order, and the groups that no step has trained on yet.
+        """The state for a checkpoint: counters with the data order, and the groups that no step has trained on yet.
 
         Args:
-            hook: called at the same moment: no row is chosen and no group ends between the two.
+            hook: called at the same moment. No row is chosen and no group ends between the snapshot and this call.
         """
 
     @abstractmethod
@@ -69,21 +70,21 @@ class Stream(ABC):
     @staticmethod
     @abstractmethod
     def saved_groups(state: Mapping[str, Any]) -> list[bool]:
-        """For each group that belongs to the counters of a :meth:`snapshot`: whether its samples are complete."""
+        """For each group of a :meth:`snapshot` with these counters: whether its samples are complete."""
 
     def hold(self) -> None:  # noqa: B027 - whole batches are generated while nothing else is
-        """Wait until the generator works on no training sample. It gets none before :meth:`release`."""
+        """Wait until the generator works on no training sample. It gets no further ones before :meth:`release`."""
 
     def release(self) -> None:  # noqa: B027
-        """Go on after :meth:`hold`."""
+        """Continue after :meth:`hold`."""
 
     def close(self) -> None:  # noqa: B027 - a stream without background work has nothing to end
-        """End what goes on in the background."""
+        """End all background work."""
 
 
 class RecordedStream(Stream):
-    """What a run recorded in ``rollouts/``: which groups made which batch, with their tokens, log-probs, versions and
-    rewards.
+    """Batches that a run recorded in ``rollouts/``: the groups of each batch, with their tokens, log-probs, versions
+    and rewards.
 
     Args:
         file: {number of finished steps: file with the samples of the last of them}.
@@ -130,7 +131,7 @@ class RecordedStream(Stream):
 
 
 class WaveStream(Stream):
-    """Batches that are generated whole, in waves: in order, filtered, refilled, and taken in order.
+    """Whole batches that are generated in waves, in order. They are filtered, refilled, and taken in order.
 
     ::
 
@@ -148,12 +149,12 @@ class WaveStream(Stream):
 
     The weights that generate a batch are fixed by definition. With staleness S, batch k is generated with version
     max(0, k - S). With rounds of R steps, batch k is generated with version R * (k // R), so all batches of a round are
-    generated at its first step. The checkpoint holds the batches that are generated and not yet trained on, so a
-    resumed run trains on the same samples.
+    generated at its first step. The checkpoint contains the generated batches that no step has trained on, so a resumed
+    run trains on the same samples.
 
-    A curriculum is told of the groups of a batch when the batch is taken. The generator has the weights of version v
-    only after the batches 0 to v - 1 were taken. So a curriculum chooses the rows of a batch knowing the batches 0 to
-    v - 1 and no others, where v is the version of the weights that the batch is generated with.
+    A curriculum receives the groups of a batch when the batch is taken. The generator has the weights of version v only
+    after the batches 0 to v - 1 were taken. So if a batch is generated with version v, the curriculum chooses its rows
+    from the results of exactly the batches 0 to v - 1.
     """
 
     def __init__(
@@ -176,20 +177,20 @@ class WaveStream(Stream):
         self.row_order = row_order
         """The order of ``rows``, if a curriculum decides it."""
         self.count = count
-        """Shows how many samples have ended of those that are drawn at once."""
+        """Shows how many of the samples that are drawn together have ended."""
         self.generated = 0
         """Batches generated so far."""
         self.next_number = 0
         """Number of the next group of the run."""
         self.ready: deque[ReadyBatch] = deque()
         self._extended_at = 0
-        """Step at which the run was resumed with a larger number of steps, else 0. Batches that would have been
-        generated earlier with that number of steps are generated at this step, with its weights."""
+        """Step at which the run was resumed with a larger number of steps, else 0. With that number, some batches would
+        have been generated earlier. They are generated at this step, with its weights."""
 
     def start(self, step: int) -> None:
         """Generate the missing batches of ``step``'s round and of the ``staleness`` batches after it.
 
-        Raises TrainingError if the generator does not hold the weights that a batch is defined to be generated with.
+        Raises TrainingError if the generator does not hold the weights with which a batch must be generated.
         """
         end = self._round_of(step) + self.round + self.staleness
         while self.generated < min(end, self.total_steps):

@@ -76,14 +76,14 @@ def train(config: RunFile, plugins: Plugins | None = None, show: Show = "all", l
     """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run.
 
     Args:
-        show: what is written on the way.
+        show: which output the run writes.
         locked: whether the caller holds the lock of the run's folder.
     """
     plugins = plugins or Plugins.discover()
     try:
         with muted(show == "quiet"):
             return _train(config, plugins, show, locked)
-    except SystemExit as end:  # of a plugin: it would end the command with any exit code, and without a word
+    except SystemExit as end:  # raised by a plugin: it would end the command with any exit code and no message
         raise PluginError(f"the run was ended by {first_cause(end)}. A plugin must raise an error instead") from end
 
 
@@ -100,7 +100,8 @@ def _train(config: RunFile, plugins: Plugins, show: Show, locked: bool) -> Run:
 
 
 def _report(run: Run) -> Path | None:
-    """The page that shows the run, which has released everything; None where it is not asked for or not written."""
+    """Write the page that shows a closed run. Returns its path; None if the page is not requested or cannot be
+    written."""
     return try_report(run.directory.path, run.progress.note) if run.config.run.report else None
 
 
@@ -119,8 +120,8 @@ def _run_to_its_end(run: Run) -> None:
 
 
 def build(prepared: Prepared, show: Show = "all", locked: bool = False) -> Run:
-    """Claim the run directory, load the models and, where the run resumes, restore the newest checkpoint. An error
-    releases everything that was started."""
+    """Claim the run directory and load the models. A resumed run restores its newest checkpoint. An error releases
+    everything that was started."""
     resources = ExitStack()
     try:
         run = _build(prepared, resources, show, locked)
@@ -129,7 +130,7 @@ def build(prepared: Prepared, show: Show = "all", locked: bool = False) -> Run:
                 run.sync(run.first_step)
             run.sampler.weights.pause_seconds = 0.0  # of the steps
         record_start(run, prepared)
-    except BaseException:  # for example a checkpoint of another config, which is found after everything was started
+    except BaseException:  # for example a checkpoint of another config, which is detected after everything was started
         resources.close()
         raise
     return run
@@ -248,7 +249,8 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
 
 
 def _claim_folder(prepared: Prepared, locked: bool) -> tuple[Prepared, RunDirectory]:
-    """Make and lock the run directory. Where the user named none and another start was faster, take the next one."""
+    """Create and lock the run directory. If the user named none and another run has just taken the name, use the next
+    name."""
     while True:
         run = prepared.config.run
         try:
@@ -291,7 +293,8 @@ def _precomputed(
     spec: ModelSpec,
     load: Callable[[], Role],
 ) -> Role:
-    """A role whose annotations of all rows are computed before the first step, or read from the run that is resumed."""
+    """A role whose annotations are computed for all rows before the first step, or read from the run that is
+    resumed."""
     checked.wait()
     path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
     data, size = prepared.data, BATCHES * prepared.config.data.batch_size
@@ -333,8 +336,8 @@ def make_evaluation(
     """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
 
     Args:
-        failures: the counter of failed samples, where there is a sampler.
-        save: keeps the policy's answers after so many finished steps.
+        failures: the counter of failed samples, if there is a sampler.
+        save: writes the policy's answers after a number of finished steps.
         count: shows how many samples have ended.
     """
     config, parts = prepared.config, list[Callable[[int], Metrics]]()

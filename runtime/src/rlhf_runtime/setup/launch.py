@@ -76,8 +76,8 @@ def _launch_role(name: str, prepared: PlacedPlugins, launcher: Launcher) -> Role
 
 
 def _base_of(name: str, prepared: PlacedPlugins, roles: Mapping[str, Role]) -> Role | None:
-    """The other role whose model, with its adapters disabled, serves as this frozen role. None where this role needs a
-    model of its own."""
+    """The other role whose model, with its adapters disabled, serves as this frozen role. None if this role needs its
+    own model."""
     source = roles.get(prepared.base_of(name, prepared.places) or "")
     if source is None or name in prepared.schedule.snapshots or "base" not in source.facts.views:
         return None
@@ -149,11 +149,12 @@ def launch_generator(
     images: ImageTokens | None = None,
     image_limit: int = 0,
 ) -> tuple[Generator, WeightSync]:
-    """Start the generator. Returns it, and what sends it the policy's weights.
+    """Start the generator. Returns it, and the object that sends it the policy's weights.
 
     Args:
-        end_token_ids: tokens that end an answer, beside those of the policy.
-        images: makes the tokens of images, in a run that has some; ``image_limit``: most of a request.
+        end_token_ids: tokens that end an answer, in addition to the policy's end tokens.
+        images: makes the tokens of images, if the run has images.
+        image_limit: largest number of images in a request.
     """
     config = plugins_of_run.config
     spec = GeneratorSpec(
@@ -188,7 +189,7 @@ def launch_generator(
 
 
 def _require_pool(generator: Generator, launcher: Launcher) -> EnginePool:
-    """The generator of a continuous stream. Raises CapabilityError if the launcher's is no pool."""
+    """The generator of a continuous stream. Raises CapabilityError if the launcher's generator is not a pool."""
     if isinstance(generator, EnginePool):
         return generator
     raise CapabilityError(
@@ -199,7 +200,7 @@ def _require_pool(generator: Generator, launcher: Launcher) -> EnginePool:
 
 
 def _shares_devices(prepared: PlacedPlugins, launcher: Launcher) -> bool:
-    """Whether a role is on the devices of the generator: by the placement, or because all are in one process."""
+    """Whether a role is on the devices of the generator, by its placement or because everything is in one process."""
     places = prepared.places
     return GENERATOR in places and ("in_process" in launcher.capabilities or bool(neighbours(places, GENERATOR)))
 

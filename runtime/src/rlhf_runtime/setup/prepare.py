@@ -46,26 +46,27 @@ from rlhf_runtime.samples.episodes import Episodes
 
 @dataclass(frozen=True)
 class PlacedPlugins(RunPlugins):
-    """Checked plugins with the models that they need and where: enough to load the models and start the rewards."""
+    """Checked plugins with the models that they need and their placement. This is enough to load the models and start
+    the rewards."""
 
     tokenizer: Any
     specs: Mapping[str, ModelSpec]
-    """What the trainer loads, by role."""
+    """{role: what the trainer loads for it}"""
     schedule: UpdateSchedule
     plugins: Sequence[Resolved]
-    """Every plugin that is used."""
+    """Every plugin that the run uses."""
     places: Mapping[str, Place]
-    """The placement of every role, and of the generator where there is one."""
+    """The placement of every role, and of the generator if there is one."""
 
 
 @dataclass(frozen=True)
 class Prepared(PlacedPlugins):
-    """A checked run, with everything that is decided before a model is loaded."""
+    """A checked run, with everything that can be determined before a model is loaded."""
 
     data: TrainData
     total_steps: int
     episodes: Episodes | None
-    """None where the run has no environment."""
+    """None if the run has no environment."""
     curriculum: Curriculum | None
     """Chooses the rows of each batch; None: the rows come in the order of the data."""
     observers: Mapping[str, Observer]
@@ -93,7 +94,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
 
 
 def last_start(config: RunFile) -> dict[str, Any]:
-    """What the last start of the run recorded; empty where the run does not resume."""
+    """What the last start of the run recorded; empty if the run does not resume."""
     return RunDirectory.last_start(config.run.output) if config.run.resume else {}
 
 
@@ -150,7 +151,8 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
 
 
 def _tokenizer(plugins_of_run: RunPlugins) -> Any:
-    """The policy's tokenizer, which can write what the run asks for: ids, stop texts, texts of rewards."""
+    """The policy's tokenizer. It is checked to support the ids, the stop texts and the texts of rewards that the run
+    uses."""
     config, rollout = plugins_of_run.config, plugins_of_run.rollout
     model, trusted = plugins_of_run.model("policy"), config.policy.trust_remote_code
     tokenizer = load_tokenizer(model, trusted)
@@ -164,10 +166,10 @@ def _tokenizer(plugins_of_run: RunPlugins) -> Any:
 def _read_data(
     plugins_of_run: RunPlugins, tokenizer: Any, images: ImageTokens | str, template_day: str | None
 ) -> TrainData:
-    """The rows of the run, with a chat template that can write what its rollout needs.
+    """The rows of the run, with a chat template that supports what its rollout needs.
 
     Args:
-        template_day: the time that chat templates read, of the run's first start; None on that start.
+        template_day: the time that chat templates read: the time of the run's first start. None on the first start.
     """
     config, algorithm, rollout = plugins_of_run.config, plugins_of_run.algorithm, plugins_of_run.rollout
     answers, day = algorithm.needs().answered, datetime.fromisoformat(template_day) if template_day else None
@@ -182,11 +184,11 @@ def _read_data(
         if rollout.needs_env:
             data.template.observations.check()
         if rollout.needs_messages:
-            _ = data.template.messages  # raises where there is no chat template
+            _ = data.template.messages  # raises if there is no chat template
             data.template.shows_tools = False
         if rollout.needs_tools:
             data.template.messages.answers.check_tools()
-        # An environment, or a program that speaks the chat API, may give the policy what a row does not have.
+        # An environment, or a program that uses the chat API, may show the policy content that the rows do not have.
         data.template.require_text = not (rollout.needs_env or rollout.needs_messages)
     return data
 
@@ -216,7 +218,7 @@ def _check_rows(plugins_of_run: RunPlugins, data: TrainData, learns: bool) -> No
     """Check that training and held-out rows have the columns and answers that the run reads.
 
     Args:
-        learns: whether the run updates weights. `rlhf eval` does not, and answers held-out rows only.
+        learns: whether the run updates weights. `rlhf eval` does not: it only answers held-out rows.
     """
     config, algorithm = plugins_of_run.config, plugins_of_run.algorithm
     with phase("tokenising held-out rows") if config.data.eval else nullcontext():
@@ -224,12 +226,12 @@ def _check_rows(plugins_of_run: RunPlugins, data: TrainData, learns: bool) -> No
     check_columns(plugins_of_run, data, held_out, plugins_of_run.online and learns and config.stream.replay is None)
     if algorithm.data != "prompts":
         check_eval_rows(algorithm, len(held_out))
-    elif held_out and plugins_of_run.trains and not config.run.resume:  # of a resumed run the first start checked it
+    elif held_out and plugins_of_run.trains and not config.run.resume:  # the first start of a resumed run checked it
         check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
 
 
 def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
-    """The tokens of images, or why the run cannot have images."""
+    """The tokens of images, or a text that says why the run cannot have images."""
     tokens = image_tokens(plugins_of_run.model("policy"), plugins_of_run.config.policy.trust_remote_code)
     if isinstance(tokens, str):
         return tokens
@@ -241,7 +243,7 @@ def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
 
 
 def with_folder(config: RunFile) -> RunFile:
-    """The run file, with ``run.output`` filled in where the user did not set it."""
+    """The run file, with ``run.output`` filled in if the user did not set it."""
     run = config.run
     if run.resume and run.overwrite:
         raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Leave one out.")
@@ -264,7 +266,7 @@ def with_precision(
     """The same roles, with ``dtype = "auto"`` replaced by the precision to use on a CPU.
 
     Args:
-        recorded: the precision that the run's last start measured. It is not measured again.
+        recorded: the precision that the run's last start measured, so that it is not measured again.
     """
     if recorded:
         precision = Precision(**recorded)

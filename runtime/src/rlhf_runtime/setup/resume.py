@@ -1,5 +1,5 @@
-"""What a start of a run records of itself, and earlier runs: whether a run may continue the one in its folder, the
-restored checkpoint, and whether the samples that ``stream.replay`` names can be trained on.
+"""Records the start of a run, and reads earlier runs. Checks whether a run may continue the run in its folder, restores
+the checkpoint, and checks whether the samples that ``stream.replay`` names can be trained on.
 
 A run that is resumed after an upgrade may have options that its checkpoint lacks, because the release or the plugin
 that wrote the checkpoint did not have them. Such options are allowed at their defaults, which leave the run unchanged.
@@ -36,8 +36,8 @@ from rlhf_runtime.setup.prepare import Prepared
 
 
 def check_output(prepared: Prepared) -> list[str]:
-    """Refuse what :func:`rlhf_runtime.setup.build.build` would refuse about ``run.output`` and the observers, with the
-    same messages. Returns its notes about the resume. Changes nothing in the folder.
+    """Check ``run.output`` and the observers as :func:`rlhf_runtime.setup.build.build` does, with the same messages.
+    Returns notes about the resume. Changes nothing in the folder.
 
     Raises ConfigError or CheckpointError.
     """
@@ -51,23 +51,23 @@ def check_output(prepared: Prepared) -> list[str]:
 
 
 def check_latest(prepared: Prepared) -> None:
-    """Raises ConfigError where a model is named by the link ``runs/latest``, which this run moves."""
+    """Raises ConfigError if the path of a model contains the link ``runs/latest``, which this run moves."""
     check_models(Path(prepared.config.run.output), {name: spec.path for name, spec in prepared.specs.items()})
 
 
 def check_observers(prepared: Prepared) -> None:
-    """Raises ConfigError where an observer could not start (:meth:`Observer.check`)."""
+    """Raises ConfigError if an observer could not start (:meth:`Observer.check`)."""
     for observer in prepared.observers.values():
         observer.check(Path(prepared.config.run.output))
 
 
 def check_resume(prepared: Prepared) -> Checkpoint | None:
-    """The checkpoint from which the run continues; None where it does not resume, or has none yet. Every byte of it was
-    compared with its checksum. Changes nothing.
+    """The checkpoint from which the run continues; None if the run does not resume or has no checkpoint yet. Every file
+    of the checkpoint was compared with its checksum. Changes nothing.
 
-    Raises CheckpointError where the newest checkpoint cannot be read or belongs to another run, and where the run has
-    saved something but holds no checkpoint. A change of threads or device is only reported, by :func:`restore`, because
-    both are known only when the models are loaded.
+    Raises CheckpointError if the newest checkpoint cannot be read or belongs to another run, or if the run has saved
+    something but has no checkpoint. A change of threads or device is only reported, by :func:`restore`, because both
+    are known only when the models are loaded.
     """
     run = prepared.config.run
     if not run.resume:
@@ -95,8 +95,8 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
 
 
 def _check_unsaved(folder: Path) -> None:
-    """Raises CheckpointError where the run in ``folder`` has saved something, so that it must have had a checkpoint, or
-    a start at step 0 would delete what it saved."""
+    """Raises CheckpointError if the run in ``folder`` has saved something. Then it must have had a checkpoint, or a
+    start at step 0 would delete the saved files."""
     lost = saved_state(folder)
     if (folder / "checkpoints" / BEST).exists():
         lost.append(f"checkpoints/{BEST}")
@@ -111,7 +111,7 @@ def _check_unsaved(folder: Path) -> None:
 
 
 def check_steps(steps_done: int, total: int) -> None:
-    """Raises ConfigError where a run is resumed that has made more steps than it is to have."""
+    """Raises ConfigError if a resumed run has already finished more steps than ``total``."""
     if steps_done > total:
         raise ConfigError(
             f"a run of {total} steps cannot be resumed after step {steps_done}. Steps count from the start of the run, "
@@ -121,7 +121,7 @@ def check_steps(steps_done: int, total: int) -> None:
 
 
 def _no_steps(prepared: Prepared, steps_done: int) -> list[str]:
-    """A note where ``run.stop_after`` ends the run before its next step."""
+    """A note if ``run.stop_after`` ends the run before its next step."""
     last, total = prepared.config.run.stop_after, prepared.total_steps
     if last is None or not last <= steps_done < total:
         return []
@@ -140,10 +140,10 @@ def restore(
     note: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> int:
-    """Load ``checkpoint``, which :func:`check_resume` returned, into ``state``. Returns its step; 0 where the run has
+    """Load ``checkpoint``, which :func:`check_resume` returned, into ``state``. Returns its step; 0 if the run has
     none.
 
-    Raises CheckpointError where the checkpoint belongs to another run, or its content is invalid.
+    Raises CheckpointError if the checkpoint belongs to another run, or its content is invalid.
     """
     store.clean()
     if checkpoint is None:
@@ -170,7 +170,7 @@ def allow_defaults(
     differences: Sequence[Difference], config: RunFile, resolve: Callable[[RunFile], RunFile]
 ) -> list[Difference]:
     """Returns ``differences`` between a checkpoint and ``config``. An option that the checkpoint lacks is marked
-    ``added``, and is not refused, where ``config`` has it at its default.
+    ``added`` instead of refused if ``config`` has it at its default.
 
     Args:
         config: the run file with every option filled in.
@@ -194,7 +194,7 @@ def allow_defaults(
 
 
 def _remove(data: Any, path: list[str]) -> bool:
-    """Delete the value at ``path``. Returns False where there is none."""
+    """Delete the value at ``path``. Returns False if there is none."""
     *parents, last = path
     for part in parents:
         if isinstance(data, list | tuple):
@@ -211,11 +211,11 @@ SECTIONS = (
     *("algorithm", "policy", "reference", "critic", "roles", "data", "sampling", "stream", "rollout", "env", "reward"),
     "curriculum",
 )
-"""Sections of the run file that decide which samples are drawn, and what is learnt from them."""
+"""Sections of the run file that determine which samples are drawn and what is learnt from them."""
 
 
 def check_record(prepared: Prepared) -> None:
-    """Raises ConfigError where ``stream.replay`` names a folder without a record, a record of another run, or one of
+    """Raises ConfigError if ``stream.replay`` names a folder without a record, a record of another run, or a record of
     too few steps."""
     config = prepared.config
     if config.stream.replay is None:
@@ -263,11 +263,12 @@ def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
 
 
 def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[str, str]:
-    """Hashes of what the run reads from local paths and a checkpoint does not hold: the models that roles start as,
-    the chat template, the held-out rows. Training rows have theirs in the order of rows.
+    """Hashes of local files that the run reads and a checkpoint does not contain: the initial models of roles, the chat
+    template, the held-out rows. The hash of training rows is in the state of the row order.
 
     Args:
-        saved_hashes: of the checkpoint to resume from. A model's hash by an earlier release is kept if it is equal.
+        saved_hashes: hashes in the checkpoint to resume from. A model's hash by an earlier release is kept if it is
+            equal.
     """
     folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
     hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
@@ -294,7 +295,8 @@ def record_start(run: Run, prepared: Prepared) -> None:
     config, data = run.config, run.data
     with run.store.writing(run.directory.path):
         asked_once = config.run.model_copy(update={"overwrite": False})
-        # First, because a folder is recognised by it. A run that is killed before the next line can start again.
+        # Written first, because it marks the folder as a run. A run that is killed before the next line can start
+        # again.
         run.directory.write_manifest(
             config.run.seed,
             [plugin.manifest() for plugin in prepared.plugins],
@@ -317,7 +319,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
 
 
 def _measured(prepared: Prepared) -> dict[str, Any]:
-    """Measured and looked-up values that a resume reads instead of determining them again."""
+    """Measured and looked-up values. A resume reads them instead of determining them again."""
     measurement = prepared.specs["policy"].on_processor
     measured: dict[str, Any] = {"on_processor": dataclasses.asdict(measurement)} if measurement else {}
     chat = prepared.data.template.chat

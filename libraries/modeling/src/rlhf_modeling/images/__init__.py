@@ -1,2 +1,2 @@
-"""Image-text models: how they are loaded, which of their modules read images, and what a micro-batch with images passes
-to them."""
+"""Image-text models: how to load them, which of their modules read images, and the inputs of a micro-batch with
+images."""

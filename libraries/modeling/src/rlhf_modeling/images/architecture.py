@@ -18,7 +18,7 @@ NOT_HERE = (
     "cannot be computed with images here, causally and packed ({}). Models whose image tokens attend in both "
     "directions, such as Gemma 3, are among these"
 )
-"""Of a model, with the reason."""
+"""Message about an unsupported model, with the reason."""
 
 
 def auto_classes() -> Any:
@@ -29,8 +29,8 @@ def auto_classes() -> Any:
 
 
 def reads_images(config: Any, images: bool) -> bool:
-    """Whether the model is loaded with its vision tower: the run has ``images``, or transformers has no language model
-    without one for this config."""
+    """Whether the model is loaded with its vision tower. True if the run has ``images``, or if transformers has no
+    language model without a vision tower for this config."""
     if config.get_text_config() is config or type(config) not in auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
     return images or type(config) not in auto_classes().MODEL_FOR_CAUSAL_LM_MAPPING
@@ -43,8 +43,8 @@ def language_model(config: Any, images: bool) -> Any:
 
 
 def require_images(spec: ModelSpec, config: Any) -> None:
-    """Raises ModelError where the run has images and the model with this config reads none, or reads them in a way that
-    is not computed here."""
+    """Raises ModelError if the run has images but the model with this config reads none, or reads them in an
+    unsupported way."""
     if not spec.images:
         return
     advice = "Name an image-text model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
@@ -59,8 +59,7 @@ def require_images(spec: ModelSpec, config: Any) -> None:
 
 
 def _image_problem(config: Any) -> str:
-    """Why an image-text model with this config is not computed with images, as far as the config tells; empty: it may
-    be."""
+    """Why an image-text model with this config cannot be computed with images. Empty if the config shows no reason."""
     kind, start = type(config), "cannot be computed with images here: "
     mappings = auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto_classes().MODEL_MAPPING
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
@@ -74,15 +73,15 @@ def _image_problem(config: Any) -> str:
 
 
 def attends_ahead(config: Any) -> bool:
-    """Whether an image-text model with this config lets any of four tokens, two of which are an image's, attend to a
-    later one. Classes with such masks make them in ``create_masks_for_generate``, which reads the config only."""
+    """Whether an image-text model with this config lets one of four tokens, two of which belong to an image, attend to
+    a later one. Classes with such masks create them in ``create_masks_for_generate``, which reads only the config."""
     make = getattr(auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], "create_masks_for_generate", None)
     parameters = set(inspect.signature(make).parameters) if make is not None else set()
     kinds = parameters & {"token_type_ids", "mm_token_type_ids"}
     if make is None or not kinds:
         return False
     config = deepcopy(config)
-    config.get_text_config()._attn_implementation = "eager"  # it makes masks of numbers
+    config.get_text_config()._attn_implementation = "eager"  # it creates masks of numbers
     first = {"is_first_iteration": True} if "is_first_iteration" in parameters else {}
     kind_1T, position_1T = torch.tensor([[0, 1, 1, 0]]), torch.arange(4)[None]
     result = make(config, torch.zeros(1, 4, 1), None, None, position_1T, **dict.fromkeys(kinds, kind_1T), **first)
@@ -91,8 +90,8 @@ def attends_ahead(config: Any) -> bool:
 
 
 def is_image_text(spec: ModelSpec) -> bool:
-    """Whether the role's model is loaded with a vision tower; False where its config cannot be read, which is reported
-    when the model is loaded."""
+    """Whether the role's model is loaded with a vision tower. False if its config cannot be read; loading the model
+    reports this."""
     try:
         config = read_config(spec)
     except ModelError:
@@ -101,8 +100,8 @@ def is_image_text(spec: ModelSpec) -> bool:
 
 
 class Scored:
-    """Loads the body of an image-text model with a linear head named ``score``, which transformers has for few of them.
-    The model is saved under a name like those of transformers' sequence-classification models."""
+    """Loads the body of an image-text model with a linear head named ``score``, which transformers supports for few of
+    them. The model is saved under a name like those of transformers' sequence-classification models."""
 
     @staticmethod
     def from_config(config: Any) -> Any:
@@ -140,7 +139,7 @@ def _scored_class(config_class: type) -> Any:
 
 
 def classifier(config: Any, images: bool) -> Any | None:
-    """The loader of an image-text model with a scalar or classes head; None: transformers has one."""
+    """The loader of an image-text model with a scalar or classes head. None if transformers has one."""
     has_loader = type(config) in auto_classes().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     return Scored if reads_images(config, images) and not has_loader else None
 
@@ -151,8 +150,8 @@ def has_vision(module: nn.Module) -> bool:
 
 
 def vision_prefixes(module: Any) -> tuple[str, ...]:
-    """Starts of the names of all modules of an image-text model that are neither in its text model nor its head: vision
-    tower and projector. Empty for a text model."""
+    """Prefixes of the names of all modules of an image-text model outside its text model and head: vision tower and
+    projector. Empty for a text model."""
     if not has_vision(module):
         return ()
     text = module.get_decoder()

@@ -1,8 +1,8 @@
-"""Memory of the part of a model that reads images, in one micro-batch. For ``rlhf plan``.
+"""Memory of the vision tower and projector in one micro-batch. For ``rlhf plan``.
 
-Symbols: P patches of the images of a micro-batch, T tokens that stand for them, H width of the tower, F width of its
-feed-forward layers, b bytes of an element in matrix products (2 in bf16, else 4). Attention keeps no scores, as with
-transformers' ``sdpa``.
+Symbols: P patches of the images of a micro-batch, T placeholder tokens of these images, H width of the tower, F width
+of its feed-forward layers, b bytes of an element in matrix products (2 in bf16, else 4). Attention keeps no scores, as
+with transformers' ``sdpa``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from rlhf_modeling.activations import Arithmetic, widest_working
 from rlhf_modeling.images.pixels import CACHE_BYTES
 
 KEPT_WIDTHS = {4: 10, 2: 13}
-"""{b: hidden widths that a layer keeps per patch}: in fp32 norms 4 to 6, queries, keys and values 3 to 5, the output of
-attention 1 or 2. Classes differ in how they compute norms and rotary embeddings. In bf16 some have fp32 norms."""
+"""{b: hidden widths that a layer keeps per patch}. In fp32: 4 to 6 for norms, 3 to 5 for queries, keys and values, 1 or
+2 for the output of attention. Classes differ in how they compute norms and rotary embeddings. In bf16 some have fp32
+norms."""
 WORKING_WIDTHS = 8
-"""Hidden widths of a layer's temporaries per patch, while it attends."""
+"""Hidden widths of a layer's temporaries per patch, during attention."""
 
 
 def image_tokens(tower: VisionSize | None, images: int, longest: int, tokens: int) -> int:
-    """T, at most: all sequences are the longest, and have ``images`` large images, or tokens of images only.
+    """Upper bound of T: all sequences have the maximum length, and have ``images`` large images or only tokens of
+    images.
 
     Args:
-        longest: tokens of a sequence.
-        tokens: those of the micro-batch.
+        longest: number of tokens of a sequence.
+        tokens: number of tokens of the micro-batch.
     """
     if tower is None:
         return 0
@@ -35,8 +37,8 @@ def image_tokens(tower: VisionSize | None, images: int, longest: int, tokens: in
 
 
 def kept_pixels(tower: VisionSize | None, work: TrainerWork, ranks: int) -> int:
-    """Bytes of pixels of the images of a step, which are kept in host memory, on one of ``ranks``. Sequences that share
-    a prefix share its images."""
+    """Bytes of pixels of a step's images that are kept in host memory on one of ``ranks``. Sequences that share a
+    prefix share its images."""
     if tower is None:
         return 0
     sequences = work.units * work.unit / work.longest / work.siblings / ranks
@@ -56,8 +58,9 @@ def tower_saved(tower: VisionSize, a: Arithmetic) -> float:
 
 
 def tower_activations(size: ModelSize, a: Arithmetic) -> int:
-    """Bytes that live from forward to backward: pixels, layers (only their inputs with gradient checkpointing, two of
-    them where they are in host memory), and the projector's inputs and outputs. None where the tower is frozen."""
+    """Bytes that live from forward to backward: pixels, layers, and the projector's inputs and outputs. With gradient
+    checkpointing the layers keep only their inputs; two of them if they are in host memory. 0 if the tower is frozen.
+    """
     tower = size.tower
     if tower is None or not a.trains_vision:
         return 0
@@ -67,7 +70,7 @@ def tower_activations(size: ModelSize, a: Arithmetic) -> int:
 
 
 def recomputed_tower(size: ModelSize, a: Arithmetic) -> int:
-    """Activations of one layer, which gradient checkpointing computes again in the backward pass."""
+    """Activations of one layer, which gradient checkpointing recomputes in the backward pass."""
     return 0 if size.tower is None or not a.checkpointing else int(patches(size.tower, a) * tower_saved(size.tower, a))
 
 
@@ -82,6 +85,6 @@ def tower_working(size: ModelSize, a: Arithmetic) -> int:
 
 
 def prompts_working(size: ModelSize, work: SamplingWork, a: Arithmetic) -> int:
-    """Largest temporaries of one layer in the forward pass of prompts, of the text part or of the tower."""
+    """Largest temporaries of one layer of the text part or the tower in the forward pass of prompts."""
     a = replace(a, image_tokens=image_tokens(size.tower, work.images, work.longest_prompt, a.tokens))
     return max(widest_working(size, a), tower_working(size, a))

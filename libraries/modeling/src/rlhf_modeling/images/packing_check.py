@@ -1,7 +1,7 @@
-"""Compares, when a model is loaded, packed rows with images with transformers' forward pass of one sequence.
+"""When a model is loaded, compares packed rows with images with transformers' forward pass of one sequence.
 
-The reference is the model's own statement, with a mask of its own: models whose image tokens attend in both directions
-(Gemma 3) differ from packed attention, which is causal.
+The reference uses the model's own forward pass and mask. Models whose image tokens attend in both directions (Gemma 3)
+differ from packed attention, which is causal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_modeling.loaded import LoadedModel
 
 
 def attach_images(model: LoadedModel, spec: ModelSpec) -> None:
-    """Set :attr:`LoadedModel.images` where the model reads images and its folder has an image processor."""
+    """Set :attr:`LoadedModel.images` if the model reads images and its folder has an image processor."""
     model.images, model.no_images = None, "reads text only"
     if not has_vision(model.module):
         if model.image_text:
@@ -46,7 +46,7 @@ def image_sequence(model: LoadedModel, rows: list[Tensor]) -> tuple[Tensor, tupl
 
 
 def own_statement(model: LoadedModel, ids_T: Tensor, images: tuple[Image, ...]) -> Tensor:
-    """fp32 [T, H]: what the model's own forward pass gives for a sequence with images."""
+    """fp32 [T, H]: the output of the model's own forward pass for a sequence with images."""
     inputs = model.images
     assert inputs is not None
     kind_1T = (ids_T == inputs.token).int()[None]
@@ -60,7 +60,7 @@ def own_statement(model: LoadedModel, ids_T: Tensor, images: tuple[Image, ...]) 
 def packed_with_text(
     model: LoadedModel, rows: list[Tensor], ids_T: Tensor, images: tuple[Image, ...]
 ) -> tuple[Tensor, Tensor]:
-    """fp32 [T, H] of a sequence with images that stands twice among sequences of text, each time."""
+    """fp32 [T, H], twice: a sequence with images occurs twice among sequences of text."""
     sequences = [rows[1], ids_T, rows[3], ids_T]
     lens = [len(s) for s in sequences]
     position_N = torch.cat([torch.arange(n, device=ids_T.device) for n in lens])

@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CACHE_BYTES = 2**30
-"""Bytes of pixels that are kept. Old log-probs, a reference and the update read the same images one after another."""
+"""Bytes of pixels in the cache. Old log-probs, a reference and the update read the same images one after another."""
 
 Pixels = dict[str, Tensor]
-"""What a processor returns for one image, by the names of the model's arguments. The first dimension of each tensor
-counts images, or parts of them."""
+"""A processor's output for one image, by the names of the model's arguments. The first dimension of each tensor counts
+images, or parts of them."""
 OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-"""What a processor returns for the text beside the image."""
+"""A processor's outputs for the text beside the image."""
 
 
 class PixelReader:
-    """Pixels by the content of the image file. A thread computes those of the next micro-batch.
+    """Pixels by the content of the image file. A thread computes the pixels of the next micro-batch.
 
     Args:
-        processor: a processor of transformers. Its image processor alone lacks options that the whole gives it.
-        names: what the model reads.
+        processor: a processor of transformers. Its image processor alone would lack options that the processor sets.
+        names: names of the model's inputs.
     """
 
     def __init__(self, processor: Any, names: frozenset[str]) -> None:
@@ -44,7 +44,7 @@ class PixelReader:
                 self._futures[image.data] = self._thread.submit(self._read, image.data)
 
     def collect(self, images: Sequence[Image]) -> list[Pixels]:
-        """The pixels of each image, on the CPU. Raises TrainingError where a file is no image."""
+        """The pixels of each image, on the CPU. Raises TrainingError if a file is not an image."""
         self.start(images)
         pixels = []
         for image in images:
@@ -62,7 +62,7 @@ class PixelReader:
         return {name: values for name, values in outputs.items() if name in self.names}
 
     def _forget(self) -> None:
-        """Drop the images that were used longest ago, beyond :data:`CACHE_BYTES`."""
+        """Drop the least recently used images beyond :data:`CACHE_BYTES`."""
         done = {data: future for data, future in self._futures.items() if future.done() and not future.exception()}
         total = sum(_bytes(future.result()) for future in done.values())
         for data, future in done.items():
@@ -73,7 +73,7 @@ class PixelReader:
 
 
 def joined(pixels: Sequence[Pixels], device: torch.device) -> Pixels:
-    """The arguments for several images. Where images have other sizes, tensors are padded with zeros."""
+    """The arguments for several images. Tensors of images with different sizes are padded with zeros."""
     return {name: _concatenated([values[name] for values in pixels]).to(device) for name in pixels[0]}
 
 

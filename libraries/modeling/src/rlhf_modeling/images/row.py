@@ -1,4 +1,4 @@
-"""What a row of packed sequences with images passes to an image-text model.
+"""The inputs of an image-text model for a row of packed sequences with images.
 
 Shape suffixes: N tokens of the row, T tokens of one sequence, B sequences.
 """
@@ -24,36 +24,36 @@ from rlhf_modeling.images.pixels import PixelReader, Pixels, joined
 from rlhf_modeling.shared_prefixes import Shared
 
 BLANK = 32
-"""Height and width in pixels of the image that stands for none."""
+"""Height and width in pixels of the blank image in rows without images."""
 
 MISFIT = "The tokens of an image were made with another image processor than that in the model's folder, or were cut."
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Of one image."""
+    """Numbers of one image."""
 
     sequence: int
     """Number of its sequence in the row."""
     placeholders: int
-    """Tokens whose embeddings its features replace."""
+    """Number of tokens whose embeddings are replaced by the features of the image."""
     parts: int
-    """Parts that the image processor divided it into."""
+    """Number of parts into which the image processor divided it."""
 
 
 @dataclass(slots=True)
 class ImageRow:
     arguments: dict[str, Tensor]
-    """``input_ids`` [1, N], ``position_ids`` ([1, N], or [4, 1, N] where positions have three axes: text, time, height,
-    width) and the pixels."""
+    """``input_ids`` [1, N], ``position_ids`` and the pixels. Positions are [1, N], or [4, 1, N] if they have three
+    axes: text, time, height, width."""
     lens: list[int]
-    """Of its sequences, whose tokens are all computed unless prefixes are shared."""
+    """Lengths of the row's sequences. All their tokens are computed unless prefixes are shared."""
     deltas: list[int]
-    """Of each sequence: position of the token that would follow, minus the number of its tokens."""
+    """For each sequence: position of the next token, minus the number of its tokens."""
     counts: list[Count]
-    """Of each image, in the order of the row. An image that sequences share counts once."""
+    """Counts of each image, in the order of the row. An image that sequences share counts once."""
     plain_N: Tensor | None = None
-    """The ids with sampled placeholders, where there are some (:meth:`ImageInputs.image_context`)."""
+    """The ids with sampled placeholders, if there are any (:meth:`ImageInputs.image_context`)."""
 
     def as_rows(self, count: int) -> dict[str, Tensor]:
         """The arguments for ``count`` sequences of equal length as rows without packing."""
@@ -63,12 +63,12 @@ class ImageRow:
 
 
 class ImageInputs:
-    """Makes rows for one model.
+    """Creates rows for one model.
 
     Args:
         module: the image-text model.
-        body: its part that gives hidden states.
-        processor: the processor in its folder.
+        body: the part of the model that returns hidden states.
+        processor: the processor in the model's folder.
     """
 
     def __init__(self, module: Any, body: Any, processor: Any) -> None:
@@ -80,7 +80,7 @@ class ImageInputs:
         self._counts: list[Count] = []
         rope = getattr(body, "get_rope_index", None)
         self._rope: Any = rope
-        """Where positions have three axes: gives those of a sequence."""
+        """Set if positions have three axes: returns the positions of a sequence."""
         self._rope_reads = set() if rope is None else set(inspect.signature(rope).parameters)
         self._features = body.get_image_features
         body.get_image_features = self._checked
@@ -110,9 +110,9 @@ class ImageInputs:
         """The row of sequences with these lengths.
 
         Args:
-            images_B: the images of each sequence; empty: there are none, and the row has a further sequence with a
-                blank image. Its hidden states mean nothing.
-            shared: the row has the computed tokens of these.
+            images_B: the images of each sequence. If it is empty, the row gets an extra sequence with a blank image,
+                whose hidden states have no meaning.
+            shared: the row has the computed tokens of these sequences.
         """
         lens, images_B = list(lens), list(images_B)
         if not images_B:
@@ -125,7 +125,7 @@ class ImageInputs:
         positions: list[Tensor] = []
         kinds: list[Tensor] = []
         deltas: list[int] = []
-        by_place: dict[int, tuple[Count, Pixels]] = {}  # by the place of the image's first token in the row
+        by_place: dict[int, tuple[Count, Pixels]] = {}  # by the position of the image's first token in the row
         start = 0
         for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
             sequence_pixels = [next(pixels) for _ in images_B[b]]
@@ -160,8 +160,8 @@ class ImageInputs:
 
     @contextmanager
     def image_context(self, row: ImageRow) -> Iterator[None]:
-        """Inside, the model computes ``row``. A placeholder outside of the images, which a policy may sample, keeps its
-        own embedding; the model would look for an image."""
+        """Context in which the model computes ``row``. A placeholder outside of the images, which a policy may sample,
+        keeps its own embedding. The model would search for an image."""
         hook = None
         if (plain_N := row.plain_N) is not None:
             hook = self._embedding.register_forward_pre_hook(
@@ -180,7 +180,7 @@ class ImageInputs:
     def _placeholders(
         self, b: int, ids_T: Tensor, images: Sequence[Image], pixels: Sequence[Pixels]
     ) -> tuple[Tensor, list[Count]]:
-        """(bool [T]: placeholders of the images of sequence ``b``, what each image has)."""
+        """(bool [T]: placeholders of the images of sequence ``b``; the counts of each image)."""
         kind_T, counts = torch.zeros(len(ids_T), dtype=torch.bool), []
         for image, inputs in zip(images, pixels, strict=True):
             span = slice(image.start, image.start + image.tokens)
@@ -200,7 +200,7 @@ class ImageInputs:
         return torch.cat([position_T[None], place_31T[:, 0].to(position_T)]), int(delta_11)
 
     def _checked(self, *args: Any, **options: Any) -> Any:
-        """The features of the images. Raises TrainingError where an image has another number of placeholders than of
+        """The features of the images. Raises TrainingError if an image does not have as many placeholders as
         features."""
         out = self._features(*args, **options)
         sizes = [_rows(part) for part in out.pooler_output]

@@ -18,7 +18,7 @@ from rlhf_modeling.sharded.process_group import barrier
 from rlhf_modeling.sharded.weights import ShardedWeights
 
 STEP = "step"
-"""The optimizer's state that is one number for each of its tensors."""
+"""The optimizer's state that is one number per tensor."""
 
 
 def save(trainer: ShardedWeights, division: Mapping[str, Any], path: Path) -> None:
@@ -93,7 +93,7 @@ def _facts(trainer: ShardedWeights, division: Mapping[str, Any]) -> dict[str, An
 
 
 def _lora(trainer: ShardedWeights) -> dict[str, Any] | None:
-    """The adapters' options. A checkpoint holds adapters only; the frozen model is read from its own path."""
+    """The adapters' options. A checkpoint holds only adapters; the frozen model is read from its own path."""
     return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
@@ -102,7 +102,7 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{str(path)!r} was not saved by trainer {trainer.name!r}: its {state.FACTS} names no number of ranks"
         )
-    by = facts.get("trainer", "deepspeed")  # which wrote no name once
+    by = facts.get("trainer", "deepspeed")  # old checkpoints of trainer deepspeed have no name
     if by != trainer.name:
         raise CheckpointError(
             f"the checkpoint {str(path)!r} was saved by trainer {by!r}; this run has trainer {trainer.name!r}. Resume "
@@ -116,7 +116,7 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
         "lora": _lora(trainer),
     }
     saved = {key: facts.get(key) for key in settings} | {"storage": facts.get("storage", "fp32")}  # older: not named
-    if saved["lora"] is not None:  # of a version that had fewer options
+    if saved["lora"] is not None:  # written by a version with fewer options
         saved["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **saved["lora"]}
     if saved != settings:
         raise ConfigError(

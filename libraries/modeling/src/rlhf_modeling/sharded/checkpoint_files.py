@@ -1,10 +1,10 @@
 """A sharded trainer's state on disk: one safetensors file per rank. Any number of ranks in any stage can read it.
 
 A file holds 1-D pieces, ``<kind>/<parameter>``: elements ``start`` to ``start + numel`` of the flattened parameter, or
-of the flattened part that the rank holds of it (``tensor_parallel``). Kinds are ``weight``, ``average`` and the
-optimizer's, ``optimizer.exp_avg``, ... The metadata says where each piece starts and of which part, and holds the
-optimizer's scalars. A rank that loads reads the elements that it owns, from the files that hold them. A parameter
-that was saved in another number of parts is put together first.
+of the rank's flattened part of it (``tensor_parallel``). Kinds are ``weight``, ``average`` and those of the optimizer,
+such as ``optimizer.exp_avg``. The metadata has the start and the part of each piece, and the optimizer's scalars. When
+loading, a rank reads only the elements that it owns. A parameter that was saved in a different number of parts is
+assembled first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rlhf_modeling.state import not_finite
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
 _FACTS = "facts"
-"""The one key of the metadata: safetensors writes several in a random order, and equal runs write equal files."""
+"""The only key of the metadata: safetensors writes several keys in random order, but equal runs should write equal
+files."""
 
 
 def file_name(rank: int, ranks: int) -> str:
@@ -36,8 +37,8 @@ def file_name(rank: int, ranks: int) -> str:
 
 
 def local_pieces(partition: Partition, split: Split) -> list[tuple[int, Piece]]:
-    """(index of the flat, piece) for everything that this rank writes: its pieces, or its share of what every replica
-    holds. The first rank of a replica writes what is whole on all of its ranks."""
+    """(index of the flat, piece) for everything that this rank writes: its pieces, or its share of elements that every
+    replica holds. The first rank of a replica writes parameters that are whole on all of its ranks."""
     replica, replicas = split.topology.replica, split.topology.replicas
     shares = []
     for index, flat in enumerate(partition.flats):
@@ -84,15 +85,15 @@ class _Stored:
     numel: int
     file: Path
     part: int
-    """Number of the part, where the parameter was divided (``tensor_parallel``)."""
+    """Number of the part, if the parameter was divided (``tensor_parallel``)."""
 
 
 class RankFiles:
     """The files of all ranks of a saved run, opened for reading slices.
 
     Args:
-        shapes: {parameter: shape when whole} of the model that reads.
-        split: which part of them the reading rank holds.
+        shapes: {parameter: shape of the whole tensor} of the reading model.
+        split: the division that says which part the reading rank holds.
     """
 
     def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], split: Split) -> None:
@@ -101,7 +102,7 @@ class RankFiles:
         self._stored: dict[str, list[_Stored]] = {}
         self._scalars: dict[str, dict[str, float]] = {}
         self._dims: dict[str, tuple[int, int]] = {}
-        """{divided parameter: (dimension, parts)} as they were saved."""
+        """{divided parameter: (dimension, parts)}, as it was saved."""
         for rank in range(ranks):
             file = path / file_name(rank, ranks)
             try:
@@ -184,7 +185,7 @@ class RankFiles:
             target.copy_(part[piece.start : piece.start + piece.numel])
 
     def _assemble(self, key: str) -> Tensor:
-        """The whole parameter, from the parts that it was saved in."""
+        """The whole parameter, assembled from its saved parts."""
         name = key.partition("/")[2]
         dim, parts = self._dims.get(name, (0, 1))
         shape = list(self.shapes[name])
@@ -195,7 +196,7 @@ class RankFiles:
         return torch.cat(tensors, dim)
 
     def _read(self, key: str, part: int, start: int, target: Tensor) -> None:
-        """Elements from ``start`` on of a part, into ``target`` [n]."""
+        """Read elements of a part, from ``start`` on, into ``target`` [n]."""
         end = start + target.numel()
         for stored in self._stored[key]:
             low, high = max(start, stored.start), min(end, stored.start + stored.numel)

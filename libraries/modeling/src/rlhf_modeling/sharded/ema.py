@@ -1,4 +1,4 @@
-"""Second values of a rank's own part of the weights: their moving average, or those that training started from."""
+"""Second values of a rank's part of the weights: their moving average, or their initial values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_modeling.sharded.partition import Partition
 
 
 class ShardedCopy:
-    """The weights as they were when this was made."""
+    """A copy of the weights from the time when this object was created."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
@@ -20,7 +20,7 @@ class ShardedCopy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, every rank computes with the second values. All ranks enter and leave the context together."""
+        """Context in which every rank computes with the second values. All ranks enter and leave it together."""
         self._swap()
         try:
             yield

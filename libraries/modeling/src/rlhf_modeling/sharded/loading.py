@@ -14,7 +14,7 @@ from rlhf_modeling.probe import probe
 
 def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None, kernels: Kernels) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` in host memory, the same on every rank, for a role that will compute on
-    ``device``. Liger's kernels are left to the caller; ``auto`` is ``own`` where the layers are known."""
+    ``device``. The caller handles Liger's kernels; ``auto`` is ``own`` if the layers are known."""
     model = load_model(spec, torch.device("cpu"), divided=True, adapters=lora is not None)
     if model.fresh_head:
         draw_head(model, spec)

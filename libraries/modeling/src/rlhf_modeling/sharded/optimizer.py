@@ -1,10 +1,10 @@
 """The optimizer of a role's parameters, which may be divided over ranks: AdamW, or Muon for matrices.
 
-Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal one, which needs the whole matrix. Each
-rank keeps the momentum of its own elements. In rounds of as many matrices as ranks, each rank collects the momentum of
-one matrix, makes it orthogonal with torch's own iteration, and sends it back. So the step is the same in every stage
-and with ``tensor_parallel``: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et
-al. 2025), as large as AdamW's.
+Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, which requires the whole
+matrix. Each rank keeps the momentum of its own elements. In each round, every rank collects the momentum of one matrix,
+orthogonalises it with torch's own iteration, and sends it back. So in every stage and with ``tensor_parallel`` the step
+is the same as the step of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et al. 2025), which is as
+large as AdamW's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
     it and then replaces the step by its own.)"""
 
     def bind(self, partition: Partition, shapes: Mapping[str, torch.Size], split: Split) -> None:
-        """``shapes``: of whole parameters."""
+        """``shapes``: shapes of whole parameters."""
         self._partition, self._shapes, self._split = partition, shapes, split
 
     def muon_step(self, group: dict[str, Any]) -> None:
@@ -96,10 +96,10 @@ def build_optimizer(
     adamw_ids: Collection[int],
     config: TrainingConfig,
 ) -> torch.optim.AdamW:
-    """The optimizer of the trainer ``torch``, over the same groups, with Muon's step for divided matrices.
+    """The same optimizer and groups as in the trainer ``torch``, with Muon's step for divided matrices.
 
     Args:
-        shapes: of whole parameters.
+        shapes: shapes of whole parameters.
         adamw_ids: ids of the parameters of embeddings and heads, whose matrices stay with AdamW.
     """
     make = DividedOrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW

@@ -1,8 +1,8 @@
-"""Which elements of which parameters a rank owns, as tensors that the optimizer steps.
+"""The elements of the parameters that a rank owns, as tensors that the optimizer updates.
 
-A :class:`Flat` is one tensor that the optimizer steps on this rank. Its pieces say which elements of which parameter it
-holds. Together the ranks' pieces cover every parameter once, except where each rank holds them all (``replicated``).
-A :class:`Split` says which parameters the ranks of a replica divide into parts (tensor parallel).
+A :class:`Flat` is one tensor that the optimizer updates on this rank. Its pieces name the elements of the parameters
+that it holds. Together the ranks' pieces cover every parameter once, or every rank holds all of them (``replicated``).
+A :class:`Split` describes which parameters the ranks of a replica divide into parts (tensor parallel).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ class Piece:
 @dataclass(slots=True)
 class Flat:
     owner: Tensor
-    """The tensor that the optimizer keeps state for."""
+    """The tensor whose state the optimizer keeps."""
     pieces: list[Piece]
     names: list[str]
     """Names of the parameters in this flat on any rank. The list is the same on every rank."""
 
     @property
     def data(self) -> Tensor:
-        """[n] fp32, a view of :attr:`owner`. Masters of weights in bf16; in bf16 of a frozen role that is stored so."""
+        """[n] fp32, a view of :attr:`owner`. Holds the masters of weights in bf16. It is bf16 for a frozen role that is
+        stored in bf16."""
         return self.owner.detach().view(-1)
 
 
@@ -46,7 +47,7 @@ class Partition(ABC):
     """The rank's share of a role's parameters."""
 
     flats: list[Flat]
-    """One list on every rank: as many, with the same names, in the same order."""
+    """The same list on every rank: the same number of flats, with the same names, in the same order."""
     replicated: bool = False
     """Every rank holds all elements."""
 
@@ -57,17 +58,17 @@ class Partition(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Call this after a change of the flats. It sends the new values to every rank."""
+        """Send the new values to every rank. Must be called after a change of the flats."""
 
     def piece_gradients(self, index: int) -> Iterator[tuple[Piece, Tensor]]:
-        """(piece, [numel] its gradient); zeros if there is none."""
+        """(piece, [numel] its gradient); zeros if it has none."""
         flat, parts = self.flats[index], self.gradients(index)
         gradient = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
         for piece in flat.pieces:
             yield piece, gradient[piece.offset : piece.offset + piece.numel]
 
     def views(self, index: int) -> Iterator[tuple[Piece, list[Tensor]]]:
-        """(piece, its reduced gradient as consecutive 1-D views); no views if there is none."""
+        """(piece, its reduced gradient as consecutive 1-D views); no views if it has none."""
         parts = [p.detach().view(-1) for p in self.gradients(index)]
         ends = list(accumulate(p.numel() for p in parts))
         for piece in self.flats[index].pieces:
@@ -84,8 +85,8 @@ def scale(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 class RankTopology(Protocol):
-    """The ranks of a role as replicas x parts: the ranks of a replica divide every layer among them, the ranks of a
-    part hold the same weights and compute different units."""
+    """The ranks of a role as replicas x parts. The ranks of a replica divide every layer. The ranks of a part hold the
+    same weights and compute different units."""
 
     parts: int
     part: int
@@ -104,14 +105,14 @@ class Replicas:
 
 
 class Split:
-    """How one model is divided over the ranks of a replica. Here every parameter is whole; a trainer that divides
-    layers overrides this class."""
+    """The division of one model over the ranks of a replica. In this class every parameter is whole; a trainer that
+    divides layers overrides it."""
 
     def __init__(self, topology: RankTopology) -> None:
         self.topology = topology
 
     def dim(self, name: str) -> int | None:
-        """The dimension along which the equal parts of a parameter lie; None: it is whole."""
+        """The dimension along which a parameter is divided into equal parts; None: it is whole."""
         return None
 
     def shape(self, name: str, part: torch.Size) -> torch.Size:
@@ -127,7 +128,7 @@ class Split:
         return True
 
     def agree(self, partition: Partition) -> None:
-        """Complete the gradients of a replica's ranks after they were summed over the replicas."""
+        """Complete the gradients of a replica's ranks, after the sum over the replicas."""
 
     def squares(self, partition: Partition, index: int) -> float:
         """Sum of squares of a flat's gradient."""

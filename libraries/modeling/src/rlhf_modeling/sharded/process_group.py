@@ -21,20 +21,20 @@ from rlhf.errors import CapabilityError, ConfigError, RlhfError, WorkerError
 from rlhf.interfaces import ModelSpec
 
 _joined: tuple[str, int, int] | None = None
-"""(rendezvous, rank, ranks) of the group of several ranks that this process is in."""
+"""(rendezvous, rank, number of ranks) of this process's group of several ranks."""
 
 
 def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     """Make this process rank ``spec.rank`` of the role's group.
 
     Roles of one rank share the process's group of one rank. Roles of several ranks share a group only if the launcher
-    gave them the same rendezvous. It must call them in the same order on all ranks.
+    gave them the same rendezvous. The launcher must then call them in the same order on all ranks.
     """
     global _joined
     name = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
     if not 0 <= spec.rank < spec.world_size:
         raise ConfigError(f"{name}: a rank lies in 0..{spec.world_size - 1}")
-    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees its own device only
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees only its own device
     backend = "nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
         size = dist.get_world_size()
@@ -91,8 +91,8 @@ def agree_on_role(spec: ModelSpec, name: str) -> None:
 
 @contextmanager
 def collective(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
-    """A context that raises WorkerError, naming role, rank and call, if a collective inside loses the other ranks.
-    Under NCCL a rank that waits in vain is ended; then the same is printed before (:func:`watched`)."""
+    """Context that raises WorkerError, with role, rank and call, if a collective inside loses the other ranks. NCCL
+    ends a rank that waits in vain; the same message is then printed before (:func:`watched`)."""
     try:
         with watched(spec, call, seconds):
             yield
@@ -125,7 +125,7 @@ def largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_text(text: str) -> str:
-    """The text of the lowest rank whose text is not empty, with that rank."""
+    """The first nonempty text in the order of ranks, with its rank. Empty if there is none."""
     size = dist.get_world_size()
     if size == 1:
         return text
@@ -135,7 +135,7 @@ def first_text(text: str) -> str:
 
 
 def reduce_to_first(values: torch.Tensor) -> None:
-    """Sum over ranks into rank 0's ``values``, in place; those of others are undefined afterwards."""
+    """Sum over ranks into rank 0's ``values``, in place. The values of other ranks are undefined afterwards."""
     if dist.get_world_size() > 1:
         dist.reduce(values, dst=0)
 
@@ -147,19 +147,21 @@ def barrier() -> None:
 
 
 _QUIET = 0.8
-"""Of the timeout: how long nothing moves before the message. The last tenth is left for writing it."""
+"""Time without progress before the message, as a share of the timeout. The last tenth is for writing it."""
 _LOOKS = 20
-"""Looks at the thread in the time of the timeout."""
+"""Number of checks of the thread within the timeout."""
 
 
 @contextmanager
 def watched(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
-    """A context. While this thread stays at one place inside, and the ranks begin no exchange, a message with role,
-    rank, call and stack goes to standard error, once, shortly before the ``seconds`` of the timeout are over.
+    """Context that detects a hang. If this thread stays at one place and the ranks begin no exchange, a message with
+    role, rank, call and stack goes to standard error. It is written once, shortly before the timeout of ``seconds``
+    expires.
 
-    Where a rank waits for another one in vain, gloo raises in the thread that waits. NCCL does not: ``trainer.timeout``
-    seconds after the exchange began a thread of its own aborts the process, and its message names neither role nor
-    call."""
+    If a rank waits for another one in vain, gloo raises an error in the waiting thread. NCCL does not:
+    ``trainer.timeout`` seconds after the start of the exchange, one of its threads aborts the process, with a message
+    that names neither role nor call.
+    """
     if spec.world_size == 1 or not ends_process():
         yield
         return
@@ -197,7 +199,7 @@ def _watch(end: threading.Event, thread: int, label: str, seconds: float) -> Non
 
 
 def _place(frame: FrameType | None) -> tuple[Any, ...]:
-    """Where a thread is, and how many exchanges the ranks have begun."""
+    """The current place of a thread, and the number of exchanges that the ranks have begun."""
     frames: list[Any] = []
     while frame is not None:
         frames.append((frame.f_code, frame.f_lasti))

@@ -1,7 +1,7 @@
-"""Which ranks divide the tokens of a row among them (``sequence_parallel``), and which models can be computed so.
+"""Which ranks divide the tokens of a row (``sequence_parallel``), and which models support this.
 
-Neighbouring ranks are a group: ranks 0 to N - 1, N to 2 N - 1 and so on. Weights, gradients and optimizer state are
-divided over all ranks as without groups.
+Adjacent ranks form a group: ranks 0 to N - 1, N to 2 N - 1 and so on. Weights, gradients and optimizer state are
+divided over all ranks, as they are without groups.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _groups: dict[int, Any] = {}
 """{ranks of a group: this rank's process group}; all roles of a process have the same ranks."""
 
 PART = 6
-"""Tokens of a part in the probe. So few that a wrong first token of each part is noticed."""
+"""Number of tokens of a part in the probe. It is small, so that a wrong first token of each part is detected."""
 
 
 def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
-    """Raises CapabilityError where ``ranks`` does not divide the role's ranks or the model's attention heads, or the
+    """Raises CapabilityError if ``ranks`` does not divide the role's ranks or the model's attention heads, or if the
     model's code shows that its rows cannot be divided. A model that transformers cannot build from its config alone is
     checked when it is loaded (:func:`divide_rows`)."""
     if ranks == 1:
@@ -80,8 +80,8 @@ def _refused(name: str, ranks: int, reason: str) -> CapabilityError:
 
 
 def divide_rows(model: LoadedModel, spec: ModelSpec, ranks: int, seconds: float) -> None:
-    """Let groups of ``ranks`` ranks divide every row from here on; 1: change nothing. Every rank of the role calls it,
-    after its process group was made.
+    """Make groups of ``ranks`` ranks divide every row from now on; 1: change nothing. Every rank of the role must call
+    this function, after its process group was created.
 
     Args:
         seconds: timeout of the group's collectives.
@@ -100,10 +100,10 @@ def divide_rows(model: LoadedModel, spec: ModelSpec, ranks: int, seconds: float)
 
 
 def require_divisible(model: LoadedModel, spec: ModelSpec, ranks: int) -> None:
-    """Raises CapabilityError where a row cannot be divided over ``ranks`` ranks: a part of its tokens, with the
-    attention of the whole row, does not get the hidden states that it has in the whole row. Call it after
-    :func:`rlhf_modeling.probe.probe`, with weights that are whole, or gathered by hooks. It communicates with no other
-    rank."""
+    """Raises CapabilityError if a row cannot be divided over ``ranks`` ranks: a part of its tokens, with the attention
+    of the whole row, has other hidden states than in the whole row. Call this function after
+    :func:`rlhf_modeling.probe.probe`, with weights that are whole or gathered by hooks. It does not communicate with
+    other ranks."""
     if ranks == 1:
         return
     name = type(model.module).__name__
@@ -143,7 +143,7 @@ def _body(model: LoadedModel, ids_N: Tensor, position_N: Tensor) -> Tensor:
 
 
 class _WholeRow(PackedAttention):
-    """Keeps what each layer's attention returns."""
+    """Stores the outputs of each layer's attention."""
 
     def __init__(self, lens: list[int]) -> None:
         super().__init__(lens)
@@ -158,7 +158,7 @@ class _WholeRow(PackedAttention):
 
 
 class _PartOfRow(PackedAttention):
-    """Returns a part of what the whole row's attention returned, layer by layer."""
+    """Returns a part of the attention outputs of the whole row, layer by layer."""
 
     def __init__(self, row: _WholeRow, part: slice) -> None:
         super().__init__(row.lens)

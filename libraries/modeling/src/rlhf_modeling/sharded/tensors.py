@@ -1,4 +1,4 @@
-"""A role's tensors by Hugging Face name, gathered whole, one after the other."""
+"""A role's tensors by Hugging Face name, gathered one after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = ".base_layer.weight"
 
 
 class NamedTensors(ABC):
-    """Parameters and persistent buffers, tied ones once, in a fixed order."""
+    """Parameters and persistent buffers in a fixed order. Tied tensors occur once."""
 
     def __init__(self, module: PreTrainedModel, split: Split) -> None:
         self.module, self.split = module, split
@@ -47,10 +47,10 @@ class NamedTensors(ABC):
 
     @abstractmethod
     def full_tensor(self, name: str) -> Tensor:
-        """The whole tensor, detached. The ranks that hold parts of it all call this method."""
+        """The whole tensor, detached. All ranks that hold parts of it must call this method."""
 
     def renamed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by the module's names, in its order, under the names of :meth:`published`."""
+        """Rename whole tensors, in the module's order, from the module's names to those of :meth:`published`."""
         return self._published.stream(tensors)
 
     def sent_name(self, name: str) -> str:
@@ -58,9 +58,9 @@ class NamedTensors(ABC):
         return sent_name(self._published, name)
 
     def published(self, fp32: bool = False) -> dict[str, int]:
-        """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints;
-        ``fp32``: of masters."""
-        size = 4 if fp32 else self.dtype(next(iter(self.parameters))).itemsize  # that of a buffer may differ
+        """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints.
+        ``fp32``: bytes of the masters."""
+        size = 4 if fp32 else self.dtype(next(iter(self.parameters))).itemsize  # a buffer's size may differ
         return {name: shape.numel() * size for name, shape in self._published.shapes.items()}
 
     def stream(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""A trainer over several ranks: one optimizer step of gradients that are summed over ranks, and its state on disk.
+"""A trainer over several ranks: sums gradients over ranks for one optimizer step, and reads and writes its state.
 
-A subclass divides the model. It says how gradients are reduced, dropped and applied; the rest is the same for all.
+A subclass divides the model, and defines how gradients are reduced, discarded and applied. The rest is common.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhf_modeling.sharded.weights import ShardedWeights
 
 class ShardedTrainer(ShardedWeights):
     schedule: RateSchedule
-    """Of a trained role."""
+    """The schedule of a trained role."""
 
     def facts(self) -> TrainerFacts:
         facts, parts = super().facts(), self.config.sequence_parallel
@@ -55,8 +55,8 @@ class ShardedTrainer(ShardedWeights):
             return super().evaluate(micros, loss, coef, live)
 
     def _compute_together(self, divided: bool) -> None:
-        """Let the ranks compute the vision tower together, and call divided layers equally often. Raises
-        CapabilityError where that is not possible for a model with images."""
+        """Make the ranks compute the vision tower together and call divided layers equally often. Raises
+        CapabilityError if that is not possible for a model with images."""
         model = self.loaded_model
         if self.spec.world_size == 1:
             return
@@ -78,13 +78,13 @@ class ShardedTrainer(ShardedWeights):
         return int(largest(torch.tensor([calls], device=self.device))[0])
 
     def _images_anywhere(self, has_images: bool) -> bool:
-        """Ranks without an image compute a blank one where another rank has some, because a vision tower that is
+        """Whether any rank has images. Ranks without an image then compute a blank one, because a vision tower that is
         divided, or whose gradients are reduced, needs every rank."""
         return bool(largest(torch.tensor([int(has_images)], device=self.device))[0])
 
     def _to_backward(self, total: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """What a rank calls its backward pass with. Every rank must call every backward pass; one whose loss is not
-        finite calls it with a loss of zero, made of the outputs ``values``."""
+        """The loss for a rank's backward pass. Every rank must call every backward pass. A rank whose loss is not
+        finite uses a loss of zero, computed from the outputs ``values``."""
         if self._bad_loss or not total.requires_grad:
             return torch.stack([(v * 0.0).sum() for v in values.values()]).sum()
         return total
@@ -142,7 +142,7 @@ class ShardedTrainer(ShardedWeights):
 
     @abstractmethod
     def _take_step(self) -> None:
-        """Step with the reduced gradients and forget them."""
+        """Step with the reduced gradients, then discard them."""
 
     @abstractmethod
     def _discard(self) -> None:
@@ -197,7 +197,7 @@ class Coverage:
         self._old_fingerprints = self._fingerprints()
 
     def after(self) -> dict[str, list[str]]:
-        """``without_gradient`` and ``unchanged``; every rank calls it and gets the same."""
+        """``without_gradient`` and ``unchanged``. Every rank must call this method and gets the same result."""
         change_flags = [False] * len(self.names)
         for name, mark in self._fingerprints().items():
             change_flags[self._row[name]] = mark != self._old_fingerprints[name]

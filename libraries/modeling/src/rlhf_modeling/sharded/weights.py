@@ -47,9 +47,9 @@ class ShardedWeights(PackedTrainer):
         return collective(self.spec, call, self.config.timeout)
 
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """On rank 0, or on every rank with ``every_rank``: detached, on the trainer's device, tied weights once (under
-        the embedding's name), adapters merged. Other ranks take part and yield nothing. Tensors that are whole on a
-        rank share memory with the model: copy what must outlive the next step."""
+        """Weights on rank 0, or on every rank with ``every_rank``. They are detached, on the trainer's device, tied
+        weights once (under the embedding's name), adapters merged. Other ranks take part and yield nothing. Tensors
+        that are whole on a rank share memory with the model, so copy them if they must outlive the next step."""
         with self._guard("weights"), self._view(view):
             if view != ADAPTERS:
                 yield from self._stream(every_rank, merge=self.merges(view))
@@ -84,7 +84,7 @@ class ShardedWeights(PackedTrainer):
                 sizes = sizes | {name: bias.nbytes for name, bias in added.items()}
                 set_exported(path, architectures=[classifier])
             write_weights(path, weights, sizes, self.config.export_shard_bytes)
-            if self.spec.storage == "bf16":  # of divided masters transformers would name fp32
+            if self.spec.storage == "bf16":  # for divided masters transformers would write fp32
                 set_exported_dtype(path, torch.float32 if self._exports_masters else torch.bfloat16)
         else:
             for _ in self._exported(view):
@@ -107,7 +107,7 @@ class ShardedWeights(PackedTrainer):
         return tensors
 
     def _full_tensor(self, name: str) -> Tensor:
-        """A whole trained tensor. Every rank calls it."""
+        """A whole trained tensor. Every rank must call this method."""
         return self.tensors.full_tensor(name)
 
     @property
@@ -115,7 +115,7 @@ class ShardedWeights(PackedTrainer):
         return self.config.export_masters and self.spec.role.trained
 
     def _exported(self, view: str) -> Iterator[tuple[str, Tensor]]:
-        """:meth:`weights`, or the masters of weights in bf16 under the same names."""
+        """Same as :meth:`weights`, but with the masters of bf16 weights, under the same names."""
         if not self._exports_masters:
             yield from self.weights(view)
             return
@@ -175,7 +175,7 @@ class ShardedWeights(PackedTrainer):
 
     @abstractmethod
     def _offload_optimizer(self) -> None:
-        """Move to host memory what only the step needs."""
+        """Move tensors that only the step needs to host memory."""
 
     @abstractmethod
     def _reload_optimizer(self) -> None:
@@ -218,7 +218,7 @@ def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapp
         save_file(tensors, path / file, metadata={"format": "pt"})
         (path / file).chmod(0o644)
         weight_map |= dict.fromkeys(tensors, file)
-    for name, _ in weights:  # read to the end, so that this rank leaves the view when the others do
+    for name, _ in weights:  # read to the end, so that all ranks leave the view together
         raise TrainingError(f"the export expected no further weight and was given {name!r}")
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -1,1 +1,1 @@
-"""Workers as the driver sees them: calling them, watching them, and reporting their failures."""
+"""The driver's side of workers: calls, monitoring and reports of failures."""

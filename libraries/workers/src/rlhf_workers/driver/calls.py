@@ -1,7 +1,7 @@
-"""How the driver waits for workers and reads their answers. Each launcher implements it for its own processes.
+"""How the driver waits for workers and reads their answers. Each launcher implements this interface for its processes.
 
 A *reference* stands for the answer of one call. A *stream* is an iterator over references to the items of one call.
-Both are opaque here; :meth:`Calls.wait` takes them mixed.
+Both are opaque here. :meth:`Calls.wait` accepts a mix of both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class CallFailed(Exception):
     def __init__(self, message: str, died: bool, trace: str = "") -> None:
         """
         Args:
-            message: why, on one line.
-            died: whether the process is gone.
+            message: the cause, on one line.
+            died: whether the process ended.
             trace: the traceback in the worker, if there is one.
         """
         super().__init__(message)
@@ -37,24 +37,24 @@ class Calls(ABC):
     def wait(
         self, waitables: Sequence[Any], count: int = 1, timeout: float | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """(ready, not ready) references and streams, as soon as ``count`` are ready or after ``timeout`` seconds. At
-        most ``count`` are in the first list. A call that failed is ready too, and so is a stream that ended."""
+        """Wait until ``count`` references or streams are ready, or for ``timeout`` seconds. Returns (ready, not ready);
+        the first list has at most ``count``. Failed calls and ended streams count as ready."""
 
     @abstractmethod
     def get(self, ref: Any) -> Any:
-        """The answer, which is waited for. Raises CallFailed."""
+        """Wait for the answer and return it. Raises CallFailed."""
 
     @abstractmethod
     def put(self, payload: Payload) -> Stored:
         """Store the arguments of a call, once for all ranks."""
 
     def send(self, payload: Payload | None) -> Any:
-        """The argument for a worker's method: a small payload itself, a handle of a large one in the store."""
+        """The argument for a worker's method: a small payload itself, or a handle of a large payload in the store."""
         return payload if payload is None or payload.nbytes < INLINE else self.put(payload)
 
     @abstractmethod
     def stored(self, ref: Any) -> Stored:
-        """A handle of the value that a reference from a stream stands for."""
+        """A handle of the value behind a reference from a stream."""
 
     @property
     @abstractmethod

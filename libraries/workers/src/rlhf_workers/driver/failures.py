@@ -1,4 +1,4 @@
-"""Failed calls: the error to raise, and which of several failures was the first."""
+"""Failed calls: which of several failures was the first, and the error to raise for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.process.failure import Failure, RemoteTraceback
 
 GRACE_SECONDS = 3.0
-"""After a rank failed, how long the driver waits for the other ranks to fail or end too. A launcher may need a second
-to notice a death; another rank may notice it earlier, as a broken connection."""
+"""How long the driver waits for the other ranks to fail or end after one rank failed. A launcher may need a second to
+notice a death. Another rank may notice it earlier, as a broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """What the driver got from a worker in place of a result."""
+    """What a worker returned instead of a result."""
 
     member: WorkerHandle
     cause: Failure | CallFailed
@@ -34,7 +34,7 @@ class FailedCall:
         return not self.died, getattr(self.cause, "timestamp", 0.0)
 
     def error(self, method: str, default: type[RlhfError]) -> RlhfError:
-        """The exception to raise; of the class ``default`` if the original is not from :mod:`rlhf.errors`."""
+        """The exception to raise. Its class is ``default`` if the original is not from :mod:`rlhf.errors`."""
         label = f"{self.member.name} ({self.member.location})"
         if isinstance(self.cause, Failure):
             return self.cause.error(label, method, default)
@@ -57,10 +57,10 @@ def result_of(calls: Calls, member: WorkerHandle, ref: Any) -> Any:
 def first_failure(
     calls: Calls, failed: FailedCall, waiting: Mapping[Any, WorkerHandle]
 ) -> tuple[FailedCall, list[WorkerHandle]]:
-    """(the first cause, workers that still hang), some seconds after one of several workers failed.
+    """Wait some seconds after one of several workers failed. Returns (the first cause, workers that still hang).
 
     Args:
-        waiting: {reference: worker} of the workers that had not answered.
+        waiting: {reference: worker} of the workers without an answer.
     """
     if not waiting:
         return failed, []

@@ -1,4 +1,4 @@
-"""One worker as the driver sees it: calling it, its place, and the message about its death."""
+"""The driver's handle of one worker: its calls, its location, and the message about its death."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerHandle(ABC):
         """Call a generator method without waiting. Returns a stream.
 
         Args:
-            queue_size: most items that wait for their reader; None: no limit.
+            queue_size: maximum number of unread items; None: no limit.
         """
 
     @abstractmethod
@@ -45,12 +45,12 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:
-        """Run ``function`` in another process on the worker's node, or here if this is that node. Returns its text; if
-        it cannot run, why not."""
+        """Run ``function`` in another process on the worker's node, or here if this is that node. Returns its text, or
+        the reason why it cannot run."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process at once. Does nothing if it is gone."""
+        """End the process at once. Does nothing if the process has ended."""
 
     def death(self, cause: CallFailed, doing: str) -> str:
         """The message about a dead worker."""

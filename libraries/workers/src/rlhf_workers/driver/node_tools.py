@@ -22,8 +22,8 @@ def log_tail(path: str, lines: int) -> str:
 
 
 def inspect_process(pid: int) -> str:
-    """What another process can see of a process that does not answer: per thread its state and the kernel function it
-    waits in, and its Python stacks if py-spy is installed and permitted to read them."""
+    """What another process can see of a process that does not answer: for each thread its state and the kernel function
+    in which it waits. Also its Python stacks, if py-spy is installed and has permission to read them."""
     folder = Path("/proc") / str(pid)
     lines = [f"State: {_state(folder)}"]
     for task in sorted(folder.glob("task/*"), key=lambda t: int(t.name)):

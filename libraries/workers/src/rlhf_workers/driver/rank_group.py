@@ -1,4 +1,4 @@
-"""The ranks of one role, as the controller calls them."""
+"""The ranks of one role, called by the driver as one group."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RankGroup(WorkerGroup):
         """(method, items) of a stream that was not read to its end; its rank 0 waits for room in the store."""
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """When a rank fails, its error is raised without waiting for other ranks that wait for it in a collective. If
-        such a rank hangs, the group cannot be called again."""
+        """If a rank fails, its error is raised without waiting for ranks that wait for the failed rank in a collective.
+        If such a rank hangs, the group cannot be called again."""
         return self.begin(method, per_rank)()
 
     def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
@@ -68,7 +68,7 @@ class RankGroup(WorkerGroup):
         self._collect(method, answers)
 
     def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
-        """Handles of the buckets in the store, or of their headers where the ranks are connected to a link."""
+        """Handles of the buckets in the store. If the ranks are connected to a link: handles of the headers."""
         return self.stream("send_buckets", view, limit, timeout=timeout)
 
     def value(self, item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The report about a stalled worker: its call, since when, its stacks, and what to look at."""
+"""The report about a stalled worker: its call and its duration, its stacks, and hints what to check."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlhf_workers.driver.node_tools import inspect_process, log_tail
 
 _ASK_SECONDS = 5.0
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_to_all", "rendezvous")
-"""Parts of function names that mean waiting for other ranks."""
+"""Parts of function names that indicate waiting for other ranks."""
 _LOG_LINES = 20
 _MAX_OTHERS = 16
-"""Most other workers whose stacks are in the report."""
+"""Maximum number of other workers whose stacks are in the report."""
 
 
 @dataclass
 class StallReport:
-    """A worker that does not respond (``silent``), or responds and makes no progress."""
+    """A worker that does not respond (``silent``), or responds but makes no progress."""
 
     calls: Calls
     member: WorkerHandle
@@ -38,13 +38,13 @@ class StallReport:
         return f"{self.member.name} ({self.member.location}) {symptom} for {self.seconds:.0f} s in {self.doing}"
 
     def write(self, folder: Path) -> str:
-        """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is made if needed. Returns its path; the
-        report itself where it cannot be written."""
+        """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is created if needed. Returns the path,
+        or the report itself if it cannot be written."""
         path, page = folder / f"stall-{slug(self.member.name)}.txt", self.page()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
-        except OSError as cause:  # the disk may be what the worker waits for
+        except OSError as cause:  # the worker may be waiting for the same disk
             return f"{path} cannot be written ({cause}), so here it is:\n{page}"
         return str(path.absolute())
 
@@ -99,7 +99,7 @@ class StallReport:
 
 
 def _report(calls: Calls, member: WorkerHandle, question: Any) -> str:
-    """The worker's stacks; if it does not respond, what its node can see of the process."""
+    """The worker's stacks. If it does not respond, what its node can see of the process."""
     if calls.wait([question], timeout=0.0)[0]:
         try:
             stacks: dict[str, str] = dict(calls.get(question))

@@ -1,4 +1,4 @@
-"""Checks that every node has the driver's versions of plugins, Python and frameworks."""
+"""Check that all nodes have the driver's versions of plugins, Python and frameworks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlhf_workers.process.worker import installed_version
 
 
 def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
-    """``described``: the result of every worker's ``describe``. Raises PluginVersionMismatch naming every node that
-    differs."""
+    """``described``: the result of ``describe`` of every worker. Raises PluginVersionMismatch, which names every node
+    that differs."""
     problems: dict[str, list[str]] = {}
     traces = []
     for facts in described:

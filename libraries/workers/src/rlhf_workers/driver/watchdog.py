@@ -19,7 +19,7 @@ SILENT = 10
 """Number of heartbeats without a response after which a worker is stalled."""
 
 _LOOK_SECONDS = 1.0
-"""Between two calls of ``check``."""
+"""Seconds between two calls of ``check``."""
 
 
 @dataclass
@@ -37,11 +37,11 @@ OnStall = Callable[[Sequence[WorkerHandle], str], None]
 
 
 def ignore_stall(stalled: Sequence[WorkerHandle], headline: str) -> None:
-    """The stalled workers are left as they are."""
+    """Leave the stalled workers as they are."""
 
 
 class Watch(Protocol):
-    """Makes the watchdog of some workers, while they compute what ``doing`` names."""
+    """Creates the watchdog of some workers. ``doing`` names their current task."""
 
     def __call__(self, members: Sequence[WorkerHandle], doing: str, stalled: OnStall = ignore_stall) -> Watchdog: ...
 
@@ -59,7 +59,7 @@ class Watchdog:
         check: Callable[[], None] = lambda: None,
         stalled: OnStall = ignore_stall,
     ) -> None:
-        """``check`` is called every second; it raises WorkerError when the workers cannot be reached any more."""
+        """``check`` is called every second. It raises WorkerError if the workers cannot be reached any more."""
         self._states = {id(m): _State(m) for m in members}
         self.doing, self.calls, self.config, self.reports = doing, calls, config, reports
         self._reachable, self._on_stall = check, stalled
@@ -67,7 +67,7 @@ class Watchdog:
         self._next += config.heartbeat
 
     def join(self, member: WorkerHandle) -> None:
-        """Monitor a worker, from now on if it was not monitored."""
+        """Start to monitor a worker. Does nothing if it is already monitored."""
         self._states.setdefault(id(member), _State(member))
 
     def leave(self, member: WorkerHandle) -> None:
@@ -76,7 +76,7 @@ class Watchdog:
 
     def wait(self, waitables: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """The references and streams that are ready: at least one, or none after ``timeout`` seconds. Raises
-        WorkerError for a stalled worker, and what ``check`` raises."""
+        WorkerError for a stalled worker, and errors of ``check``."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             self._reachable()
@@ -111,7 +111,7 @@ class Watchdog:
         question, state.question = state.question, None
         try:
             progress = self.calls.get(question)
-        except CallFailed:  # it is dead, which the pending answer will show too
+        except CallFailed:  # the worker is dead; the pending answer will show this too
             return
         state.answered = time.monotonic()
         if progress != state.progress:

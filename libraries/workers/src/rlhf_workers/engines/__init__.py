@@ -1,1 +1,1 @@
-"""The engines of a generator behind one front."""
+"""The engines of a generator, called as one generator."""

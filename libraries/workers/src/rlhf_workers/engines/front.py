@@ -20,7 +20,7 @@ from rlhf_workers.engines.weight_link import WeightLink
 from rlhf_workers.process.payload import pack
 
 _LOOK_SECONDS = 1.0
-"""Between two looks for dead engines, while samples are waited for."""
+"""Seconds between two checks for dead engines while samples are awaited."""
 _NOBODY = Proof(0).receiver
 """``Proof.receiver`` of a generator that does not set it."""
 
@@ -197,7 +197,7 @@ class EngineGroup(Sleeps, EnginePool):
             self._reloads += 1
             self.has_base = True
             return self._proofs
-        self._replace_dead()  # sends the weights to all engines again; the new proofs hold for this load too
+        self._replace_dead()  # sends the weights to all engines again; the new proofs count for this load too
         return self._proofs
 
     def logprobs(
@@ -247,7 +247,7 @@ class EngineGroup(Sleeps, EnginePool):
 
     @property
     def _cut_off(self) -> bool:
-        """Whether an engine's death interrupted the link: then all engines will get all weights again."""
+        """Whether an engine's death interrupted the link. All engines then get all weights again."""
         return self.link is not None and not self.link.fit and bool(self.pool.dead)
 
     def _refresh(self) -> None:
@@ -263,7 +263,8 @@ class EngineGroup(Sleeps, EnginePool):
 
 
 def check_takes_tensors(generator: type[Generator], launcher: str) -> None:
-    """Refuse generators that sample from a trainer's module: engines of ``launcher`` are in processes of their own."""
+    """Refuse generators that sample from a trainer's module, because engines of ``launcher`` run in separate
+    processes."""
     if not issubclass(generator, TakesTensors):
         raise CapabilityError(
             f"generator {generator.name!r} samples from a trainer's module in the same process; launcher {launcher!r} "
@@ -273,12 +274,12 @@ def check_takes_tensors(generator: type[Generator], launcher: str) -> None:
 
 
 def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list[list[int]]:
-    """Positions in ``requests`` for each engine, in ascending order. The result depends on the requests alone, so that
-    a run is reproducible.
+    """Assign requests to engines. Returns the positions in ``requests`` for each engine, in ascending order. The result
+    depends only on the requests, so a run is reproducible.
 
-    The load of a group of samples with one prompt is the prompt's length, once, plus ``max_new_tokens`` of each sample.
-    Samples of one prompt stay together, so that one engine computes the prompt, unless they exceed an engine's fair
-    share. The heaviest groups are assigned first, each to the engine with the least load.
+    The load of all samples of one prompt is the prompt's length, counted once, plus ``max_new_tokens`` of each sample.
+    They stay together, so that one engine computes the prompt, unless they exceed an engine's fair share. The heaviest
+    groups are assigned first, each to the engine with the least load.
 
     Args:
         engines: >= 1.

@@ -18,17 +18,17 @@ from rlhf_workers.process.payload import pack, unpack
 
 _LOG = logging.getLogger(__name__)
 _CLOSING = 5.0
-"""Seconds for engines to close by themselves. A busy or stalled engine is killed after them."""
+"""Seconds for engines to close by themselves. Busy or stalled engines are then killed."""
 _HOUR = 3600.0
 _FEWEST = 3
-"""Replacements within an hour that runs with fewer engines have too."""
+"""Number of replacements within an hour that even runs with fewer engines have."""
 _LOADING = frozenset({"begin_load", "take", "end_load", "logprobs", "stale", "receivers"})
 """Methods whose failure is a failed weight sync (SyncError)."""
 
 
 class EngineWorkers:
-    """Engines by number. An engine is dead when its process ended or one of its methods raised WorkerError. It is then
-    recorded in ``dead`` and not called, until :meth:`replace`."""
+    """Engines by number. An engine is dead if its process ended or one of its methods raised WorkerError. It is then
+    recorded in ``dead`` and not called until :meth:`replace`."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class EngineWorkers:
     ) -> None:
         """
         Args:
-            start: starts the engines with the given numbers, or raises and leaves none of them running.
-            max_restarts: of all engines within an hour; None: the number of engines, and 3 at least.
+            start: starts the engines with these numbers. If it raises, none of them is left running.
+            max_restarts: limit for all engines together within an hour; None: the number of engines, at least 3.
             on_failure: called when an engine died or failed, because other processes may wait for it.
         """
         self.calls, self._start, self._watch = calls, start, watch
         self._max_restarts = max(_FEWEST, engines) if max_restarts is None else max_restarts
         self._replaced_at: deque[float] = deque()
-        """Times of the replacements of the last hour. A run of weeks outlives many failures of hardware, while a defect
-        that kills each engine ends it."""
+        """Times of the replacements of the last hour. The limit per hour allows a run of weeks to survive many hardware
+        failures. A defect that kills every engine still ends the run."""
         self.dead: dict[int, str] = {}
-        """Engines to replace, and the cause of each death."""
+        """{engine to replace: cause of its death}."""
         self._on_failure = on_failure
         self._posted: dict[Any, tuple[int, str]] = {}
         self._stalled = ""
@@ -102,7 +102,7 @@ class EngineWorkers:
                     answer = self.answer(number, called_method, ref)
                 except SyncError as error:
                     failed.append(error)
-                    self._on_failure()  # the cause may be the death of another engine
+                    self._on_failure()  # another engine's death may be the cause
                     continue
                 if ref in last and number not in self.dead:
                     answers[number] = unpack(answer)[0]
@@ -125,7 +125,8 @@ class EngineWorkers:
         return {self.members[n].ask("call", method, payload, 0): (n, method) for n in numbers}
 
     def answer(self, number: int, method: str, ref: Any) -> Any:
-        """The result of a finished call. None if the engine died, which is recorded. Raises what the engine raised."""
+        """The result of a finished call. If the engine died, this is recorded and the result is None. Raises the
+        engine's errors."""
         answer = result_of(self.calls, self.members[number], ref)
         if isinstance(answer, FailedCall):
             error = answer.error(method, SyncError if method in _LOADING else RolloutError)
@@ -141,9 +142,9 @@ class EngineWorkers:
         self._on_failure()
 
     def kill_stalled(self, stalled: Sequence[WorkerHandle], headline: str) -> None:
-        """Kill stalled engines. The other engines can then still be put to sleep, so that the roles on their devices
-        can save a checkpoint, and nothing waits for the stalled ones again. A stall ends the run, so the stalled
-        engines are not replaced."""
+        """Kill stalled engines, so that nothing waits for them again. The other engines can then still be put to sleep,
+        and the roles on their devices can save a checkpoint. A stall ends the run, so the stalled engines are not
+        replaced."""
         for number, member in self.members.items():
             if any(member is other for other in stalled):
                 self._stalled = self.dead[number] = headline
@@ -151,7 +152,7 @@ class EngineWorkers:
         self._on_failure()
 
     def replace(self) -> list[int]:
-        """Replace dead engines; returns their numbers. An engine that cannot start counts as another death."""
+        """Replace dead engines and return their numbers. An engine that cannot start counts as another death."""
         if self._stalled:
             raise WorkerError(f"the engines cannot be called any more: {self._stalled}")
         replaced: list[int] = []
@@ -183,7 +184,7 @@ class EngineWorkers:
         return self._max_restarts - len(self._replaced_at)
 
     def close(self) -> None:
-        """Give the engines a few seconds to release what they hold, and end their processes."""
+        """Give the engines a few seconds to release their resources, then end their processes."""
         if not self._closed and self.calls.connected:
             alive = [engine for n, engine in self.members.items() if n not in self.dead]
             self.calls.wait([e.ask("call", "close", None, 0) for e in alive], len(alive), _CLOSING)

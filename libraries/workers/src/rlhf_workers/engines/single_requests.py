@@ -1,5 +1,4 @@
-"""Requests of samples that go on by themselves: engines sample all the time, and each request is answered when it is
-done.
+"""Single requests: engines sample continuously, and each request is answered as soon as it is done.
 
 ::
 
@@ -7,9 +6,9 @@ done.
                   ▲                          │ the engine died
                   └──────────────────────────┘
 
-One thread calls the engines. An engine has up to two calls of :meth:`AnswersRequests.advance` at a time, so that
-it goes on while the answer to the first call travels. Between :meth:`hold` and :meth:`release` no call is under
-way, and the main thread has the engines for itself.
+One thread calls the engines. An engine has up to two calls of :meth:`AnswersRequests.advance` at a time, so that it
+keeps sampling while the answer to the first call is in transit. Between :meth:`hold` and :meth:`release` no call is
+active, and only the main thread uses the engines.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.process.payload import unpack
 
 SLICE = 0.02
-"""Seconds that an engine samples in one call. A request waits about so long until its engine looks at it."""
+"""Seconds that an engine samples in one call. A new request waits about this long until its engine reads it."""
 _CALLS = 2
-"""Calls that an engine has at a time."""
+"""Maximum number of active calls per engine."""
 
 Settle = Callable[[Turn | Exception], None]
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not answered."""
+    """A request without an answer."""
 
     request: GenerationRequest
     settle: Settle
     marks: list[Mark]
     engine: int | None = None
-    """The engine that samples it; None: it waits for one."""
+    """The engine that samples the request; None: not assigned yet."""
 
 
 class EngineRequests:
@@ -65,15 +64,15 @@ class EngineRequests:
         self._shares: defaultdict[int, set[int]] = defaultdict(set)
         """{engine: its requests}."""
         self._new: defaultdict[int, dict[int, GenerationRequest]] = defaultdict(dict)
-        """{engine: requests that it was not told of yet}."""
+        """{engine: requests that were not sent to it yet}."""
         self._dropped: defaultdict[int, list[int]] = defaultdict(list)
-        """{engine: cancelled requests that it was not told of yet}."""
+        """{engine: cancelled requests that it does not know of yet}."""
         self._calls: dict[Any, int] = {}
         """{reference of a call: engine}."""
         self._tokens: dict[int, int] = {}
-        """{engine: tokens so far of its requests, after its latest call}."""
+        """{engine: number of tokens of its unfinished requests, after its latest call}."""
         self._restarted: Counter[str] = Counter()
-        """{why: tokens that were sampled and thrown away}."""
+        """{cause: number of tokens that were sampled and discarded}."""
         self._holds = 0
         self._drain = self._closed = False
         self._failure: Exception | None = None
@@ -96,7 +95,7 @@ class EngineRequests:
         return name
 
     def cancel(self, name: int) -> None:
-        """Drop a request. Nothing happens if it is answered already."""
+        """Drop a request. Does nothing if it is already answered."""
         with self._condition:
             pending = self._open.pop(name, None)
             if pending is not None and pending.engine is not None:
@@ -105,10 +104,10 @@ class EngineRequests:
                     self._dropped[pending.engine].append(name)
 
     def hold(self, drain: bool) -> None:
-        """Wait until no call is under way, and begin none until :meth:`release`. Calls may be nested.
+        """Wait until no call is active, and start none until :meth:`release`. Holds may be nested.
 
         Args:
-            drain: wait until the engines have answered what they began.
+            drain: wait until the engines have answered all requests that they started.
         """
         with self._condition:
             self._holds, self._drain = self._holds + 1, drain
@@ -134,30 +133,30 @@ class EngineRequests:
         return seconds
 
     def unfinished_tokens(self) -> int:
-        """Tokens so far of the requests that are not answered, as the engines' latest calls reported them."""
+        """Number of tokens sampled so far for unanswered requests, as the engines' latest calls reported them."""
         with self._condition:
             return sum(self._tokens.values())
 
     def restarted(self) -> dict[str, int]:
-        """{why: tokens that were sampled and thrown away} since the last call."""
+        """{cause: number of tokens that were sampled and discarded} since the last call."""
         with self._condition:
             tokens, self._restarted = dict(self._restarted), Counter()
         return tokens
 
     def begin_again(self) -> None:
-        """During a :meth:`hold`: the engines sample all their requests again from the first token."""
+        """During a :meth:`hold`: make the engines sample all their requests again from the first token."""
         with self._condition:
             self._restarted["weights"] += sum(self._tokens.values())
             self._tokens = {}
 
     def replaced(self, engines: Collection[int]) -> None:
-        """During a :meth:`hold`: these engines were replaced by others, which know no request."""
+        """During a :meth:`hold`: these engines were replaced by new ones, which have no requests."""
         with self._condition:
             for engine in engines:
                 self._give_back(engine)
 
     def close(self) -> None:
-        """End the thread. Requests that are not answered never are."""
+        """End the thread. Unanswered requests never get an answer."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -169,7 +168,7 @@ class EngineRequests:
         try:
             while self._begin_calls():
                 for ref in self._watchdog.wait(list(self._calls), SLICE):
-                    if ref in self._calls:  # not of an engine that died
+                    if ref in self._calls:  # false for an engine that died
                         self._take(ref)
         except Exception as error:
             with self._condition:
@@ -198,7 +197,7 @@ class EngineRequests:
         return [engine for engine in self._pool.members if engine not in self._pool.dead]
 
     def _assign(self) -> None:
-        """Waiting requests go to engines."""
+        """Assign waiting requests to engines."""
         alive = self._alive()
         while self._waiting and alive:
             name = self._waiting.popleft()
@@ -212,7 +211,7 @@ class EngineRequests:
             self._new[pending.engine][name] = pending.request
 
     def _call(self) -> None:
-        """Call the engines that have something to do."""
+        """Call the engines that have work."""
         under_way = Counter(self._calls.values())
         for engine in self._alive():
             if under_way[engine] == _CALLS or not (self._shares[engine] or self._dropped[engine]):
@@ -243,7 +242,7 @@ class EngineRequests:
             settle(turn)
 
     def _give_back(self, engine: int) -> None:
-        """The requests of an engine that died wait for another engine, before all others."""
+        """Put the requests of a dead engine back at the front of the queue."""
         if tokens := self._tokens.pop(engine, 0):
             self._restarted["engine"] += tokens
         for name in sorted(self._shares.pop(engine, ()), reverse=True):
@@ -264,16 +263,16 @@ class EngineRequests:
 Mark = tuple[int, int]
 """(length of a prefix in tokens, checksum of its tokens)."""
 SHORTEST = 16
-"""Tokens of the shortest prefix that is looked at."""
+"""Number of tokens of the shortest prefix that is compared."""
 GROWTH = 1.25
-"""Each further prefix is so many times longer. So at least 80 % of what two requests share is found."""
+"""Ratio of the lengths of successive prefixes. At least 80 % of the shared tokens of two requests are thus detected."""
 LIMIT = 2**18
-"""Prefixes that are remembered."""
+"""Maximum number of prefixes in memory."""
 
 
 def prefix_marks(ids: IntArray) -> list[Mark]:
-    """Prefixes of a request, the shortest first; the last one is all of it. Checksums of different tokens may be equal:
-    the request then goes to an engine that does not know its prefix, and is computed like any other."""
+    """Prefixes of a request, the shortest first; the last one is the whole request. Different tokens may have equal
+    checksums. The request then goes to an engine that does not hold its prefix, and is computed like any other."""
     view, size = memoryview(ids).cast("B"), ids.itemsize
     marks, checksum, start, length = list[Mark](), 0, 0, SHORTEST
     while start < len(ids):
@@ -285,20 +284,20 @@ def prefix_marks(ids: IntArray) -> list[Mark]:
 
 
 class Prefixes:
-    """Remembers which engine was given which prefix last, so that an engine that holds the keys and values of a prefix
-    gets the request. Without this, the next turn of a long conversation would usually go to an engine that has to
-    compute all of it again."""
+    """Records which engine received each prefix last. A request goes to the engine that holds the keys and values of
+    its prefix. Otherwise the next turn of a long conversation would usually go to an engine that must compute the whole
+    conversation again."""
 
     def __init__(self) -> None:
         self._engines: OrderedDict[Mark, int] = OrderedDict()
 
     def choose(self, marks: list[Mark], loads: Mapping[int, int]) -> int:
-        """The engine that knows the longest prefix of the request. An engine with over a quarter more requests than the
-        one with the fewest is left out. If no engine knows a prefix, the one with the fewest.
+        """The engine with the longest prefix of the request, or the one with the fewest requests if none has a prefix.
+        Engines with over a quarter more requests than the least loaded engine are left out.
 
         Args:
-            marks: of the request.
-            loads: {engine that can be chosen: its number of requests}, at least one.
+            marks: the marks of the request.
+            loads: {available engine: its number of requests}, at least one.
         """
         fewest = min(loads.values())
         limit = fewest + max(1, fewest // 4)

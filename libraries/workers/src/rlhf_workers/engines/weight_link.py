@@ -38,7 +38,7 @@ class WeightLink:
         """Whether all ends are connected and none failed."""
 
     def drop(self) -> None:
-        """Abort every wait on the link. It cannot be used until :meth:`build`."""
+        """Abort all waits on the link. It is unusable until :meth:`build`."""
         self.fit = False
         if self._coordination is not None:
             self._coordination.abort()
@@ -74,7 +74,7 @@ class WeightLink:
     def _connect(
         self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]], pool: EngineWorkers
     ) -> dict[int, FailedCall]:
-        """{position in ``members``: its failure}, when all have answered."""
+        """Wait until all members have answered. Returns {position in ``members``: its failure}."""
         payload = pool.calls.send(pack(arguments))
         methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
         waiting = {m.ask("call", methods[n], payload, n): n for n, m in enumerate(members)}
@@ -86,7 +86,7 @@ class WeightLink:
                 watchdog.leave(members[n])
                 if isinstance(answer := result_of(pool.calls, members[n], ref), FailedCall):
                     failed[n] = answer
-                    self.drop()  # the others may wait for this end
+                    self.drop()  # the other ends may wait for this one
         return failed
 
 
@@ -105,7 +105,7 @@ def choose_kind(
         takes_links: whether the generator is a ``ReceivesOverLinks``.
         nodes: the node of each bundle.
     """
-    computing = [allocation.slots[0] for allocation in policy]  # a rank computes on the first of its devices
+    computing = [allocation.slots[0] for allocation in policy]  # a rank computes on its first device
     used = {slot for allocation in engines for slot in allocation.slots}
     if cuda:
         shared = "" if used <= set(computing) else "an engine is on a device on which no rank of the policy computes"
@@ -123,7 +123,7 @@ def choose_kind(
     problems: dict[Kind, str] = {"shared": shared, "broadcast": broadcast}
     possible = [kind for kind, problem in problems.items() if not problem]
     if transport == "auto":
-        return possible[0] if cuda and possible else None  # on CPUs the store is shared memory too
+        return possible[0] if cuda and possible else None  # on CPUs the store is shared memory, too
     if transport != STORE and transport not in possible:
         raise ConfigError(
             f"sync.transport = {transport!r} is not possible: {problems[transport]}. Possible here: "  # type: ignore[index]

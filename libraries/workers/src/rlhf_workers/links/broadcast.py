@@ -1,7 +1,7 @@
 """The link ``broadcast``: one collective from rank 0 of the trainer to every receiver.
 
-Rank 0 enters the collective when all receivers are ready. During the collective every process polls whether the driver
-aborted the sync, so no process waits for a receiver that died.
+Rank 0 enters the collective when all receivers are ready. During the collective every process checks whether the driver
+aborted the sync, so no process waits for a dead receiver.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_workers.links.coordination import Coordination
 from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, Sender
 
 _READY = "ready"
-"""Counter: every receiver adds 1 when it is ready for a bucket. Receivers take the buckets in order."""
+"""Counter: every receiver adds 1 when it is ready for a bucket. Receivers read the buckets in order."""
 _SEND_COUNT = "sent"
 """Counter: rank 0 adds 1 when it is done with a bucket, also if the bucket did not arrive."""
 
@@ -69,11 +69,12 @@ class BroadcastSender(Sender):
 
 
 class IdleSender(Sender):
-    """Every rank but 0: it takes part in gathering the weights and sends nothing.
+    """A rank other than 0. It takes part in gathering the weights but sends nothing.
 
-    NCCL returns before a collective is done, so on GPUs these ranks would begin to gather all that follows while rank 0
-    waits for the engines. The trainer's group would count that time, and could end the ranks when its timeout is over.
-    So they wait for rank 0 after each bucket. gloo returns when a collective is done; there they get no buckets.
+    NCCL returns before a collective is done. On GPUs these ranks would therefore begin to gather all later buckets
+    while rank 0 waits for the engines. The trainer's group would count that time and could end the ranks at its
+    timeout. So they wait for rank 0 after each bucket. gloo returns when a collective is done; with gloo these ranks
+    get no buckets.
     """
 
     def __init__(self, link: Link) -> None:
@@ -81,7 +82,7 @@ class IdleSender(Sender):
         self.coordination = Coordination.connect(link.address, 2 * link.timeout)
         self._taken_count = 0
         self._source_failed = False
-        """Rank 0 is not waited for any more: its sync failed."""
+        """The sync of rank 0 failed, so do not wait for it any more."""
 
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for _ in buckets:
@@ -90,7 +91,7 @@ class IdleSender(Sender):
                 continue
             try:
                 self.coordination.wait_for_count(_SEND_COUNT, self._taken_count, "waiting for rank 0 to send a bucket")
-            except (SyncError, RuntimeError):  # rank 0 says why; it still gathers with the other ranks
+            except (SyncError, RuntimeError):  # rank 0 reports the cause; it still gathers with the other ranks
                 self._source_failed = True
         return iter(())
 
@@ -121,7 +122,7 @@ class BroadcastReceiver(Receiver):
 def _group(link: Link, coordination: Coordination, rank: int, device: torch.device) -> Any:
     """A connected process group for this link alone; rank 0 sends. All processes must make it at the same time: each
     waits for all others. Raises SyncError when the driver aborts the sync meanwhile."""
-    # Its own connection: while one thread waits in a store, no other thread can poll through the same connection.
+    # A separate connection: while one thread waits in a store, no other thread can poll through the same connection.
     store, size = PrefixStore("group", Coordination.connect(link.address, link.timeout).store), link.receivers + 1
     limit = timedelta(seconds=link.timeout)
 
@@ -132,10 +133,10 @@ def _group(link: Link, coordination: Coordination, rank: int, device: torch.devi
 
         torch.cuda.set_device(device)  # of this thread
         options = ProcessGroupNCCL.Options()
-        # NCCL ends a process when this time is over. Before that the polls of `_broadcast` end the wait with an error.
+        # NCCL ends a process after this time. Before that the polls of `_broadcast` end the wait with an error.
         options._timeout = 2 * limit
         group = ProcessGroupNCCL(store, rank, size, options)
-        group.eager_connect_single_device(device)  # else the first broadcast would connect, and could not be aborted
+        group.eager_connect_single_device(device)  # otherwise the first broadcast connects, and cannot be aborted
         return group
 
     return coordination.run_abortable(connect, "connecting the ends of the link")

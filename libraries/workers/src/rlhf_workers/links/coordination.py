@@ -1,7 +1,7 @@
 """Coordination between the senders and receivers of a link: counters in a key-value store that the driver serves.
 
-An operation that needs both ends, such as a collective, is entered only when the other end is ready. Every wait ends
-when the driver calls :meth:`Coordination.abort`, which it does when a receiver died or could not load a bucket.
+A process enters an operation that needs both ends, such as a collective, only when the other end is ready. The driver
+calls :meth:`Coordination.abort` if a receiver died or could not load a bucket. This ends every wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
 
 
 class Coordination:
-    """A connection to the store. The driver gets one from :func:`serve`, every other process from :meth:`connect`."""
+    """A connection to the store. :func:`serve` creates it in the driver, :meth:`connect` in every other process."""
 
     def __init__(self, store: TCPStore, timeout: float) -> None:
         self.store, self.timeout = store, timeout

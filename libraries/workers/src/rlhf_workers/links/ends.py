@@ -13,8 +13,8 @@ from rlhf_workers.links.shared_memory import SharedMemoryReceiver, SharedMemoryS
 
 
 class ConnectedTrainer:
-    """One rank of a trainer with its end of a link. Every rank is connected, and :meth:`send_buckets` is called on
-    every rank. Connecting waits for the other ends if the kind of link needs that."""
+    """One rank of a trainer with its end of a link. Every rank is connected and must call :meth:`send_buckets`.
+    Connecting waits for the other ends if this kind of link requires it."""
 
     def __init__(self, trainer: SendsWeights, link: Link) -> None:
         self._trainer, self._link = trainer, link
@@ -30,14 +30,14 @@ class ConnectedTrainer:
 
 
 def connect_sender(link: Link, rank: int) -> Sender:
-    """The end of the trainer's rank ``rank``. Waits for the other ends if the kind of link needs that."""
+    """The sending end of rank ``rank`` of the trainer. Waits for the other ends if this kind of link requires it."""
     if link.kind == "shared":
         return SharedMemorySender(link, rank)
     return BroadcastSender(link) if rank == 0 else IdleSender(link)
 
 
 def connect_receiver(link: Link, number: int, device: torch.device) -> Receiver:
-    """The end of the receiving process ``number`` (from 0), which takes tensors on ``device``."""
+    """The receiving end of process ``number`` (from 0), with tensors on ``device``."""
     if link.kind == "shared":
         return SharedMemoryReceiver(link, device)
     return BroadcastReceiver(link, number, device)

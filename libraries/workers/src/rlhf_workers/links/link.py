@@ -1,4 +1,4 @@
-"""A link carries buckets of weights from a trainer's ranks to a generator's processes, not through the driver.
+"""A link carries buckets of weights from a trainer's ranks to a generator's processes, bypassing the driver.
 
 Each rank of the trainer has a :class:`Sender`, each receiving process a :class:`Receiver`. For every bucket the sender
 yields a :class:`BucketHeader`. The driver hands the header to every receiving process, and the receiver gets the
@@ -7,8 +7,8 @@ bucket's bytes over the link. There are two kinds of links:
 ``shared``: memory that both processes map, on GPUs by CUDA IPC. Each rank shares memory of its own device, so every
 receiver must be on the device of a rank.
 
-``broadcast``: one collective from rank 0 to all receivers, by NCCL on GPUs and gloo elsewhere. NCCL takes each GPU only
-once, so every receiver must have a device of its own.
+``broadcast``: one collective from rank 0 to all receivers, by NCCL on GPUs and gloo elsewhere. NCCL accepts each GPU
+only once, so every receiver needs a separate device.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 
 _ALIGNMENT = 64
-"""Bytes; more than any dtype needs."""
+"""In bytes; larger than any dtype requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where each tensor of a bucket lies in the buffer."""
+    """The position of each tensor of a bucket in the buffer."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
     """(name, dtype, shape, first byte, number of bytes)."""
     fingerprints: tuple[str, ...]
-    """Of each tensor, computed by the sender."""
+    """The fingerprint of each tensor, computed by the sender."""
     nbytes: int
     """Size of the buffer, gaps included. At least 1, because some operations cannot move an empty buffer."""
 
@@ -70,14 +70,14 @@ Kind = Literal["shared", "broadcast"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What every sender and receiver of a link must know."""
+    """What every sender and receiver of a link needs to know."""
 
     kind: Kind
     address: str
     """``HOST:PORT`` of the key-value store through which both ends coordinate
     (:mod:`rlhf_workers.links.coordination`)."""
     receivers: int
-    """Number of processes that take every bucket."""
+    """Number of processes that receive every bucket."""
     ranks: int
     """Number of the trainer's ranks."""
     cuda: bool
@@ -87,20 +87,20 @@ class Link:
 
     @property
     def every_rank(self) -> bool:
-        """Whether every rank of the trainer gets the whole tensors: with CUDA IPC each rank serves the receivers on its
-        own device, and in a broadcast of NCCL the other ranks keep step with rank 0, bucket by bucket."""
+        """Whether every rank of the trainer gets the whole tensors. With CUDA IPC, each rank serves the receivers on
+        its own device. In an NCCL broadcast, the other ranks keep step with rank 0 for each bucket."""
         return self.cuda
 
 
 @dataclass(frozen=True, slots=True)
 class BucketHeader:
-    """Describes one bucket whose bytes travel over a link. The driver sees the header in place of the bucket."""
+    """Describes one bucket whose bytes travel over a link. The driver receives the header instead of the bucket."""
 
     number: int
-    """Counts the buckets since the link was made, from 0."""
+    """Number of the bucket, counted from 0 since the link was created."""
     layout: BucketLayout
     error: str = ""
-    """Why the bytes will not arrive; empty: they will."""
+    """Why the bytes will not arrive; empty if they will."""
 
 
 class Sender(ABC):
@@ -108,8 +108,8 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
-        """Send each bucket, and yield its header. An error on the way is not raised here: the headers that follow
-        carry it, and the receivers raise it. So the trainer survives the death of an engine."""
+        """Send each bucket and yield its header. Errors on the way are not raised here. The following headers carry
+        them, and the receivers raise them. So the trainer survives the death of an engine."""
 
     def close(self) -> None:  # noqa: B027 - nothing to release is a valid answer
         """Release memory and connections."""
@@ -121,7 +121,7 @@ class Receiver(ABC):
     @contextmanager
     @abstractmethod
     def open(self, header: BucketHeader) -> Iterator[Bucket]:
-        """The bucket; its memory is valid inside the context only. Raises SyncError if the bucket does not arrive."""
+        """The bucket. Its memory is valid only inside the context. Raises SyncError if the bucket does not arrive."""
 
     def close(self) -> None:  # noqa: B027
         """Release memory and connections."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class ReceivesOverLinks(TakesTensors):
-    """The processes of a generator get tensors directly from those of the trainer. Its launcher calls :meth:`connect`;
-    from then on ``take`` and ``stale`` are given headers in place of buckets::
+    """The processes of a generator get tensors directly from the trainer's processes. After the launcher has called
+    :meth:`connect`, ``take`` and ``stale`` receive headers instead of buckets::
 
         class MyGenerator(ReceivesOverLinks, Generator): ...
     """
@@ -34,11 +34,11 @@ class ReceivesOverLinks(TakesTensors):
 
     @abstractmethod
     def take(self, bucket: Bucket | BucketHeader) -> None:
-        """As :meth:`rlhf.interfaces.TakesTensors.take`. Each receiving process opens each header exactly once."""
+        """Same as :meth:`rlhf.interfaces.TakesTensors.take`. Each receiving process opens each header exactly once."""
 
     @abstractmethod
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
-        """As :meth:`rlhf.interfaces.TakesTensors.stale`. Each receiving process opens each header exactly once."""
+        """Same as :meth:`rlhf.interfaces.TakesTensors.stale`. Each receiving process opens each header exactly once."""
 
 
 def receives_over_links(generator: type[Generator]) -> bool:

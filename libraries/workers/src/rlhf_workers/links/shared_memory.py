@@ -1,12 +1,12 @@
-"""The link ``shared``: buckets in memory that the trainer and the receivers on its device both map.
+"""The link ``shared``: buckets in memory that is mapped by the trainer and by the receivers on its device.
 
-Each rank of the trainer has two buffers. It fills one while the receivers read the other, and fills a buffer again only
-when all receivers are done with it. On GPUs a buffer is shared by its CUDA IPC handle. On the host it is an anonymous
-file (memfd), which receivers open through the trainer's ``/proc`` entry, so a killed process leaves nothing behind.
+Each rank of the trainer has two buffers. It fills one while the receivers read the other. It reuses a buffer only when
+all receivers are done with it. On GPUs a buffer is shared by its CUDA IPC handle. On the host it is an anonymous file
+(memfd), which receivers open through the trainer's ``/proc`` entry, so a killed process leaves nothing behind.
 
-torch counts the exports of a buffer on a GPU against the mappings that were released, and frees the buffer at the last
-release only. So each bucket is one export, one mapping and one release, and a receiver reports that it is done after
-its release: the next owner of the device's memory finds it free.
+torch counts the exports of a GPU buffer and the released mappings, and frees the buffer only at the last release. So
+each bucket has one export, one mapping and one release. A receiver reports that it is done after its release, so the
+memory is free for its next owner.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rlhf_workers.links.coordination import Coordination
 from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, Sender
 
 REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-"""The arguments of torch's function that maps a tensor of another process."""
+"""The arguments of the torch function that maps a tensor of another process."""
 HANDLE_FIELDS = (
     "storage_handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset",
     "event_handle", "event_sync_required",
 )  # fmt: skip
-"""Those that the receiver does not know."""
+"""The arguments that the receiver does not know."""
 _BUFFERS = 2
 _HOST = "host"
 _DONE = "done"
-"""Counter: every receiver adds 1 when it is done with a bucket. Receivers take the buckets in order."""
+"""Counter: every receiver adds 1 when it is done with a bucket. Receivers read the buckets in order."""
 
 
 class SharedMemorySender(Sender):
@@ -49,7 +49,7 @@ class SharedMemorySender(Sender):
     def __init__(self, link: Link, rank: int) -> None:
         self.link, self.coordination = link, Coordination.connect(link.address, link.timeout)
         self.serves = link.cuda or rank == 0
-        """On a CPU all ranks are on the same device, so rank 0 alone serves the receivers."""
+        """On a CPU all ranks share one device, so only rank 0 serves the receivers."""
         self._buffers: list[SharedBuffer | None] = [None] * _BUFFERS
         self._keys: dict[int, str] = {}
         """{bucket number: key of its published handle}, of buckets that a receiver may still read."""
@@ -160,7 +160,8 @@ class SharedBuffer:
 
 
 def _open_handle(handle: str, device: torch.device) -> Tensor:
-    """uint8 [nbytes] over the memory that a handle names. Raises SyncError where the system does not allow it."""
+    """uint8 [nbytes]: the memory that the handle refers to. Raises SyncError if the system does not allow the
+    mapping."""
     parts = json.loads(handle)
     try:
         return _map_device(parts, device) if device.type == "cuda" else _map_host(*parts)
@@ -206,5 +207,5 @@ def _map(file: int, nbytes: int) -> Tensor:
 
 
 def _device_key(device: torch.device) -> str:
-    """A name of the device that is the same in every process, whatever index the process gives it."""
+    """A name of the device that is the same in every process, whatever its index there."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _HOST

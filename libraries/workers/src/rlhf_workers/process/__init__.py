@@ -1,1 +1,1 @@
-"""What runs in a worker process, and how arguments and results are packed."""
+"""The code that runs in a worker process, and the packing of arguments and results."""

@@ -1,4 +1,4 @@
-"""Exceptions of a worker, as they are sent to the driver and raised there."""
+"""Exceptions of a worker, in the form in which they are sent to the driver and raised there."""
 
 from __future__ import annotations
 

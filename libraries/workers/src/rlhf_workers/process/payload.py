@@ -1,8 +1,7 @@
-"""Arguments and results between processes: one object of the store, with tensors as plain bytes in it.
+"""Arguments and results between processes: one object in the store, with tensors as plain bytes.
 
-pickle would send a tensor with the whole storage that it is a view of. Here every tensor travels with exactly
-its own bytes, out of band, and is unpacked into new memory. torch is imported only when there are tensors, so that a
-worker without tensors starts quickly.
+pickle would send the whole storage behind a tensor view. Here only the tensor's own bytes are sent, out of band, and
+unpacked into new memory. torch is imported only for tensors, so a worker without tensors starts quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stored(ABC):
-    """A handle of one value. It can be an argument of a call; the worker gets the value in its place."""
+    """A handle of one value. It can be an argument of a call; the worker receives the value instead."""
 
     @classmethod
     @abstractmethod
@@ -30,16 +29,16 @@ class Stored(ABC):
 
 
 INLINE = 2**15
-"""Bytes. A smaller payload travels inside the message to the worker; a larger one is put into the store, once."""
+"""In bytes. A smaller payload travels inside the message to the worker. A larger one is put into the store, once."""
 _HEADER = 64
 """Bytes of overhead per buffer, for :attr:`Payload.nbytes`."""
 
 Pickled = tuple[bytes, list[Any], list[Any]]
-"""(pickle stream, its out-of-band buffers, the handles of the store in it)."""
+"""(pickle stream, its out-of-band buffers, its handles of the store)."""
 
 
 class Payload:
-    """The arguments of one call for every rank. An object that all ranks get is stored once."""
+    """The arguments of one call for every rank. An object that all ranks receive is stored once."""
 
     def __init__(self, shared: Pickled, ranks: Sequence[Pickled]) -> None:
         self.shared, self.ranks = shared, list(ranks)

@@ -1,4 +1,4 @@
-"""The worker: one rank of a role, or one engine, in a process of its own.
+"""The worker: one rank of a role, or one engine, in a separate process.
 
 Importing this module does not import torch, because the number of threads must be set first.
 """
@@ -36,8 +36,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Reserve a TCP port of ``address`` until the returned socket is closed. The system gives the port to no process
-    that asks for a free one. A process that names the port can listen on it with SO_REUSEADDR, which servers set."""
+    """Reserve a TCP port of ``address`` until the returned socket is closed. The system does not assign the port to
+    processes that request any free port. A process that names the port can listen on it with SO_REUSEADDR, which
+    servers set."""
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     reservation = socket.socket(family, socket.SOCK_STREAM)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,8 +47,8 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address, ``lo`` for loopback; empty if it cannot be found. Gloo needs
-    the name: by default it takes the interface of the host name, which need not be the cluster's."""
+    """The network interface that has this IPv4 address, ``lo`` for loopback; empty if it is unknown. Gloo needs the
+    name. By default Gloo uses the interface of the host name, which may not belong to the cluster."""
     try:
         import fcntl
     except ImportError:  # not on this system
@@ -66,7 +67,7 @@ def interface_of(address: str) -> str:
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have the same version on every node, like Python and the run's plugins."""
 OWN_METHODS = frozenset({"connect_trainer", "send_buckets", "advance", "peak_memory"})
-"""Methods of :class:`Worker` that the driver calls as if they were the component's."""
+"""Methods of :class:`Worker` that the driver calls like methods of the component."""
 CHUNK_SECONDS = 0.02
 """Samples that finish within this time are sent to the driver together."""
 
@@ -74,11 +75,11 @@ CHUNK_SECONDS = 0.02
 class Worker(ABC):
     """One thread runs its methods, one at a time; a second thread runs :meth:`pulse` and :meth:`stacks`.
 
-    Exceptions are returned as :class:`Failure`. So a call without an answer means a dead process.
+    Exceptions are returned as :class:`Failure`, so a call without an answer means a dead process.
     """
 
     def __init__(self, name: str, folder: str, env: Mapping[str, str], devices: Sequence[str] | None) -> None:
-        """``devices``: ids of the visible GPUs; None where there are no GPUs."""
+        """``devices``: ids of the visible GPUs; None if there are no GPUs."""
         faulthandler.enable()
         self.name = name
         os.environ.update(env)
@@ -100,7 +101,7 @@ class Worker(ABC):
 
     @abstractmethod
     def address(self) -> str:
-        """The address of this node, at which other ranks reach this one."""
+        """The address of this node at which other ranks reach this rank."""
 
     def describe(self, plugins: bytes, manifest: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         """Resolve the run's plugins here. Returns the address, the versions, and ``problem``: Failure or None."""
@@ -113,7 +114,7 @@ class Worker(ABC):
         problem = None
         try:
             Plugins.discover().verify(manifest)
-            cloudpickle.loads(plugins)  # plugins from files: now their classes can be unpickled
+            cloudpickle.loads(plugins)  # plugins from files; their classes can be unpickled after this
         except Exception as error:
             problem = Failure.of(error)
         versions = {"python": platform.python_version()}
@@ -134,7 +135,7 @@ class Worker(ABC):
         return f"tcp://{host}:{self._reserved_port.getsockname()[1]}"
 
     def build(self, payload: Payload, rank: int) -> Failure | None:
-        """Make the component: ``cls(config, spec)``."""
+        """Create the component: ``cls(config, spec)``."""
         from rlhf_workers.process.payload import unpack
 
         with self._at_work("start"):
@@ -158,8 +159,8 @@ class Worker(ABC):
                 return Failure.of(error)
 
     def stream(self, method: str, payload: Payload | None, rank: int) -> Iterator[Any]:
-        """Yield each item of the method, then None: by then the item is safely in the store. A Failure in place of None
-        ends the stream, and the item before it must be ignored."""
+        """Yield each item of the method, then None, after which the item is safe in the store. A Failure instead of
+        None ends the stream, and the item before it must be ignored."""
         with self._at_work(method):
             try:
                 for item in self._items(method, payload, rank):
@@ -223,7 +224,7 @@ class Worker(ABC):
         return self._connected.send_buckets(view, limit)
 
     def advance(self, *arguments: Any) -> tuple[list[tuple[int, Any]], int]:
-        """The turns that ended, and the tokens so far of those that have not."""
+        """The finished turns, and the number of tokens so far of the unfinished ones."""
         return self.component.advance(*arguments), self.component.unfinished_tokens()
 
     def peak_memory(self) -> dict[str, int]:
@@ -246,8 +247,8 @@ class Worker(ABC):
         return self._progress
 
     def stacks(self) -> dict[str, str]:
-        """The stack of each Python thread but this one. ``work`` is the thread that serves calls. The key ``""`` has
-        the call under way and the processor time that this process used so far."""
+        """The stack of each Python thread except this one. ``work`` is the thread that serves calls. The key ``""`` has
+        the active call and the processor time that this process has used."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {}
         for ident, frame in sys._current_frames().items():

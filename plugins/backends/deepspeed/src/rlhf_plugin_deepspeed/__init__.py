@@ -1,6 +1,6 @@
 """Trainer over several ranks: DeepSpeed ZeRO stages 0 to 3.
 
-Importing this package imports neither torch nor deepspeed; the hook imports what it returns.
+Importing this package imports neither torch nor deepspeed; the hook imports the classes that it returns.
 """
 
 from __future__ import annotations

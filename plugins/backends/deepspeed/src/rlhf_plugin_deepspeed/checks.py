@@ -38,7 +38,7 @@ class DeepSpeedCheck(Check):
 
 
 def import_deepspeed(argument: Any, report: Callable[[Any], None]) -> None:
-    """DeepSpeed, its accelerator, and what it needs for building its operators; nothing is built."""
+    """DeepSpeed, its accelerator, and the requirements for building its operators; nothing is built."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension

@@ -1,8 +1,8 @@
-"""DeepSpeed's engine as this trainer uses it: gradients are sums over ranks; a step is taken or discarded as a whole.
+"""A wrapper of DeepSpeed's engine: gradients are sums over ranks, and a step is taken or discarded as a whole.
 
-During accumulation the engine is told that no micro-batch is the last one, because only :meth:`ZeroEngine.reduce`
-knows. That call finishes the reduction: stages 0 and 1 do all of it there; stages 2 and 3
-reduced in every backward pass.
+During accumulation the engine never treats a micro-batch as the last one, because only :meth:`ZeroEngine.reduce` knows
+which one is. That call finishes the reduction: stages 0 and 1 do all of it there; stages 2 and 3 reduced in every
+backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ZeroEngine:
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
         self.masters = stored == "bf16"
-        """The optimizer steps DeepSpeed's fp32 copies, from which DeepSpeed rounds the weights."""
+        """Whether the optimizer updates DeepSpeed's fp32 copies, from which DeepSpeed rounds the weights."""
         elements = sum(_numel(p) for p in model.parameters())
         with quiet(), second_copies(config.hpz_partition_size, config.timeout), topology.used_by_deepspeed():
             self.engine, *_ = deepspeed.initialize(
@@ -61,7 +61,7 @@ class ZeroEngine:
         """The gradients of all micro-batches since the last step are summed over ranks."""
 
     def _share_weights(self) -> None:
-        """Let the optimizer step the weights themselves, which are fp32, instead of the copy that DeepSpeed made."""
+        """Make the optimizer update the weights themselves, which are fp32, instead of DeepSpeed's copy."""
         if self.stage == 0 or self.host_optimizer or self.masters:
             return
         optimizer = self.optimizer
@@ -81,7 +81,8 @@ class ZeroEngine:
         return values
 
     def backward(self, total: Tensor, bf16: bool) -> None:
-        """Add the gradients of ``total``. DeepSpeed averages over replicas, so it is multiplied by their number."""
+        """Add the gradients of ``total``. DeepSpeed averages over replicas, so ``total`` is multiplied by their
+        number."""
         if self.reduced:
             raise TrainingError("gradients were read: apply() or zero_grad() must come before the next accumulate()")
         with sparing_linear(bf16 and self.stage == 3):
@@ -103,7 +104,7 @@ class ZeroEngine:
         self.reduced = True
 
     def step(self) -> None:
-        """Step with the reduced gradients and forget them."""
+        """Step with the reduced gradients, then discard them."""
         with self.topology.used_by_deepspeed():
             self.engine.step()
         self._fresh()
@@ -131,15 +132,15 @@ class ZeroEngine:
         self._fresh()
 
     def offload(self) -> None:
-        """Move to host memory what only the step needs."""
+        """Move tensors that only the step needs to host memory."""
         pin, state = torch.cuda.is_available(), self._states
         if self.stage in (1, 2):
             include = [state.optim_states, state.lp_grads, *([state.hp_params] if self.masters else [])]
             self.engine.offload_states(include=include, pin_memory=pin)
             return
         if self.stage == 3:
-            grads = [] if self.host_optimizer else [state.lp_grads]  # gradients are on the host already
-            # the engine's own method refuses this where weights are in host memory
+            grads = [] if self.host_optimizer else [state.lp_grads]  # gradients are already on the host
+            # the engine's own method refuses this if weights are in host memory
             self.optimizer.offload_states(include=[*grads, state.contiguous_grad_buffer], pin_memory=pin)
             self._move_masters(torch.device("cpu"))
         self._move_optimizer(torch.device("cpu"))
@@ -154,13 +155,13 @@ class ZeroEngine:
             self._move_masters(self.engine.device)
 
     def _move_masters(self, device: torch.device) -> None:
-        """In stage 3 DeepSpeed moves the masters of its own fused Adam only."""
+        """Move the masters. In stage 3 DeepSpeed moves only the masters of its own fused Adam."""
         if self.masters and not self.host_optimizer:
             for flat in self.optimizer.fp32_partitioned_groups_flat:
                 flat.data = flat.data.to(device)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        """In stage 3 DeepSpeed moves the state of its own fused Adam only."""
+        """Move the optimizer's state. In stage 3 DeepSpeed moves only the state of its own fused Adam."""
         assert self.base_optimizer is not None
         for state in self.base_optimizer.state.values():
             for key, value in state.items():
@@ -170,7 +171,7 @@ class ZeroEngine:
     def _fresh(self) -> None:
         self.reduced = False
         self.engine.set_gradient_accumulation_boundary(False)
-        if self.stage == 3:  # else a parameter without gradient would take its last one
+        if self.stage == 3:  # otherwise a parameter without gradient would use its last one
             self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.host_optimizer:  # for the same reason
             flats = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"

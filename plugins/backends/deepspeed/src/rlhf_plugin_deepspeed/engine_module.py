@@ -1,9 +1,9 @@
-"""The module that DeepSpeed wraps: one call is one micro-batch, and every rank makes the same calls inside.
+"""The module that DeepSpeed wraps. One call is one micro-batch, and inside it every rank makes the same calls.
 
 ZeRO-3 gathers weights in hooks around modules, and hangs if ranks call different modules. The number of chunks of
 logits depends on the tokens of a micro-batch, so the head must not be called as a module per chunk. :class:`Outputs` is
-called once, keeps the head's weights for all chunks (also those that the backward pass computes again), and multiplies
-by them itself.
+called once, keeps the head's weights for all chunks (including chunks that are recomputed in the backward pass), and
+computes the products itself.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class EngineModule(nn.Module):
             return self.outputs(hidden_MH, place_N, batch, outputs)
 
     def gather_outside(self) -> None:
-        """Stage 3 gathers parameters around the calls of the module that owns them. Some are read outside of these: the
-        head's by :class:`Outputs`, a convolution's by the recurrent layer that holds it, and those of a layer with an
-        adapter by DoRA, which computes the length of its rows."""
+        """Gather parameters that are read outside of the calls of their own module. Stage 3 gathers them only around
+        these calls. Outside, :class:`Outputs` reads the head's parameters, a recurrent layer reads those of its
+        convolution, and DoRA reads those of a layer with an adapter, to compute the length of its rows."""
         from deepspeed.runtime.zero import register_external_parameter
 
         (model,) = self._loaded_model
@@ -101,9 +101,9 @@ class EngineModule(nn.Module):
 
 @contextmanager
 def sparing_linear(enabled: bool) -> Iterator[None]:
-    """Inside, linear layers save their weight for the backward pass instead of autocast's copy. The copies would keep
-    the whole model gathered in bf16 until then. DeepSpeed's option for this replaces torch's function in the whole
-    process."""
+    """Context in which linear layers save their weight for the backward pass instead of autocast's copy. The copies
+    would keep the whole model gathered in bf16 until then. DeepSpeed's option for this replaces torch's function in the
+    whole process."""
     if not enabled:
         yield
         return

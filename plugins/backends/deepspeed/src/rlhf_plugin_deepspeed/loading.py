@@ -1,6 +1,5 @@
-"""Reading a model: whole; divided over ranks while it is read, so that no rank ever holds all of it (stage 3); or whole
-in host memory, after which each rank keeps its part of every layer (``tensor_parallel``).
-"""
+"""Reads a model in one of three ways: whole; divided over ranks while it is read, so that no rank ever holds all of it
+(stage 3); or whole in host memory, after which each rank keeps its part of every layer (``tensor_parallel``)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class _Zero3:
 
 @contextmanager
 def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
-    """Inside, transformers creates every parameter under ``deepspeed.zero.Init`` and fills one at a time."""
+    """Context in which transformers creates every parameter under ``deepspeed.zero.Init`` and fills one at a time."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
     facts = _Zero3(config)  # transformers keeps a weak reference
@@ -69,7 +68,7 @@ def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | 
 def load_part(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, topology: Topology
 ) -> tuple[LoadedModel, TensorSplit]:
-    """Load whole in host memory and keep this rank's part. ``device`` never holds more."""
+    """Load the whole model in host memory and keep this rank's part. ``device`` never holds more."""
     model = load_on_host(spec, device, _adapters(spec, config), config.kernels)
     split = divide(model, topology, device)
     if config.kernels == "liger":
@@ -78,8 +77,8 @@ def load_part(
 
 
 def _round(module: Any) -> None:
-    """Store this rank's part of every parameter in bf16. DeepSpeed could read the parameters so, but it would round
-    everything that is computed meanwhile too, such as the frequencies of rotary embeddings."""
+    """Store this rank's part of every parameter in bf16. DeepSpeed could read the parameters in bf16, but it would also
+    round everything that is computed meanwhile, such as the frequencies of rotary embeddings."""
     for parameter in module.parameters():
         parts = (parameter, parameter.ds_tensor, getattr(parameter, "ds_secondary_tensor", None))
         for part in parts:
@@ -100,7 +99,7 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
     if spec.storage == "bf16":
         _round(model.module)
     if (lora := _adapters(spec, config)) is not None:
-        with _transformers_divides(divided):  # so peft gathers a weight whose rows DoRA measures
+        with _transformers_divides(divided):  # so peft gathers a weight whose row lengths DoRA needs
             adapt(model, spec, lora, device)
         model.module.eval().to(device)
     return model

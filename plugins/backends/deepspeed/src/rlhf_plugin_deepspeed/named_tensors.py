@@ -1,4 +1,4 @@
-"""A role's tensors by Hugging Face name, gathered whole, bucket by bucket where ZeRO divides them by their elements."""
+"""A role's tensors by Hugging Face name, gathered bucket by bucket if ZeRO divides them by their elements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ZeroTensors(NamedTensors):
     ) -> Iterator[tuple[str, Tensor]]:
         """:meth:`stream` of divided weights.
 
-        With ``gather`` (weights divided by their elements) about ``elements`` elements are whole at once, and the
+        With ``gather`` (weights divided by their elements), about ``elements`` elements are gathered at once, and the
         yielded tensors are copies. Otherwise they share memory with the model, except tensors that are assembled from
         parts, and those that checkpoints store in another layout.
 
@@ -55,7 +55,7 @@ class ZeroTensors(NamedTensors):
         return self._published.stream(self._gathered(gather, first, elements, merge))
 
     def _gathered(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
-        """Under the module's names."""
+        """The whole tensors under the module's names."""
         if gather is None:
             if first:
                 yield from self._merged_or_base(self._model(), merge)

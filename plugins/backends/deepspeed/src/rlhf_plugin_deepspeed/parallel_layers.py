@@ -1,10 +1,9 @@
 """Layers divided over the ranks of a replica (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-A rank holds some heads of every attention layer and some units of every feed-forward layer: rows of the input matrices
-and columns of the output matrix. Each half of a layer is summed over the ranks once in the forward pass, at its output,
-and once in the backward pass, at its input. Hidden states, embedding, norms and head are whole and equal on every rank,
-and so are the gradients of parameters that are not divided. Gradients of the norms of queries and keys are parts of a
-sum.
+A rank holds some heads of every attention layer and some units of every feed-forward layer. These are rows of the input
+matrices and columns of the output matrix. Each half of a layer is summed over the ranks once in the forward pass, at
+its output, and once in the backward pass, at its input. Hidden states, embedding, norms, head, and the gradients of
+undivided parameters are whole and equal on every rank. Gradients of the norms of queries and keys are parts of a sum.
 
 An adapter B A is divided like its matrix: B by rows for an input matrix, A by columns for an output matrix. The other
 factor is whole on every rank, and its gradients are parts of a sum. No further sum of hidden states is needed.
@@ -47,9 +46,9 @@ LAYERS = frozenset(
 HALVES = {"self_attn": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": (("gate_proj", "up_proj"), "down_proj")}
 """{half of a layer: (input matrices, output matrix)}."""
 PARTIAL = ("q_norm", "k_norm")
-"""Norms of ``self_attn`` that are applied to this rank's heads only."""
+"""Norms of ``self_attn`` that are applied only to this rank's heads."""
 AGREE = 1e-3
-"""Largest difference, norm-wise, between hidden states of the divided and of the whole model."""
+"""Largest relative norm of the difference between hidden states of the divided and of the whole model."""
 
 
 class _Enter(torch.autograd.Function):
@@ -82,7 +81,7 @@ class _Leave(torch.autograd.Function):
 
 
 class Entrance:
-    """Shared by the matrices that read the same input, so that their gradients are summed once."""
+    """The common entrance of matrices that read the same input, so that their gradients are summed once."""
 
     def __init__(self, group: Any, matrices: int) -> None:
         self.group, self.matrices = group, matrices
@@ -115,7 +114,7 @@ class LinearPart(nn.Module):
 
 
 class Inward(LinearPart):
-    """A linear layer of which a rank has some outputs; its input is whole."""
+    """Some outputs of a linear layer, on one rank. The input is whole."""
 
     def __init__(self, linear: nn.Linear, topology: Topology, entrance: Entrance) -> None:
         super().__init__(linear, 0, topology)
@@ -126,7 +125,7 @@ class Inward(LinearPart):
 
 
 class Outward(LinearPart):
-    """A linear layer of which a rank has some inputs."""
+    """Some inputs of a linear layer, on one rank."""
 
     def __init__(self, linear: nn.Linear, topology: Topology) -> None:
         super().__init__(linear, 1, topology)
@@ -153,7 +152,7 @@ class Divided:
     dims: dict[str, int] = field(default_factory=dict)
     """{divided parameter: dimension}."""
     partial: set[str] = field(default_factory=set)
-    """Whole ones whose gradients are parts of a sum."""
+    """Whole parameters whose gradients are parts of a sum."""
 
     def matrix(self, half: Any, name: str, path: str, topology: Topology, entrance: Entrance | None) -> None:
         """Divide the linear layer ``name`` of ``half``, with its adapter if it has one.
@@ -186,9 +185,9 @@ def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Calla
 
 
 def divide(model: LoadedModel, topology: Topology, device: torch.device) -> TensorSplit:
-    """Keep this rank's part of a whole model, and bring it to ``device``.
+    """Keep this rank's part of a whole model, and move it to ``device``.
 
-    Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (the ranks would draw the
+    Raises CapabilityError for layers that are unknown or do not divide evenly, for dropout (the ranks would draw the
     same mask for different heads), and if the hidden states of the divided model differ.
     """
     modules = dict(model.module.named_modules())
@@ -221,7 +220,7 @@ def check_sizes(settings: PretrainedConfig, model: str, parts: int) -> None:
     """Raises CapabilityError if ``parts`` does not divide sizes in a config. ``model``: the name of its class."""
     config = settings.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # a field that differs between layers is refused by the config of the whole
+    # the whole config refuses access to a field that differs between layers
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes = dict.fromkeys((name, getattr(layer, name, 0)) for layer in layers for name in names)
     if uneven := ", ".join(f"{name} = {size}" for name, size in sizes if size % parts):
@@ -248,7 +247,7 @@ def _check(model: LoadedModel, layers: dict[str, Any], topology: Topology) -> No
 
 @torch.no_grad()
 def _probe(model: LoadedModel) -> Tensor:
-    """[7, hidden], of two sequences."""
+    """Hidden states [7, hidden] of two sequences."""
     device = next(model.module.parameters()).device
     ids_N = torch.arange(7, device=device) % model.vocabulary
     with in_fp32(model.module):

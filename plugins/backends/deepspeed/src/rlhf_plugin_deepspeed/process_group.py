@@ -25,7 +25,7 @@ _node_groups: dict[int, Any] = {}
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """The package, with its accelerator set to ``device`` and without its start-up messages.
+    """Import the package, with its accelerator set to ``device`` and without its start-up messages.
 
     Raises ConfigError if it is not installed, cannot be imported, or already uses another kind of device.
     """
@@ -34,7 +34,7 @@ def import_deepspeed(device: torch.device) -> Any:
         with _not_found("mlflow"):
             import deepspeed
         from deepspeed.accelerator import get_accelerator
-    except Exception as cause:  # the import compiles and probes, so any exception is possible
+    except Exception as cause:  # the import compiles and probes, so it may raise any exception
         raise ConfigError(
             f"trainer 'deepspeed' needs the package deepspeed, which cannot be imported "
             f"({type(cause).__name__}: {cause}). Install it: {INSTALL}"
@@ -55,8 +55,8 @@ def import_deepspeed(device: torch.device) -> Any:
 
 @contextmanager
 def _not_found(package: str) -> Iterator[None]:
-    """A context in which importing ``package`` fails, unless it was imported before. DeepSpeed's autotuner, which is
-    not used, imports mlflow if it is installed. That takes most of the import's time, in every rank."""
+    """Context in which importing ``package`` fails, unless it was imported before. DeepSpeed's autotuner, which is not
+    used, imports mlflow if it is installed. This takes most of the import's time, in every rank."""
     if package in sys.modules:
         yield
         return
@@ -68,11 +68,11 @@ def _not_found(package: str) -> Iterator[None]:
 
 
 def _spare_start_up() -> None:
-    """Skip two steps of DeepSpeed's start, which training never uses.
+    """Skip two steps of DeepSpeed's start that training never needs.
 
     1. On CPUs DeepSpeed compiles a C++ kernel for inference when it gets a process group. This takes a minute or two
        and needs a compiler. The kernel's shared memory has the same name for two roles on one machine.
-    2. DeepSpeed imports its own Muon to find out whether an optimizer is an instance of it. The import starts torch's
+    2. DeepSpeed imports its own Muon to check whether an optimizer is an instance of it. The import starts torch's
        compiler.
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")
@@ -87,7 +87,7 @@ def _spare_start_up() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context without DeepSpeed's warnings, among them those about optimizers that are not its own."""
+    """Context without DeepSpeed's warnings, such as those about optimizers that are not its own."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -98,8 +98,8 @@ def quiet() -> Iterator[None]:
 
 
 def join_group(spec: ModelSpec, device: torch.device, seconds: float) -> None:
-    """:func:`rlhf_modeling.sharded.process_group.join`, for DeepSpeed too. It would make a second group of all ranks,
-    with a timeout of its own."""
+    """:func:`rlhf_modeling.sharded.process_group.join`, also for DeepSpeed. Otherwise DeepSpeed would create a second
+    group of all ranks, with a different timeout."""
     join(spec, device, seconds)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     groups._WORLD_GROUP = dist.group.WORLD
@@ -107,12 +107,13 @@ def join_group(spec: ModelSpec, device: torch.device, seconds: float) -> None:
 
 @contextmanager
 def second_copies(ranks: int, seconds: float) -> Iterator[None]:
-    """A context in which models are divided with a second copy on each group of ``ranks`` ranks (ZeRO++); 1: without.
+    """Context in which models are divided with a second copy on each group of ``ranks`` ranks (ZeRO++); 1: without a
+    copy.
 
-    DeepSpeed keeps one such group per process, in a global variable. It makes the group for the first model and fails
-    with an assertion for the second, and a model without second copies would use the group of another model. DeepSpeed
-    reads the variable only while it divides a model. So the group is made once for all roles of the process, and the
-    variable is set for the duration of this context.
+    DeepSpeed keeps one such group per process, in a global variable. It creates the group for the first model and fails
+    with an assertion for the second. A model without second copies would use the group of another model. DeepSpeed
+    reads the variable only while it divides a model. So the group is created once for all roles of the process, and the
+    variable is set only in this context.
     """
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if ranks > 1 and ranks not in _node_groups:

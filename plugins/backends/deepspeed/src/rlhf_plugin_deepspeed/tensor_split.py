@@ -13,10 +13,11 @@ from rlhf_plugin_deepspeed.topology import Topology
 
 
 class TensorSplit(Split):
-    """How one model is divided over the ranks of a replica; without arguments every parameter is whole.
+    """The division of one model over the ranks of a replica. Without arguments every parameter is whole.
 
     Args:
-        dims: {divided parameter: the dimension along which its equal parts lie}, in the order of the replica's ranks.
+        dims: {divided parameter: the dimension along which it is divided into equal parts}, in the order of the
+            replica's ranks.
         partial: whole parameters whose gradients on the ranks are parts of a sum. The gradients of the other whole
             parameters are equal on all ranks of a replica.
     """
@@ -45,7 +46,7 @@ class TensorSplit(Split):
 
     def counts(self, name: str) -> bool:
         """Whether this rank contributes the parameter to sums over ranks. A divided parameter counts on every rank, a
-        whole one on one rank of each replica."""
+        whole parameter on one rank of each replica."""
         return name in self.dims or self.topology.part == 0
 
     @torch.no_grad()
@@ -63,9 +64,9 @@ class TensorSplit(Split):
 
     @torch.no_grad()
     def agree(self, partition: Partition) -> None:
-        """After the gradients were summed over the replicas: add those that are parts of a sum, and give all ranks of a
-        replica the same gradients of whole parameters. A GPU's kernels may add in another order on each rank, and then
-        the ranks would take different steps without an error."""
+        """After the sum of gradients over the replicas: add gradients that are parts of a sum, and give all ranks of a
+        replica the same gradients of whole parameters. The kernels of a GPU may add in a different order on each rank;
+        the ranks would then silently take different steps."""
         if self.topology.parts == 1:
             return
         for index in range(len(partition.flats)):

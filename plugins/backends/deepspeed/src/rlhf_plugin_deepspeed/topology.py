@@ -1,7 +1,7 @@
-"""The ranks of a role as replicas x parts: the ranks of a replica divide every layer among them, the ranks of a part
-hold the same weights and compute different units.
+"""The ranks of a role as replicas x parts. The ranks of a replica divide every layer. The ranks of a part hold the same
+weights and compute different units.
 
-Rank ``replica * parts + part``: the parts of a replica, which wait for each other in every layer, are neighbours.
+Rank ``replica * parts + part``: the parts of a replica, which wait for each other in every layer, are adjacent.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def check_parts(spec: ModelSpec, parts: int) -> None:
 
 
 class Topology:
-    """The place of this rank. Constructed after the role's process group was made. DeepSpeed calls such an object
-    ``mpu`` and calls its ``get_...`` methods: model-parallel ranks are the parts, data-parallel ranks the replicas."""
+    """The place of this rank. Constructed after the role's process group was created. DeepSpeed calls such an object
+    ``mpu`` and uses its ``get_...`` methods: model-parallel ranks are the parts, data-parallel ranks the replicas."""
 
     def __init__(self, spec: ModelSpec, parts: int, seconds: float) -> None:
         check_parts(spec, parts)
         self.parts, self.part = parts, spec.rank % parts
         self.replicas, self.replica = spec.world_size // parts, spec.rank // parts
         self.first = self.replica * parts
-        """The replica's first rank."""
+        """The first rank of the replica."""
         self.group: Any = None
         """Process group of the replica's ranks; None if every rank is a whole replica."""
         if parts > 1:
@@ -60,7 +60,7 @@ class Topology:
 
     @contextmanager
     def used_by_deepspeed(self) -> Iterator[None]:
-        """A context in which DeepSpeed uses this topology. DeepSpeed has one such object for all engines of a process,
+        """Context in which DeepSpeed uses this topology. DeepSpeed has one such object for all engines of a process,
         and reads it when an engine starts, reduces and steps."""
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         previous_mpu, groups.mpu = groups.mpu, self.mpu

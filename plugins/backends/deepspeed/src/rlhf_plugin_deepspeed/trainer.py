@@ -44,13 +44,14 @@ from rlhf_plugin_deepspeed.topology import Topology, check_parts
 from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 COPIES = {"cpu": 3, "cuda": 1}
-"""Copies of a bucket of weights that stage 3 gathers. gloo has a copy of its own and gathers the next bucket early."""
+"""Number of copies of a bucket of weights that stage 3 gathers. gloo has its own copy and gathers the next bucket
+early."""
 
 
 class DeepSpeedTrainer(ShardedTrainer):
-    """ZeRO stages 0 to 3, with AdamW or Muon; bf16 is autocast. Weights in bf16 have fp32 masters, divided like the
-    optimizer's state. The numbers are those of the trainer ``torch``, on any number of ranks. Frozen roles hold weights
-    only; in stage 3 each rank holds a part of them."""
+    """ZeRO stages 0 to 3, with AdamW or Muon; bf16 is autocast. Weights in bf16 have fp32 masters, which are divided
+    like the optimizer's state. The results equal those of the trainer ``torch``, on any number of ranks. Frozen roles
+    hold only weights; in stage 3 each rank holds a part of them."""
 
     name = "deepspeed"
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
@@ -115,7 +116,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     ) -> TrainerMemory:
         divided = storage(config, spec, size, device)
         computed = arithmetic(config, spec, size, work, device, config.tensor_parallel, config.sequence_parallel)
-        if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; Liger's kernels only
+        if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; only Liger's kernels
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
         trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
         return trainer_memory(
@@ -256,8 +257,8 @@ class DeepSpeedTrainer(ShardedTrainer):
 def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
     """Memory of a rank in each ZeRO stage, as :mod:`rlhf_plugin_deepspeed.engine` allocates it.
 
-    fp32 weights are stepped in place; only an optimizer on the host has a copy of its own. Weights in bf16 always
-    have fp32 masters, divided like the optimizer's state. On a CPU the host's memory is the device's.
+    fp32 weights are updated in place; only an optimizer on the host has a separate copy. Weights in bf16 always have
+    fp32 masters, divided like the optimizer's state. On a CPU, host memory is device memory.
 
     Muon computes one whole matrix per rank at a time: its fp32 momentum, and a few copies on the rank that works on it.
     """
@@ -300,9 +301,9 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
 
 
 def _making(stage: int, ranks: int, on_cpu: bool, host: bool, weight: float) -> float:
-    """Bytes per trained parameter that exist only while the engine is made. Stages 1 and 2 copy the weights into one
-    buffer (on a GPU by way of the host) and this rank's part for the optimizer; stage 3 copies its part. An optimizer
-    on the host has copies of its own."""
+    """Bytes per trained parameter that exist only while the engine is created. Stages 1 and 2 copy the weights into one
+    buffer (on a GPU through the host), and this rank's part for the optimizer. Stage 3 copies its part. An optimizer on
+    the host has further copies."""
     part = FP32 / ranks
     if stage in (1, 2):
         return weight + (part if host else 0) if on_cpu else part

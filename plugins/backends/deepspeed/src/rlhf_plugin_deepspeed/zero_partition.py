@@ -1,4 +1,4 @@
-"""Which elements of which parameters a rank owns in each ZeRO stage, as views of the optimizer's flat tensors."""
+"""The elements of the parameters that a rank owns in each ZeRO stage, as views of the optimizer's flat tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ZeroPartition(Partition):
     """The rank's share of a role's parameters in a ZeRO stage.
 
     Args:
-        optimizer: DeepSpeed's; torch's own in stage 0; of a role that is not trained, DeepSpeed's gatherer (stage 3) or
-            None.
-        trained: whether the optimizer steps them.
+        optimizer: DeepSpeed's optimizer; in stage 0 torch's. For a role that is not trained, DeepSpeed's gatherer
+            (stage 3) or None.
+        trained: whether the optimizer updates the parameters.
     """
 
     def __init__(

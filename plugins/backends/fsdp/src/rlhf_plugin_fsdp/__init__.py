@@ -1,6 +1,6 @@
 """Trainer over several ranks: PyTorch FSDP2, and the backend that uses it on a Ray cluster.
 
-Importing this package does not import torch; the hook imports what it returns.
+Importing this package does not import torch; the hook imports the classes that it returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FsdpBackend(Backend):
-    """The trainer `fsdp` with the launcher `ray` and the generator `vllm`, which come from their own distributions."""
+    """The trainer `fsdp` with the launcher `ray` and the generator `vllm`, which are separate distributions."""
 
     name = "fsdp"
     launcher = "ray"

@@ -1,16 +1,16 @@
 """Divides a model over ranks: one group of parameters per decoder layer, and one of everything else.
 
 The group of everything else (embedding, last norm, head) is the root. It is whole from the start of a forward pass to
-the end of its backward pass. So the head can compute its logits in chunks, and again in the backward pass, without a
-further gathering, and ranks may have different numbers of chunks.
+the end of its backward pass. So the head can compute its logits in chunks, and again in the backward pass, without
+another all-gather. Ranks may have different numbers of chunks.
 
-Trained weights that are stored in bf16 are divided in fp32, as masters: the optimizer steps them, and a rank rounds its
-rows to bf16 before they are gathered. So no rank holds both. Their gradients are bf16 and are added in fp32, over ranks
-and micro-batches.
+Trained weights that are stored in bf16 are divided in fp32, as masters. The optimizer updates the masters, and a rank
+rounds its rows to bf16 before they are gathered, so no rank holds both. Their gradients are bf16 and are summed in
+fp32, over ranks and micro-batches.
 
-Linear layers under autocast keep their weight for the backward pass, not its bf16 copy. Autograd would keep the copies
-of all layers until the backward pass: the whole model in bf16 on every rank. The weight itself is freed between the
-passes and gathered again.
+Linear layers under autocast keep their weight for the backward pass instead of its bf16 copy. Autograd would keep the
+copies of all layers until the backward pass, so every rank would hold the whole model in bf16. The weight itself is
+freed between the passes and gathered again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @contextmanager
 def sparing_linear(enabled: bool) -> Iterator[None]:
-    """Inside, torch's function for linear layers keeps their weight."""
+    """Context in which torch's function for linear layers keeps their weight."""
     functional: Any = torch.nn.functional
     torch_linear = functional.linear
     if enabled:
@@ -83,10 +83,10 @@ def sparing_linear(enabled: bool) -> Iterator[None]:
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
-    """The layers that transformers never splits over devices; where it names none, those that it can compute again in
-    the backward pass. Layers inside of layers do not count.
+    """The layers that transformers never splits over devices. If it names none, the layers that it can recompute in the
+    backward pass. Layers inside of layers do not count.
 
-    Raises CapabilityError where there are none.
+    Raises CapabilityError if there are none.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
     layers = _outermost(module, names) or _outermost(module, frozenset())
@@ -120,7 +120,7 @@ def divide(root: nn.Module, module: PreTrainedModel, device: str, reshard: bool)
     assert world is not None
     mesh = DeviceMesh.from_group(world, device)
     layers = decoder_layers(module)
-    # fused layers return views, which nothing changes in place
+    # fused layers return views, which are never changed in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     try:
         for layer in layers:
@@ -135,16 +135,16 @@ def divide(root: nn.Module, module: PreTrainedModel, device: str, reshard: bool)
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-            # else ranks that use different parameters would reduce different elements
+            # otherwise ranks that use different parameters would reduce different elements
             part.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _with_masters(parameters: Iterable[tuple[str, nn.Parameter]], group: str) -> MixedPrecisionPolicy:
     """Replace a group's trained parameters that are stored in bf16 by their masters. Returns how FSDP rounds the group.
-    Frozen parameters are gathered as they are stored.
+    Frozen parameters are gathered in their stored format.
 
-    Raises CapabilityError where the model keeps some of the group's trained parameters in fp32: FSDP rounds all of them
-    or none.
+    Raises CapabilityError if the model keeps some of the group's trained parameters in fp32, because FSDP rounds all of
+    them or none.
     """
     trained = {name: p for name, p in parameters if p.requires_grad}
     stored = {name: p for name, p in trained.items() if p.dtype == torch.bfloat16}

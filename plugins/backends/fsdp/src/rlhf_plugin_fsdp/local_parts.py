@@ -1,7 +1,7 @@
-"""A rank's part of every parameter, as the optimizer, checkpoints and the weight stream see it.
+"""A rank's part of every parameter, for the optimizer, checkpoints and the weight stream.
 
-FSDP2 divides a parameter by its first dimension: each rank holds some consecutive rows. These are consecutive elements
-of the flattened parameter too. The optimizer steps plain tensors that share memory with the rows.
+FSDP2 divides a parameter along its first dimension: each rank holds some consecutive rows. These are also consecutive
+elements of the flattened parameter. The optimizer updates plain tensors that share memory with the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LocalParts(Partition):
-    """The rows that this rank holds; fewer, or none, on the last ranks.
+    """The rows that this rank holds. The last ranks have fewer rows, or none.
 
     Args:
         parameters: {name: divided parameter}, with gradients if trained.
@@ -51,8 +51,9 @@ class LocalParts(Partition):
         return [_rows(_divided(gradient))]
 
     def give_gradients(self) -> None:
-        """Set the gradients of the tensors that the optimizer steps. That of a parameter which no rank used is zero, as
-        with other trainers: FSDP gives zeros to some of them, depending on their module and on earlier steps."""
+        """Set the gradients of the tensors that the optimizer updates. If no rank used a parameter, its gradient is
+        zero, as in other trainers. FSDP gives zeros only to some of these parameters, depending on their module and on
+        earlier steps."""
         for index, flat in enumerate(self.flats):
             if flat.pieces:
                 flat.owner.grad = next(iter(self.gradients(index)), None)
@@ -60,12 +61,12 @@ class LocalParts(Partition):
                     flat.owner.grad = torch.zeros_like(flat.owner)
 
     def discard(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         for flat, source in zip(self.flats, self.sources, strict=True):
             flat.owner.grad = source.grad = None
 
     def publish(self) -> None:
-        """The next forward pass gathers the values again."""
+        """Make the next forward pass gather the values again."""
         for part in self.root.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -98,13 +99,13 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def return_pages(device: torch.device) -> None:
-    """Give memory that was freed back to the system, where tensors are in memory of the C library.
+    """Return freed memory to the system, if tensors are in memory of the C library.
 
-    Layers are gathered and freed in turn, between activations that stay. glibc rarely puts an aligned tensor into the
-    gap that an equal one left: its heap has two times the bytes in use, and grows with every step.
+    Layers are gathered and freed in turn, between activations that remain. glibc rarely puts an aligned tensor into the
+    gap of an equal earlier one. Its heap becomes twice as large as the bytes in use, and grows with every step.
     """
     if device.type == "cpu" and sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, not of musl
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
         if trim is not None:
             trim(0)
 

@@ -35,7 +35,7 @@ from rlhf_plugin_fsdp.layers import divide, sparing_linear
 from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered, return_pages
 
 COPIES = {"cpu": 2, "cuda": 1}
-"""Copies of a group of weights while it is gathered, besides the parameters. gloo has one of its own."""
+"""Number of copies of a group of weights while it is gathered, besides the parameters. gloo has a copy of its own."""
 
 
 class FsdpTrainerConfig(ShardedConfig):
@@ -59,9 +59,9 @@ class FsdpTrainerConfig(ShardedConfig):
 
 
 class FsdpTrainer(ShardedTrainer):
-    """fp32 weights, gradients and optimizer state, all divided over the ranks, with AdamW or Muon; bf16 is autocast. Of
-    trained weights that are stored in bf16 the ranks hold the fp32 masters, and gather bf16. The numbers are those of
-    the trainer ``torch``, on any number of ranks. Frozen roles are divided too."""
+    """fp32 weights, gradients and optimizer state, all divided over the ranks, with AdamW or Muon; bf16 is autocast.
+    For trained weights that are stored in bf16, the ranks hold the fp32 masters and gather bf16. The results equal
+    those of the trainer ``torch``, on any number of ranks. Frozen roles are divided too."""
 
     name = "fsdp"
     source = "FSDP: Zhao et al. 2023 (arXiv:2304.11277), as torch.distributed.fsdp.fully_shard"
@@ -144,7 +144,7 @@ class FsdpTrainer(ShardedTrainer):
             self._free()
 
     def _free(self) -> None:
-        self.partition.publish()  # without a backward pass weights would stay whole
+        self.partition.publish()  # without a backward pass the weights would stay whole
         return_pages(self.device)
 
     def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
@@ -154,14 +154,14 @@ class FsdpTrainer(ShardedTrainer):
 
     def _backward(self, total: Tensor, last: bool) -> None:
         values, self._values = self._values, {}
-        with sparing_linear(self.precision.bf16):  # layers may be computed again
+        with sparing_linear(self.precision.bf16):  # layers may be recomputed
             self._to_backward(total, values).backward()
         return_pages(self.device)
 
     # ---------------------------------------------------------------------------------------- step
 
     def _reduce(self) -> None:
-        """Every backward pass reduces its gradients."""
+        """Nothing to do, because every backward pass reduces its gradients."""
 
     def _take_step(self) -> None:
         assert self.base is not None
@@ -200,12 +200,12 @@ class FsdpTrainer(ShardedTrainer):
 def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
     """Memory of a rank. Weights, gradients and optimizer state are divided over all ranks.
 
-    While a rank computes it holds: the root (everything outside of layers) whole; one layer whole, or all layers
-    (``reshard_after_forward = false``); the buffers of the last gathering; in training the gradient of the root, or of
+    During the computation a rank holds the whole root (everything outside of layers); one whole layer, or all layers
+    (``reshard_after_forward = false``); the buffers of the last all-gather; in training the gradient of the root, or of
     a layer, and the buffer that is reduced.
 
-    Trained weights that are stored in bf16 are kept as their fp32 masters only (:mod:`rlhf_plugin_fsdp.layers`), and
-    gathered in bf16, as frozen ones are; beside adapters few weights have masters. Gradients are reduced in fp32.
+    Trained weights that are stored in bf16 are kept only as fp32 masters (:mod:`rlhf_plugin_fsdp.layers`), and gathered
+    in bf16, like frozen weights. With adapters only few weights have masters. Gradients are reduced in fp32.
     """
     ranks, trained, bf16 = spec.world_size, spec.role.trained, spec.storage == "bf16"
     wire_bytes = 2.0 if bf16 else FP32

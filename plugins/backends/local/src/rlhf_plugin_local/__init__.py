@@ -1,6 +1,6 @@
 """Embedded runtime: torch trainer, transformers generator, everything in one process.
 
-Importing this package imports no torch; the hooks import what they return.
+Importing this package does not import torch; the hooks import the classes that they return.
 """
 
 from __future__ import annotations

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROMPT, STEPS = 12, 2
-"""Tokens of the prompt and of the decoding steps that are compared with one forward pass of all of them."""
+"""Number of tokens of the prompt and of the decoding steps that are compared with a single forward pass of all
+tokens."""
 
 
 class Decoder:
-    """A reference to a causal language model of transformers. The model is changed inside :meth:`borrowed` only."""
+    """Holds a reference to a causal language model of transformers. The model is changed only inside
+    :meth:`borrowed`."""
 
     def __init__(self, module: nn.Module) -> None:
         from transformers import PreTrainedModel
@@ -49,22 +51,22 @@ class Decoder:
         self._configs = list({id(m.config): m.config for m in models}.values())
         self._images: ImageInputs | None = None
         self.routers: Routers | None = None
-        """Set where the choices of experts are recorded."""
+        """Set if the choices of experts are recorded."""
         self.choices_MLK: Tensor | None = None
-        """Those of the tokens of the latest forward pass, int64."""
+        """Chosen experts of the tokens of the latest forward pass, int64."""
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
         self.device = next(module.parameters()).device
         self.vocabulary = self.config.vocab_size
         self.positions = _positions(self.config)
-        """Longest sequence, and the config field with this limit."""
+        """Length of the longest sequence, and the config field with this limit."""
 
     def read_images(self, inputs: ImageInputs | None) -> None:
-        """Prompts may have images, whose ``inputs`` the trainer's model has."""
+        """Allow prompts with images. ``inputs`` belong to the trainer's model."""
         self._images = inputs
 
     def require_images(self, i: int) -> None:
-        """Raises ModelError where request ``i`` has images and the model reads none."""
+        """Raises ModelError if request ``i`` has images but the model does not read them."""
         if self._images is None:
             raise ModelError(
                 f"request {i} has images, but {type(self.module).__name__} reads text only here. Use an image-text "
@@ -92,12 +94,11 @@ class Decoder:
     def prefill(
         self, prompts: Sequence[IntArray], images: Sequence[tuple[Image, ...]] = ()
     ) -> tuple[Tensor, list[list[LayerKV]], list[int]]:
-        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V], per
-        prompt its keys and values by layer, and per prompt the difference between the position of the token that
-        follows and the prompt's length.
+        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V]; for each
+        prompt its keys and values by layer; for each prompt the position of the next token minus the prompt's length.
 
         Args:
-            images: the images of each prompt; empty: there are none.
+            images: the images of each prompt; empty: no images.
         """
         lens = [len(p) for p in prompts]
         ids_N = torch.frombuffer(bytearray().join(prompts), dtype=torch.int32).to(self.device, torch.int64)
@@ -116,11 +117,11 @@ class Decoder:
         return logits_PV, [[(k[p], v[p]) for k, v in layers] for p in range(len(prompts))], deltas
 
     def step(self, cache: SlotCache, token_S: Tensor, position_S: Tensor, delta_S: Tensor, length: int) -> Tensor:
-        """Compute one token per row at its position (the largest of a live row is ``length - 1``). Returns logits
-        [S, V].
+        """Compute one token per row at its position (the largest of a live row is ``length - 1``). Returns logits [S,
+        V].
 
         Args:
-            delta_S: what the model adds to positions, because images have fewer positions than tokens.
+            delta_S: offset that the model adds to positions, because images have fewer positions than tokens.
         """
         route = StepAttention(cache, position_S, length, self._windows)
         return self._forward(route, _row(token_S, position_S + delta_S), None)
@@ -190,8 +191,8 @@ def refusal(name: str, reason: str) -> ModelError:
 
 
 def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
-    """Raises ModelError if the logits of a prompt and of two tokens after it are not those of the whole sequence in one
-    forward pass: as the trainer computes it, or as the module does by itself."""
+    """Raises ModelError if the logits of a prompt and of two tokens after it differ from one forward pass of the whole
+    sequence, as computed by the trainer or by the module itself."""
     name = type(module).__name__
     with _evaluating(module), short_lengths(module), in_fp32(module):
         decoder = Decoder(module)
@@ -237,8 +238,8 @@ def _windows(config: Any) -> dict[int, int]:
 
 
 def _positions(config: Any) -> tuple[int | None, str]:
-    """Rotary embeddings of type longrope change for every row of a batch when one row passes the original length.
-    Samples would depend on their neighbours, so the original length is the limit."""
+    """Longest sequence and its config field. Rotary embeddings of type longrope change for every row of a batch when
+    one row exceeds the original length. Samples would depend on the other rows, so the original length is the limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:

@@ -33,19 +33,19 @@ YIELD_STEPS = 16
 class TransformersGenerator(TakesModule, Generator):
     """Continuous sampling without a copy of the weights and without a sync.
 
-    Each distinct prompt is prefilled once, packed without padding, and its keys and values are copied to the slots of
-    its samples; finished rows leave the batch; further requests are admitted in index order as slots
-    become free. The composition of the batch depends on counters only, so a rerun is bit-equal. The other rows of the
-    batch change log-probs by floating-point rounding (1e-6 in fp32).
+    Each distinct prompt is prefilled once, packed without padding. Its keys and values are copied to the slots of its
+    samples. Finished rows leave the batch, and further requests are admitted in index order as slots become free. The
+    composition of the batch depends only on counters, so a rerun is bit-equal. The other rows of a batch change
+    log-probs by floating-point rounding (1e-6 in fp32).
 
     ``Turn.ids`` ends with the end token, or with the token that completed a stop string, and ``Turn.text`` is exactly
     ``decode(ids)``: a stop string stays in the text, with all characters of its last token. Log-probs and temperature 0
     are defined in :mod:`rlhf_plugin_local.token_sampling`. A greedy turn reports ``temperature`` 1, because its
-    log-probs are those of temperature 1. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a
-    turn.
+    log-probs are computed at temperature 1. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end
+    a turn.
 
-    Requests for the policy's base (:attr:`GenerationRequest.base`) are batches of their own, after all others of a
-    call.
+    Requests for the policy's base (:attr:`GenerationRequest.base`) are sampled in separate batches, after all other
+    requests of a call.
     """
 
     name = "transformers"
@@ -71,9 +71,9 @@ class TransformersGenerator(TakesModule, Generator):
     def memory(
         cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
     ) -> EngineMemory:
-        """The largest cache, plus the larger of two: the prompts' forward pass (temporaries of a layer, also of a
-        vision tower's, and the prompts' keys and values), or a decoding step (four fp32 matrices of rows x vocabulary,
-        or a second copy of one layer's keys)."""
+        """The largest cache, plus the larger of two temporaries. One is the prompts' forward pass (temporaries of a
+        layer, also of the vision tower, and the prompts' keys and values). The other is a decoding step (four fp32
+        matrices of rows x vocabulary, or a second copy of one layer's keys)."""
         bf16 = computes_bf16(config.dtype if config.dtype != "auto" else dtype, device)
         rows = min(config.max_batch, work.samples)
         tokens = rows * work.longest
@@ -126,8 +126,8 @@ class TransformersGenerator(TakesModule, Generator):
         self._source: Any = None
         """The trainer."""
         self.work: Counter[str] = Counter()
-        """Since the start: ``prefill_tokens``, ``steps``, ``row_steps`` (forward passes x rows), ``sampled_tokens``;
-        and ``peak_cache_tokens``, the largest rows x positions that were allocated."""
+        """Counters since the start: ``prefill_tokens``, ``steps``, ``row_steps`` (forward passes x rows),
+        ``sampled_tokens``. Also ``peak_cache_tokens``, the largest allocated rows x positions."""
 
     def load(self, source: Any, version: int) -> Proof:
         """Keep a reference to a trainer (its ``module``) or to a causal language model. Nothing is copied."""
@@ -153,7 +153,7 @@ class TransformersGenerator(TakesModule, Generator):
         return self._run(dict(enumerate(requests)), decoder, self.version)
 
     def stream(self, request: GenerationRequest) -> Iterator[Sequence[int]]:
-        """Token by token. The module is restored for each."""
+        """Yield token by token. The module is restored for each token."""
         decoder = self._ready([request])
         loop = SamplingLoop({0: request}, decoder, self.config, self._eos, self._decode, self.version, self.work)
         count = 0
@@ -165,7 +165,7 @@ class TransformersGenerator(TakesModule, Generator):
             count = len(ids)
 
     def _ready(self, requests: Sequence[GenerationRequest]) -> Decoder:
-        """Check that there are weights, and the requests."""
+        """Check the requests, and that there are weights."""
         if self._decoder is None:
             raise ModelError("the generator has no weights yet; call load(trainer, version) before generate().")
         for i, request in enumerate(requests):
@@ -190,7 +190,7 @@ class TransformersGenerator(TakesModule, Generator):
 
     @contextmanager
     def _weights(self, base: bool) -> Iterator[None]:
-        """Inside, the module computes with the policy's base, if that is asked for."""
+        """Context in which the module computes with the policy's base, if ``base``."""
         if not base:
             yield
             return
@@ -202,7 +202,7 @@ class TransformersGenerator(TakesModule, Generator):
             self._source.use_view(view)
 
     def _routers(self, source: Any) -> Routers | None:
-        """Those of the trainer, where experts are recorded."""
+        """The routers of the trainer, if experts are recorded."""
         if self._experts is None:
             return None
         routers: Routers | None = getattr(getattr(source, "loaded_model", None), "routers", None)

@@ -1,8 +1,7 @@
 """The key-value cache of the generator: one slot per row, written in place at each row's own position.
 
 The attention routes of :mod:`rlhf_plugin_local.sampling_attention` write and read it. transformers' ``Cache`` is not
-involved: a model that takes its attention function from ``AttentionInterface`` gets neither a cache argument nor a
-mask.
+used: a model with an attention function from ``AttentionInterface`` gets neither a cache argument nor a mask.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LayerKV = tuple[Tensor, Tensor]
 
 
 class SlotCache:
-    """Per layer keys and values, [slots, H, capacity, D] each, in the dtype the model makes them.
+    """Keys and values of each layer, [slots, H, capacity, D] each, in the dtype of the model.
 
     Grows in rows and positions as needed. Its size is always ``slots x capacity``.
     """
@@ -29,9 +28,10 @@ class SlotCache:
         self.capacity = 0
 
     def reserve(self, like: Sequence[LayerKV] | None, slots: int, capacity: int, used: int) -> None:
-        """Room for ``slots`` rows of ``capacity`` positions; the first ``used`` rows keep their content.
+        """Allocate room for ``slots`` rows of ``capacity`` positions. The first ``used`` rows keep their content.
 
-        ``like`` gives shapes at the first allocation. Copies layer by layer: the peak is one layer above the sum.
+        ``like`` gives the shapes for the first allocation. Layers are copied one by one, so the peak is one layer above
+        the sum.
         """
         if not self.keys:
             for side, tensors in enumerate((self.keys, self.values)):

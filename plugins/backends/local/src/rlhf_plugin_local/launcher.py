@@ -33,7 +33,8 @@ class LocalGroup(WorkerGroup):
 
 
 class LocalLauncher(Launcher):
-    """No processes and no copies. Threads of torch wait briefly for each other while other processes use the cores."""
+    """No processes and no copies. Threads of torch wait only briefly for each other while other processes use the
+    cores."""
 
     name = "local"
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "export:module"})
@@ -56,7 +57,7 @@ class LocalLauncher(Launcher):
 
     @staticmethod
     def _check_places(places: Mapping[str, Place]) -> None:
-        """Refuse sections that ask for more than one rank or device: everything shares this process."""
+        """Refuse sections with more than one rank or device, because everything shares this process."""
         for name, place in places.items():
             if place.ranks != 1 or place.devices != 1:
                 raise ConfigError(

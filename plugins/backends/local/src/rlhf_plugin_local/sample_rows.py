@@ -1,4 +1,4 @@
-"""State of the rows that are sampled: one tensor entry per slot, so that a step is a few vector operations."""
+"""State of the sampled rows: one tensor entry per slot, so that a step is a few vector operations."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from torch import Tensor
 from rlhf_plugin_local.token_sampling import Draw, Uniforms, draw
 
 COLUMNS = 64
-"""Initial number of steps with room in the tensors; doubled when a row needs more."""
+"""Initial number of steps that fit into the tensors. It is doubled when a row needs more."""
 
 
 @dataclass(slots=True)
 class SampleRow:
-    """A row on the host. Its step is the difference of two step counts, so nothing is read back from the device."""
+    """A row on the host. Its number of steps is the difference of two step counts, so nothing is read back from the
+    device."""
 
     index: int
-    """Position in the call's requests."""
+    """Index of the request in the call."""
     request: GenerationRequest
     uniforms: Uniforms
     scanner: StopScanner | None
     born: int
-    """``SampleRows.clock`` when its first token was drawn."""
+    """``SampleRows.clock`` when the row's first token was sampled."""
     choices_TLK: np.ndarray | None = None
-    """The experts of the prompt's tokens, where they are recorded."""
+    """The experts of the prompt's tokens, if they are recorded."""
 
 
 class SampleRows:
@@ -64,7 +65,7 @@ class SampleRows:
         """Decoding steps so far."""
         self.position, self.step, self.limit, self.last, self.alive = (zeros(size) for _ in range(5))
         self.delta = zeros(size)
-        """What the model adds to positions (:meth:`~rlhf_plugin_local.decoder.Decoder.step`)."""
+        """Offset that the model adds to positions (:meth:`~rlhf_plugin_local.decoder.Decoder.step`)."""
         self.stop_ids = zeros(size, stop_ids) - 1
         self.tokens = zeros(size, COLUMNS)
         self.logprobs = zeros(size, COLUMNS, dtype=torch.float32)
@@ -72,7 +73,7 @@ class SampleRows:
         self.layers = layers
         shape = (0, 0) if layers is None else (len(layers.layers), layers.chosen)
         self.experts = zeros(size, COLUMNS, *shape, dtype=torch.int16)
-        """Of each drawn token; known when it has been an input."""
+        """Experts of each sampled token. They are known after the token was an input."""
         self._draw: Draw | None = None
         self._scanned = False
 
@@ -105,7 +106,8 @@ class SampleRows:
         deltas: Sequence[int],
         choices: Sequence[np.ndarray | None],
     ) -> None:
-        """Give ``slots`` (free ones first, then new ones) to requests that start. ``choices``: of their prompts."""
+        """Assign ``slots`` (free ones first, then new ones) to requests that start. ``choices``: the experts of their
+        prompts."""
         columns, uniforms = self.uniforms.shape[1], []
         for slot, (index, request), choices_TLK in zip(slots, requests, choices, strict=True):
             s = request.sampling
@@ -138,10 +140,10 @@ class SampleRows:
     def record(
         self, slots: list[int] | None, logits_BV: Tensor, choices_SLK: Tensor | None = None
     ) -> list[tuple[int, Finish]]:
-        """Draw and record each row's next token. Returns (slot, finish) of the rows that ended with it.
+        """Sample and record the next token of each row. Returns (slot, finish) of the rows that ended with it.
 
-        ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step. ``choices_SLK``:
-        the experts of the tokens before, which were the step's inputs.
+        ``slots``: newly admitted slots, whose first token is sampled; None: all slots, after a decoding step.
+        ``choices_SLK``: the experts of the previous tokens, which were the inputs of the step.
         """
         if slots is None:
             self.clock += 1
@@ -185,7 +187,7 @@ class SampleRows:
         return sorted(finishes.items())
 
     def sampled_ids(self, slot: int) -> list[int]:
-        """The tokens so far of a row."""
+        """The tokens sampled so far for a row."""
         tokens: list[int] = self.tokens[slot, : int(self.step[slot])].tolist()
         return tokens
 
@@ -245,7 +247,7 @@ class SampleRows:
         return self._draw
 
     def _fit(self) -> None:
-        """Make room for one more step of every row; each row's stream of uniforms continues."""
+        """Allocate room for one more step of every row. Each row continues its stream of uniforms."""
         columns = self.tokens.shape[1]
         if all(self.clock - row.born < columns - 1 for row in self.live):
             return

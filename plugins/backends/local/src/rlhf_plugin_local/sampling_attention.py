@@ -20,24 +20,24 @@ NAME = "rlhf_sampling"
 QUERIES = 512
 """Queries per block of prompt attention with windows, soft caps or sinks. It limits the size of the score matrix."""
 POSITIONS = 32
-"""On a CPU in bf16 a decoding step attends to whole blocks of this many positions, the last ones masked. oneDNN keeps
-compiled code for each shape; with a new shape in every step that fragments the heap."""
+"""On a CPU in bf16, a decoding step attends to whole blocks of this many positions; the last positions are masked.
+oneDNN keeps compiled code for each shape, so a new shape in every step would fragment the heap."""
 
 
 def register_attention() -> None:
-    """Let models call, under :data:`NAME`, the attention of the enclosing context."""
+    """Register the attention of the enclosing context with transformers as :data:`NAME`."""
     from transformers import AttentionInterface
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
-        return current_route()(module, q, k, v, attention_mask, **options)  # some models give the mask by its name
+        return current_route()(module, q, k, v, attention_mask, **options)  # some models pass the mask by its name
 
     AttentionInterface.register(NAME, attend)
 
 
 class PromptAttention(PackedAttention):
-    """Each prompt of the packed row attends to itself only. Keys and values are kept for each call of attention, in
-    order, [N, H, D] each: some models call it twice in a layer, or have a layer several times in a pass, with one
-    index."""
+    """Each prompt of the packed row attends only to itself. The keys and values of each call of attention are kept, in
+    order, [N, H, D] each. Some models call attention twice in a layer, or use a layer several times in a pass, with the
+    same index."""
 
     def __init__(self, lens: list[int], windows: Mapping[Any, int]) -> None:
         super().__init__(lens)
@@ -98,7 +98,7 @@ class StepAttention(PackedAttention):
     ) -> tuple[Tensor, None]:
         _check(module, mask, options)
         call, heads, S = self._calls, k.shape[1], len(self.position_S)
-        self._calls += 1  # calls come in the order of the prompt's
+        self._calls += 1  # calls come in the same order as for the prompt
         window = sliding_window or self.windows.get(getattr(module, "layer_idx", None))
         self.cache.write(call, self._flat(heads), k[0].transpose(0, 1), v[0].transpose(0, 1))
         key, value = (c[call][:S, :, : self.length] for c in (self.cache.keys, self.cache.values))
@@ -116,7 +116,7 @@ class StepAttention(PackedAttention):
         return self._index[heads]
 
     def _hidden(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
-        """[S heads, 1, length]: 0 where a row's query sees the position, else -inf."""
+        """[S heads, 1, length]: 0 where the query of a row attends to the position, else -inf."""
         if (window, heads) not in self._bias:
             position_S1 = self.position_S[:, None]
             at_L = torch.arange(self.length, device=position_S1.device)
@@ -151,10 +151,11 @@ def _check(module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> None
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """[B, H, Q, D] queries over [B, K, L, D] keys, written out without repeated heads: query head h reads key head
-    ``h // (H / K)``. For one query a row this is faster on a CPU than the fused kernel with a mask. Softmax in fp32.
+    """Attention of [B, H, Q, D] queries over [B, K, L, D] keys, without repeated heads: query head h reads key head ``h
+    // (H / K)``. With one query per row this is faster on a CPU than the fused kernel with a mask. Softmax in fp32.
 
-    ``bias``: 0 or -inf, broadcastable to [B K, H / K x Q, L]; ``sinks`` [H]: logits that take mass and give nothing.
+    ``bias``: 0 or -inf, broadcastable to [B K, H / K x Q, L]. ``sinks`` [H]: logits that take part in the softmax but
+    add no value.
     """
     B, H, Q, D = query.shape
     K, L = key.shape[1], key.shape[2]

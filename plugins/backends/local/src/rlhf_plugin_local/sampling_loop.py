@@ -31,9 +31,9 @@ class _Prompt:
     kv: list[LayerKV] | None = None
     logits_V: Tensor | None = None
     delta: int = 0
-    """Position of the token that follows, minus the number of tokens."""
+    """Position of the next token, minus the number of tokens."""
     choices_TLK: np.ndarray | None = None
-    """The experts of its tokens, where they are recorded."""
+    """The experts of the prompt's tokens, if they are recorded."""
 
 
 def _need(request: GenerationRequest) -> int:
@@ -54,11 +54,11 @@ class SamplingLoop:
         version: int,
         work: Counter[str],
     ) -> None:
-        """``requests``: by their positions in the call."""
+        """``requests``: the requests by their position in the call."""
         self.decoder, self.config, self.version, self.work = decoder, config, version, work
         self.waiting = deque(requests.items())
         self.keys = {index: request.context_key for index, request in requests.items()}
-        """Of each request's prompt."""
+        """The context key of each request's prompt."""
         self.size = min(config.max_batch, len(requests))
         self.prompts: dict[bytes, _Prompt] = {}
         for index, request in requests.items():
@@ -74,7 +74,7 @@ class SamplingLoop:
         return not self.waiting and not self.rows.live
 
     def advance(self, steps: int) -> list[tuple[int, Turn]]:
-        """Take up to ``steps`` decoding steps. Returns the samples that finished. Called inside
+        """Run up to ``steps`` decoding steps. Returns the finished samples. Must be called inside
         ``Decoder.borrowed``."""
         for _ in range(steps):
             if self.waiting:

@@ -1,13 +1,13 @@
 """Short waits of OpenMP threads while other processes use the same cores.
 
 The threads of an operation wait for each other at its end. libgomp, the OpenMP of torch's packages, lets them spin for
-some milliseconds before they sleep. That is fastest on idle cores. Where another process holds the core of one thread,
-the other thread spins for that long in operation after operation: a step takes many times as long, and the time
-that the process may compute is spent on waiting.
+some milliseconds before they sleep. This is fastest on idle cores. If another process occupies the core of one thread,
+the other threads spin in every operation. A step then takes many times as long, and the process spends its processor
+time on waiting.
 
-While a process has more OpenMP threads than cores, libgomp spins only briefly. So a second team of threads, which does
-nothing, makes waits short. :class:`ShortWaits` keeps one as long as threads of this process wait for a core. Work is
-divided among the same threads as before, so no result changes.
+While a process has more OpenMP threads than cores, libgomp spins only briefly. So a second, idle team of threads makes
+waits short. :class:`ShortWaits` keeps one while threads of this process wait for a core. Work is still divided among
+the same threads, so no result changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Variables with which a user chooses how threads wait. If one is set, nothing is changed here."""
+"""Variables with which a user configures how threads wait. If one is set, nothing is changed here."""
 INTERVAL = 0.25
 BUSY, IDLE = 0.15, 0.05
 """Waits become short above the first and long below the second: seconds per second in which a thread of this process
@@ -31,7 +31,7 @@ PARALLEL = 1 << 17
 
 
 def without_a_core() -> float:
-    """Seconds for which the threads of this process, together, could run and waited for a core."""
+    """Total seconds for which the threads of this process were runnable and waited for a core."""
     total = 0
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended
@@ -40,10 +40,10 @@ def without_a_core() -> float:
 
 
 def applicable() -> bool:
-    """Whether a second team would exceed the cores, and the user chose nothing."""
+    """Whether a second team would exceed the cores and the user has set none of the variables."""
     if any(name in os.environ for name in CHOSEN):
         return False
-    if not Path("/proc/self/schedstat").exists():  # not Linux, or it does not count these times
+    if not Path("/proc/self/schedstat").exists():  # not Linux, or these times are not recorded
         return False
     threads = torch.get_num_threads()
     return threads > 1 and 2 * threads - 1 > len(os.sched_getaffinity(0))
@@ -71,7 +71,7 @@ class SecondTeam:
 
 
 class ShortWaits:
-    """Looks four times a second whether threads wait for cores; ends with :meth:`close`."""
+    """Checks four times a second whether threads wait for cores, until :meth:`close`."""
 
     def __init__(self) -> None:
         self.team: SecondTeam | None = None
@@ -99,6 +99,6 @@ class ShortWaits:
         last_time_s, last_wait_s = time.monotonic(), without_a_core()
         while not self._end.wait(INTERVAL):
             time_s, wait_s = time.monotonic(), without_a_core()
-            # Threads that ended took their time with them.
+            # The times of ended threads are missing in the new total.
             self.decide(max(0.0, wait_s - last_wait_s) / (time_s - last_time_s))
             last_time_s, last_wait_s = time_s, wait_s

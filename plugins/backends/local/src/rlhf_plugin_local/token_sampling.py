@@ -1,22 +1,23 @@
-"""Draws one token per row and computes the log-prob that is reported for it.
+"""Samples one token per row and computes its reported log-prob.
 
 Definition, per row, with fp32 logits z over the vocabulary, temperature T > 0 and one uniform u in [0, 1):
 
-1. ``z := z / T``. Without truncation the reported log-prob of token i is ``z_i - logsumexp(z)``, which a
-   trainer's forward pass reproduces. With truncation the logsumexp is over the tokens that stay: the log-prob of the
-   distribution that the token was drawn from, so that an importance correction against the full distribution is right.
+1. ``z := z / T``. Without truncation the reported log-prob of token i is ``z_i - logsumexp(z)``, which a trainer's
+   forward pass reproduces. With truncation the logsumexp is over the remaining tokens. This is the log-prob under the
+   distribution that the token was drawn from, so an importance correction against the full distribution is correct.
 2. Truncation is one threshold on z, the largest of three: top_k, the k-th largest z; top_p, the z of the last token of
-   the smallest set of most likely tokens whose mass reaches top_p (masses renormalised after top_k); min_p,
-   ``max(z) + log(min_p)``. Every token with ``z >= threshold`` stays, so tokens tied at the threshold all stay.
+   the smallest set of most likely tokens whose mass reaches top_p (masses renormalised after top_k); min_p, ``max(z) +
+   log(min_p)``. Every token with ``z >= threshold`` stays, so tokens tied at the threshold all stay.
 3. Inverse CDF in token order: the first token whose cumulated weight ``exp(z - max z)`` exceeds ``u x total weight``.
-   Sums are double. Above :data:`BLOCK` tokens the CDF is taken in two levels (blocks, then tokens in the block), which
-   is the same function of u up to the rounding of the sums and costs one pass over the vocabulary instead of a scan.
+   Sums are double. Above :data:`BLOCK` tokens the CDF is computed in two levels (blocks, then tokens in the block).
+   This is the same function of u, up to the rounding of the sums, and costs one pass over the vocabulary instead of a
+   scan.
 
 T = 0 is greedy: the first token of largest logit, with its log-prob under T = 1.
 
 A row's draw depends on its own logits, parameters and u only. u for step t of a request is word t of a Philox stream
 keyed by the request's 63-bit seed (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), so it does
-not depend on admission time or neighbours. (``torch.Generator`` on the CPU keeps the low 32 bits of a seed only.)
+not depend on admission time or on other rows. (``torch.Generator`` on the CPU keeps the low 32 bits of a seed only.)
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from rlhf.types import Sampling
 from torch import Tensor
 
 BLOCK = 512
-"""Vocabularies up to this size take the CDF in one level; it is also the block length of the two-level CDF."""
+"""Vocabularies up to this size use a one-level CDF. It is also the block length of the two-level CDF."""
 CACHED = 1 << 19
-"""Logits that a CPU computes at once, in whole rows: what fits into the cache of a core. Larger temporaries are mapped
-anew, page by page, in every step."""
+"""Number of logits that a CPU computes at once, in whole rows. They fit into the cache of a core. Larger temporaries
+would be mapped again, page by page, in every step."""
 
 
 class Uniforms:
@@ -56,11 +57,11 @@ class Draw:
     temperature_B: Tensor
     greedy_B: Tensor | None = None
     top_k_B: Tensor | None = None
-    """int64; the vocabulary size where off."""
+    """int64; the vocabulary size if off."""
     top_p_B: Tensor | None = None
-    """double; above 1 where off."""
+    """double; above 1 if off."""
     log_min_p_B: Tensor | None = None
-    """fp32; -inf where off."""
+    """fp32; -inf if off."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], vocabulary: int, device: torch.device | str = "cpu") -> Draw:
@@ -69,7 +70,7 @@ class Draw:
 
         greedy = [s.temperature == 0 for s in samplings]
         temperature = [s.temperature or 1.0 for s in samplings]
-        # Greedy rows are not truncated: the best token survives every truncation.
+        # Greedy rows are not truncated, because the best token survives every truncation.
         top_k = [min(s.top_k, vocabulary) if s.top_k and s.temperature else vocabulary for s in samplings]
         top_p = [s.top_p if s.top_p < 1 and s.temperature else 2.0 for s in samplings]
         min_p = [math.log(s.min_p) if s.min_p and s.temperature else -math.inf for s in samplings]
@@ -82,7 +83,7 @@ class Draw:
         )
 
     def split(self, rows: int) -> list[Draw]:
-        """The parameters of every ``rows`` rows."""
+        """Split into the parameters of ``rows`` rows each."""
         count = -(-len(self.temperature_B) // rows)
         columns = (getattr(self, field.name) for field in fields(self))
         parts = [[None] * count if column is None else column.split(rows) for column in columns]
@@ -96,7 +97,7 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
         logits_BV: any floating dtype; computed in fp32.
         uniform_B: double, in [0, 1).
 
-    A row whose logits hold NaN, +inf or nothing but -inf gets a log-prob that is not finite.
+    A row whose logits contain NaN or +inf, or are all -inf, gets a log-prob that is not finite.
     """
     rows = max(1, CACHED // logits_BV.shape[1])
     if logits_BV.device.type != "cpu" or len(logits_BV) <= rows:
@@ -165,8 +166,8 @@ def _inverse_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _cumulated(weight_BK: Tensor) -> Tensor:
-    """Cumulated sums along a row, double [B, K]. On a GPU torch adds up a single row in an order that varies from call
-    to call, several rows in a fixed one (``aten/src/ATen/native/cuda/ScanUtils.cuh``)."""
+    """Cumulative sums along a row, double [B, K]. On a GPU, torch sums a single row in an order that varies between
+    calls, but several rows in a fixed order (``aten/src/ATen/native/cuda/ScanUtils.cuh``)."""
     if weight_BK.is_cuda and len(weight_BK) == 1:
         return weight_BK.expand(2, -1).cumsum(-1, dtype=torch.float64)[:1]
     return weight_BK.cumsum(-1, dtype=torch.float64)
@@ -176,5 +177,5 @@ def _first_above(cdf_BK: Tensor, target_B: Tensor) -> Tensor:
     """First index with ``cdf > target``. A target that rounding raised to the total counts as just below the total."""
     last_B = cdf_BK[:, -1]
     target_B = torch.minimum(target_B, torch.nextafter(last_B, torch.zeros_like(last_B)))
-    # The clamps are for rows of NaN, which the caller recognises by their log-prob.
+    # The clamps are for rows of NaN, which the caller detects by their log-prob.
     return torch.searchsorted(cdf_BK, target_B[:, None], right=True)[:, 0].clamp_(max=cdf_BK.shape[1] - 1)

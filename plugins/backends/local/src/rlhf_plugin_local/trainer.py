@@ -48,7 +48,7 @@ class TorchTrainerConfig(TrainingConfig):
 
 class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
     """Fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Weights in bf16 have fp32
-    masters, which the optimizer steps. Frozen roles hold weights only."""
+    masters, which the optimizer updates. Frozen roles hold only weights."""
 
     name = "torch"
     source = "AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101)"
@@ -91,7 +91,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         self.average: Ema | None = None
         self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
         self.stepped = self.parameters if self.masters is None else self.masters.stepped
-        """{name: what the optimizer steps}: the trained parameters, or their fp32 masters."""
+        """{name: tensor that the optimizer updates}: the trained parameters, or their fp32 masters."""
         self.first: Copy | None = Copy(self.parameters) if self.keeps_first_weights else None
         if spec.role.trained:
             outer_ids = {
@@ -104,7 +104,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
                 self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
 
     def _casts(self, micros: int, backward: bool) -> AbstractContextManager[Any]:
-        """They share them, except where checkpointing frees the copies before the backward pass."""
+        """Micro-batches share the copies, except if checkpointing frees the copies before the backward pass."""
         if micros < 2 or not self.precision.bf16 or (backward and self.spec.gradient_checkpointing):
             return nullcontext()
         return torch.autocast(self.device.type, enabled=False)  # copies live until the outermost context ends
@@ -172,9 +172,9 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
     # ------------------------------------------------------------------------------------- weights
 
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Under the names of the architecture's checkpoints, detached, on the trainer's device, tied weights once (with
-        the embedding's name), adapters merged. They share memory with the model, except those that checkpoints
-        store in another layout. Copy what must outlive the next step."""
+        """The weights under the names of the architecture's checkpoints, detached, on the trainer's device, tied
+        weights once (with the embedding's name), adapters merged. They share memory with the model, except those that
+        checkpoints store in another layout. Copy them if they must outlive the next step."""
         with self._view(view):
             tensors = state.named_tensors(self.module)
             add = merged if self.merges(view) else base_tensors
@@ -214,12 +214,12 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         tokenizer.save_pretrained(str(path))
         copy_processor(self.spec, Path(path))
         for file in Path(path).glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors writes it private; config.json is readable too
+            file.chmod(0o644)  # safetensors writes it private, but config.json is readable
 
     # -------------------------------------------------------------------------------------- memory
 
     def offload(self) -> None:
-        """Optimizer state and average move to host memory, from a GPU; between two steps there are no gradients."""
+        """Move optimizer state and average from a GPU to host memory. Between two steps there are no gradients."""
         for tensors in self._aside():
             to_host(tensors)
         if self.masters is not None:
@@ -259,7 +259,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         state.write(path, files, facts)
 
     def load(self, path: Path) -> None:
-        facts = {"storage": "fp32", **state.read_facts(path)}  # older checkpoints do not name it
+        facts = {"storage": "fp32", **state.read_facts(path)}  # older checkpoints have no storage field
         run_facts = self._fixed_facts()
         if saved := {key: facts.get(key) for key in run_facts if facts.get(key) != run_facts[key]}:
             raise ConfigError(
@@ -300,14 +300,14 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         state.copy_into(target, tensors, f"the checkpoint {str(path)!r}")
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the model in a checkpoint: all of them, or the trained ones where the base is frozen. A frozen
-        base is read from its model again."""
+        """The model's tensors in a checkpoint: all of them, or only the trained ones if the base is frozen. A frozen
+        base is read again from its model."""
         if self.has_adapters:
             return {name: p.data for name, p in self.stepped.items()}
         return self._exact_tensors()
 
     def _exact_tensors(self) -> dict[str, Tensor]:
-        """The model's tensors, with masters in place of the weights that are rounded from them."""
+        """The model's tensors, with rounded weights replaced by their masters."""
         tensors = state.named_tensors(self.module)
         return tensors if self.masters is None else self.masters.substitute(tensors)
 

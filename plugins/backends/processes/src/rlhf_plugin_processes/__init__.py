@@ -1,6 +1,6 @@
 """The launcher ``processes``: ranks and engines are processes of one machine, without Ray.
 
-Importing this package does not import torch; the hook imports what it returns.
+Importing this package does not import torch; the hook imports the classes that it returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProcessesBackend(Backend):
-    """Processes on this machine with the trainer `deepspeed` and the generator `vllm`, which come from their own
+    """Processes on this machine with the trainer `deepspeed` and the generator `vllm`, which are separate
     distributions."""
 
     name = "processes"

@@ -1,4 +1,4 @@
-"""References to answers of worker processes, and waiting for them."""
+"""References to answers of worker processes, and functions that wait for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CallReference:
 
     def __init__(self, content: SharedValue | CallFailed | None = None) -> None:
         self.content = content
-        """None: not there yet."""
+        """The answer; None until it arrives."""
 
     @property
     def ready(self) -> bool:
@@ -53,7 +53,7 @@ class ReferenceStream:
 
 
 class ProcessCalls(Calls):
-    """The references of one launcher. Threads that read from workers settle them, any thread may wait for them."""
+    """The references of one launcher. Threads that read from workers settle them. Any thread may wait for them."""
 
     def __init__(self) -> None:
         self.host = LOOPBACK
@@ -92,19 +92,19 @@ class ProcessCalls(Calls):
     # ------------------------------------------------------------------- from the threads that read
 
     def settle(self, ref: CallReference, content: SharedValue | CallFailed) -> None:
-        """The answer of a call has come."""
+        """Record the answer of a call."""
         with self._condition:
             ref.content = content
             self._condition.notify_all()
 
     def append(self, stream: ReferenceStream, item: SharedValue | CallFailed) -> None:
-        """An item of a stream has come."""
+        """Append an item to a stream."""
         with self._condition:
             stream.items.append(CallReference(item))
             self._condition.notify_all()
 
     def end(self, stream: ReferenceStream) -> None:
-        """No further item comes."""
+        """Mark the end of a stream."""
         with self._condition:
             stream.complete = True
             self._condition.notify_all()

@@ -1,4 +1,4 @@
-"""Messages between the driver and a worker process, over a pair of Unix sockets. File descriptors go with them."""
+"""Messages between the driver and a worker process, over a pair of Unix sockets. They can carry file descriptors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 
 LOOPBACK = "127.0.0.1"
-"""Where ranks, engines and the driver meet: on the loopback interface, which no other machine reaches."""
+"""The address of ranks, engines and the driver. Other machines cannot reach the loopback interface."""
 
 ASK, ITEMS, SIDE_CALL, ROOM = "ask", "items", "side_call", "room"
-"""Kinds of messages to a worker: a call; a call of a generator method; a call beside another call; an item of a stream
-was read."""
+"""Kinds of messages to a worker: a call; a call of a generator method; a call beside another call; the notice that an
+item of a stream was read."""
 ANSWER, ITEM, END, FAILED = "answer", "item", "end", "failed"
 """Kinds of messages from a worker: a result; an item of a stream; the end of a stream; (message, traceback) of a call
 that could not be read or answered."""
@@ -23,7 +23,7 @@ that could not be read or answered."""
 _HEADER = struct.Struct("!QI")
 """Bytes of the message, number of file descriptors."""
 _BATCH = 200
-"""File descriptors of one packet; Linux allows 253."""
+"""Maximum number of file descriptors per packet; Linux allows 253."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Message:
 
 
 class Channel:
-    """One end. Any thread may send; one thread receives."""
+    """One end of the channel. Any thread may send; only one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Raises OSError if the other end is closed."""
+        """Send a message. Raises OSError if the other end is closed."""
         value = message.value
         descriptors = list(value.children)
         content: bytes | None = None

@@ -30,12 +30,12 @@ _LOOK_SECONDS = 0.2
 
 
 def open_log(folder: Path | None, worker: str) -> tuple[Descriptor, str]:
-    """The file for the output of a worker, and a path at which this process can read it.
+    """The file for a worker's output, and a path under which this process can read it.
 
     Args:
-        folder: None: the file has no name in any folder, and goes with the run.
+        folder: folder of the file; None: the file has no name in any folder, and is deleted with the run.
 
-    Raises ConfigError where the file cannot be made.
+    Raises ConfigError if the file cannot be created.
     """
     if folder is None:
         with tempfile.TemporaryFile(prefix="rlhf-") as file:
@@ -54,7 +54,7 @@ def open_log(folder: Path | None, worker: str) -> tuple[Descriptor, str]:
 
 
 class OutputPrinter:
-    """Prints what workers write, from :meth:`add` on, each line with the worker's name."""
+    """Prints the output of workers from :meth:`add` on, each line with the worker's name."""
 
     def __init__(self) -> None:
         self._files: list[tuple[str, IO[bytes]]] = []
@@ -74,7 +74,7 @@ class OutputPrinter:
             self._show(takes_partial=False)
 
     def _show(self, takes_partial: bool) -> None:
-        """``takes_partial``: also a last line that has no end."""
+        """``takes_partial``: also print a last line without a line end."""
         for worker, file in list(self._files):
             while line := file.readline():
                 if not line.endswith(b"\n") and not takes_partial:
@@ -84,7 +84,7 @@ class OutputPrinter:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Print what is left."""
+        """Print the remaining output."""
         if self._thread is not None:
             self._closed.set()
             self._thread.join()
@@ -106,9 +106,10 @@ class ProcessesConfig(WorkerOptions):
 
 
 class ProcessesLauncher(WorkerLauncher):
-    """Starts one process per rank and per engine. Nothing is reserved: another run on this machine does not know of it.
+    """Starts one process per rank and per engine. Nothing is reserved, so another run on this machine does not know of
+    it.
 
-    Each process ends, with all its descendants, when this process ends in any way (:mod:`rlhf.children`).
+    Each process, with all its descendants, ends when this process ends in any way (:mod:`rlhf.children`).
     """
 
     name = "processes"
@@ -164,7 +165,7 @@ class ProcessesLauncher(WorkerLauncher):
                 self._printer.add(name, path)
             paths.append(path)
             members.append(WorkerProcess(name, self._calls, env, gpus_of(allocation, self._bundles, self._gpus), log))
-            members[-1].facts = {"stderr": path}  # a start that fails is explained there
+            members[-1].facts = {"stderr": path}  # the error of a failed start quotes this file
             self._running.append(members[-1])
         described = [m.ask("describe", *self._plugins) for m in members]
         for member, path, facts in zip(members, paths, self._answers(members, described), strict=True):
@@ -176,8 +177,8 @@ class ProcessesLauncher(WorkerLauncher):
 
 
 def _check_this_process() -> None:
-    """Raises ConfigError where processes cannot be supervised and memory cannot be shared, and in a process that
-    torchrun started: a run has one driver, and under torchrun every process would be one."""
+    """Raises ConfigError if processes cannot be supervised or memory cannot be shared. Also raises it in a process that
+    torchrun started: a run has one driver, but under torchrun every process would be one."""
     if sys.platform != "linux":
         raise ConfigError(
             f"launcher 'processes' needs Linux, this is {sys.platform}. Use --launcher.use ray, or local."
@@ -195,7 +196,7 @@ def _check_this_process() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. No CUDA context is made."""
+    """Ids of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. Creates no CUDA context."""
     import torch
 
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -211,14 +212,14 @@ def this_machine(cpus: int | None, gpus: Sequence[str]) -> ClusterNode:
     Args:
         cpus: number of CPU cores; None: those that this process may use.
 
-    Raises ConfigError if ``cpus`` is given beside GPUs, where cores are not counted.
+    Raises ConfigError if ``cpus`` is set on a machine with GPUs, where cores are not counted.
     """
     if gpus and cpus is not None:
         raise ConfigError(
             f"launcher.cpus = {cpus}: ranks and engines are placed on the {len(gpus)} GPUs of this machine, and CPU "
             'cores are not counted. Leave launcher.cpus out, or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
         )
-    if gpus:  # one core for each rank at least, which check_fits asks for; cores are not reserved
+    if gpus:  # at least one core per rank, for check_fits; cores are not reserved
         return ClusterNode("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})
     return ClusterNode("here", "this machine", {"CPU": float(cpus or allowed_cores())})
 
@@ -227,7 +228,7 @@ def gpus_of(allocation: Allocation, bundles: Sequence[int], gpus: Sequence[str])
     """The GPU ids of one worker; None without GPUs.
 
     Args:
-        bundles: number of devices of each bundle. The GPUs are given to the bundles in order.
+        bundles: number of devices of each bundle. The GPUs are assigned to the bundles in order.
         gpus: ids of the GPUs of this machine.
     """
     if not gpus:

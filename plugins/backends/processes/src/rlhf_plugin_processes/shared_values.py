@@ -1,7 +1,7 @@
-"""Values on their way between processes: small ones as bytes, large ones in anonymous shared memory (memfd).
+"""Values in transit between processes: small values as bytes, large values in anonymous shared memory (memfd).
 
-The memory has no name in any file system. It is passed on as a file descriptor over a Unix socket, and it is freed when
-the last process has closed it, also if processes are killed.
+The memory has no name in any file system. It is passed as a file descriptor over a Unix socket. It is freed when the
+last process has closed it, even if processes are killed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import cloudpickle
 from rlhf_workers.process.payload import INLINE, Stored
 
 _ALIGNMENT = 64
-"""Bytes; more than any dtype needs."""
+"""In bytes; larger than any dtype requires."""
 
 
 class Descriptor:
-    """A file descriptor of this process, closed with the object."""
+    """A file descriptor of this process. It is closed with the object."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -32,7 +32,7 @@ class Descriptor:
 
 
 class SharedValue(Stored):
-    """A pickled value and its buffers, one after another. Reading it copies no buffer; the buffers are read-only."""
+    """A pickled value and its buffers, one after another. Reading it copies no buffers; they are read-only."""
 
     def __init__(self, sizes: Sequence[int], content: bytes | Descriptor, children: Sequence[Descriptor] = ()) -> None:
         """

@@ -1,4 +1,4 @@
-"""What a worker process does: it runs the driver's calls, one at a time, on its main thread.
+"""The main loop of a worker process: it runs the driver's calls, one at a time, on its main thread.
 
 A second thread reads messages and answers ``pulse`` and ``stacks`` at once. Importing this module does not import
 torch, because the number of threads must be set first.
@@ -34,7 +34,7 @@ class WorkerLoop:
         self.worker, self.channel = ProcessWorker(name, os.getcwd(), env, devices), Channel(end)
         self._calls: SimpleQueue[Message] = SimpleQueue()
         self._room: dict[int, threading.Semaphore] = {}
-        """{call: how many more items may wait for their reader}, of streams with a limit."""
+        """{call: number of further items that may wait for their reader}, for streams with a limit."""
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
@@ -46,7 +46,7 @@ class WorkerLoop:
                 else:
                     self._stream(message)
             except Exception as error:  # outside of the component: arguments or results that cannot be sent
-                with suppress(OSError):  # the driver has ended, and this process does too
+                with suppress(OSError):  # the driver has ended, and this process will, too
                     self._send(message.call, FAILED, (repr(error), traceback.format_exc()))
 
     def _read(self) -> None:
@@ -85,5 +85,5 @@ class WorkerLoop:
 
 
 def _plain(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments, with the values of handles in their place."""
+    """The arguments, with handles replaced by their values."""
     return [argument.value() if isinstance(argument, SharedValue) else argument for argument in arguments]

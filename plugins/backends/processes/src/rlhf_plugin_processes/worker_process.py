@@ -1,4 +1,4 @@
-"""One worker process as the driver starts and calls it."""
+"""The driver's handle of one worker process: starts and calls it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class WorkerProcess(WorkerHandle):
     ) -> None:
         """
         Args:
-            env: environment variables beside those of the driver.
-            devices: ids of the visible GPUs; None where there are no GPUs.
-            log: where the output of the worker goes. It is kept open, because the message about the worker's death ends
-                with it.
+            env: environment variables in addition to the driver's.
+            devices: ids of the visible GPUs; None if there are no GPUs.
+            log: file for the worker's output. It is kept open, because the message about the worker's death ends with
+                it.
         """
         super().__init__(name)
         self._calls, self._log = calls, log
@@ -53,7 +53,7 @@ class WorkerProcess(WorkerHandle):
             self._child = Child(program, stdout=log.number, stderr=log.number, pass_fds=[number], env=variables)
         path = [os.path.abspath(p) for p in sys.path]
         start = {"name": name, "env": dict(env), "devices": devices, "path": path}
-        with suppress(OSError):  # it is dead already, which the reading thread reports
+        with suppress(OSError):  # it is already dead, which the reading thread reports
             end.sendall(json.dumps(start).encode() + b"\n")
         self._numbers = count()
         self._guard = threading.Lock()
@@ -84,7 +84,7 @@ class WorkerProcess(WorkerHandle):
         return function(*arguments)
 
     def kill(self) -> None:
-        """Returns when the process and all its descendants are gone."""
+        """Kill the process. Returns when it and all its descendants have ended."""
         self._child.end()
         self._child.ends_within(_END_SECONDS)  # a process may wait in the kernel for longer
 
@@ -138,7 +138,7 @@ class WorkerProcess(WorkerHandle):
 
 
 def _exit_cause(status: int) -> str:
-    """``status``: as :attr:`subprocess.Popen.returncode` has it."""
+    """``status``: value of :attr:`subprocess.Popen.returncode`."""
     if status == -signal.SIGKILL:
         return "its process was killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` shows it)"
     if status < 0:

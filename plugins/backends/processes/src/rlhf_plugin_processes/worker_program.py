@@ -1,7 +1,7 @@
 """The program of a worker process: ``python -P worker_program.py SOCKET``.
 
-The first message is one line of JSON with the driver's import path. So this file imports only the standard library
-before it has read it.
+The first message is one line of JSON with the driver's import path. Before it is read, this file imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def main(number: int) -> None:
     end = socket.socket(fileno=number)
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = end.recv(1)  # not more, because the next messages begin after the line
+        byte = end.recv(1)  # only one byte, because the next messages start after the line
         if not byte:  # the driver has ended
             return
         line += byte

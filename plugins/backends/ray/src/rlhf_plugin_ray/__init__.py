@@ -1,6 +1,6 @@
 """The cluster runtime: roles and engines as actors of a Ray cluster.
 
-Importing this package imports neither Ray nor torch; the hook imports what it returns.
+Importing this package imports neither Ray nor torch; the hook imports the classes that it returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RayBackend(Backend):
-    """A Ray cluster with the trainer `deepspeed` and the generator `vllm`, which come from their own distributions."""
+    """A Ray cluster with the trainer `deepspeed` and the generator `vllm`, which are separate distributions."""
 
     name = "ray"
     launcher = "ray"

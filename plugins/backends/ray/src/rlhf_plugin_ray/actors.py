@@ -1,4 +1,4 @@
-"""Actors of Ray as workers: in their own processes, and as the driver calls them."""
+"""Ray actors as workers: the actor class, and the driver's handle of an actor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class InRay(Stored):
 
 
 class RayCalls(Calls):
-    """References are Ray's; streams are its generators of references."""
+    """References are Ray's references. Streams are Ray's generators of references."""
 
     def __init__(self) -> None:
         self.host = ray.util.get_node_ip_address()
@@ -73,10 +73,10 @@ class RayCalls(Calls):
 
 
 class Actor(WorkerHandle):
-    """One actor as the driver calls it."""
+    """The driver's handle of one actor."""
 
     def __init__(self, name: str, handle: Any) -> None:
-        """``handle``: Ray's."""
+        """``handle``: Ray's actor handle."""
         super().__init__(name)
         self.handle = handle
 
@@ -112,7 +112,7 @@ class Actor(WorkerHandle):
 
 
 def _plain(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with Ray's references in place of handles, so that Ray passes the values."""
+    """The arguments, with handles replaced by Ray's references, so that Ray passes the values."""
     return [argument.ref if isinstance(argument, InRay) else argument for argument in arguments]
 
 

@@ -27,7 +27,7 @@ from rlhf_plugin_ray.config import RayConfig
 class RayLauncher(WorkerLauncher):
     """Reserves one placement group for the run, and starts one actor process per rank and per engine.
 
-    :meth:`place` refuses what cannot work before anything is loaded. When a launch fails, everything is released.
+    :meth:`place` refuses impossible placements before anything is loaded. If a launch fails, everything is released.
     """
 
     name = "ray"
@@ -97,8 +97,8 @@ class RayLauncher(WorkerLauncher):
             self._cluster.control.check()
 
     def _actor_name(self, name: str) -> dict[str, str]:
-        """With ``launcher.namespace`` workers have names in it: ``policy-0``, ``engine-0``, and ``engine-0.1`` for its
-        first replacement."""
+        """With ``launcher.namespace`` workers have names in it: ``policy-0``, ``engine-0``, and ``engine-0.1`` for the
+        first replacement of engine 0."""
         if self.config.namespace is None:
             return {}
         starts, self._starts[name] = self._starts[name], self._starts[name] + 1
@@ -106,6 +106,6 @@ class RayLauncher(WorkerLauncher):
 
 
 def _threads() -> str:
-    """OMP_NUM_THREADS as the user set it for this process; empty if it is not set. In ``ray job submit`` Ray sets it to
-    1 by default, so there it is ignored."""
+    """OMP_NUM_THREADS as the user set it for this process; empty if it is not set. ``ray job submit`` sets it to 1 by
+    default, so it is ignored there."""
     return "" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else os.environ.get("OMP_NUM_THREADS", "")

@@ -1,6 +1,6 @@
 """The generator ``sglang_server``: SGLang servers that are already running.
 
-SGLang itself runs in the servers only, which load :mod:`rlhf_plugin_sglang.worker` as a plugin of theirs.
+SGLang itself runs only in the servers, which load :mod:`rlhf_plugin_sglang.worker` as an SGLang plugin.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rlhf_engines.server_generator import ServerGenerator, refusal
 from rlhf_plugin_sglang.server import SglangServer
 
 STREAM = 16
-"""Tokens of a sample between two events of a stream. Each event has all tokens so far."""
+"""Number of tokens between two events of a stream. Each event has all tokens so far."""
 
 
 class SglangServersConfig(EngineServersConfig):
@@ -26,12 +26,12 @@ class SglangServersConfig(EngineServersConfig):
 class SglangServerGenerator(ServerGenerator):
     """SGLang's server at each of ``urls``: one engine, or several with the same weights.
 
-    Requests and samples are tokens. Every sample has its own seed. Log-probs are of the distribution that was sampled
-    from, after temperature and truncation. Temperature 0 is greedy, with log-probs at temperature 1.
+    Requests and samples are tokens. Every sample has its own seed. Log-probs are under the sampled distribution, after
+    temperature and truncation. Temperature 0 is greedy, with log-probs at temperature 1.
 
-    Weights pass through files, bucket by bucket; each server fingerprints what it read. The servers stay as they are
-    when the run ends, with its last weights. Before samples are handed on, the servers that drew them are asked whether
-    they still hold the weights: one that was started anew ends the run.
+    Weights pass through files, bucket by bucket; each server fingerprints the data that it read. When the run ends, the
+    servers keep its last weights. Before samples are passed on, their servers are asked whether they still hold the
+    weights. A restarted server ends the run.
     """
 
     name = "sglang_server"
@@ -39,7 +39,7 @@ class SglangServerGenerator(ServerGenerator):
     capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds", "top_p", "top_k", "stop"})
     Config = SglangServersConfig
     engine = "SGLang"
-    lowest_temperature = 1e-6  # below it SGLang is greedy
+    lowest_temperature = 1e-6  # SGLang is greedy below it
     tokens = ("token_env", "admin_token_env")
 
     @classmethod
@@ -71,8 +71,8 @@ class SglangServerGenerator(ServerGenerator):
         return body(request, ends if self._end_at(ends) else (), self.vocabulary, self._load)
 
     def _end_at(self, ends: frozenset[int]) -> bool:
-        """Whether servers can end a sample at ``ends``. SGLang ends it at its model's end tokens too, unless it is told
-        to ignore all end tokens."""
+        """Whether servers can end a sample at ``ends``. SGLang also ends it at its model's end tokens, unless all end
+        tokens are ignored."""
         return all(ends.issuperset(server.facts["eos_token_ids"]) for server in self._servers)
 
     def _unusable(self, facts: dict[str, Any]) -> str:
@@ -88,7 +88,7 @@ def _check_min_p(sampling: Sampling) -> None:
 
 
 def check_support(i: int, sampling: Sampling, vocabulary: int, limit: int) -> None:
-    """Raises ConfigError: servers that report log-probs of ``limit`` tokens do not report those of request ``i``."""
+    """Raises ConfigError if servers with a limit of ``limit`` tokens cannot report the log-probs of request ``i``."""
     if _is_cut(sampling, vocabulary) and _top_k(sampling, vocabulary) > limit:
         raise ConfigError(
             f"request {i} has top_p = {sampling.top_p:g} and top_k = {sampling.top_k}; the servers report log-probs "
@@ -103,10 +103,11 @@ def end_tokens(sampling: Sampling, eos_token_ids: Sequence[int]) -> frozenset[in
 
 
 def body(request: GenerationRequest, ends: Collection[int], vocabulary: int, salt: str) -> dict[str, Any]:
-    """The request for SGLang's ``/generate``. What a model's ``generation_config.json`` could change is named.
+    """The request for SGLang's ``/generate``. It sets everything that a model's ``generation_config.json`` could
+    change.
 
     Args:
-        ends: tokens at which the server ends the sample; empty: at none.
+        ends: tokens at which the server ends the sample; empty: no tokens.
     """
     s = request.sampling
     greedy = s.temperature == 0
@@ -115,7 +116,7 @@ def body(request: GenerationRequest, ends: Collection[int], vocabulary: int, sal
         "sampling_params": {
             "temperature": s.temperature,
             "top_p": 1.0 if greedy else s.top_p,
-            # always finite: SGLang draws other tokens for a seed where no request of the batch has a finite one
+            # always finite: for the same seed SGLang draws different tokens if no request of the batch has a finite one
             "top_k": vocabulary if greedy else _top_k(s, vocabulary),
             "min_p": 0.0,
             "repetition_penalty": 1.0,
@@ -144,7 +145,7 @@ def _top_k(sampling: Sampling, vocabulary: int) -> int:
 
 
 def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
-    """Why a server cannot be used; empty: it can."""
+    """Why a server cannot be used; empty if it can."""
     rules = (
         (
             facts["deterministic"],

@@ -1,7 +1,7 @@
 """Loads new weights into a running model of SGLang. A load is complete or refused.
 
 SGLang's ``load_weights`` copies each tensor into a part of a parameter. It ignores names that the model does not have,
-and does not notice parameters that got no tensor.
+and does not detect parameters without a tensor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MAX_NAMES = 8
 
 
 class CopiedTensors(TorchDispatchMode):
-    """Inside, notes which of a bucket's tensors are copied in this thread, wholly or in parts.
+    """Context that records which of a bucket's tensors are copied in this thread, completely or in parts.
 
     Args:
-        write: whether they are. False: each copy is compared with the values in its place, which stay.
+        write: whether they are written. False: each copy is only compared with the existing values.
     """
 
     def __init__(self, bucket: Bucket, write: bool) -> None:
@@ -49,8 +49,8 @@ class CopiedTensors(TorchDispatchMode):
 
 
 class ModelLoad:
-    """One load of all weights: buckets by :meth:`take`, then :meth:`end`. Until then the model must not be sampled
-    from: elements that have not arrived are NaN."""
+    """One load of all weights: buckets by :meth:`take`, then :meth:`end`. Until the end the model must not be sampled
+    from, because elements that have not arrived are NaN."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +94,7 @@ class ModelLoad:
 
 @torch.no_grad()
 def differing(model: Any, bucket: Bucket) -> list[str]:
-    """Names of the bucket's tensors whose values differ from those of the model, which keeps them."""
+    """Names of the bucket's tensors whose values differ from the model's. The model is not changed."""
     with CopiedTensors(bucket, write=False) as copied:
         model.load_weights(iter(bucket.tensors))
     return sorted(copied.differing)

@@ -17,7 +17,7 @@ class SglangServer(EngineServer):
     :meth:`rlhf_plugin_sglang.worker.ServedModel.facts`.
 
     Args:
-        admin: headers of calls for weights and pauses.
+        admin: headers for calls about weights and pauses.
     """
 
     generator = "sglang_server"
@@ -27,7 +27,7 @@ class SglangServer(EngineServer):
         "Set generator.token_env to the environment variable with their --api-key, and generator.admin_token_env to "
         "that with their --admin-api-key"
     )
-    health = "/model_info"  # /health asks for a token, which a paused server does not give
+    health = "/model_info"  # /health asks for a token, which a paused server does not generate
     path = "/generate"
 
     def __init__(
@@ -49,7 +49,8 @@ class SglangServer(EngineServer):
         return [worker["value"] for worker in workers]
 
     async def pause(self, timeout: float) -> None:
-        """Requests of others wait, and go on with the new weights at :meth:`resume`. Raises SyncError."""
+        """Pause sampling. Requests of other clients wait, and continue with the new weights at :meth:`resume`. Raises
+        SyncError."""
         await self.control("/pause_generation", "/pause_generation", timeout, {"mode": "retract"}, self._admin)
 
     async def resume(self, timeout: float) -> None:
@@ -80,7 +81,7 @@ class SglangServer(EngineServer):
         """An answer has all tokens of the sample so far."""
         info = answer["meta_info"]
         ids = answer["output_ids"]
-        logprobs = info.get("output_token_sampling_logprobs")  # after truncation; else of all tokens
+        logprobs = info.get("output_token_sampling_logprobs")  # after truncation; the other field is for all tokens
         if logprobs is None:
             logprobs = [logprob for logprob, _, _ in info["output_token_logprobs"]]
         if len(ids) != len(logprobs):

@@ -1,4 +1,4 @@
-"""What this plugin adds to SGLang's servers: workers that take weights, and prove what they took.
+"""The part of this plugin in SGLang's servers: workers that receive weights, and prove that they arrived.
 
 SGLang loads :func:`register` through its entry points ``sglang.srt.plugins``, in each of its processes. Calls come as
 actions of ``POST /weights_checker``, which SGLang passes to every worker between two batches. Buckets are files.
@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 from rlhf_plugin_sglang.loading import ModelLoad, differing
 
 PREFIX = "rlhf_"
-"""Of the actions that are calls to this plugin."""
+"""Prefix of the actions that are calls to this plugin."""
 VERSIONS = ("0.5.23",)
-"""Of SGLang, with which the tests were run: what is called here is not public."""
+"""Versions of SGLang with which the tests were run. The functions that are called here are not public."""
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -36,17 +36,17 @@ class ServedModel:
         self.manager = manager
         self._load: ModelLoad | None = None
         self._name = ""
-        """Names the load whose weights the worker has; empty: it has those that it was started with."""
+        """Name of the load whose weights the worker has; empty if it has its initial weights."""
         self._last_tensors: dict[str, Tensor] | None = None
-        """The tensors of the last load, in host memory, where differences from them may follow."""
+        """The tensors of the last load, in host memory, if differences from them may follow."""
 
     @property
     def runner(self) -> Any:
         return self.manager.tp_worker.model_runner
 
     def facts(self, path: str) -> dict[str, Any]:
-        """What a generator must know of the server, and the digest of the file at ``path``. Raises SyncError if this is
-        another SGLang."""
+        """Facts of the server that a generator needs, and the digest of the file at ``path``. Raises SyncError for
+        another version of SGLang."""
         import sglang
 
         if sglang.__version__ not in VERSIONS:
@@ -59,7 +59,7 @@ class ServedModel:
             "digest": digest(Path(path)),
             "dtype": str(self.runner.dtype).removeprefix("torch."),
             "formats": sorted({str(p.dtype).removeprefix("torch.") for p in self.runner.model.parameters()}),
-            "length": self.manager.scheduler.max_req_len - 1,  # where it cuts max_new_tokens
+            "length": self.manager.scheduler.max_req_len - 1,  # the limit at which it cuts max_new_tokens
             "vocabulary": model.vocab_size,
             "eos_token_ids": sorted(self._eos_token_ids()),
             "quantization": model.quantization,
@@ -73,7 +73,7 @@ class ServedModel:
         }
 
     def _eos_token_ids(self) -> set[int]:
-        """Tokens at which SGLang ends a sample, unless it is told to ignore them."""
+        """Tokens at which SGLang ends a sample, unless they are ignored."""
         tokenizer = self.manager.scheduler.tokenizer
         ids = {*(self.runner.model_config.hf_eos_token_id or ())}
         if tokenizer is not None:
@@ -81,7 +81,8 @@ class ServedModel:
         return ids
 
     def start(self, base: str | None) -> bool:
-        """Returns whether the worker holds the tensors of the load ``base``. None: it need not hold any."""
+        """Start a load. Returns whether the worker holds the tensors of the load ``base``; None: it need not hold
+        any."""
         if not self.manager.flush_cache(empty_cache=False):
             raise SyncError("SGLang keeps keys and values of the old weights: requests are under way")
         holds = bool(base) and base == self._name
@@ -98,7 +99,7 @@ class ServedModel:
         self._load.take(read_bucket(Path(path), self._last_tensors))
 
     def finish(self, name: str) -> dict[str, Any]:
-        """``name`` is this load's from now on."""
+        """End a load; ``name`` is its name from now on."""
         load, self._load = self._load, None
         if load is None:
             raise SyncError("end_load() without begin_load()")
@@ -115,7 +116,7 @@ class ServedModel:
         return self._name
 
     def answer(self, action: str, arguments: list[Any]) -> list[dict[str, Any]]:
-        """What the call returns on each worker, or its error."""
+        """The result of the call on each worker, or its error."""
         methods = {
             method.__name__: method
             for method in (self.facts, self.start, self.take_file, self.finish, self.differing_file, self.load_name)
@@ -134,11 +135,11 @@ class ServedModel:
 
 
 _models: dict[int, ServedModel] = {}
-"""Of this process, by its manager, whose class has no room for it."""
+"""Models of this process by their manager, whose class has no attribute for them."""
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """In place of the manager's method of this name: answers this plugin's calls."""
+    """Replaces the manager's method of this name. It also answers this plugin's calls."""
     if not request.action.startswith(PREFIX):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
@@ -149,7 +150,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def register() -> None:
-    """SGLang calls it."""
+    """Install the replacement. Called by SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{MANAGER}.check_weights", check_weights, HookType.AROUND)

@@ -1,6 +1,6 @@
-"""Simulated runtime: engines, trainers and environments that take the time they are told and compute nothing.
+"""Simulated runtime: engines, trainers and environments that take a configured time and compute nothing.
 
-Importing this package imports no torch; the hooks import what they return.
+Importing this package does not import torch; the hooks import the classes that they return.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedBackend(Backend):
-    """A runtime without models: components take the time they are told and compute nothing."""
+    """A runtime without models. Its components take a configured time and compute nothing."""
 
     name = "simulated"
     launcher = "simulated"

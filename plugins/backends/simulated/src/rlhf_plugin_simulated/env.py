@@ -29,8 +29,8 @@ class SimulatedEnvConfig(ComponentConfig):
 
 
 class SimulatedEnv(Env):
-    """Each step takes a random time. The last one gives a random reward, 0 or 1. Both depend on the episode's seed and
-    the actions before."""
+    """Each step takes a random time. The last step gives a random reward, 0 or 1. Both depend on the episode's seed and
+    the previous actions."""
 
     name = "simulated"
     Config = SimulatedEnvConfig

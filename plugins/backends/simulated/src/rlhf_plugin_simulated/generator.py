@@ -19,7 +19,7 @@ from rlhf.weights.bucket import Bucket
 from rlhf_plugin_simulated.delays import log_normal
 
 SLICE = 0.05
-"""Seconds between two looks for complete samples in :meth:`SimulatedGenerator.generate`."""
+"""Seconds between two checks for complete samples in :meth:`SimulatedGenerator.generate`."""
 _TOKENS = bytes(3 + n % 29 for n in range(256))
 """Translates random bytes to token ids from 3 to 31."""
 
@@ -144,7 +144,7 @@ class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
 class SimulatedSample:
     request: GenerationRequest
     seconds: float
-    """Of the whole answer."""
+    """Duration of the whole answer."""
     versions: list[tuple[int, int]]
     """(first token, version of the weights that drew it and its successors)."""
     seconds_left: float = field(init=False)
@@ -155,10 +155,10 @@ class SimulatedSample:
 
 
 class UnfinishedSamples:
-    """Unfinished samples of an engine that is asked in slices.
+    """Unfinished samples of an engine that is called in time slices.
 
     Args:
-        places: samples that are worked on at once; the others wait, in order.
+        places: maximum number of samples in progress; the others wait, in order.
     """
 
     def __init__(self, places: int) -> None:
@@ -166,10 +166,10 @@ class UnfinishedSamples:
         self.unfinished: dict[int, SimulatedSample] = {}
 
     def advance(self, seconds: float, is_restarted: Callable[[], bool]) -> list[tuple[int, SimulatedSample]]:
-        """Take about ``seconds``; returns the samples that are complete.
+        """Advance by about ``seconds``. Returns the complete samples.
 
         Args:
-            is_restarted: asked for each of them: whether it is sampled again.
+            is_restarted: called for each of them; returns whether it is sampled again.
         """
         end, complete = time.monotonic() + seconds, list[tuple[int, SimulatedSample]]()
         while self.unfinished:
@@ -187,14 +187,14 @@ class UnfinishedSamples:
         return complete
 
     def tokens_drawn(self, count: Callable[[GenerationRequest], int]) -> int:
-        """Tokens so far of the unfinished samples; ``count``: as for :meth:`change_version`."""
+        """Number of tokens so far of the unfinished samples. ``count``: as for :meth:`change_version`."""
         return sum(round(count(s.request) * (1 - s.seconds_left / s.seconds)) for s in self.unfinished.values())
 
     def change_version(self, version: int, restart: bool, count: Callable[[GenerationRequest], int]) -> None:
-        """New weights draw the tokens that are missing; with ``restart`` all tokens.
+        """Make new weights draw the remaining tokens; with ``restart`` all tokens.
 
         Args:
-            count: tokens of the whole answer.
+            count: returns the number of tokens of the whole answer.
         """
         for sample in self.unfinished.values():
             if restart:

@@ -1,4 +1,4 @@
-"""The launcher ``simulated``: everything in this process, whatever the placement says."""
+"""The launcher ``simulated``: everything runs in this process, regardless of the placement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SimulatedGroup(WorkerGroup):
 
 
 class SimulatedLauncher(Launcher):
-    """Reserves nothing. The generator ``simulated`` is a pool here, so it serves a continuous stream too."""
+    """Reserves nothing. The generator ``simulated`` is a pool here, so it also serves a continuous stream."""
 
     name = "simulated"
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "answers"})

@@ -1,4 +1,4 @@
-"""The pool that the launcher ``simulated`` makes of a :class:`SimulatedGenerator`, for single requests."""
+"""The pool that the launcher ``simulated`` creates from a :class:`SimulatedGenerator`, for single requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_plugin_simulated.generator import SimulatedGenerator
 
 @dataclass(slots=True)
 class _Load:
-    """New weights, from the moment when the engines paused to the moment when they went on."""
+    """New weights, from the time when the engines paused to the time when they continued."""
 
     version: int
     begin: float
@@ -57,7 +57,7 @@ class SimulatedPool(SimulatedGenerator, EnginePool):
                 self._end(engine)
 
     async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...]:
-        """Wait until the tokens are drawn. Returns which weights drew them."""
+        """Wait until the tokens are drawn. Returns the versions of the weights that drew them."""
         versions, start, load_count = [(0, self.version)], time.monotonic(), len(self._loads)
         wait, draw_seconds = seconds, 0.0
         while wait > 0 or len(self._loads) > load_count:
@@ -109,7 +109,7 @@ class SimulatedPool(SimulatedGenerator, EnginePool):
             self._loop.call_soon_threadsafe(self._open.set)
 
     async def _hold(self) -> None:
-        """No sample starts until the load ends. ``drain``: wait for those that have started."""
+        """Let no sample start until the load ends. ``drain``: wait for the samples that have started."""
         self._open.clear()
         if self.spec.in_flight == "drain":
             await self._idle.wait()
@@ -119,13 +119,13 @@ class Engines:
     """Counts the requests of each engine. Requests begin and end on one thread; :meth:`idle` may be called on another.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests, self._clock, self._lock = [0] * count, clock, threading.Lock()
         self._by_requests = [(0, engine) for engine in range(count)]
-        """(requests, engine), sorted: of a thousand engines not each is looked at for a request."""
+        """(number of requests, engine), sorted, so that a request does not search a thousand engines."""
         self._idle_engines = count
         """Engines without a request."""
         self._idle = self._all = 0.0
@@ -133,7 +133,7 @@ class Engines:
         """Time up to which the seconds are counted."""
 
     def begin(self) -> int:
-        """A request goes to the engine with the fewest. Returns the engine."""
+        """Assign a request to the engine with the fewest requests. Returns the engine."""
         with self._lock:
             self._count()
             engine = self._by_requests[0][1]
@@ -141,7 +141,7 @@ class Engines:
         return engine
 
     def end(self, engine: int) -> None:
-        """A request of ``engine`` is answered or dropped."""
+        """Remove a request of ``engine``, which was answered or dropped."""
         with self._lock:
             self._count()
             self._change(engine, -1)

@@ -38,8 +38,8 @@ class SimulatedTrainerConfig(ComponentConfig):
 
 
 class SimulatedTrainer(SendsWeights, TakesWeights, Trainer):
-    """Its weights are one number: the optimizer steps so far. Outputs are zero and the norm of each gradient is one:
-    every step counts as an update."""
+    """Its weights are one number: the number of optimizer steps so far. Outputs are zero, and the norm of each gradient
+    is one, so that every step counts as an update."""
 
     name = "simulated"
     Config = SimulatedTrainerConfig
@@ -71,7 +71,7 @@ class SimulatedTrainer(SendsWeights, TakesWeights, Trainer):
         return ApplyResult(grad_norm=1.0, lr=0.0)
 
     def zero_grad(self) -> None:
-        """There are no gradients."""
+        """Does nothing, because there are no gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
         return {"steps": torch.zeros(1)}
@@ -84,7 +84,7 @@ class SimulatedTrainer(SendsWeights, TakesWeights, Trainer):
         self.steps = int(dict(weights)["steps"])
 
     def export(self, path: Path, view: str = "live") -> None:
-        """There is no model: the folder gets the number of optimizer steps."""
+        """Write the number of optimizer steps into the folder, because there is no model."""
         _check_view(view)
         self.save(path)
 

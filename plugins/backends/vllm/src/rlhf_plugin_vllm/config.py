@@ -71,7 +71,7 @@ class VllmGeneratorConfig(ComponentConfig):
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of an unfinished sample in one forward pass."""
+        """Maximum number of tokens of an unfinished sample in one forward pass."""
         return 1 if self.speculative is None else 1 + self.speculative.tokens
 
     @model_validator(mode="after")

@@ -14,15 +14,15 @@ from rlhf.errors import CapabilityError
 _BACKEND = ("v1", "attention", "backends", "cpu_attn.py")
 _SIZES = "get_supported_head_sizes"
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-"""Config fields in which vLLM looks for the number of experts."""
+"""Config fields in which vLLM searches for the number of experts."""
 
 
 def check_cpu_model(model: str, head_size: int | None, sizes: Collection[int] | None, experts: int) -> None:
     """Raises CapabilityError if a model cannot be sampled from on a CPU.
 
     Args:
-        head_size: of its attention heads; None: not known, or a latent cache, which other kernels compute.
-        sizes: the head sizes that vLLM's CPU attention supports; None: not known.
+        head_size: size of the attention heads; None: unknown, or a latent cache, which other kernels compute.
+        sizes: the head sizes that vLLM's CPU attention supports; None: unknown.
     """
     if head_size is not None and sizes is not None and head_size not in sizes:
         raise CapabilityError(
@@ -37,11 +37,11 @@ def check_cpu_model(model: str, head_size: int | None, sizes: Collection[int] | 
 
 
 def check_cpu_config(model: str, config: Any) -> None:
-    """:func:`check_cpu_model` from the transformers config alone. It does not import vLLM, which takes seconds and
-    changes the process.
+    """:func:`check_cpu_model` from the transformers config alone. It does not import vLLM, because that takes seconds
+    and changes the process.
 
     Args:
-        config: of the text model.
+        config: config of the text model.
     """
     if getattr(config, "is_heterogeneous", False):  # a field that differs between layers is refused by the whole
         for layer in config.per_layer_config:
@@ -57,15 +57,15 @@ def check_cpu_config(model: str, config: Any) -> None:
 
 
 def expert_count(config: Any) -> int:
-    """Experts of a layer, by the transformers config of the text model; 0 where it has none."""
+    """Number of experts per layer, from the transformers config of the text model; 0 if there are none."""
     counts = [getattr(config, name, None) for name in _EXPERTS]
     return max(c if isinstance(c, int) else 0 for c in counts)
 
 
 @cache
 def supported_head_sizes() -> tuple[int, ...] | None:
-    """What ``CPUAttentionBackend.get_supported_head_sizes`` of the installed vLLM returns, read from its source. None
-    if the source does not return a list of numbers; then the engine checks the size when it starts."""
+    """The result of ``CPUAttentionBackend.get_supported_head_sizes`` of the installed vLLM, read from its source. None
+    if the source does not return a list of numbers. The engine then checks the size when it starts."""
     spec = importlib.util.find_spec("vllm")
     places = spec.submodule_search_locations if spec is not None else None
     for place in places or ():

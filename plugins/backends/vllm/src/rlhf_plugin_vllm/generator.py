@@ -40,9 +40,9 @@ from rlhf_plugin_vllm.weight_loading import WeightLoading
 class VllmGenerator(WeightLoading):
     """Continuous batching by vLLM in the calling process, without a server, with or without Ray.
 
-    Requests and samples are tokens. The run's decoder makes text of them, and a stop string ends a turn with the token
-    that completes it. Samples are yielded as they finish. Prompts with a common prefix share its keys and values. Every
-    sample has its own seed. Log-probs are of the distribution that was sampled from, after temperature and truncation.
+    Requests and samples are tokens. The run's decoder converts them to text, and a stop string ends a turn with the
+    token that completes it. Samples are yielded as they finish. Prompts with a common prefix share its keys and values.
+    Every sample has its own seed. Log-probs are under the sampled distribution, after temperature and truncation.
     Temperature 0 is greedy, with log-probs at temperature 1.
 
     Weights are loaded through vLLM's layerwise reload. Each worker fingerprints the received bytes before they are
@@ -192,7 +192,7 @@ class VllmGenerator(WeightLoading):
         return turns
 
     def _count_drafts(self, output: Any) -> None:
-        """vLLM does not tell them of a sample that a stop string ends."""
+        """Count the drafts of a sample. vLLM does not report them if a stop string ends the sample."""
         counts = output.outputs[0].spec_decode_metrics if self.config.speculative is not None else None
         if counts is not None:
             accepted = sum(tokens * steps for tokens, steps in enumerate(counts.histogram))
@@ -243,9 +243,9 @@ class VllmGenerator(WeightLoading):
 
 
 def _check_kept_keys(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
-    """Raises CapabilityError where ``Turn.versions`` would be wrong: with several stages, batches are on their way
-    through them while weights are loaded. Their tokens would count to the weights that come; without ``keep`` vLLM
-    drops and samples them again."""
+    """Raises CapabilityError if ``Turn.versions`` would be wrong. With several stages, batches are in transit while
+    weights are loaded, and their tokens would count for the new weights. Without ``keep`` vLLM drops these batches and
+    samples them again."""
     if config.pipeline_parallel > 1 and spec.keys == "keep":
         raise CapabilityError(
             f"the generator 'vllm' with pipeline_parallel = {config.pipeline_parallel} cannot say which weights "
@@ -263,7 +263,7 @@ def _check_adapters(config: VllmGeneratorConfig, spec: GeneratorSpec, device: st
 
 
 def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None) -> None:
-    """Raises CapabilityError where vLLM does not report the experts that ``spec`` asks for."""
+    """Raises CapabilityError if vLLM does not report the experts that ``spec`` requests."""
     if spec.experts is None:
         return
     options = {

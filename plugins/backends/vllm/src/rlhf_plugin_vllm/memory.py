@@ -1,4 +1,4 @@
-"""What an engine would hold, for ``rlhf plan``. vLLM is not imported and need not be installed."""
+"""Memory of an engine, for ``rlhf plan``. vLLM is not imported and need not be installed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.quantization import bytes_saved
 
 PREFILL_TOKENS = 8192
-"""Tokens of one forward pass where ``max_batched_tokens`` is absent."""
+"""Default number of tokens of one forward pass (``max_batched_tokens``)."""
 MEMORY_SHARE = 0.9
-"""Of a GPU where ``memory_share`` is absent; where roles share the GPU, of what is free when the engine starts."""
+"""Default share of a GPU (``memory_share``). If roles share the GPU, it is a share of the memory that is free when the
+engine starts."""
 CPU_WORKING = 150 * 2**20
-"""On a CPU, beyond weights and cache (measured with 100 M parameters)."""
+"""Bytes on a CPU beyond weights and cache (measured with 100 M parameters)."""
 KV_CACHE_GIB = 1.0
-"""On a CPU, where ``kv_cache_gib`` is absent."""
+"""Default of ``kv_cache_gib`` on a CPU."""
 
 
 def engine_memory(
@@ -29,9 +30,9 @@ def engine_memory(
     device: str,
     device_bytes: int | None,
 ) -> EngineMemory:
-    """See :meth:`rlhf.interfaces.Generator.memory`. On a GPU an engine claims a share of the device, or of what is free
-    at its start where roles are on the device: weights first, the cache gets the rest. On a CPU the cache has a fixed
-    size, and a tied head is held twice, packed for its kernel."""
+    """See :meth:`rlhf.interfaces.Generator.memory`. On a GPU an engine claims a share of the device, or of the memory
+    that is free at its start if roles are on the device. Weights come first, and the cache gets the rest. On a CPU the
+    cache has a fixed size. A tied head exists twice there, because one copy is packed for its kernel."""
     element = 2.0 if computes_bf16(config.dtype if config.dtype != "auto" else dtype, device) else 4.0
     tensor, pipeline = config.tensor_parallel, config.pipeline_parallel
     parts, token = tensor * pipeline, size.cache_bytes(element, tensor, pipeline)
@@ -59,7 +60,7 @@ def engine_memory(
         added = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
         added = max(added, 4 * rows * size.vocabulary * FP32)
         generate = PhaseMemory({**awake.device, "working": working + added})
-    # asleep it keeps its process's memory only; at level 1 the host holds the weights
+    # asleep it keeps only the memory of its process; at level 1 the host holds the weights
     asleep = awake if device != "cuda" else PhaseMemory({}, weights if config.sleep_level == 1 else 0)
     explained = product(count, element, parts, over="devices")
     if saved:

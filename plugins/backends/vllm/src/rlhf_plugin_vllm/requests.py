@@ -13,7 +13,7 @@ from rlhf_engines.requests import NewTokens, OpenRequest
 
 ENGINE = "vLLM"
 LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at this temperature when a lower one is asked for, and would report log-probs of it."""
+"""vLLM raises lower temperatures to this one, and would report log-probs at it."""
 
 
 def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]) -> Any:
@@ -54,11 +54,11 @@ def scoring_parameters() -> Any:
 
 def expert_record(rows: Any, tokens: int, layers: ExpertLayers, position: int) -> ExpertRecord:
     """The record of ``CompletionOutput.routed_experts``, [tokens, layers, experts of a token] with zeros for each layer
-    without experts. Raises ModelError where it is of other tokens or another model.
+    without experts. Raises ModelError if it does not fit the tokens or the model.
 
     Args:
-        tokens: of the sequence, without the last one.
-        position: of the request.
+        tokens: number of tokens of the sequence, without the last one.
+        position: position of the request.
     """
     shape: tuple[int, ...] = tuple(getattr(rows, "shape", ()))
     if len(shape) != 3 or shape[0] != tokens or shape[1] <= layers.layers[-1] or shape[2] != layers.chosen:

@@ -1,4 +1,5 @@
-"""What differs between the versions of vLLM that this plugin takes. No other file of it asks for a version."""
+"""Differences between the versions of vLLM that this plugin supports. No other file of the plugin checks the
+version."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rlhf.errors import CapabilityError
 
 
 def release() -> tuple[Any, ...]:
-    """Of the imported vLLM, such as ``(0, 32)``."""
+    """Release of the imported vLLM, such as ``(0, 32)``."""
     import vllm
 
     return vllm.__version_tuple__[:2]
@@ -20,9 +21,9 @@ def release() -> tuple[Any, ...]:
 
 @contextmanager
 def meeting_at(file: Path) -> Iterator[None]:
-    """Inside, the workers of an engine that starts meet through ``file``. vLLM before 0.28 would use a port, and names
-    the memory that workers on a CPU share after what follows the last colon of the address; since then, after the
-    file."""
+    """Context in which the workers of a starting engine meet through ``file``. vLLM before 0.28 would use a port. It
+    names the shared memory of workers on a CPU after the text that follows the last colon of the address; newer
+    versions name it after the file."""
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     modules: tuple[Any, ...] = (multiproc_executor, uniproc_executor)
@@ -41,8 +42,8 @@ def meeting_at(file: Path) -> Iterator[None]:
 
 @contextmanager
 def keeping_process_groups() -> Iterator[None]:
-    """Inside, an engine that is closed leaves the process groups alone, which other engines of the process share. Since
-    0.33 the executor in this process ends the model's groups before the core ends all."""
+    """Context in which closing an engine does not end the process groups, because other engines of the process share
+    them. Since 0.33 the executor in this process ends the model's groups before the core ends all groups."""
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
@@ -58,15 +59,15 @@ def keeping_process_groups() -> Iterator[None]:
 
 
 def rename(mapper: Any, name: str) -> str | None:
-    """What vLLM's ``WeightsMapper`` makes of a tensor's name; None: the model drops it. The method is public since
+    """The name that vLLM's ``WeightsMapper`` gives to a tensor; None if the model drops it. The method is public since
     0.31."""
     renamed: str | None = (getattr(mapper, "map_name", None) or mapper._map_name)(name)
     return renamed
 
 
 def keep_seeds_on_a_cpu() -> None:
-    """Before 0.30 a CPU's sampler draws without seeds for all requests of a batch if one of them, such as a canary, has
-    none. Before 0.29 it also compiles what draws, on a platform that compiles nothing."""
+    """Make a CPU's sampler use seeds. Before 0.30 it samples all requests of a batch without seeds if one of them, such
+    as a canary, has none. Before 0.29 it also compiles the sampling code, on a platform that compiles nothing else."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     sampler: Any = TopKTopPSampler
@@ -75,8 +76,8 @@ def keep_seeds_on_a_cpu() -> None:
 
 
 def require(distribution: str, option: str, behaviour: str) -> None:
-    """Raises CapabilityError where a distribution, such as ``vllm 0.31.2``, is before 0.32, which ``option`` needs.
-    ``behaviour`` says what the older one does."""
+    """Raises CapabilityError if a distribution, such as ``vllm 0.31.2``, is older than 0.32, which ``option`` needs.
+    ``behaviour`` describes what the older version does."""
     number = distribution.split()[-1]
     if tuple(int(part) for part in number.split(".")[:2]) < (0, 32):
         raise CapabilityError(
@@ -85,17 +86,17 @@ def require(distribution: str, option: str, behaviour: str) -> None:
 
 
 def start_beside_numba() -> None:
-    """vLLM 0.32 asks everything that an imported module names for its ``__dict__`` when a worker on a CPU starts.
-    numba's library would answer with a function, and the start would fail."""
+    """Make workers on a CPU start beside numba. At their start, vLLM 0.32 reads ``__dict__`` of everything that an
+    imported module names. numba's library would return a function, and the start would fail."""
     ffi: Any = sys.modules.get("llvmlite.binding.ffi")
     if ffi is not None:
         ffi.lib._fntab.setdefault("__dict__", {})
 
 
 def mend_drafts_on_a_cpu() -> None:
-    """In a worker on a CPU. There vLLM 0.32 leaves ``temperature``, ``top_k`` and ``top_p`` of proposed tokens as the
-    memory happens to be (https://github.com/vllm-project/vllm/issues/55005), and its ``top_k`` ends the engine in a
-    step in which nothing is proposed."""
+    """Mend speculative decoding in a worker on a CPU. There vLLM 0.32 leaves ``temperature``, ``top_k`` and ``top_p``
+    of proposed tokens uninitialised (https://github.com/vllm-project/vllm/issues/55005). Its ``top_k`` also ends the
+    engine in a step without proposals."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -105,7 +106,7 @@ def mend_drafts_on_a_cpu() -> None:
 
 
 def _expand(x_B: Any, ends_B: Any, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-    """The value of each request for each of its proposed tokens, ``[tokens]``. ``ends_B`` counts these tokens up to and
-    including those of a request."""
+    """Repeat the value of each request for each of its proposed tokens, ``[tokens]``. ``ends_B`` is the cumulative
+    number of these tokens."""
     counts_B = ends_B.diff(prepend=ends_B.new_zeros(1))
     return x_B.masked_fill(x_B == replace_from, replace_to).repeat_interleave(counts_B)

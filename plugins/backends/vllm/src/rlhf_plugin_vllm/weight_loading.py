@@ -1,4 +1,5 @@
-"""The weights of an engine: loading and proving them, beside unfinished samples too, and moving them away in sleep."""
+"""The weights of an engine: loading and proving them, also while samples are unfinished, and moving them away in
+sleep."""
 
 from __future__ import annotations
 
@@ -35,16 +36,16 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self._asleep: set[str] = set()
         self._loading: int | None = None
         self._not_ready = "it has no weights yet"
-        """Why nothing can be sampled now; empty if the generator is ready."""
+        """Why sampling is not possible now; empty if the generator is ready."""
         self._broken = ""
         """Why the engine cannot be used any more; empty if it can."""
         self._given_up = False
         self._loads = 0
-        """Loads that were begun."""
+        """Number of loads that were started."""
         self._live: dict[str, VllmRequest] = {}
-        """Unfinished samples by the engine's request names."""
+        """{the engine's request name: unfinished sample}."""
         self._generating = False
-        """Whether an iterator of :meth:`generate` has begun and not ended."""
+        """Whether an iterator of :meth:`generate` has started and not ended."""
         self._early_outputs: list[Any] = []
         """Outputs for unfinished samples that the engine returned while canaries were scored."""
         self._drafts = 0, 0
@@ -59,13 +60,13 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
     # ------------------------------------------------------------------------------------- weights
 
     def begin_load(self, version: int) -> None:
-        """Weights of ``version`` follow. Keys and values of the old weights are dropped. vLLM computes those of
-        unfinished samples again with the new weights. An unfinished load is abandoned.
+        """Start loading the weights of ``version``. Keys and values of the old weights are dropped, and vLLM recomputes
+        those of unfinished samples with the new weights. An unfinished load is abandoned.
 
-        With ``GeneratorSpec.keys = "keep"`` unfinished samples keep theirs. Then no later request finds a key of the
-        old weights, because each request carries the number of loads before it as the salt of its cached prefixes.
+        With ``GeneratorSpec.keys = "keep"`` unfinished samples keep their keys and values. Later requests still find no
+        key of the old weights, because the salt of each request's cached prefixes is the number of earlier loads.
 
-        Raises ModelError while :meth:`generate` goes on.
+        Raises ModelError while :meth:`generate` is active.
         """
         if self._broken:
             raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
@@ -113,7 +114,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         return [replace(first, drafts=drafts), *other_proofs]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
-        """Names of tensors that differ from what the kernels hold; empty if layers are split over workers."""
+        """Names of tensors that differ from the kernels' tensors; empty if layers are split over workers."""
         return next(iter(self._call_workers("rlhf_differing", bucket).values()))
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         return {worker: answer.value for worker, answer in by_worker.items()}
 
     def _change_version(self, version: int) -> None:
-        """What new weights do to unfinished samples: ``GeneratorSpec.in_flight``."""
+        """Apply ``GeneratorSpec.in_flight`` to unfinished samples when the weights change."""
         waiting = self._unfinished()
         if self.spec.in_flight == "restart":
             self._early_outputs = [output for output in self._early_outputs if output.request_id not in waiting]
@@ -154,8 +155,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
     # -------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        """On a GPU that the run's roles share, weights and cache leave the device (``sleep_level``). Elsewhere no
-        memory is freed: cached keys and values are dropped, and nothing is sampled until :meth:`wake`."""
+        """On a GPU that the run's roles share, move weights and cache off the device (``sleep_level``). Elsewhere no
+        memory is freed. Cached keys and values are dropped, and nothing is sampled until :meth:`wake`."""
         if self._asleep:
             return
         if self._live:

@@ -18,9 +18,9 @@ RAY_ADDRESS = "RAY_ADDRESS"
 """Environment variable with the address of the cluster that Ray uses if no address is given."""
 GIB = 2**30
 SHM_MINIMUM = 2 * GIB
-"""Bytes of /dev/shm. Ray keeps its objects there, among them the weights on their way to the engines."""
+"""Minimum bytes of /dev/shm. Ray stores its objects there, including weights in transit to the engines."""
 CONNECT = 3.0
-"""Seconds for one connection."""
+"""Timeout for one connection, in seconds."""
 _START = "start it with `ray start --head` on one node and `ray start --address ADDRESS` on the others"
 
 
@@ -35,7 +35,7 @@ class RayCheck(Check):
 
 
 def installation(examination: Examination) -> Iterator[Finding]:
-    """Ray's installation. With ``--start`` also whether a Ray of its own starts and runs a task."""
+    """Ray's installation. With ``--start`` also whether a separate Ray starts and runs a task."""
     if importlib.util.find_spec("ray") is None:
         yield Finding("ray", "skipped", "not installed; needed by the launcher `ray` only")
         return
@@ -56,7 +56,7 @@ def installation(examination: Examination) -> Iterator[Finding]:
 
 
 def cluster(examination: Examination) -> Iterator[Finding]:
-    """The cluster that the launcher would use: the one at its address, or the one that RAY_ADDRESS names."""
+    """The cluster that the launcher would use: the one at its address, or the one in RAY_ADDRESS."""
     if address := examination.launcher_options.get("address"):
         yield from check_nodes(examination, str(address))
     elif examination.launcher not in (None, "ray"):
@@ -98,7 +98,8 @@ def check_nodes(examination: Examination, address: str) -> list[Finding]:
 
 
 def closed(address: str, timeout: float) -> str:
-    """Why nothing answers at ``host:port`` (also after ``ray://``); empty for a port that accepts, and for ``auto``."""
+    """Why nothing answers at ``host:port`` (also after ``ray://``). Empty if the port accepts connections, and for
+    ``auto``."""
     place = address.rpartition("://")[2]
     host, colon, port = place.rpartition(":")
     if not colon or not port.isdigit():

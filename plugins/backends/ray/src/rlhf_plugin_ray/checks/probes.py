@@ -1,4 +1,4 @@
-"""Probes about Ray: they run in a child process of ``rlhf doctor``."""
+"""Probes of Ray, which run in a child process of ``rlhf doctor``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def ray_version(argument: Any, report: Report) -> None:
 
 
 def start(argument: Any, report: Report) -> None:
-    """Start a small Ray of its own, on the loopback interface alone, run one task, and stop it."""
+    """Start a small separate Ray, only on the loopback interface, run one task, and stop it."""
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:  # not /tmp/ray: a running Ray uses it
+    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:  # not /tmp/ray, which a running Ray uses
         options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 * 2**20, "_temp_dir": folder}
         ray.init(address="local", num_cpus=1, log_to_driver=False, **options)
         try:

@@ -1,1 +1,1 @@
-"""The Ray cluster: connecting to it, and reserving its devices."""
+"""The Ray cluster: connection, and reservation of its devices."""

@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, or starting one for this run. A cluster that the run started leaves no processes."""
+"""Connects to a Ray cluster, or starts one for this run. A cluster that the run started leaves no processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _START = (
 
 
 class Cluster:
-    """The connection of this process to Ray. The first launcher makes it, and the launcher that made it ends it."""
+    """The connection of this process to Ray. The first launcher creates it, and the same launcher ends it."""
 
     def __init__(self, config: RayConfig) -> None:
         self.is_owner = not ray.is_initialized()
@@ -81,7 +81,7 @@ class Cluster:
             ) from cause
 
     def _check(self, config: RayConfig) -> None:
-        """This process is connected already: refuse options that ask for another cluster."""
+        """Refuse options that request another cluster, because this process is already connected."""
         names = [name for name in ("cpus", "object_store_gib") if getattr(config, name) is not None]
         address = ray.get_runtime_context().gcs_address
         if names or config.address not in (None, "auto", address):
@@ -100,7 +100,7 @@ class Cluster:
         return sorted(nodes, key=lambda n: (n.address, n.id))
 
     def close(self) -> None:
-        """Disconnect. A Ray that this object started ends."""
+        """Disconnect. If this object started Ray, Ray ends."""
         if self.is_owner:
             self.is_owner = False
             if self.control.lost:
@@ -125,7 +125,7 @@ def _of_environment(config: RayConfig) -> str:
 
 
 def _keep_exit_codes() -> None:
-    """Reset SIGCHLD. With its subreaper Ray ignores this signal in the driver too, and then the driver loses the exit
+    """Reset SIGCHLD. With its subreaper, Ray ignores this signal in the driver too, and the driver then loses the exit
     codes of its child processes.
 
     Python does not see a signal that C code ignores, and a process can inherit the ignored signal from its parent.
@@ -135,9 +135,9 @@ def _keep_exit_codes() -> None:
 
 
 class LoopbackOnly:
-    """A context in which a Ray that starts takes the address 127.0.0.1, so that no other machine can reach it.
+    """Context in which a starting Ray uses the address 127.0.0.1, so that no other machine can reach it.
 
-    Without Ray's switch for laptops Ray takes the machine's network address, whatever its options say.
+    Without Ray's switch for laptops, Ray uses the machine's network address, regardless of its options.
     """
 
     def __enter__(self) -> None:

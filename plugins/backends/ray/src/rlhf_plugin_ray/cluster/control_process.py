@@ -1,4 +1,4 @@
-"""Detects that Ray's control process (GCS) is gone, before Ray ends this process because of it."""
+"""Detects the loss of Ray's control process (GCS) before Ray ends this process because of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rlhf.errors import WorkerError
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _OWN_SECONDS = 3.0
-"""Limit without an answer, for a GCS that this process started: nobody restarts it."""
+"""Seconds without an answer of a GCS that this process started. Nobody restarts it."""
 _CLUSTER_SECONDS = 30.0
-"""Limit for the GCS of a cluster, which may be restarted. After 60 seconds Ray itself ends this process."""
+"""Seconds without an answer of a cluster's GCS, which may be restarted. After 60 seconds Ray itself ends this
+process."""
 _END_SECONDS = 20.0
 """Time for the run to end by itself with the error. After it this process is ended, as Ray would do."""
 
@@ -27,13 +28,13 @@ class ControlProcessMonitor:
     def __init__(self, address: str, is_owner: bool) -> None:
         """``is_owner``: this process started the GCS."""
         self.lost = ""
-        """The message, once the GCS is gone."""
+        """The message about the loss of the GCS; empty while it is reachable."""
         self._address, self._is_owner = address, is_owner
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="ray-control", daemon=True).start()
 
     def check(self) -> None:
-        """Raises WorkerError once the GCS is gone."""
+        """Raises WorkerError if the GCS is lost."""
         if self.lost:
             raise WorkerError(self.lost)
 
@@ -70,14 +71,14 @@ class ControlProcessMonitor:
 
 
 def kill_own_ray() -> None:
-    """Kill the processes of the Ray that this process started, if it started one. The workers notice it and end;
-    otherwise they would outlive the GCS by a minute."""
+    """Kill the processes of a Ray that this process started. The workers notice it and end. Otherwise they would
+    outlive the GCS by a minute."""
     if (node := ray_worker._global_node) is not None:
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 def why_unreachable(address: str) -> str:
-    """Why nothing answers at HOST:PORT; empty if something answers. Ray itself would take minutes to find out."""
+    """Why nothing answers at HOST:PORT; empty if something answers. Ray itself would take minutes to detect it."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         return ""

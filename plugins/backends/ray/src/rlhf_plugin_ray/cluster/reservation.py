@@ -20,7 +20,7 @@ class Reservation:
     """One placement group. The constructor waits for the devices; ConfigError if the cluster does not provide them."""
 
     def __init__(self, places: Mapping[str, Place], kind: str, config: RayConfig) -> None:
-        """``kind``: ``GPU`` | ``CPU``, what the devices are."""
+        """``kind``: ``GPU`` | ``CPU``, the kind of the devices."""
         self._timeout = config.start_timeout
         bundles = bundles_of(places, kind)
         self._group = placement_group([dict(b.resources) for b in bundles], strategy=config.strategy)
@@ -37,7 +37,7 @@ class Reservation:
             self.nodes: list[str] = [node_ids[n] for n in range(len(bundles))]
             """The node id of each bundle."""
             self.allocations = allocate(places, bundles, self.nodes)
-            """By role, in rank order."""
+            """Allocations by role, in rank order."""
         except BaseException:
             self.release()
             raise

@@ -1,1 +1,1 @@
-"""A vLLM engine in this process: starting it, isolating it, and cleaning up after it."""
+"""A vLLM engine in this process: start, isolation and cleanup."""

@@ -1,4 +1,4 @@
-"""What an engine needs in order to compute with its base and adapters beside it."""
+"""Settings of an engine that computes with its base and with adapters beside it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rlhf.interfaces import GeneratorSpec, LowRankAdapters
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""For which vLLM reserves memory."""
+"""Ranks for which vLLM reserves memory."""
 ADAPTER = 1
-"""vLLM's number of the adapter that requests name."""
+"""vLLM's number of the adapter in requests."""
 
 
 def refusal(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None) -> str:
-    """See :meth:`rlhf.interfaces.Generator.refuses_adapters`. Whether vLLM's class for the model takes adapters, vLLM
-    says when the engine starts.
+    """See :meth:`rlhf.interfaces.Generator.refuses_adapters`. When the engine starts, vLLM checks whether its class for
+    the model supports adapters.
 
     Args:
-        device: ``cpu`` | ``cuda``; None: not known.
+        device: ``cpu`` | ``cuda``; None: unknown.
     """
     assert spec.adapters is not None
     if config.pipeline_parallel > 1:
@@ -36,7 +36,8 @@ def refusal(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None
 
 
 def adapter_arguments(adapters: LowRankAdapters) -> dict[str, Any]:
-    """Arguments for vLLM's ``EngineArgs``. Other layers get no memory for adapters: that of a head would be large."""
+    """Arguments for vLLM's ``EngineArgs``. Layers without adapters get no memory for them, which would be large for a
+    head."""
     return {
         "enable_lora": True,
         "max_loras": 1,

@@ -20,18 +20,18 @@ WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform, dtype: str) -> dict[str, Any]:
-    """Arguments for vLLM's ``EngineArgs``, for an engine that starts now. vLLM gets no tokenizer: the run encodes and
-    decodes text. Only processors of images need one.
+    """Arguments for vLLM's ``EngineArgs``, for an engine that starts now. vLLM gets no tokenizer, because the run
+    encodes and decodes text. Only processors of images need one.
 
-    Raises CapabilityError where the model, or a part of a sequence, does not fit.
+    Raises CapabilityError if the model, or a part of a sequence, does not fit.
     """
     length, tokens = prefill_tokens(config, spec, platform)
     chosen: dict[str, Any] = {
         "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
         "skip_tokenizer_init": spec.max_images == 0,
         "limit_mm_per_prompt": {"image": spec.max_images, "video": 0, "audio": 0},
-        "mm_processor_cache_gb": 0,  # the pixels of an image are kept by ImagePrompts
-        "skip_mm_profiling": platform.cpu,  # the size of the cache is given, so that nothing has to be measured
+        "mm_processor_cache_gb": 0,  # ImagePrompts keeps the pixels of images
+        "skip_mm_profiling": platform.cpu,  # the size of the cache is fixed, so nothing is measured
         "trust_remote_code": spec.trust_remote_code,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
         "quantization": config.quantization,
@@ -46,8 +46,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platfo
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": WORKER,
-        # With it the next tokens are computed before the last ones are known here. A sync between two steps would give
-        # them to the weights that come after it (``Turn.versions``).
+        # With it, vLLM computes the next tokens before the last ones are known here. A sync between two steps would
+        # attribute them to the new weights (``Turn.versions``).
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -58,8 +58,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platfo
     if space is not None:
         chosen["kv_cache_memory_bytes"] = int(space * 2**30)
     if platform.cpu:
-        # For a seeded prompt in two chunks vLLM reads the offset of the generator. A CPU generator has none: the engine
-        # would die.
+        # For a seeded prompt in two chunks vLLM reads the offset of the generator. A CPU generator has none, so the
+        # engine would die.
         chosen["enable_chunked_prefill"] = False
     else:
         if config.chunked_prefill is not None:
@@ -76,8 +76,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platfo
 
 
 def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> tuple[int, int]:
-    """(longest sequence, tokens of one forward pass). Raises CapabilityError if a prompt would have to be split
-    that is not: on a CPU, and without ``chunked_prefill``."""
+    """(longest sequence, tokens of one forward pass). Raises CapabilityError if a prompt would have to be split but
+    cannot be: on a CPU, and without ``chunked_prefill``."""
     length = _length(spec)
     tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences * config.step_tokens)
     if (platform.cpu or config.chunked_prefill is False) and tokens < length:

@@ -1,7 +1,7 @@
-"""The memory of an engine's GPUs at its start: the fraction that vLLM may take, and whether the model fits at all.
+"""The memory of an engine's GPUs at its start: the fraction that vLLM may use, and whether the model fits at all.
 
-Roles are loaded before the engine, and other processes may use its GPUs. vLLM refuses to start where less is free than
-the fraction that it is given, even if the size of the cache is given too.
+Roles are loaded before the engine, and other processes may use its GPUs. vLLM refuses to start if less memory is free
+than its fraction, even if the size of the cache is also set.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
     """vLLM's ``gpu_memory_utilization`` for an engine that starts now.
 
     Args:
-        folder: of the model.
-        dtype: ``fp32`` | ``bf16``, of the engine's weights.
+        folder: folder of the model.
+        dtype: ``fp32`` | ``bf16``, dtype of the engine's weights.
 
-    Raises CapabilityError, with the numbers, where too little memory is free.
+    Raises CapabilityError, with the numbers, if too little memory is free.
     """
     workers = config.tensor_parallel * config.pipeline_parallel
     free, total = free_and_total(workers)
     if config.kv_cache_gib is not None:
-        budget, fraction = free, free / total / 2  # vLLM only compares it with what is free
+        budget, fraction = free, free / total / 2  # vLLM only compares it with the free memory
     elif config.memory_share is None and spec.shares_devices:
         budget, fraction = int(MEMORY_SHARE * free), MEMORY_SHARE * free / total
     else:
@@ -55,7 +55,7 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
                 f"{_gib(total - free)}. Set generator.memory_share = {math.floor(90 * free / total) / 100:g} or less, "
                 "or generator.kv_cache_gib; or end the other processes (nvidia-smi lists them)."
             )
-    if reads_images(spec.path) and not spec.max_images:  # vLLM loads the text part only, whose size is not known here
+    if reads_images(spec.path) and not spec.max_images:  # vLLM loads only the text part, whose size is unknown here
         return fraction
     element = {"fp32": 4, "bf16": 2}[dtype] if config.quantization is None else 1  # at least: the embedding has 2
     weights = math.ceil(_elements(folder) * element / workers)
@@ -74,10 +74,10 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
 
 
 def free_and_total(devices: int) -> tuple[int, int]:
-    """Bytes that are free, and bytes in total, on the fullest of this process's first ``devices`` GPUs."""
+    """Free bytes and total bytes, on the fullest of this process's first ``devices`` GPUs."""
     if devices == 1:
         gc.collect()
-        torch.cuda.empty_cache()  # of a trainer in this process
+        torch.cuda.empty_cache()  # from a trainer in this process
         return torch.cuda.mem_get_info(0)
     # A worker process computes on each device. Asking here would leave half a GiB of CUDA context on each.
     command = [sys.executable, "-c", _MEASURE, str(devices)]
@@ -93,14 +93,14 @@ def free_and_total(devices: int) -> tuple[int, int]:
 
 
 def _elements(folder: Path) -> int:
-    """Numbers in the model's files of weights."""
+    """Number of elements in the model's weight files."""
     index = folder / INDEX
     names = {"model.safetensors"}
     if index.is_file():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     count = 0
     for name in sorted(names):
-        if not (folder / name).is_file():  # vLLM names what is missing
+        if not (folder / name).is_file():  # vLLM reports the missing file
             continue
         with safe_open(folder / name, "pt") as file:
             count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118 - no dict

@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> None:
         self.platform = platform
         self.images = spec.max_images
-        """Most images of a request."""
+        """Maximum number of images per request."""
         self.dtype = engine_precision(config, spec, platform)
         """``fp32`` | ``bf16``."""
         binding = thread_binding(config) if platform.cpu else None
@@ -90,9 +90,9 @@ class Engine:
         self._adapter = adapter_request() if spec.adapters is not None else None
         model = self._llm.model_config
         self.length: int = model.max_model_len
-        """Longest sequence in tokens, including the sampled ones."""
+        """Number of tokens of the longest sequence, including sampled ones."""
         self.vocabulary: int = model.get_vocab_size()
-        """Token ids are below it."""
+        """Size of the vocabulary. Token ids are below it."""
 
     def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> Any:
         if platform.cpu and config.eager is not False:
@@ -104,7 +104,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         vllm.envs.disable_envs_cache()  # an earlier engine cached the environment of its start
-        prepare()  # vLLM calls it for the first engine of a process only
+        prepare()  # vLLM calls it only for the first engine of a process
         if config.speculative is not None:
             start_numba()
         prepared = EngineArgs(**arguments(config, spec, platform, self.dtype)).create_engine_config()
@@ -134,9 +134,9 @@ class Engine:
         weights: str = "",
         base: bool = False,
     ) -> None:
-        """Queue a request; its output carries ``name``. It shares cached keys and values with requests of the same
-        ``salt`` only, and cached features of images with requests of the same ``weights`` only. With ``base`` it is
-        computed without the adapter; vLLM shares no keys and values between the two."""
+        """Queue a request; its output carries ``name``. It shares cached keys and values only with requests of the same
+        ``salt``, and cached features of images only with requests of the same ``weights``. With ``base`` it is computed
+        without the adapter; vLLM shares no keys and values between the two."""
         from vllm.inputs.engine import tokens_input
 
         prompt = self._images.prompt(ids, images, weights, salt) if images else tokens_input(list(ids), cache_salt=salt)
@@ -166,13 +166,13 @@ class Engine:
             return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 
     def token_counts(self, names: Sequence[str]) -> list[int]:
-        """Number of tokens sampled so far, of unfinished requests."""
+        """Number of tokens sampled so far for unfinished requests."""
         scheduled, processor = self._llm.engine_core.engine_core.scheduler.requests, self._llm.output_processor
         return [scheduled[processor.external_req_ids[name][0]].num_output_tokens for name in names]
 
     def forget_prefixes(self, under_way: bool = False) -> None:
-        """Drop cached keys, values and features of images. With ``under_way`` also those of unfinished requests; vLLM
-        recomputes them."""
+        """Drop cached keys, values and features of images. With ``under_way`` also those of unfinished requests, which
+        vLLM recomputes."""
         if not self._llm.reset_prefix_cache(under_way):
             raise ModelError("vLLM keeps keys and values of old weights: there are unfinished requests")
         if self.images:
@@ -204,7 +204,7 @@ class Engine:
 
 
 def engine_precision(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform) -> str:
-    """``fp32`` | ``bf16``. Raises CapabilityError where the device does not compute in it."""
+    """``fp32`` | ``bf16``. Raises CapabilityError if the device does not support it."""
     dtype = config.dtype if config.dtype != "auto" else spec.dtype
     return choose_precision(dtype, torch.device(platform.device)).name
 

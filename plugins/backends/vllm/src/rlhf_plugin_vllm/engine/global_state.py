@@ -1,9 +1,10 @@
-"""Starts vLLM inside a process that also does other work: restores global state that vLLM changes, and silences it.
+"""Starts vLLM inside a process that also does other work. Restores global state that vLLM changes, and limits its
+logging.
 
-vLLM is written for a process of its own. When it starts it seeds the global random generators, replaces
-``torch.set_num_threads`` by a function that does nothing, binds the process's memory to one NUMA node, sets the
-precision of fp32 products and a dozen environment variables, and logs to the terminal. On a GPU it replaces the
-thread's stream, at the start or in a later call, and remembers its own.
+vLLM expects a separate process. At its start it seeds the global random generators, replaces ``torch.set_num_threads``
+by a function that does nothing, binds the process's memory to one NUMA node, sets the precision of fp32 products and a
+dozen environment variables, and logs to the terminal. On a GPU it replaces the thread's stream, at the start or in a
+later call, and keeps using its own.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import numpy as np
 import torch
 
 LEVEL = "RLHF_VLLM_LOG"
-"""Environment variable with vLLM's log level (``INFO``, ``DEBUG``, ...). Without it and vLLM's own: errors only."""
+"""Environment variable with vLLM's log level (``INFO``, ``DEBUG``, ...). If neither it nor vLLM's own variable is set,
+only errors are logged."""
 PRODUCTS = "TRITON_F32_DEFAULT"
-"""Triton's environment variable: how a kernel that does not say it multiplies fp32 numbers. It is a part of the names
-under which Triton keeps compiled kernels."""
+"""Triton's environment variable for the precision of fp32 products in kernels that do not set it. It is a part of the
+names under which Triton keeps compiled kernels."""
 KEPT_PREFIXES = ("VLLM_", "TORCHINDUCTOR_", "TRITON_")
 """Prefixes of variables that are not restored, because vLLM reads them later."""
 
@@ -35,8 +37,9 @@ def log_level() -> str:
 
 @contextmanager
 def isolated(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside the context ``variables`` are set in the environment of this process and of workers that it starts. After
-    it random states, the number of threads, the environment and what :func:`engine_state` exchanges are as before."""
+    """Context in which ``variables`` are set in the environment of this process and of workers that it starts.
+    Afterwards random states, the number of threads, the environment and the state of :func:`engine_state` are as
+    before."""
     old_environment = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state()
@@ -63,12 +66,12 @@ def isolated(variables: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TorchState:
-    """What vLLM changes in torch and goes on to use."""
+    """The state of torch that vLLM changes and keeps using."""
 
     stream: torch.cuda.Stream | None
-    """Of this thread; None where CUDA is not in use."""
+    """The stream of this thread; None if CUDA is not in use."""
     products: str | None
-    """``torch.get_float32_matmul_precision``; None where the process mixed torch's two ways to set it."""
+    """``torch.get_float32_matmul_precision``; None if the process mixed torch's two ways to set it."""
     backends: tuple[str, ...]
     """The precision of fp32 products of each of :func:`_backends`."""
 
@@ -82,7 +85,7 @@ class TorchState:
         return cls(stream, products, tuple(backend.fp32_precision for backend in _backends()))
 
     def replace(self, other: TorchState) -> None:
-        """Make this the state in place of ``other``, the current one. Later work is ordered after earlier work."""
+        """Make this the current state, replacing ``other``. Later work is ordered after earlier work."""
         if (self.products, self.backends) != (other.products, other.backends):
             if self.products is not None:
                 torch.set_float32_matmul_precision(self.products)
@@ -101,7 +104,7 @@ _of_engines: TorchState | None = None
 
 @contextmanager
 def engine_state() -> Iterator[None]:
-    """Inside, torch is in the state in which vLLM left it; after it in that of the caller."""
+    """Context in which torch is in the state in which vLLM left it. Afterwards it is in the caller's state again."""
     global _of_engines
     caller_state = TorchState.current()
     if _of_engines is not None:
@@ -119,7 +122,7 @@ def _backends() -> tuple[Any, ...]:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restore torch's global random states: vLLM draws from them even if every request has a seed."""
+    """Restore torch's global random states, because vLLM draws from them even if every request has a seed."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
@@ -131,18 +134,18 @@ def skip_numa_binding() -> None:
 
 
 def disable_small_compiles() -> None:
-    """Keep vLLM from compiling small helper functions with inductor, which it does even for an uncompiled model and
-    which needs a C++ compiler and seconds. Must be called before vLLM's other modules are imported."""
+    """Keep vLLM from compiling small helper functions with inductor. It does so even for an uncompiled model, which
+    needs a C++ compiler and seconds. Must be called before vLLM's other modules are imported."""
     from vllm.platforms import current_platform
 
     current_platform.simple_compile_backend = "eager"
 
 
 def use_exact_products() -> None:
-    """Let Triton's kernels of this process, and of workers that it starts, multiply fp32 numbers as fp32. On GPUs
-    vLLM computes attention in fp32 by a Triton kernel, whose products are in TF32 unless something else is asked for:
-    log-probs would differ from the trainer's by more than ``sync.tolerance`` allows.
+    """Make Triton's kernels of this process, and of workers that it starts, multiply fp32 numbers in fp32. On GPUs vLLM
+    computes attention in fp32 with a Triton kernel, whose products are in TF32 by default. Log-probs would then differ
+    from the trainer's by more than ``sync.tolerance`` allows.
 
-    Kernels are compiled when they are first used, so the variable stays. A value of the user's counts.
+    Kernels are compiled when they are first used, so the variable stays set. A value set by the user has priority.
     """
     os.environ.setdefault(PRODUCTS, "ieee")

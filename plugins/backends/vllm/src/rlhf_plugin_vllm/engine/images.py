@@ -1,4 +1,5 @@
-"""Prompts with images: what vLLM's processor makes of each image, at the place where the run has its tokens."""
+"""Prompts with images: the input that vLLM's processor computes from each image, at the image's place in the run's
+tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ from rlhf.types.arrays import IntArray
 from rlhf_hub.processors import open_image
 
 MAX_IMAGES = 64
-"""Number of images whose pixels are kept. The requests of a group come one after another with the same images."""
+"""Number of images whose pixels are kept. Consecutive requests of a group have the same images."""
 
 
 class ImagePrompts:
-    """Makes vLLM's input of tokens and images.
+    """Creates vLLM's input from tokens and images.
 
-    vLLM would look for placeholders in the whole prompt and expand each of them. It cannot tell an image's token from
-    an equal token that the policy sampled, and it expands tokens that are already expanded. Therefore vLLM gets each
-    image alone, in its short form. Its tokens must be those of the run. Then the run's own tokens are the prompt.
+    vLLM would search the whole prompt for placeholders and expand each of them. It cannot distinguish an image's token
+    from an equal token that the policy sampled, and it expands tokens that are already expanded. Therefore vLLM gets
+    each image separately, in its short form. Its tokens for the image must equal the run's tokens. Then the run's own
+    tokens are the prompt.
 
     Args:
-        renderer: vLLM's.
+        renderer: vLLM's renderer.
     """
 
     def __init__(self, renderer: Any) -> None:
@@ -36,10 +38,10 @@ class ImagePrompts:
         """vLLM's ``MultiModalInput``.
 
         Args:
-            ids: as the trainer sees them, images expanded.
+            ids: the trainer's token ids, with images expanded.
             weights: names the weights. An image's features are cached under its content and this name.
 
-        Raises ModelError where vLLM makes other tokens of an image than the run has.
+        Raises ModelError if vLLM's tokens of an image differ from the run's.
         """
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems

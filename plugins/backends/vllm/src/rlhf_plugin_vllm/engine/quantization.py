@@ -1,4 +1,4 @@
-"""What an engine needs to quantise the weights that it gets, and where it is refused."""
+"""Settings of an engine that quantises its weights, and the checks that refuse it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlhf_plugin_vllm.platforms import Platform
 from rlhf_plugin_vllm.versions import require
 
 SCALE = 4
-"""Bytes of the scale of a row."""
+"""Bytes of a row's scale."""
 
 
 def check_quantization(
     config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None, experts: int
 ) -> None:
-    """Raises CapabilityError where vLLM would not quantise, or where no test proves the samples or the sync.
+    """Raises CapabilityError if vLLM would not quantise, or if no test proves the samples or the sync.
 
     Args:
-        experts: of a layer of the model.
+        experts: number of experts per layer of the model.
     """
     if config.quantization is None:
         return
@@ -49,6 +49,6 @@ def check_quantization(
 
 
 def bytes_saved(size: ModelSize, element: float) -> float:
-    """Bytes that quantised linear layers save, with ``element`` bytes per unquantised weight. Layers of one name count
-    as equal."""
+    """Bytes that quantised linear layers save, with ``element`` bytes per unquantised weight. Layers with the same name
+    count as equal."""
     return sum(i * o // count * (element - 1) - SCALE * o for _, i, o, count in size.linear)

@@ -1,4 +1,4 @@
-"""What an engine needs for speculative decoding, and where it is refused."""
+"""Settings of an engine with speculative decoding, and the checks that refuse it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_plugin_vllm.config import SpeculativeConfig, VllmGeneratorConfig
 
 
 def check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, samplings: Sequence[Sampling]) -> None:
-    """Raises CapabilityError where the distribution of samples would be another one, or where no test proves it."""
+    """Raises CapabilityError if the distribution of samples would change, or if no test proves that it does not."""
     refused = {
         "sampling.min_p: vLLM would accept tokens that it excludes": any(s.min_p > 0 for s in samplings),
         "generator.pipeline_parallel > 1, with which no test proves the samples": config.pipeline_parallel > 1,
@@ -30,9 +30,9 @@ def check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, sampling
 def speculative_arguments(config: SpeculativeConfig, sequences: int) -> dict[str, Any]:
     """Arguments for vLLM's ``EngineArgs``.
 
-    A schedule by the number of samples, here always the same, keeps vLLM from filling up the first step of a sample
-    whose prompt is cached but for one token. A seed would draw other tokens then, and on a CPU the distribution would
-    be wrong: vLLM's kernel reads the probability of token -1.
+    The schedule by the number of samples is constant here. It keeps vLLM from filling up the first step of a sample
+    whose prompt is cached except for one token. Otherwise a seed would draw different tokens. On a CPU the distribution
+    would also be wrong, because vLLM's kernel reads the probability of token -1.
     """
     return {
         "speculative_config": {
@@ -47,8 +47,8 @@ def speculative_arguments(config: SpeculativeConfig, sequences: int) -> dict[str
 
 
 def start_numba() -> None:
-    """numba sets the number of OpenMP's threads, which are torch's too, when it starts its own. vLLM would make it do
-    so at the first proposal, where nothing restores the number."""
+    """Start numba's threads now. This sets the number of OpenMP's threads, which torch shares. vLLM would start them at
+    the first proposal, where nothing restores the number."""
     from vllm.v1.spec_decode.ngram_proposer import get_num_threads
 
     get_num_threads()

@@ -1,7 +1,7 @@
-"""Files and shared memory of an engine: giving them unique names, and removing them.
+"""Unique names and removal of the files and shared memory of an engine.
 
-vLLM does not remove the file through which an engine's workers find each other. After a worker was killed it also
-leaves that worker's sockets and queues, and the shared memory through which workers on a CPU sum their results.
+vLLM does not remove the file through which an engine's workers find each other. If a worker is killed, vLLM also leaves
+its sockets and queues, and the shared memory in which workers on a CPU sum their results.
 
 When the engine's own process is killed, the next engine on the machine removes its files. Every living engine holds a
 lock on a file in its folder; the file lists the engine's shared memory.
@@ -50,7 +50,7 @@ class TemporaryFiles:
         """Name of the file through which workers meet; also the prefix of their shared memory on a CPU."""
         self._segments: list[str] = []
         self._buffers: list[weakref.ref[Any]] = []
-        """Buffers of segments that vLLM would remove in this process too."""
+        """Buffers of segments that vLLM would also remove in this process."""
         self._owner = _locked(self.folder)
         self._write_owner_file()
         self.remove = weakref.finalize(
@@ -77,7 +77,7 @@ class TemporaryFiles:
         self._write_owner_file()
 
     def _write_owner_file(self) -> None:
-        """Write what another process must remove after this process was killed."""
+        """Write the names of everything that another process must remove if this process is killed."""
         text = json.dumps({"meeting": self.meeting, "segments": self._segments}).encode()
         os.pwrite(self._owner, text, 0)  # the text never gets shorter
 
@@ -90,11 +90,11 @@ def _mapped(process: int) -> set[str]:
 
 
 def sweep(place: Path) -> None:
-    """Remove what engines of killed processes left: folders in ``place``, and the shared memory that they list."""
+    """Remove leftovers of engines of killed processes: folders in ``place``, and the shared memory that they list."""
     for folder in place.glob(f"{PREFIX}*"):
         try:
             file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # it is being made or removed, or belongs to another user
+        except OSError:  # it is being created or removed, or belongs to another user
             continue
         try:
             if os.fstat(file).st_uid != os.getuid():  # every user may write to a temporary folder
@@ -120,7 +120,7 @@ def _locked(folder: Path) -> int:
 def _remove(
     process: int, folder: Path, meeting: str, segments: list[str], buffers: list[weakref.ref[Any]], owner: int
 ) -> None:
-    if os.getpid() != process:  # this is a worker that was forked from the engine's process
+    if os.getpid() != process:  # a worker that was forked from the engine's process
         return
     for buffer in buffers:
         if (alive := buffer()) is not None:
@@ -133,7 +133,7 @@ def _remove_all(folder: Path, meeting: str, segments: list[str]) -> None:
     for name in segments:
         try:
             segment = SharedMemory(name)
-        except FileNotFoundError:  # its maker has removed it
+        except FileNotFoundError:  # its creator has removed it
             continue
         segment.unlink()
         segment.close()

@@ -1,4 +1,4 @@
-"""The processes of an engine's workers: detecting and reporting the death of one at once."""
+"""The worker processes of an engine. The death of a worker is detected and reported at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from rlhf.errors import WorkerError
 
 GRACE_SECONDS = 2.0
-"""How long to wait after a failed call, until the death of a worker that may be its cause becomes visible."""
+"""Seconds to wait after a failed call for the death of a worker, which may be its cause, to become visible."""
 CLOSING_SECONDS = 3.0
-"""How long workers may take to end by themselves when an engine is closed."""
+"""Seconds for workers to end by themselves when an engine is closed."""
 
 
 class WorkerProcesses:
@@ -36,7 +36,7 @@ class WorkerProcesses:
             self._watcher.start()
 
     def _watch(self) -> None:
-        """Kill the other workers when one died. They wait for the dead one, some ignore all signals but SIGKILL, and
+        """Kill the other workers if one died. They wait for the dead one, some ignore all signals except SIGKILL, and
         vLLM would wait for them."""
         wait([process.sentinel for process in self._processes])
         if self._closing.is_set():
@@ -59,8 +59,8 @@ class WorkerProcesses:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """A context for calls that need the workers. Raises WorkerError if a worker is dead before, or if its death
-        made the call fail."""
+        """Context for calls that need the workers. Raises WorkerError if a worker is already dead, or if its death made
+        the call fail."""
         self.check()
         try:
             yield
@@ -92,7 +92,7 @@ class WorkerProcesses:
 
 
 def _end(process: Any) -> str:
-    """How a process ended."""
+    """Description of how a process ended."""
     end = time.monotonic() + 1
     while process.exitcode is None and time.monotonic() < end:  # another thread is collecting it
         time.sleep(0.01)

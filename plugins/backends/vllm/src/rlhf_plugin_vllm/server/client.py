@@ -33,8 +33,8 @@ class VllmServer(EngineServer):
         return [answer["value"] for answer in answers]
 
     async def pause(self, timeout: float) -> None:
-        """Requests of others, such as a chat, end first; new ones wait for :meth:`resume`, or are refused by vLLM 0.33.
-        An engine that samples while weights are loaded dies. Raises SyncError."""
+        """Pause sampling. Requests of other clients, such as a chat, end first. New ones wait for :meth:`resume`, or
+        are refused by vLLM 0.33. An engine that samples while weights are loaded dies. Raises SyncError."""
         await self.control("/pause?mode=wait", "/pause?mode=wait", timeout)
 
     async def resume(self, timeout: float) -> None:

@@ -15,10 +15,10 @@ from rlhf_plugin_vllm.server.client import VllmServer
 class VllmServerGenerator(ServerGenerator):
     """vLLM's OpenAI server at each of ``urls``: one engine, or several with the same weights.
 
-    Requests and samples are tokens, seeds and log-probs are as those of ``vllm``. Weights pass through files, bucket by
-    bucket; each worker of each server fingerprints what it read. The servers stay as they are when the run ends, with
-    its last weights. Before samples are handed on, the servers that drew them are asked whether they still hold the
-    weights: one that was started anew ends the run.
+    Requests and samples are tokens. Seeds and log-probs are the same as for ``vllm``. Weights pass through files,
+    bucket by bucket; each worker of each server fingerprints the data that it read. When the run ends, the servers keep
+    its last weights. Before samples are passed on, their servers are asked whether they still hold the weights. A
+    restarted server ends the run.
     """
 
     name = "vllm_server"
@@ -33,8 +33,8 @@ class VllmServerGenerator(ServerGenerator):
         return VllmServer(url, headers, self.config.timeout, self.config.attempts)
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        """The request in vLLM's form of the OpenAI protocol. What a model's ``generation_config.json`` could change is
-        named."""
+        """The request in vLLM's form of the OpenAI protocol. It sets everything that a model's
+        ``generation_config.json`` could change."""
         s = request.sampling
         return {
             "prompt": list(request.ids),
@@ -61,7 +61,7 @@ class VllmServerGenerator(ServerGenerator):
 
 
 def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
-    """Why a server cannot be used; empty: it can."""
+    """Why a server cannot be used; empty if it can."""
     rules = (
         (
             facts["logprobs_mode"] == "processed_logprobs",

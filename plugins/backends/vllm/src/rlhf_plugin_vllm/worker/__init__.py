@@ -1,1 +1,1 @@
-"""What runs in each of an engine's workers: loading weights and checking them."""
+"""The code that runs in each of an engine's workers: loading and checking weights."""

@@ -1,7 +1,7 @@
 """Loads low-rank adapters from memory into a running vLLM model, beside its base's weights.
 
-vLLM itself reads adapters from files. Here each worker makes vLLM's own objects from the tensors that it received, and
-puts them into the slot that requests name (:data:`ADAPTER`), unless they are for the base.
+vLLM itself reads adapters from files. Here each worker creates vLLM's objects from the received tensors, and puts them
+into the slot that requests name (:data:`ADAPTER`). Requests for the base do not name it.
 
 Shape suffixes: R rank, I inputs and O outputs of a layer.
 """
@@ -28,8 +28,8 @@ from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 
 class AdapterLoads:
-    """Loads of one worker's model, one after the other: :meth:`begin`, buckets by :meth:`take`, then :meth:`end` or
-    :meth:`abandon`. A load brings the base's tensors, the adapters', or both."""
+    """Consecutive loads of one worker's model: :meth:`begin`, buckets by :meth:`take`, then :meth:`end` or
+    :meth:`abandon`. A load contains the base's tensors, the adapters', or both."""
 
     def __init__(self, runner: Any, model_config: Any, adapters: LowRankAdapters, has_whole_layers: bool) -> None:
         """``has_whole_layers``: the worker has whole layers, not parts of them."""
@@ -39,7 +39,7 @@ class AdapterLoads:
         self.names = TensorNames(self.model)
         self.dtype: torch.dtype = self.manager.lora_config.lora_dtype
         self.has_base = False
-        """Whether a base arrived, and arrived wholly."""
+        """Whether a complete base has arrived."""
         self._base: Reload | None = None
         if self.manager.device.type == "cpu":
             for kernels in self.manager.punica_wrapper_mapping.values():
@@ -70,7 +70,7 @@ class AdapterLoads:
 
     @torch.no_grad()
     def end(self) -> list[str]:
-        """Use the adapters from now on. Returns names of tensors that did not arrive; if there are any, the model must
+        """Use the adapters from now on. Returns names of tensors that did not arrive. If there are any, the model must
         not be sampled from."""
         missing: list[str] = []
         if self._base is not None:
@@ -91,7 +91,7 @@ class AdapterLoads:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """End a load of the base that was not ended."""
+        """End an unfinished load of the base."""
         base, self._base = self._base, None
         if base is not None:
             base.abandon()
@@ -99,8 +99,8 @@ class AdapterLoads:
 
     @torch.no_grad()
     def differing(self, bucket: Bucket) -> list[str]:
-        """Names of the bucket's tensors whose values differ from those that the model computes with; none where layers
-        are split over workers."""
+        """Names of the bucket's tensors whose values differ from the model's; empty if layers are split over
+        workers."""
         if not self.has_whole_layers:
             return []
         base, factors = _split(bucket)
@@ -147,10 +147,10 @@ class AdapterLoads:
         self.manager.remove_adapter(ADAPTER)
         self.manager.add_adapter(LoRAModel(ADAPTER, self.adapters.rank, layers))
         self.manager.activate_adapter(ADAPTER)
-        self.manager._last_mapping = None  # what was computed from it is gone after a sleep that discards weights
+        self.manager._last_mapping = None  # values computed from it are gone after a sleep that discards weights
 
     def _require_shapes(self, path: str, a_RI: Tensor, b_OR: Tensor) -> None:
-        """vLLM would take a smaller matrix in silence."""
+        """Check the shapes, because vLLM would silently accept a smaller matrix."""
         layer, part = self._layer(path)
         base = layer.base_layer
         outputs = base.output_sizes[part] if layer.n_slices > 1 else base.output_size
@@ -170,7 +170,7 @@ class AdapterLoads:
             self._wrap()
 
     def _unwrap(self) -> None:
-        """Give the model its own layers back, whose names and packing a load of the base needs."""
+        """Restore the model's own layers, whose names and packing a load of the base needs."""
         for path, layer in self.manager.modules.items():
             self._replace(path, layer.base_layer)
 
@@ -193,13 +193,13 @@ def add_adapter(
     sizes: Sequence[int],
     **_: Any,
 ) -> None:
-    """Add the adapter of a layer's parts to its output: vLLM's ``add_lora_linear``, which on a CPU copies both factors
-    for each token. Here tokens have one adapter, or none.
+    """Add the adapter of a layer's parts to its output. Replaces vLLM's ``add_lora_linear``, which on a CPU copies both
+    factors for each token. Here tokens have one adapter, or none.
 
     Args:
-        kernels: vLLM's ``PunicaWrapperCPU``, which knows the slot of each token, -1 for none.
+        kernels: vLLM's ``PunicaWrapperCPU``, which has the slot of each token, -1 for none.
         a, b: [slot, 1, R, I] and [slot, 1, O, R] of each part.
-        sizes: outputs of each part.
+        sizes: number of outputs of each part.
     """
     start, uses_N1 = 0, (kernels._token_lora_indices[: len(x_NI), None] >= 0).to(x_NI.dtype)
     for a_part, b_part, size in zip(a, b, sizes, strict=True):

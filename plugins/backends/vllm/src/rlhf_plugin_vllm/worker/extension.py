@@ -1,6 +1,6 @@
-"""Methods that this plugin adds to each vLLM worker: receiving weights, and proving what was received.
+"""Methods that this plugin adds to each vLLM worker: receiving weights, and proving that they arrived.
 
-vLLM adds the class to its worker by its name, so that only names and buckets are sent to worker processes.
+vLLM adds the class to its worker by its name, so only names and buckets are sent to worker processes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rlhf_plugin_vllm.worker.reload import Reload
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswer:
-    """The answer of one worker. An error is returned, not raised: when one of several workers raises, vLLM does not
-    read the answers of the others, and takes them for the answers to the next call."""
+    """The answer of one worker. Errors are returned, not raised. If one of several workers raises, vLLM does not read
+    the answers of the others, and mistakes them for answers to the next call."""
 
     rank: int
     value: Any = None
@@ -74,7 +74,7 @@ class WeightReceiver:
     @answered
     def rlhf_prepare_drafts(self: Any) -> None:
         """On a CPU, before the first sample with speculative decoding: mend the sampler, and compile the lookup, which
-        would warn in a later step."""
+        would cause a warning in a later step."""
         mend_drafts_on_a_cpu()
         batch = self.model_runner.input_batch
         with warnings.catch_warnings(action="ignore"):
@@ -96,7 +96,7 @@ class WeightReceiver:
 
     @answered
     def rlhf_connect(self: Any, link: Link, first: int) -> None:
-        """Headers of this link's buckets follow. ``first``: the number of the engine's first worker."""
+        """Prepare to receive headers of this link's buckets. ``first``: the number of the engine's first worker."""
         if self._rlhf_receiver is not None:
             self._rlhf_receiver.close()
         self._rlhf_receiver = connect_receiver(link, first + self.rank, self.device)

@@ -1,8 +1,8 @@
-"""The layers of a vLLM model that quantise their weights at every load, and the proof of what they hold afterwards.
+"""The layers of a vLLM model that quantise their weights at every load, and the proof that they hold the right values.
 
-Log-probs of a quantised model differ too much from the trainer's to show one wrong layer. So a worker multiplies each
-tensor that arrived, quantised here, with a vector of random signs, and compares the product with that of the layer's
-kernel (Freivalds 1979). Both take the signs exactly.
+Log-probs of a quantised model differ too much from the trainer's to reveal one wrong layer. So a worker quantises each
+received tensor, multiplies it with a vector of random signs, and compares the product with the result of the layer's
+kernel (Freivalds 1979). Both represent the signs exactly.
 
 Shape suffixes: N outputs and K inputs of a layer.
 """
@@ -25,8 +25,8 @@ FORMAT = torch.float8_e4m3fn
 
 
 class QuantisedLayers:
-    """The quantised layers of a packed model, and what they must return after one load. Layers that are split over
-    workers have parts of the tensors and are left out."""
+    """The quantised layers of a packed model, and the products that they must return after one load. Layers that are
+    split over workers have only parts of the tensors and are not checked."""
 
     def __init__(self, model: nn.Module, names: TensorNames) -> None:
         self.names = names
@@ -34,12 +34,12 @@ class QuantisedLayers:
             path: layer for path, layer in model.named_modules() if is_quantised(layer) and layer.tp_size == 1
         }
         self.devices = {path: layer.weight.device for path, layer in self.layers.items()}
-        """A reload moves weights to torch's device ``meta`` first."""
+        """Devices of the weights. A reload first moves weights to torch's device ``meta``."""
         self.products: dict[str, tuple[str, int | None, Tensor]] = {}
         """{name as the trainer sent it: (layer, part of it, product [N])}."""
 
     def add(self, bucket: Bucket) -> None:
-        """Tensors that arrived."""
+        """Add the products of received tensors."""
         for name, tensor in bucket.tensors:
             parameter, part = self.names.place(name)
             path, _, attribute = parameter.rpartition(".")
@@ -49,7 +49,7 @@ class QuantisedLayers:
                 self.products[name] = path, part, weight_NK @ signs(weight_NK)
 
     def check(self) -> None:
-        """Raises SyncError, with the names, where a packed layer computes with other values than arrived."""
+        """Raises SyncError, with the names, if a packed layer computes with other values than the received ones."""
         mismatches = []
         for name, (path, part, product_N) in self.products.items():
             layer = self.layers[path]
@@ -70,7 +70,7 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def quantised(weight_NK: Tensor) -> Tensor:
-    """The values, in fp32, that vLLM's ``fp8_per_channel`` makes of a weight: E4M3 with a scale for each row."""
+    """The weight as vLLM's ``fp8_per_channel`` quantises it, in fp32: E4M3 with a scale for each row."""
     limit, rows_NK = torch.finfo(FORMAT).max, weight_NK.float()
     scale_N1 = (rows_NK.abs().amax(1, keepdim=True) / limit).clamp_min(1 / (limit * 512))
     return (rows_NK / scale_N1).clamp(-limit, limit).to(FORMAT).float() * scale_N1

@@ -23,8 +23,8 @@ ROWS = 256
 
 @torch.no_grad()
 def differing(model: nn.Module, bucket: Bucket) -> list[str]:
-    """Names of the bucket's tensors whose values differ from those that the model computes with. Tensors that cannot be
-    read back are left out.
+    """Names of the bucket's tensors whose values differ from the model's. Tensors that cannot be read back are left
+    out.
 
     The model must hold whole layers, not layers that are split over workers.
     """

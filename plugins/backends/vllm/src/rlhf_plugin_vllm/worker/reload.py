@@ -70,7 +70,8 @@ class Reload:
         self._keep(bucket)
 
     def _keep(self, bucket: Bucket) -> None:
-        """Copy tensors that a layer keeps until its other tensors arrive: the bucket's memory will be reused."""
+        """Copy tensors that a layer keeps until its other tensors arrive, because the bucket's memory will be
+        reused."""
         passing = {tensor.untyped_storage().data_ptr() for _, tensor in bucket.tensors}
         for layer in self.model.modules():
             for _, bound in get_layerwise_info(layer).loaded_weights:
@@ -83,10 +84,10 @@ class Reload:
         """Pack the layers that are not packed yet.
 
         Returns:
-            Names, as the trainer sent them, of tensors that the model needs and that did not arrive. If there are any,
-            the model must not be sampled from.
+            Names, as the trainer sent them, of tensors that the model needs but that did not arrive. If there are any,
+                the model must not be sampled from.
 
-        Raises SyncError where a quantised layer computes with other weights than arrived.
+        Raises SyncError if a quantised layer computes with other weights than the received ones.
         """
         missing = self.names.missing(self.needed, self.loaded_names, self.received)
         if not missing:
@@ -98,8 +99,8 @@ class Reload:
         return missing
 
     def _unfinished(self) -> Iterator[str]:
-        """vLLM's names of layers that got fewer elements than they have. Padded vocabularies are skipped. Buffers that
-        no checkpoint holds are not counted, such as the positions in CLIP's embeddings."""
+        """vLLM's names of incompletely loaded layers. Padded vocabularies are skipped. Buffers that no checkpoint
+        contains, such as the positions in CLIP's embeddings, are not counted."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             padded = isinstance(layer, VocabParallelEmbedding)
@@ -139,8 +140,8 @@ def tied_heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def repack_tied(layers: list[nn.Module]) -> None:
-    """Pack tied heads again. They get no tensor of their own, so vLLM does not pack them, and their kernels would keep
-    the old weights."""
+    """Pack tied heads again. They receive no tensor, so vLLM does not pack them, and their kernels would keep the old
+    weights."""
     for layer in layers:
         method = getattr(layer, "quant_method", None)
         if method is not None:

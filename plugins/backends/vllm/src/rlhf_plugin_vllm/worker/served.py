@@ -1,4 +1,4 @@
-"""Methods that this plugin adds to the workers of a vLLM *server*, which takes and gives JSON. Buckets are files.
+"""Methods that this plugin adds to the workers of a vLLM *server*, which receives and returns JSON. Buckets are files.
 
 The server is started with ``--worker-extension-cls rlhf_plugin_vllm.worker.served.ServedWeights``.
 """
@@ -22,17 +22,18 @@ class ServedWeights(WeightReceiver):
     dictionary."""
 
     _rlhf_load = ""
-    """Names the load whose weights the worker has; empty: it has those that it was started with."""
+    """Name of the load whose weights the worker has; empty if it has its initial weights."""
     _rlhf_held: dict[str, Tensor] | None = None
-    """The tensors of the last load, in host memory, where differences from them may follow. They are loaded anew by
-    every sync: parameters are split over workers and packed, so no element of a published tensor can be set in them."""
+    """The tensors of the last load, in host memory, if differences from them may follow. Every sync loads them again.
+    Parameters are split over workers and packed, so single elements of published tensors cannot be set in them."""
 
     def rlhf_facts(self: Any, path: str) -> dict[str, Any]:
-        """What a generator must know of the server, and the digest of the file at ``path``."""
+        """Facts of the server that a generator needs, and the digest of the file at ``path``."""
         return asdict(_facts(self, path))
 
     def rlhf_start(self: Any, base: str | None) -> dict[str, Any]:
-        """Returns whether the worker holds the tensors of the load ``base``. None: it need not hold any."""
+        """Start a load. Returns whether the worker holds the tensors of the load ``base``; None: it need not hold
+        any."""
         holds = bool(base) and base == self._rlhf_load
         if not holds:
             self._rlhf_held = None if base is None else {}
@@ -43,7 +44,7 @@ class ServedWeights(WeightReceiver):
         return asdict(self.rlhf_take((path, self._rlhf_held)))
 
     def rlhf_finish(self: Any, load: str) -> dict[str, Any]:
-        """``load`` names this load from now on."""
+        """End a load; ``load`` is its name from now on."""
         answer = self.rlhf_end()
         if not answer.error and not answer.value.missing:
             self._rlhf_load = load

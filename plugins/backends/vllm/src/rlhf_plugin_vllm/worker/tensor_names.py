@@ -26,11 +26,11 @@ class TensorNames:
         return [".".join([*path, part, attribute]) for part in self.parts.get(module, [module])]
 
     def place(self, name: str) -> tuple[str, int | None]:
-        """For a sent tensor: (vLLM's parameter, index of the part; None if the tensor is the whole parameter)."""
+        """(vLLM's parameter of a sent tensor, index of the part; None if the tensor is the whole parameter)."""
         return self.packed(self.renamed(name))
 
     def packed(self, name: str) -> tuple[str, int | None]:
-        """:meth:`place` of a name in vLLM's spelling."""
+        """Same as :meth:`place`, for a name in vLLM's spelling."""
         *path, module, attribute = name.split(".")
         packed_module = self.packed_names.get(module)
         if packed_module is None or len(self.parts[packed_module]) == 1:
