@@ -184,7 +184,7 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
 
 
 def _positions_to_show(size: int) -> Iterator[int | None]:
-    """Positions of the tokens to show; None stands for the tokens left out in the middle."""
+    """Positions of the tokens to show; None for those left out in the middle."""
     if size <= LONG:
         yield from range(size)
         return
@@ -282,7 +282,7 @@ class DataExportCommand(Command):
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options for the form. An option that the form does not use is an error."""
+    """The options of the form. An option that the form does not use is an error."""
     options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     for name in options:
         if OPTIONS[name][0] != args.form:

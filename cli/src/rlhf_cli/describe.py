@@ -73,7 +73,7 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
 
 
 def _why_not_built(error: Exception) -> str:
-    """The names of the required options. If no single option is required: why the default options are refused."""
+    """The names of the required options. If no option is required by itself: why the default options are refused."""
     if not isinstance(error, ValidationError):
         return f"its options ({str(error).splitlines()[0]})"
     errors = error.errors(include_url=False)
@@ -99,8 +99,7 @@ def _calls(method: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON values: dataclasses and configs become objects, sets become sorted lists, functions their
-    names."""
+    """JSON values: dataclasses and configs become objects, sets sorted lists, functions their names."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
 """Errors with exit code 2, as for a wrong flag. Other errors of this project have exit code 1."""
 LIKE = 0.75
-"""Similarity from which an unknown flag is treated as a misspelled flag of the command. Below it, the flag is treated
-as an option of the run file."""
+"""Smallest similarity at which an unknown flag is treated as a misspelled flag of the command. Below it, the flag is
+treated as a name of the run file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +156,7 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
 
 
 def split_dotted(words: Sequence[str], own_flags: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
-    """(other words, flags of the run file with their values). argparse would treat such a value as positional.
+    """(other words, flags of the run file with their values). argparse would treat such a value as a positional one.
 
     Args:
         own_flags: the command's own flags; every other flag is treated as a flag of the run file. None: only flags with

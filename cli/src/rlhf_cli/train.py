@@ -132,7 +132,7 @@ def _show_run(config: RunFile, plugins: Plugins) -> Prepared:
 
 
 def _show_plan(prepared: Prepared) -> None:
-    """Show placement and memory in a few comments, as in `rlhf plan`. A run may train a model whose memory cannot be
+    """Placement and memory in a few comments, as `rlhf plan` shows them. A run may train a model whose memory cannot be
     estimated."""
     from rlhf_cli.plan.command import planned, show_summary, target
 

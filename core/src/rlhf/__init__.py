@@ -1,4 +1,4 @@
-"""rlhf: post-train language models from feedback. Every algorithm, reward and environment is a plugin.
+"""rlhf: post-train language models from feedback, with every algorithm, reward and environment a plugin.
 
 Importing this package imports no torch. The contract is :mod:`rlhf.hookspecs` and :mod:`rlhf.interfaces`.
 ``rlhf.train`` runs an experiment from Python; it is part of the distribution ``rlhf-runtime``.
@@ -17,7 +17,7 @@ _RUNTIME = "rlhf_runtime"
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``rlhf.train`` at its first use, because it imports the runtime and torch."""
+    """``rlhf.train``, imported at its first use, because it imports the runtime and torch."""
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

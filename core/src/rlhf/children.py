@@ -29,8 +29,8 @@ class Child:
     exits with code 127.
 
     Args:
-        stdin: a file descriptor; None: no input. The caller closes its descriptors afterwards.
-        pass_fds: descriptors that the child inherits under the same numbers.
+        stdin: a descriptor; None: no input. The caller closes its descriptors afterwards.
+        pass_fds: descriptors that the child has by the same numbers.
         env: all environment variables; None: those of this process.
     """
 
@@ -108,7 +108,7 @@ class Child:
         return self.wait()
 
     def end(self) -> None:
-        """Kill the child and all its descendants. Does not wait for their end."""
+        """Kill the child and all that it started. Does not wait for their end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

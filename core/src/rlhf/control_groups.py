@@ -1,4 +1,4 @@
-"""Memory and processor cores that this process may use: those of the machine, limited by its control groups.
+"""Memory and processor cores that this process may use: the machine's, limited by its control groups.
 
 Standard library only: `make quickstart` runs this file before anything is installed. The paths that a function reads
 are arguments, so that tests can give other paths.

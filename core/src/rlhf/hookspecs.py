@@ -1,5 +1,5 @@
-"""The contract: the hooks with which a plugin registers its classes. The hooks of a run come first, in execution order.
-The hooks of the command-line program follow.
+"""The contract: the hooks by which a plugin registers its classes. The hooks of a run come first, in execution order,
+and the hooks of the command-line program after them.
 
 Every hook is a *provider*: it returns classes, never instances. It is called once per process, when a run first needs
 something from the plugin's module, and only if the plugin was selected. An error in a hook stops the run. A hook must

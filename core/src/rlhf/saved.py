@@ -17,13 +17,13 @@ Counter = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Saved(BaseModel):
-    """Base class of models of such files: values are not converted, and unknown fields are refused."""
+    """Base of the models of such files: values are not converted, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SavedPart(Saved):
-    """Base class of models of a part of a file. Other fields are ignored, because other code reads them."""
+    """Base of a model of part of a file. Other fields are ignored, because other code reads them."""
 
     model_config = ConfigDict(extra="ignore")
 

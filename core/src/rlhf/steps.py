@@ -14,7 +14,7 @@ class StepEnds:
     """Finds the ends of steps in token ids. A step is text that is not blank, up to the first separator after it. It
     ends at the token in which that separator ends.
 
-    Two separators in a row, as two tokens or as one, therefore end one step. Text before the first separator belongs to
+    So two separators in a row, as two tokens or as one, end one step, and text before the first separator belongs to
     the first step. A token that contains the ends of two steps is listed twice. The rule does not depend on how the
     text was split into tokens, so training rows and sampled tokens are treated alike.
 

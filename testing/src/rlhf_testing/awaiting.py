@@ -1,6 +1,6 @@
 """Calls plugin methods, which may be ``async def`` or plain ``def``, with a time limit.
 
-All calls run on one event loop, as in a run, so a plugin may keep a connection from one call to the next.
+All calls run on one event loop, as in a run. A plugin may keep a connection from one call to the next.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def generators_left_alone(label: str) -> Iterator[None]:
 
 
 def finite(a: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that contain NaN or infinity."""
+    """Names of tensors that hold NaN or infinity."""
     return sorted(k for k, v in a.items() if not bool(torch.isfinite(v).all()))
 
 

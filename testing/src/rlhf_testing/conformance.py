@@ -52,7 +52,7 @@ class Selected(Protocol):
 
 
 DECOY = "RLHF_CHECK_API_KEY"
-"""Environment variable that is set during the checks, to detect a plugin that prints the whole environment."""
+"""An environment variable that is set during the checks, to detect a plugin that prints the whole environment."""
 _SHORTEST = 8
 """Minimum characters of a secret's value. Shorter values may occur in a text by chance."""
 SECRETS = "secrets"
@@ -66,7 +66,7 @@ class CheckResult:
     name: str
     """Name of the test method without ``test_``, for example ``split_invariance``."""
     passed: bool
-    """Also True for a skipped check. It needs something that the author did not supply (see ``detail``)."""
+    """Also True for a skipped check, which needs something that the author did not supply (see ``detail``)."""
     detail: str
     """What the check proves. If it failed: what is wrong. If it was skipped: what it needs."""
     skipped: bool = False
@@ -121,7 +121,7 @@ class _Passing(io.TextIOBase):
 
 
 def suite(kind: str) -> type[PluginContract]:
-    """The suite class of a kind. Raises PluginInvalid for an unknown kind."""
+    """The suite class of a kind. Raises PluginInvalid for an unknown one."""
     if kind not in SUITES:
         raise PluginInvalid(f"there is no conformance suite for kind {kind!r}; kinds are {sorted(SUITES)}")
     module, name = SUITES[kind]
@@ -129,14 +129,14 @@ def suite(kind: str) -> type[PluginContract]:
 
 
 def check_names(kind: str) -> list[str]:
-    """The names of all checks that :func:`run` executes for a kind, in order."""
+    """The names of all checks that :func:`run` does for a kind, in its order."""
     return [*(_short(name) for name in _methods(suite(kind))), SECRETS]
 
 
 def run(
     resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None, name_part: str = ""
 ) -> list[CheckResult]:
-    """Run the checks of the kind's suite on ``resolved.cls``, with its default config.
+    """The checks of the kind's suite on ``resolved.cls``, with its default config.
 
     Args:
         progress: called after each check.

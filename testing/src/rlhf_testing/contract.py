@@ -1,4 +1,4 @@
-"""Shared parts of all suites: failures of checks, the grid of configs, and the checks of every component.
+"""Shared parts of all suites: how a check fails, the grid of configs, and the checks of every component.
 
 A suite is a plain class with ``test_`` methods. pytest collects a subclass whose name starts with ``Test``;
 :func:`rlhf_testing.conformance.run` calls the same methods without pytest.
@@ -54,7 +54,7 @@ def expect_light_import(label: str, module: str, remedy: str) -> None:
     """Fails if importing ``module``, in a separate process, fails or imports a framework.
 
     Args:
-        label: name of the component, at the beginning of messages.
+        label: the component, at the beginning of messages.
         remedy: advice for its author, at the end of messages.
     """
     code = f"import sys, {module}; print(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
@@ -109,8 +109,7 @@ def set_options(config: BaseModel) -> list[str]:
 
 
 class PluginContract:
-    """Base class of the suites. ``kind`` is the kind, and also the name of the attribute that holds the class under
-    test."""
+    """Base of the suites. ``kind`` names both the kind and the attribute that holds the class under test."""
 
     kind: ClassVar[str] = ""
     registered: bool = True
@@ -185,7 +184,7 @@ class PluginContract:
 
 
 class Contract(PluginContract):
-    """Base class of the suites for the parts of a run, which have a config and state for the checkpoint."""
+    """Base of the suites of a run's parts, which have a config and state for the checkpoint."""
 
     configs: Sequence[ComponentConfig] = ()
     """Configs to check, each by itself; empty: only the default config."""
@@ -265,7 +264,8 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
 
 
 def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
-    """{field of ``cls.Config``: reader} for names that the run file's section or an algorithm's slot already uses."""
+    """{field of ``cls.Config``: who reads it} for names that the run file's section or an algorithm's slot already
+    uses."""
     from rlhf_runtime.config.runfile import LISTS, SINGLE
 
     section = {**SINGLE, **LISTS}.get(kind)
@@ -289,7 +289,7 @@ def no_number(value: Any) -> str:
 
 
 def check_state(component: Component, fresh: Component, label: str) -> None:
-    """Check that the state of ``component`` survives JSON and restores ``fresh``."""
+    """The state of ``component`` survives JSON and restores ``fresh``."""
     state = component.state_dict()
     try:
         text = json.dumps(state, allow_nan=False)
@@ -301,7 +301,7 @@ def check_state(component: Component, fresh: Component, label: str) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Check one config: round trip, frozen, unknown keys refused."""
+    """One config: round trip, frozen, unknown keys refused."""
     cls, text = type(config), repr(config)
     loaded_config = cls.model_validate_json(config.model_dump_json())
     expect(loaded_config == config, f"{text} is {loaded_config!r} after a dump and a load")
@@ -322,7 +322,7 @@ def check_config(config: Any) -> None:
 
 
 def check_fields(cls: type[BaseModel], path: str = "") -> None:
-    """Check that every field is documented and has an immutable type, nested configs included."""
+    """Every field documented and of an immutable type, nested configs included."""
     for name, info in cls.model_fields.items():
         field = f"{path or cls.__qualname__}.{name}"
         expect(

@@ -68,8 +68,8 @@ def groups(
 ) -> list[Group]:
     """Scored groups, as a controller passes them to ``Algorithm.assemble``.
 
-    Sample 1 of a group ends truncated. With ``multi_turn``, sample 2 has three sampled turns, the last of them after a
-    rewritten context (``fresh``). No two trajectories have the same tokens.
+    Sample 1 of a group ends truncated, sample 2 (with ``multi_turn``) has three sampled turns, of which the last starts
+    on a rewritten context (``fresh``). No two trajectories have the same tokens.
 
     Args:
         logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
@@ -244,8 +244,8 @@ def output_head(role: str, seed: int) -> OutputHead:
 def read(
     role: RoleSpec, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
 ) -> list[list[Any]]:
-    """The values of a head at these positions, as ``RewardContext.read_role`` returns them. The outputs of the stand-in
-    model after a prefix are a fixed function of the role and the prefix: 256 logits for a language model, N for a head
+    """The values of a head at these positions, as ``RewardContext.read_role`` returns them. The stand-in model's
+    outputs after a prefix are a fixed function of the role and the prefix: 256 logits of a language model, N of a head
     ``classes:N``."""
     import torch
 

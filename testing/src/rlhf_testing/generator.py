@@ -482,8 +482,8 @@ class GeneratorContract(SamplingChecks, Contract):
 
 
 def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: float = 1.0) -> bool:
-    """Whether the truncation allows the token. With ``margin`` 1 also tokens at the edge that rounding may allow; with
-    -1 only tokens that are allowed whatever the rounding."""
+    """Whether the truncation allows the token. ``margin`` 1 also allows tokens at the edge that rounding may allow, -1
+    only tokens that are allowed in spite of rounding."""
     p_V, probability = logprobs_V.exp(), float(logprobs_V[token].exp())
     above_V = p_V > probability * (1 + 1e-4 * margin)
     above_V[token] = False

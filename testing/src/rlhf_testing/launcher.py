@@ -102,7 +102,7 @@ class CountingGenerator(TakesTensors, Generator):
 
 
 class LauncherContract(Contract):
-    """Checks worker groups and generators with stand-ins that have no model."""
+    """Checks worker groups and generators with stand-ins that hold no model."""
 
     kind = "launcher"
     launcher: Any = None

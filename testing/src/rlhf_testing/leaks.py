@@ -71,7 +71,7 @@ def _files() -> dict[Any, str] | None:
         for name in names:
             try:
                 files[int(name), os.fstat(int(name)).st_ino] = _target(folder / name)
-            except (OSError, ValueError):  # the descriptor of the folder itself, which is already closed
+            except (OSError, ValueError):  # the descriptor of the folder itself, which is closed by now
                 continue
         return files
     return None
@@ -85,7 +85,7 @@ def _target(link: Path) -> str:
 
 
 def _children() -> dict[Any, str] | None:
-    """Child processes, including zombies, which ended and were not waited for."""
+    """Child processes, including those that ended and were not waited for."""
     parent_id, processes = os.getpid(), dict[Any, str]()
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]

@@ -95,8 +95,7 @@ _PARTS = (lambda loss: loss.outputs(), lambda loss: loss.columns(), lambda loss:
 
 
 def check_head(label: str, case: LossCase, head: Head) -> None:
-    """Checks a head that the loss itself defines: one row of float32 values per token, which depends on that token
-    only."""
+    """Checks a head of the loss's own: one row of float32 values per token, which depends on that token alone."""
     label = f"{label} head {head.name!r}"
     try:
         inspect.signature(head.fn).bind(None, None, None, None)

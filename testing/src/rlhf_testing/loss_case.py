@@ -165,7 +165,7 @@ class LossCase:
         return [list(range(self.batch.units))]
 
     def run(self, parts: Sequence[Sequence[int]], poison: bool = False) -> BatchResult:
-        """Evaluate micro-batches of these units. Gradients with respect to the leaves are summed."""
+        """Evaluate micro-batches of these units. Gradients with respect to the leaves add up."""
         batch = self.batch
         if poison:
             tok = {k: self._poisoned(v, batch) if v.is_floating_point() else v for k, v in batch.tok.items()}

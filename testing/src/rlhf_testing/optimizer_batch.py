@@ -17,8 +17,8 @@ from rlhf_testing.recording import Recording
 
 
 def columns(batch: Batch) -> Batch:
-    """The batch with the columns that the suite's losses and heads read: ``targets``, and ``context_mask``. The latter
-    covers the tokens outside the loss mask of every second unit, without first tokens."""
+    """The batch with the columns that the suite's losses and heads read: ``targets``, and ``context_mask``, which has
+    the tokens outside the loss mask of every second unit, without first tokens."""
     context_N = ~batch.tok["loss_mask"] & (batch.position_N > 0) & (batch.unit_N % 2 == 0)
     batch = batch.with_column("tok", "context_mask", context_N, over=None)
     return batch.with_column("tok", "targets", fabricate.values("targets", batch.tokens, 0))

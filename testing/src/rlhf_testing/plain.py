@@ -1,6 +1,6 @@
 """A trainer that is as simple as possible: the reference for the tests of real trainers.
 
-It computes one sequence at a time, without packing, chunks or ranks. Each log-prob comes from a forward pass over
+It computes one sequence at a time, without packing, chunks and ranks: each log-prob comes from a forward pass over
 exactly the tokens before it. It is slow on purpose. :class:`PlainTrainer` holds a transformers model,
 :class:`EmbeddingTrainer` a few hundred parameters in pure torch, for suites that need gradients through *some* causal
 model."""
@@ -213,8 +213,7 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
 
 
 class PlainAdapterTrainer(HasViews, PlainTrainer):
-    """Provides a generator with adapters of two layers of each block. The module holds the merged weights. Nothing is
-    trained."""
+    """Gives a generator adapters of two layers of each block. The module has the sums. Nothing is trained."""
 
     name = "plain_adapters"
     low_rank = LowRankAdapters(4, 0.5, ("q_proj", "v_proj"))

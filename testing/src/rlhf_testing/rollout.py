@@ -38,7 +38,7 @@ class RolloutContract(Contract):
     """Maximum seconds for one sample."""
 
     def run(self, config: Any, **options: Any) -> tuple[ScriptedContext, list[Turn] | None, Exception | None]:
-        """(context, turns, error) of one sample. The environment is closed in the same way as by the core."""
+        """(context, turns, error) of one sample; the environment is closed as the core closes it."""
         context, rollout = ScriptedContext(**options), self.build(config)
 
         async def sample() -> tuple[list[Turn] | None, Exception | None]:

@@ -174,6 +174,6 @@ class ScriptedContext(RolloutContext):
         return env
 
     async def finish(self) -> None:
-        """Close the environment, as the core does at the end of every sample, also after an error."""
+        """Close the environment, as the core does at the end of every sample, also of a failed one."""
         for env in self.envs:
             await env.close()

@@ -93,7 +93,7 @@ def _cross_entropy(
 
 
 class LentLoss(Loss):
-    """Cross-entropy to the role ``lender``, whose hidden states are in the column ``lent_hidden``."""
+    """Cross-entropy to the role ``lender``, whose hidden states come as the column ``lent_hidden``."""
 
     name = "suite_lent"
 

@@ -1,4 +1,4 @@
-"""Creates tiny models and a character tokenizer, which tests and examples use instead of a model hub."""
+"""Makes tiny models and a character tokenizer, which tests and examples use instead of a model hub."""
 
 from __future__ import annotations
 

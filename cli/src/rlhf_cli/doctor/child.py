@@ -1,7 +1,7 @@
 """Run a probe in a child process with a deadline.
 
 The child writes one JSON object per line to its standard output. Prints of libraries go to standard error. Both are
-files, because pipes would not be read while the probe runs.
+files, not pipes, because nobody would read these while the probe runs.
 """
 
 from __future__ import annotations

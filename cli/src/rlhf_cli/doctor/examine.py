@@ -49,7 +49,7 @@ def examine(request: Request, announce: Callable[[str], None] = lambda name: Non
     Args:
         announce: called with the name of the next check, which may take seconds.
 
-    Problems of the installation or the run raise no exception. A check that raises becomes a failed finding.
+    Problems of the installation or the run raise nothing. A check that raises is a failed finding.
     """
     for name, step in _installation(request):
         announce(name)

@@ -28,7 +28,7 @@ def present(module: str) -> bool:
 
 
 def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
-    """torchvision, torchaudio and torchcodec must match this torch, or be absent."""
+    """torchvision, torchaudio and torchcodec must fit this torch, or be absent."""
     packages = [m for m in modules if present(m)]
     if not packages:
         return Finding("vision packages", "ok", f"no {', '.join(modules)}: text models need none of them")
@@ -107,7 +107,7 @@ def driver_gpus() -> list[str]:
 
 
 def plugins(timeout: float) -> Finding:
-    """Imports every plugin, like ``rlhf plugins list --check``. If a plugin crashes, the others are still checked."""
+    """Imports every plugin, like ``rlhf plugins list --check``. If one crashes, the others are still checked."""
     entries = Plugins.discover().list()
     pending = [[e.kind, f"{e.distribution}/{e.name}"] for e in entries if e.status == "ok"]
     status = {(e.kind, f"{e.distribution}/{e.name}"): e.status for e in entries}

@@ -33,7 +33,7 @@ class Weights:
 
 
 def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
-    """A check for each model that the run file names, and the sizes of the models that could be read."""
+    """A check for each model that the run file names, and the sizes of those that were read."""
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
         if not looks_local(path):

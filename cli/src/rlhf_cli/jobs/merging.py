@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = 1e-3
-"""Largest allowed difference of outputs in fp32. The merged sums are rounded differently: by 5e-5 in a model of 30
-layers."""
+"""Largest difference of outputs in fp32. The merged sums are rounded at other places: 5e-5 in a model of 30 layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ def load_for_answers(
     Args:
         prompts: file with the column ``prompt``, which replaces the rows and columns of the run file.
 
-    Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only applies to
-    the sampling of training.
+    Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only the sampling
+    of training reads.
     """
     config = load(run_file, flags, algorithm="answer")
     if prompts is not None:
@@ -90,6 +90,6 @@ def _require_names(config: RunFile) -> None:
 
 
 def _rollout_gives_rewards(config: RunFile, plugins: Plugins) -> bool:
-    """Whether the rollout, with its options, scores its samples itself, as an agent program can."""
+    """Whether the rollout with its options scores its samples itself, as an agent program can."""
     rollout = select(plugins, "rollout", config.rollout, "rollout", config.origins).build()
     return bool(rollout.gives_rewards)

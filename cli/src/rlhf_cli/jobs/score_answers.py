@@ -39,7 +39,7 @@ class ScoreTotals:
     rows: int = 0
     answers: int = 0
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """{reward source, or ``reward`` for the weighted sum of all: [sum, number of answers to which it applied]}."""
+    """{reward source, or ``reward`` for the weighted sum of all: [sum, answers to which it applied]}."""
     left_out: Counter[str] = field(default_factory=Counter)
 
     def mean(self, name: str) -> float | None:
@@ -111,7 +111,7 @@ def score_answers(
         count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
-            places = iter(range(scores.rows + 1, total))  # the last row is counted when it is written
+            places = iter(range(scores.rows + 1, total))  # the last row counts when it is written
 
             def advance(places: Iterator[int] = places) -> None:
                 count(next(places, total - 1), total)
@@ -154,7 +154,7 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
 def _facts(
     plugins_of_run: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """The facts that must be equal so that a second call may continue the file of the first."""
+    """The facts that must be equal for a second call to continue the file of the first."""
     config = plugins_of_run.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
     return {

@@ -47,7 +47,7 @@ class SourceModel(ABC):
 
     @abstractmethod
     def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model in evaluation mode, and transformers' report about the weights."""
+        """The model in evaluation mode, and transformers' report of weights."""
 
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -264,7 +264,7 @@ class GgufModel(SourceModel):
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The scalar values of the metadata, and the names of the tensors. One row of each number format is dequantised.
+    """The single values of the metadata, and the names of the tensors. One row of each number format is dequantised.
 
     Raises ModelError.
     """

@@ -38,7 +38,7 @@ class Draft:
     notes: dict[str, str] = field(default_factory=dict)
     """{our option: note}."""
     unread: dict[str, str] = field(default_factory=dict)
-    """{option of the other framework that has no effect in this run: reason}."""
+    """{option of the other framework that has no effect in this run: why}."""
     remarks: list[str] = field(default_factory=list)
     """Messages about what the user has to do."""
     conditions: set[str] = field(default_factory=set)
@@ -74,7 +74,7 @@ class Draft:
 
         Args:
             conditions: {condition: whether the run meets it}.
-            reasons: {condition: reason why an option has no effect without it}.
+            reasons: {condition: why an option has no effect without it}.
         """
         self.conditions = {name for name, holds in conditions.items() if holds}
         for row in self.source.rows.values():

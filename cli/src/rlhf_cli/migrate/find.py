@@ -176,7 +176,7 @@ def _makes_trainer(script: str) -> bool:
 def _starts(
     text: str, script: str, settings: Mapping[str, str], entry: re.Pattern[str], first_line: int
 ) -> Iterator[Start]:
-    """All commands that start a training, also in a text that is passed to another shell (``bash -c "..."``)."""
+    """All such commands; also one in a text that is passed to another shell (``bash -c "..."``)."""
     for words in commands(text, script, settings):
         words = [Word(word.text, word.line + first_line) for word in words]
         for number, word in enumerate(words):

@@ -1,5 +1,4 @@
-"""Converts options of OpenRLHF's entry points. ``openrlhf.toml`` lists the options; this file has those whose values
-are computed."""
+"""From OpenRLHF's entry points. ``openrlhf.toml`` holds the options; here are those whose values are computed."""
 
 from __future__ import annotations
 
@@ -363,7 +362,7 @@ def _offloading(draft: Draft) -> None:
 
 
 def _placement(draft: Draft) -> None:
-    """Ranks of the roles, and the roles whose devices they share."""
+    """Ranks of the roles, and whose devices they use."""
     s = draft.source
     draft.set("generator.use", "vllm")
     sections = {"policy": "actor", "reference": "ref", "critic": "critic", "reward_model": "reward"}

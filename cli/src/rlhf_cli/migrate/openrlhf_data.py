@@ -12,7 +12,7 @@ from rlhf_cli.migrate.draft import Draft, with_unique_names
 from rlhf_cli.migrate.rows import FrameworkOptions
 
 NO_LIMIT = 100_000_000
-"""A limit of rows that means no limit, and is not written."""
+"""A limit of rows that is not written."""
 
 
 def rows_of_data(draft: Draft, online: bool) -> None:

@@ -1,4 +1,4 @@
-"""Values of expressions in a Python script, if its text determines them. The script is parsed, never executed.
+"""Values of expressions in a Python script, as far as its text states them. The script is parsed, never executed.
 
 A name has the value of its only assignment, or of the last assignment above its line at the top level. A parameter has
 the argument of the only call of its function. ``args.lr`` of ``argparse`` or of a dataclass is the flag of the command,
@@ -53,12 +53,12 @@ _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 
 
 class NoValueError(Exception):
-    """The text of a script does not determine the value of an expression."""
+    """The text of a script does not state the value of an expression."""
 
 
 @dataclass
 class Fields:
-    """Attributes of a name: flags of ``argparse``, or fields of a class of the script."""
+    """Attributes that a name has: flags of ``argparse``, or fields of a class of the script."""
 
     nodes: dict[str, ast.expr] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)

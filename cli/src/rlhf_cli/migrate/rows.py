@@ -1,4 +1,4 @@
-"""The tables of other frameworks' options, and the options of a command line that is read with such a table."""
+"""The tables of other frameworks' options, and the options of one command line read by such a table."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def typed(row: OptionRow, value: Any, location: str) -> Any:
             return value_of(row, [str(item) for item in values], location) if values else []
         case "text" if isinstance(value, str | bool | int | float):
             return value if isinstance(value, str) else str(value)
-    if isinstance(value, str):  # YAML reads 1e-6 as text
+    if isinstance(value, str):  # YAML reads 1e-6 as a text
         return value_of(row, [value], location)
     raise ConfigError(f"{location}: {row.name} takes {row.type}, got {value!r}")
 

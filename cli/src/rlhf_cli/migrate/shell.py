@@ -58,7 +58,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a command, without its quotes and with its variables replaced."""
+    """A word of a command, without its quotes, with its variables replaced."""
 
     text: str
     line: int
@@ -153,7 +153,7 @@ class _Script:
     location: str
     settings: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
-    """{variable: its words}. A plain variable is a list with one text."""
+    """A plain variable is a list of one text."""
     branches: Branches = field(default_factory=Branches)
 
     def commands(self) -> Iterator[list[Word]]:

@@ -20,7 +20,7 @@ _NUMBERS = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 
 @dataclass
 class _Branch:
-    """An ``if``, a ``case`` or a group in braces whose end has not been read yet."""
+    """An ``if``, a ``case`` or a group in braces whose end is not read yet."""
 
     runs: bool | None
     """Whether the current commands are executed, as far as this branch determines it."""
@@ -116,7 +116,7 @@ class Branches:
             join = {"&&": _and, "||": _either}.get(self.end)
             value = join(self.and_runs, value) if join else value
             self.and_runs, self.or_runs = value, _opposite(value) if is_test else None
-        if end == ")":  # of a group or a sum, whose result is unknown
+        if end == ")":  # of a group or a sum, whose result is not known
             self.and_runs, self.or_runs = None, None
         if words or end != "\n":
             self.end = end
@@ -143,7 +143,7 @@ def _either(left: bool | None, right: bool | None) -> bool | None:
 
 
 def _value(tests: Sequence[tuple[list[str], str]]) -> bool | None:
-    """The value of tests that are joined by ``&&`` and ``||``, with or without braces."""
+    """The value of tests that are joined by ``&&`` and ``||``, perhaps in braces."""
     tokens: list[str | list[str]] = []
     for test, end in tests:
         words = list(test)

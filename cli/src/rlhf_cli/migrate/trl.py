@@ -1,4 +1,4 @@
-"""Converts fields of TRL's trainers. ``trl.toml`` lists the fields; this file has those whose values are computed."""
+"""From TRL's trainers. ``trl.toml`` holds the fields; here are those whose values are computed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _run(draft: Draft, updates: int) -> None:
 
 
 def _steps(draft: Draft, name: str, updates: int) -> int:
-    """Convert a number of optimizer steps to steps of the run, rounded up."""
+    """A number of optimizer steps as steps of the run, rounded up."""
     value = draft.source[name]
     if value < 1 or value != int(value):
         raise draft.source.refused(name, "a share of the run has no counterpart; give a number of steps")

@@ -27,7 +27,7 @@ LAUNCHER = (
 def of_command(entry: str, words: Sequence[Word], script: str) -> tuple[FrameworkOptions, dict[str, str]]:
     """The fields and the options of the launcher from ``trl grpo --flag value ...``.
 
-    ``--config FILE`` is read too; flags take precedence."""
+    ``--config FILE`` is read too; flags have precedence."""
     source = fields_of(entry)
     options = {flag.name.replace("-", "_"): flag for flag in flags(words, script, source.problems)}
     launcher = dict[str, str]()

@@ -1,4 +1,4 @@
-"""Converts keys of verl's ``main_ppo``. ``verl.toml`` lists the keys; this file has those whose values are computed."""
+"""From verl's ``main_ppo``. ``verl.toml`` holds the keys; here are those whose values are computed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The options that a name stands for, and the lines above them."""
+    """The options that a name means, and the lines above them."""
 
     head: Sequence[str]
     """Lines about the section; empty if the name is not a section."""

@@ -107,7 +107,7 @@ def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
 
 
 def _sources(sources: Sequence[SourceSection]) -> Any:
-    """The shortest form that the run file allows: one path, a list of paths, or a list of tables."""
+    """As short as the run file allows: one path, a list of paths, or a list of tables."""
     entries = [source.model_dump(include=source.model_fields_set) for source in sources]
     if any(set(source) != {"path"} for source in entries):
         return entries
@@ -184,7 +184,7 @@ FIRST: Mapping[str, Sequence[str]] = {
 MANY = 6
 """Number of options of such a plugin that are shown, besides options that are set or required."""
 FEW = 2
-"""Number of options that are shown from a nested table of such a plugin."""
+"""Options that are shown of a nested table of such a plugin."""
 BY_NAME = ("roles", "placement")
 """Sections whose tables have names."""
 

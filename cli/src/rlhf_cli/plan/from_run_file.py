@@ -1,4 +1,4 @@
-"""Creates the layout of a run file: its plugins, roles and places. Weights are not read."""
+"""Makes the layout of a run file: its plugins, roles and places. Weights are not read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from rlhf_cli.plan.phases import occupied, starts_beside_roles
 from rlhf_cli.plan.row_lengths import Lengths, read_lengths
 
 _STEPS = (0, 1, 1_000_000)
-"""Steps whose updates and annotations are read, because a role may be trained only late in the run, or only at its
-start."""
+"""Steps whose updates and annotations are read: a role may be trained late in the run, or only at its start."""
 
 MOST_STEPS = 10_000
 """Number of steps that are searched for snapshots, if the number of steps depends on the data."""
 
 MANY = 2**31
-"""Number of samples if no option limits it."""
+"""Number of samples, if no option limits it."""
 
 
 def planned_run(config: RunFile, plugins: Plugins, device: str) -> RunPlugins:

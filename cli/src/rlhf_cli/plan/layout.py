@@ -28,11 +28,11 @@ class RoleLayout:
     """Tokens of the longest sequence."""
     gradient_checkpointing: bool = False
     annotates: bool = True
-    """Whether it computes without gradient, before the update or for rewards."""
+    """It computes something without gradient, before the update or for rewards."""
     rewards: bool = False
     """Whether it scores samples, and so computes while they are generated."""
     precomputed: bool = False
-    """Whether it computes before any other role is loaded, and is then removed."""
+    """It computes before any other role is loaded, and is then removed."""
     borrowed: int = 0
     """Size in bytes of the copies of other roles' output heads on each rank."""
 
@@ -122,7 +122,7 @@ class DeviceGroup:
     last: int
     """First and last number among the devices of ``home``, inclusive."""
     holds: Mapping[str, int] = field(default_factory=dict)
-    """{role: number of ranks, or of parts of engines, on each of these devices}."""
+    """{role: ranks, or parts of engines, on each of these devices}."""
 
     @property
     def count(self) -> int:

@@ -72,7 +72,7 @@ def measured_speeds(folder: Path, waves: bool, batch: int, engines: int) -> Meas
         batch: number of samples of a step.
         engines: number of its engines.
 
-    Raises ConfigError if the run has no timeline, or its timeline has no sample of a second step.
+    Raises ConfigError if the run has no timeline, or one without a sample of a second step.
     """
     lines = step_lines(folder)
     slices = _slices(folder / "timeline.json")
@@ -109,8 +109,7 @@ def measured_speeds(folder: Path, waves: bool, batch: int, engines: int) -> Meas
 
 
 def _slices(path: Path) -> defaultdict[str, list[_Slice]]:
-    """{name: slices in the order of their ends}, in seconds. In the file of a killed run, the end of the array is
-    missing."""
+    """{name: slices in the order of their ends}; seconds. The file of a killed run lacks the end of its array."""
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n]").removesuffix(",\n").removeprefix("[\n")
         events = [json.loads(line.removesuffix(",")) for line in text.splitlines()]

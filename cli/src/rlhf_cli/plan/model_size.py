@@ -186,7 +186,7 @@ def cached(layer: LayerSize, kind: str, config: Any) -> int:
 
 
 def first(config: Any, *names: str) -> int | None:
-    """The value of the first of these fields that is a number."""
+    """The first of these fields that is a number."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int | float) and value:

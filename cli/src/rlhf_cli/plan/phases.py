@@ -62,7 +62,7 @@ def sum_of(parts: Mapping[str, int]) -> int:
 
 
 def plan_groups(layout: Layout) -> list[GroupPlan]:
-    """The plan of every group of equal devices, in every phase that the run has."""
+    """Every group of equal devices, in every phase that the run has."""
     return [
         GroupPlan(group, {phase: _moment(layout, group, phase) for phase in phases_of(layout)})
         for group in device_groups(layout.places, layout.machine, layout.views)
@@ -218,7 +218,7 @@ def _syncing(engines: EngineLayout, rest: PhaseMemory, *, cache: bool) -> PhaseM
 
 
 def _shares_with_engines(layout: Layout, name: str) -> bool:
-    """Whether ``name`` is on devices that an engine and a role share. They compute in turns there."""
+    """Whether ``name`` is on devices that both an engine and a role use. They compute in turns there."""
     places = layout.places
     if GENERATOR not in places:
         return False

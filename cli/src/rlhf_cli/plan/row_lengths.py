@@ -95,7 +95,7 @@ def read_lengths(run: RunPlugins) -> Lengths:
         return limits(run, "the run has images")
     try:
         return _measured(run)
-    except RlhfError as error:  # the run itself reports this better
+    except RlhfError as error:  # the run itself reports it better
         return limits(run, f"they cannot be read ({' '.join(str(error).split()).rstrip('.')})")
 
 

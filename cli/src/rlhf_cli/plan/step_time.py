@@ -59,7 +59,7 @@ class StepTimes:
     notes: Sequence[str]
     speeds: Mapping[str, float]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """{name of a layout: reason why this run file cannot have it}."""
+    """{name of a layout: why this run file cannot have it}."""
 
     def as_json(self) -> dict[str, Any]:
         layouts = [

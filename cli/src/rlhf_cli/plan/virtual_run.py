@@ -28,7 +28,7 @@ ENDLESS = 10**9
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when there is nothing else to do."""
+    """An event loop whose clock jumps to the next timer when nothing else is left to do."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -56,7 +56,7 @@ class VirtualMain:
     def __init__(self) -> None:
         self.loop = VirtualLoop()
         self.after = 0.0
-        """Seconds from the start of a job to the moment at which it passes a result on."""
+        """Seconds from the start of a job to the moment at which it hands something over."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -125,7 +125,7 @@ class VirtualEngines:
         self._pause(False)
 
     def busy(self) -> float:
-        """Seconds with a request so far, as a mean over the engines."""
+        """Seconds with a request so far, the mean of the engines."""
         self._pass_time()
         return self._busy
 

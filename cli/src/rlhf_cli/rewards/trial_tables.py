@@ -80,7 +80,7 @@ def _summary(trial: Trial) -> list[tuple[str, ...]]:
 
 
 def _constant(trial: Trial, name: str) -> tuple[int, int]:
-    """(number of groups in which all answers have the same value, number of groups with different values)."""
+    """(groups in which all answers have one value, groups with several values)."""
     groups = [
         [v for t in group.trajectories if (v := value_of(t.rewards.get(name))) is not None] for group in trial.groups
     ]
@@ -211,7 +211,7 @@ def _number(value: float | None) -> str:
 LONGEST = 60
 """Largest number of characters of a cell in a terminal. The page has whole texts."""
 MESSAGE = "message"
-"""The column whose cells are never cut, because the cause of an error is often at the end of its message."""
+"""The column whose cells are never cut: the cause of an error is often its last words."""
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
 body { margin: 2rem auto; max-width: 75rem; padding: 0 1rem }

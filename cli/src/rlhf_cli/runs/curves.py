@@ -24,7 +24,7 @@ class Curve:
 
     name: str
     points: Sequence[tuple[int, float]]
-    """(step, value), in the order of the steps. Values that are not finite leave a gap."""
+    """(step, value), in the order of the steps; values that are not finite leave a gap."""
 
     @property
     def finite(self) -> list[tuple[int, float]]:

@@ -31,7 +31,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class History:
-    """The lines of ``metrics.jsonl``, or the reason why they cannot be read."""
+    """The lines of ``metrics.jsonl``, or why they cannot be read."""
 
     lines: Sequence[dict[str, Any]]
     problem: str = ""

@@ -28,7 +28,7 @@ LIKE = {
     "policy_gradient": ("algorithm", "advantage", "loss"),
     "pairs": ("algorithm", "loss"),
 }
-"""{template of an algorithm for ``--like``: kinds of the classes that it contains}. The first is the default."""
+"""{template of an algorithm for ``--like``: kinds of the classes that are written}; the first is the default."""
 SELECT = {
     "algorithm": '`--algo @NAME@`, or in the run file `[algorithm] use = "@NAME@"`',
     "reward": '`--reward @NAME@`, or in the run file `[[reward]] use = "@NAME@"`',

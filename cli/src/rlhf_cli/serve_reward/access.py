@@ -54,7 +54,7 @@ class Access:
         return f"http://{host}:{port}"
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether the header ``Authorization`` of a request has the token."""
+        """Whether the header ``Authorization`` of a request shows the token."""
         if self.token is None:
             return True
         header = (authorization or "").encode(errors="surrogateescape")  # a header may hold any bytes

@@ -118,7 +118,7 @@ class Application:
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Converts every failure to JSON, and counts requests for rewards."""
-        begin, status = time.perf_counter(), "gone"  # the client disconnected, which cancels the handler
+        begin, status = time.perf_counter(), "gone"  # the client went away, which cancels the handler
         self.answering.add(request.protocol)
         try:
             response = await self._answered(request, handler)

@@ -117,8 +117,8 @@ class SampleGroups:
     label.
 
     Args:
-        tokenizer: None: turns have no tokens, and their texts are those of the request. Otherwise turns have the tokens
-            of these texts, and their texts have no special tokens, as in a run.
+        tokenizer: None: turns have no tokens, and their texts are those that were sent. Else they have the tokens of
+            these texts, and their texts have no special tokens, as in a run.
         column: column of the label; None: both ``label`` and ``answer``.
         add_eos: whether the end token is added to an answer that does not end with it.
         longest: largest number of tokens of a sample.

@@ -101,8 +101,7 @@ def _answer(scorer: Scorer, samples: SampleGroups) -> Answer:
 
 
 def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
-    """Raises ConfigError for options that a server cannot support, because a request has only a prompt and an
-    answer."""
+    """Raises ConfigError for options that a server cannot follow, because a request has a prompt and an answer only."""
     if config.env is not None:
         raise ConfigError(f"env {config.env.use!r} is set, but a request says nothing of an environment. Remove [env].")
     for reward in rewards:

@@ -102,8 +102,7 @@ class TrainingApplication:
         return web.json_response({"status": "accepted"})
 
     async def _client_config(self, request: web.Request) -> web.Response:
-        """Clients send the parts of a batch one after another, so that they are computed in the order of their
-        numbers."""
+        """Parts of a batch come one after another, so that they are computed in the order of their numbers."""
         return _json(types.ClientConfigResponse(parallel_fwdbwd_chunks=False, use_pyqwest_transport=False))
 
     async def _dynamic_config(self, request: web.Request) -> web.Response:
@@ -336,8 +335,8 @@ class TrainingApplication:
     # -------------------------------------------------------------------------------------- results
 
     def _begin(self, name: str, compute: Callable[[], Any], model: str) -> web.Response:
-        """Start the computation on the main thread, and answer with the number of the result. A request that is
-        repeated after its connection broke gets the same number and computes nothing."""
+        """Let the main thread compute, and answer with the number of the result. A request that is sent again, after
+        its connection broke, gets the same number and computes nothing."""
         return self._begin_task(name, self._main.call(compute), model_id=model)
 
     def _begin_task(self, name: str, coroutine: Coroutine[Any, Any, Any], **facts: Any) -> web.Response:

@@ -73,7 +73,7 @@ def head(over: str = "loss_mask") -> Head:
 
 
 def values(choice: LossChoice, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of each target, with the shape of ``logprobs``, [A] or [A, K]. ``inputs``: the columns of :data:`READS`.
+    """The loss of each target: the shape of ``logprobs``, [A] or [A, K]. ``inputs``: the columns of :data:`READS`.
 
     Source: https://tinker-docs.thinkingmachines.ai/tinker/losses.
     """

@@ -32,7 +32,7 @@ from rlhf_cli.serve_training.wire import Array, Datum, Drawn
 FACTS = "served.json"
 NAME = r"[\w-]+:train:\d+"
 PATH = re.compile(rf"tinker://({NAME})/(weights|sampler_weights)/([\w.-]+)")
-"""Address of a checkpoint. Clients choose parts of it, which are names of folders here."""
+"""Clients choose parts of these, which are names of folders here."""
 UNNAMED = 8
 """Number of unnamed checkpoints for sampling clients that are kept per model. A long run writes one per step."""
 BASE = "base"
@@ -48,7 +48,7 @@ class Model:
     state: Path
     unsaved: bool = False
     unnamed: list[str] = field(default_factory=list)
-    """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, oldest first."""
+    """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TrainedModels:
         """Folders with the weights that the trainer holds."""
         self._weights, self._sampler_weights, self._draw_count = 0, "", 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._own_folder = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may use the same folder
+        self._own_folder = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may have the same folder
         self._new = Path(self._own_folder.name) / "new-model"
         self._write(self._new)
 
@@ -97,8 +97,8 @@ class TrainedModels:
         self._pending.setdefault(name, [])
 
     def learn(self, name: str, data: Sequence[Datum], loss: LossChoice, learns: bool) -> tuple[list[Array], float]:
-        """Log-probs of the targets of each datum, [n] or [n, K], and the loss, which is a sum. With ``learns`` the next
-        step uses its gradient."""
+        """Log-probs of the targets of each datum, [n] or [n, K], and the loss, a sum. With ``learns`` the next step
+        follows the gradient of it."""
         self._hold(name)
         batch = _batch_of(data, loss)
         logprobs_N = self._role.forward(batch, [head()])["target_logprobs"]
@@ -182,7 +182,7 @@ class TrainedModels:
             self._role.every("restart_optimizer")
 
     def export(self, path: str, folder: Path) -> None:
-        """Write the model of a checkpoint, with its adapter in PEFT format."""
+        """Write the model of a checkpoint, with its adapter in PEFT's form."""
         self.facts(path)
         self._show(checkpoint_folder(self._folder, path))
 
@@ -318,8 +318,8 @@ def _folder_name(model: str) -> str:
 
 
 def _batch_of(data: Sequence[Datum], loss: LossChoice) -> Batch:
-    """A unit for each datum: its tokens and one more, so that every token predicts the next one. Columns are at the
-    predicted token.
+    """A unit for each datum: its tokens and one more, so that every token predicts the next. Columns are at the token
+    that is predicted.
 
     ``loss_mask``: all predicted tokens. ``trained``: those with a gradient, or all if no token has one.
     """

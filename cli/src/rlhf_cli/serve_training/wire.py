@@ -22,7 +22,7 @@ class Datum:
     ids: Array
     """int32 [n]"""
     inputs: Mapping[str, Array]
-    """``target_tokens``, int64 [n] or [n, K], and the float inputs of the loss, with the same shape."""
+    """``target_tokens`` int64 [n] or [n, K], and the floats of the loss, of equal shape."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_learning(body: bytes, vocabulary: int, longest: int) -> Learning:
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
-    except Exception as error:  # protobuf's DecodeError is a different class in each of its implementations
+    except Exception as error:  # protobuf's DecodeError is another class in each of its implementations
         raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from None
     options: dict[str, Any] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -94,7 +94,7 @@ def check_ids(ids: Array, vocabulary: int, label: str) -> None:
 
 
 def _dense(message: Any, label: str) -> Array:
-    """A tensor as an array. Entries that a sparse tensor does not list are 0."""
+    """A tensor as an array; entries that a sparse one does not list are 0."""
     if message.dtype not in DTYPES:
         raise BadRequest(f"{label}: number format {message.dtype} is neither float32 nor int64")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)

@@ -72,7 +72,7 @@ def _layout(sizes: tuple[int, int, int]) -> str:
 
 
 def drop_repeated(turns: Sequence[Turn]) -> None:
-    """Remove from each record the tokens that the record of an earlier turn of its sequence already covers."""
+    """Cut from each record the tokens that the record of an earlier turn of its sequence has."""
     tokens = end = 0  # number of tokens of the sequence so far, and the end of the part that records cover
     for turn in turns:
         if turn.fresh:

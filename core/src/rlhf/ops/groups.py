@@ -1,7 +1,7 @@
 """Statistics of groups, which are the samples of one prompt. An index tensor in any order assigns samples to groups.
 
-All arithmetic is in float64, on differences from the group's smallest value. A group of equal rewards is therefore
-centred to exactly 0. A rounding error there would become large when divided by a tiny standard deviation.
+All arithmetic is float64 and on differences from the group's smallest value. So a group of equal rewards is centred to
+exactly 0. A rounding error there would become large when it is divided by a tiny standard deviation.
 
 Shape suffix: N trajectories.
 """

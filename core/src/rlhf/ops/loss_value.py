@@ -1,5 +1,5 @@
-"""Evaluate a loss on a micro-batch: its share of the weighted sum, and its metrics as sums. Callers add both over
-micro-batches and ranks."""
+"""A loss on a micro-batch: its share of the weighted sum, and its metrics as sums. Callers add both over micro-batches
+and ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.ops.reduce import LEVEL, WEIGHT
 from rlhf.types import Head, LossOutput, Reduce
 
 LEVELS = ("token", "sequence", "unit")
-"""Levels of metrics. All other levels are masks of terms."""
+"""Levels of metrics; others are masks of terms."""
 FILLER = "filler"
 """Unit column of fillers, which repeat units so that every rank has the same number of micro-batches. They have no
 weight and no metrics."""

@@ -37,7 +37,7 @@ class UnitData:
 
 
 def pack(units: Sequence[UnitData]) -> Batch:
-    """Pack units into one batch. All sequences need the same token columns, and all units the same unit columns.
+    """Make one batch of units. All sequences need the same token columns, all units the same columns.
 
     Columns of Python bools become bool, ints int64, floats float32 (unit columns: float64), arrays of ints and floats
     likewise. The mask ``loss_mask`` is cleared at the first token of every sequence.

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf.types import Image
 
 MIN_TOKENS = 4
-"""Shortest prefix, in tokens, that is shared. For a shorter prefix, fetching the keys costs as much as it saves."""
+"""Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
 GAIN = 1 / 50
 """Nothing is shared if this would save less than this fraction of all tokens, for the same reason."""
 

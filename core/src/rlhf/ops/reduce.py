@@ -1,6 +1,6 @@
 """Aggregation: a declared :class:`~rlhf.types.Reduce` becomes a weight column over the optimizer batch.
 
-Ranks and micro-batches only add up ``sum(weight * value)``, so no loss depends on how a batch is split.
+Ranks and micro-batches only add ``sum(weight * value)``, so no loss depends on how a batch is split.
 """
 
 from __future__ import annotations

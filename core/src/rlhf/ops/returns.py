@@ -1,4 +1,4 @@
-"""Returns and advantages over a trajectory's action tokens, computed from token rewards.
+"""Returns and advantages over a trajectory's action tokens, from token rewards.
 
 Masked positions are skipped: they neither discount nor decay, and their values are not read. The recursions run in
 float64 and return the dtype of the rewards. Shape suffixes: N trajectories, A tokens.

@@ -95,7 +95,7 @@ def wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
 
 
 def temperature_of(trajectory: Trajectory, turn: Turn) -> float:
-    """The temperature at which a turn was sampled; 1 for turns that were not sampled. Raises TrainingError for 0."""
+    """The temperature at which a turn was sampled, 1 for other turns. Raises TrainingError for 0."""
     if not turn.sampled:
         return 1.0
     if not turn.temperature > 0:
@@ -107,7 +107,7 @@ def temperature_of(trajectory: Trajectory, turn: Turn) -> float:
 
 
 def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -> dict[tuple[int, int], float]:
-    """{(turn, token): weighted sum of the step rewards there}, see :func:`rlhf.ops.trajectories.assemble`."""
+    """{(turn, token): weighted sum of the step rewards there}, as :func:`rlhf.ops.trajectories.assemble` says."""
     rewards: dict[tuple[int, int], float] = {}
     for source, weight in step_sources.items():
         if source == ENV:

@@ -31,8 +31,8 @@ def owners(counts: Tensor) -> Tensor:
 
 
 def spans(starts: Tensor, counts: Tensor) -> Tensor:
-    """int64: ``counts[0]`` consecutive numbers from ``starts[0]``, then ``counts[1]`` from ``starts[1]``, and so on;
-    all counts > 0."""
+    """int64: ``counts[0]`` numbers from ``starts[0]`` on, then ``counts[1]`` from ``starts[1]`` on, and so on; all
+    counts > 0."""
     ends = torch.cumsum(counts, 0)
     steps = ends.new_ones(int(ends[-1]) if len(ends) else 0)
     steps[:1] = starts[:1]

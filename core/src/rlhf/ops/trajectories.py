@@ -1,4 +1,4 @@
-"""Convert scored groups to a batch: one unit per trajectory, with exactly the tokens that the policy saw and sampled.
+"""Scored groups become a batch: one unit per trajectory, with exactly the tokens that the policy saw and sampled.
 
 Columns of the batch:
 
@@ -125,7 +125,7 @@ def assemble(
     if turns:
         tok |= layout.turn_columns()
     tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
-    end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if there is one
+    end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one
     action_B = tok["loss_mask"][end_B]
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
     tok["last_action"] = empty((batch.tokens,), torch.bool).zero_()

@@ -1,4 +1,4 @@
-"""Refuses classes of trainers and generators whose optional methods would never be called.
+"""Refuses classes of trainers and generators whose optional methods nothing would call.
 
 These methods once belonged to ``Trainer`` and ``Generator``, and strings in ``capabilities`` said which of them a class
 implements. Now a class derives from an :class:`rlhf.interfaces.Ability` with these methods.

@@ -1,4 +1,4 @@
-"""Plain functions as rewards. The names of a function's parameters determine which of three forms it has:
+"""Plain functions as rewards. The names of a function's parameters say which of three forms it has:
 
 ``f(prompt, completion, row) -> float | None``
     called for each sample; ``row`` is a mapping of the data row's columns;

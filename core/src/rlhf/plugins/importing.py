@@ -14,7 +14,7 @@ from typing import NoReturn
 from rlhf.errors import PluginImportFailed
 
 NOTE_SECONDS = 30.0
-"""After this time a message says which line the import has reached."""
+"""After this time a note says which line the import has reached."""
 LIMIT_SECONDS = 600.0
 """After this time the import fails. Imports of large packages from a slow disk take minutes."""
 

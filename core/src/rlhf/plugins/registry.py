@@ -70,7 +70,7 @@ class Plugins:
         """Offer a class of this process, for tests and notebooks. Registering the same class again (a notebook cell
         that runs twice) replaces it. Returns the class, for use in a decorator.
 
-        Raises PluginInvalid: the class is not a usable component of that kind. PluginConflict: another class has this
+        Raises PluginInvalid: the class is not a usable component of that kind. PluginConflict: another class has the
         name.
         """
         check_kind(kind)

@@ -47,7 +47,7 @@ def _version(distribution: importlib.metadata.Distribution) -> str:
 
 
 def published(path: Sequence[str] | None = None) -> frozenset[str]:
-    """Distributions that are known to exist: the requirements of ``rlhf-kit``, also of its extras. Messages suggest
+    """Distributions that are known to exist: those that ``rlhf-kit`` requires, also in its extras. Messages suggest
     ``pip install`` for these only, because anybody can publish a package under a free name. Empty if ``rlhf-kit`` is
     not installed.
 

@@ -1,4 +1,4 @@
-"""Reward classes that call plain functions (:mod:`rlhf.plugins.functions` describes their forms)."""
+"""Reward classes that call plain functions (:mod:`rlhf.plugins.functions` has their forms)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Buckets of named tensors.
 
-A bucket that is pickled with protocol 5 passes its bytes out of band. An object store then holds them once, and a
-reader on the same machine maps them without a copy.
+A bucket that is pickled with protocol 5 passes its bytes out of band, so an object store holds them once, and a reader
+on the same machine maps them without a copy.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class OpenRLHF(Adapter):
         self._runs_nemo_gym = "nemo_gym" in _packages(tree)
         if kind == "reward":
             functions = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-            # functions with this name and another framework's parameters need no adapter
+            # functions of this name with another framework's parameters need no adapter
             reward_functions = (f for f in functions if f.name == REWARD_FUNCTION)
             return any(form_of([a.arg for a in (*f.args.args, *f.args.kwonlyargs)]) is None for f in reward_functions)
         if kind in ("env", "rollout"):

@@ -1,5 +1,4 @@
-"""Finds and checks the executor and the instance class of an agent file, and builds them with the run file's
-arguments."""
+"""The executor and the instance class of an agent file: found, checked, and built with the run file's arguments."""
 
 from __future__ import annotations
 

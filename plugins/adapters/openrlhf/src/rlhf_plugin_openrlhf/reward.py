@@ -58,7 +58,7 @@ def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Rewar
 
 
 def _results(returned: Any, count: int) -> list[RewardResult]:
-    """Converts ``{rewards, scores, extra_logs}``, or only the rewards, which older files return."""
+    """Converts ``{rewards, scores, extra_logs}``, or the rewards alone, which older files return."""
     answer = returned if isinstance(returned, Mapping) else {"rewards": returned}
     if "rewards" not in answer:
         raise TypeError(f"the dict returned has the keys {sorted(answer)}; expected 'rewards'")

@@ -48,8 +48,7 @@ def scalars(values: Any, label: str, count: int) -> list[float | None]:
 
 
 def batch_logs(values: Any, count: int) -> list[dict[str, Any]]:
-    """``extra_logs`` for each of ``count`` samples. A text or a single number, such as a mean, is repeated for every
-    sample."""
+    """``extra_logs`` for each of ``count`` samples. A text, and a single number such as a mean, is of every sample."""
     infos: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in _mapping(values, "extra_logs").items():
         label = f"extra_logs[{name!r}]"
@@ -81,7 +80,7 @@ def _mapping(values: Any, label: str) -> Mapping[Any, Any]:
 
 
 def label_of(row: Row, column: str | None) -> Any:
-    """The row's label: the configured column, else ``label``, else ``answer``, else an empty text, as in OpenRLHF."""
+    """The row's label: the column configured, else ``label``, else ``answer``, else an empty text, as in OpenRLHF."""
     if column is None:
         return row.get("label", row.get("answer", ""))
     if column not in row.columns:

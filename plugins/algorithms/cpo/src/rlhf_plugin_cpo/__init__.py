@@ -1,4 +1,4 @@
-"""CPO: the log-prob of an answer is its reward, and chosen answers are imitated. It needs no reference model."""
+"""CPO: the log-prob of an answer is its reward, and chosen answers are imitated; no reference model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CPOLoss(ContrastLoss):
     ``chosen_reward`` and ``rejected_reward`` of the rewards beta x (shaped) log-prob; ``chosen_logprobs`` and
     ``rejected_logprobs``, sums or means over tokens, depending on the loss type.
 
-    Deviations: (1) By default the likelihood is averaged over tokens, as in TRL; the paper uses ``seq_mean_token_sum``.
+    Deviations: (1) By default the likelihood is averaged over tokens, as in TRL; the paper's is ``seq_mean_token_sum``.
     (2) All means are over the optimizer batch. (3) AlphaPO's exponential is bounded (:func:`shaped`).
     """
 
@@ -109,7 +109,7 @@ def shaped(logprob: Tensor, alpha: float) -> Tensor:
 
 
 class CPO(PairLearning):
-    """Raise the log-prob of the chosen answer above that of the rejected answer, and imitate the chosen answer.
+    """Raise the chosen answer's log-prob above the rejected one's, and imitate the chosen one.
 
     Each step of the run is one optimizer step over all pairs of the step. Pairs in which an answer has no token are
     left out and counted.

@@ -71,7 +71,7 @@ class DistillDemonstrations(_Distillation):
 class DistillOnPolicy(_Distillation):
     """The student answers prompts and learns the teacher's distribution at each token of its own answers.
 
-    No reward is needed. If a run has a reward, it is reported and filters use it, but the loss does not. No gradient
+    No reward is needed. If a run has one, it is reported and filters see it, but the loss does not read it. No gradient
     flows through the sampling. The distributions over the whole vocabulary are compared at ``loss.temperature``,
     whatever the sampling temperature.
 

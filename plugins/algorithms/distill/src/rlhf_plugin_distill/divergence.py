@@ -8,8 +8,8 @@ reverse_kl            KL(q || p)
 jsd                   beta KL(p || m) + (1 - beta) KL(q || m)
 ====================  ==========================================
 
-jsd is at most ln 2. Divided by beta, it tends to the forward KL as beta goes to 0. Divided by 1 - beta, it tends to the
-reverse KL as beta goes to 1.
+jsd is at most ln 2; divided by beta it becomes the forward KL as beta goes to 0, divided by 1 - beta the reverse KL as
+beta goes to 1.
 
 With ``top_k``, p and q are distributions over K + 1 outcomes: the teacher's K most probable tokens, and any other
 token. No divergence is then larger than over the vocabulary.
@@ -49,8 +49,8 @@ def kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
 
 
 def with_rest(logp_CV: Tensor, index_CK: Tensor) -> Tensor:
-    """Log-probs of these tokens and of any other token, [C, K + 1]. The latter is computed from the log-probs of the
-    other tokens, because 1 minus the sum would lose a small remainder to rounding."""
+    """Log-probs of these tokens, and of any other one, [C, K + 1]. From the other tokens' own log-probs: 1 minus the
+    sum would lose a small rest to rounding."""
     rest_C = logp_CV.scatter(1, index_CK, -math.inf).logsumexp(1)
     return torch.cat([logp_CV.gather(1, index_CK), rest_C[:, None]], 1)
 
@@ -89,11 +89,10 @@ def divergence_head(
 ) -> Head:
     """[A, 2]: the divergence at the position that predicts each token, and 1 if both models have the same argmax.
 
-    With ``by_ids`` the head reads the teacher's most probable tokens (columns ``teacher_top_ids``,
-    ``teacher_top_logprobs``). Otherwise it reads the teacher's hidden states (column ``teacher_hidden``) and multiplies
-    them by the lent output head. The teacher's logits, like the student's, then exist for one chunk of tokens at a
-    time. If the vocabularies are padded to different sizes, both distributions are restricted to the tokens that both
-    models have.
+    With ``by_ids`` it reads the teacher's most probable tokens (columns ``teacher_top_ids``, ``teacher_top_logprobs``),
+    else the teacher's hidden states (column ``teacher_hidden``) and multiplies them by the output head that the teacher
+    lends, so the teacher's logits, like the student's, exist for one chunk of tokens at a time. If the vocabularies are
+    padded to different sizes, both distributions are restricted to the tokens that both models have.
     """
     if by_ids:
         constants: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature}

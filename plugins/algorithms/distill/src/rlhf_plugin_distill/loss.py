@@ -50,7 +50,7 @@ def made_up(suite: Any, name: str, size: int, seed: int) -> Tensor:
 class Distill(Loss):
     """(1 - alpha) CE + alpha D(teacher, student) at a temperature, at the positions that predict trained tokens.
 
-    Deviations: (1) D has no factor temperature^2 (Hinton et al. 2015, arXiv:1503.02531, multiply by it). (2) D(beta) of
+    Deviations: (1) no factor temperature^2 on D (Hinton et al. 2015, arXiv:1503.02531, multiply by it). (2) D(beta) of
     ``jsd`` is as published, not divided by beta or 1 - beta.
 
     Metrics: ``divergence`` (nats per token), ``agreement`` (share of tokens where both models have the same argmax),

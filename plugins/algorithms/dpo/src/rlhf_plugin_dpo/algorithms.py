@@ -47,7 +47,7 @@ class Pairing:
     tied_groups: int = 0
     """Groups without two samples whose scores differ by more than the gap."""
     equal_answers: int = 0
-    """Pairs left out because both answers have the same tokens."""
+    """Pairs left out because both answers are the same tokens."""
 
     def add(self, group: Sequence[ScoredAnswer], choice: PairChoice, min_gap: float) -> None:
         """Add the pairs of one group. ``best_worst``: the first of the best samples with the first of the worst.
@@ -88,7 +88,7 @@ def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
 
 
 def scores(batch: Batch) -> Tensor:
-    """float64 [U]: the reward of each sample, including its step rewards."""
+    """float64 [U]: the reward of each sample with its step rewards."""
     step_U = torch.zeros(batch.units, dtype=torch.float64)
     return batch.unit["reward"] + step_U.index_add(0, batch.unit_N, batch.tok["step_reward"].double())
 
@@ -107,7 +107,7 @@ def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -
 class PairwiseAlgorithm(Algorithm[Any]):
     """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
 
-    Any loss over pairs fits the slot. There is a reference role if the loss reads ``ref_logprobs``.
+    Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
     """
 
     Config = SnapshotConfig

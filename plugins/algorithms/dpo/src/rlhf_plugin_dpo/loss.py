@@ -1,4 +1,4 @@
-"""The loss ``dpo``: log-ratios of pairs, one term for each selected type, and the metrics of a preference run."""
+"""The loss ``dpo``: log-ratios of pairs, one term for each chosen type, and the metrics of a preference run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pairs:
     margin_U: Tensor
     """Margin of the divergence's scores; ``chosen_U - rejected_U`` for the reverse KL."""
     mean_margin_U: Tensor
-    """The same, with each score divided by its answer's number of tokens."""
+    """The same, each score divided by its answer's tokens."""
     policy_U: Tensor
     """log pi(chosen) - log pi(rejected)."""
 

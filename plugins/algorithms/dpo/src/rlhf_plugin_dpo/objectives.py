@@ -26,7 +26,7 @@ def sigmoid(h_U: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """-(1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
     eps = 0: Rafailov et al. 2023, DPO, arXiv:2305.18290, eq. 7. eps > 0: conservative DPO (Mitchell 2023, "A note on
-    DPO with noisy preferences and relationship to IPO"), which assumes that a label is wrong with probability eps.
+    DPO with noisy preferences and relationship to IPO"), which believes that a label is wrong with probability eps.
     """
     return logistic_loss(beta * h_U, label_smoothing)
 

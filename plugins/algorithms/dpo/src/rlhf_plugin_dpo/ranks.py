@@ -1,4 +1,4 @@
-"""Partners for ``aot`` and ``aot_unpaired``, by ranks over the whole optimizer batch, computed right before its step.
+"""Partners for ``aot`` and ``aot_unpaired``: ranks over the whole optimizer batch, computed right before its step.
 
 Melnyk et al. 2024, Distributional preference alignment via optimal transport, arXiv:2406.05882: the k-th smallest value
 of one distribution is compared with the k-th smallest of the other. The ranks and the partners' values come from a
@@ -25,7 +25,7 @@ from rlhf_plugin_dpo.weighting import tail_weights
 LIVE_LOGPROBS = "now_logprobs"
 """Token column: the policy's log-probs right before the step."""
 REFERENCE_PARTNER = "aot_reference"
-"""Unit column, ``aot``: the reference's log-ratio between chosen and rejected that has the same rank."""
+"""Unit column, ``aot``: the reference's log-ratio between chosen and rejected of equal rank."""
 REJECTED_PARTNER = "aot_rejected"
 """Unit column, ``aot_unpaired``: the rejected log-ratio with the same rank as the pair's chosen one."""
 CHOSEN_PARTNER = "aot_chosen"
@@ -51,8 +51,8 @@ def unpaired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) 
 
 
 def partners(own_U: Tensor, other_U: Tensor, live_U: Tensor) -> Tensor:
-    """[U]: for each live unit, the value of ``other_U`` whose rank among live units equals the rank of its ``own_U``; 0
-    for other units. Equal values are ranked in the order of the batch."""
+    """[U]: for each live unit the value of ``other_U`` that has the rank, among live units, of its ``own_U``; else 0.
+    Equal values are ranked in the order of the batch."""
     index_L = live_U.nonzero()[:, 0]
     place_L = torch.sort(own_U[index_L], stable=True).indices
     found_U = torch.zeros_like(own_U)
@@ -68,7 +68,7 @@ def live(batch: Batch) -> Tensor:
 
 
 def sums(batch: Batch, values_N: Tensor, ld_alpha: float | None = None) -> tuple[Tensor, Tensor]:
-    """Sums of the values over the trained tokens of the chosen and of the rejected answers, [U] each."""
+    """Sums over the trained tokens of the chosen and of the rejected answers, [U] each."""
     mask_N = batch.tok["loss_mask"]
     role_A, unit_A, values_A = batch.role_B[batch.seq_N][mask_N], batch.unit_N[mask_N], values_N[mask_N]
     if ld_alpha is not None:

@@ -34,7 +34,7 @@ it."""
 
 
 def pair_weights(mean_aligned_chosen_U: Tensor, mean_aligned_rejected_U: Tensor) -> Tensor:
-    """[U], without gradient: the weight of a pair by the policy's probability of both answers. It is exp of the sum,
-    over the two answers, of the mean of log p(token) - log sum_v p(v)^2. Zhou et al. 2024, WPO, arXiv:2406.11827, eq. 2
-    with its sampled alignment."""
+    """[U], without gradient: the weight of a pair by the policy's probability of both answers: exp of the sum over the
+    two answers of the mean of log p(token) - log sum_v p(v)^2. Zhou et al. 2024, WPO, arXiv:2406.11827, eq. 2 with its
+    sampled alignment."""
     return (mean_aligned_chosen_U + mean_aligned_rejected_U).detach().exp()

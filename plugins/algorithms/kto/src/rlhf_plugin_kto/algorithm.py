@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class KTO(Algorithm[Example]):
     """Make desirable answers more likely and undesirable answers less likely than under the reference.
 
-    Each step of the run is one optimizer step on all rows of the step. A unit is a row's answer (role 0, unit column
+    One optimizer step in every step of the run, on all its rows. A unit is a row's answer (role 0, unit column
     ``label``: whether it is desirable). If the loss reads the policy's drift on mismatched answers, the unit also has
     the row's prompt with another row's answer (role 1, under the mask ``twin_mask``). That answer is truncated if
     prompt and answer are longer than ``data.max_tokens``. With fewer than two rows there are no mismatched answers, and
@@ -98,7 +98,7 @@ class KTO(Algorithm[Example]):
 class KTOPair(KTO):
     """KTO on pairs: the chosen answer is a desirable row, the rejected one an undesirable row.
 
-    Both are in the same optimizer batch, and neither gets the other's answer as its mismatched answer.
+    Both are in the same optimizer batch, and neither gets the other's answer as its mismatched one.
     """
 
     name = "kto_pair"

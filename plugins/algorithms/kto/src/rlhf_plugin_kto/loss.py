@@ -126,7 +126,7 @@ class KTOLoss(Loss):
         z_U = torch.zeros_like(h_U) if c.loss_type == "apo_zero_unpaired" else x["kl"].to(h_U.dtype)
         gain_U = torch.where(desirable_U, h_U - z_U, z_U - h_U)
         weight_U = torch.where(desirable_U, c.desirable_weight, c.undesirable_weight)
-        loss_U = weight_U * torch.sigmoid(-c.beta * gain_U)  # 1 - sigma(v) = sigma(-v), without cancellation
+        loss_U = weight_U * torch.sigmoid(-c.beta * gain_U)  # 1 - sigma(v) = sigma(-v), without the cancellation
         lp_U = x.of_role(x.sum_per_sequence(logprobs_A), ANSWER)
         metrics: dict[str, Any] = {
             "desirable_reward": ("unit", c.beta * h_U, desirable_U),

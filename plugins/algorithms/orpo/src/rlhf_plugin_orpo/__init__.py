@@ -1,5 +1,4 @@
-"""ORPO: supervised fine-tuning on chosen answers plus their odds against the rejected ones, without a reference
-model."""
+"""ORPO: supervised fine-tuning on chosen answers plus their odds against the rejected ones; no reference model."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ class ORPOConfig(ComponentConfig):
 class ORPOLoss(Loss):
     """NLL(chosen) + beta x -log sigma(log odds(chosen) - log odds(rejected)) (Hong et al. 2024, eq. 6 and 7).
 
-    odds = P / (1 - P), where log P is the mean log-prob of an answer's tokens. The likelihood is averaged over tokens,
-    the odds term over pairs.
+    odds = P / (1 - P), log P the mean log-prob of an answer's tokens. The likelihood is averaged over tokens, the term
+    of the odds over pairs.
 
     Terms: ``nll`` and ``odds`` (times beta). Metrics: ``accuracy``, ``reward_margin``, ``chosen_reward`` and
     ``rejected_reward`` of the rewards beta x log P; ``chosen_logprobs`` and ``rejected_logprobs`` (log P);
@@ -104,7 +103,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p <= 0, same shape. It is finite, and its gradient is finite and nowhere zero.
+    """log(p / (1 - p)) from log p <= 0, same shape; finite, with a finite gradient that is nowhere zero.
 
     log p is bounded to at most :data:`CLOSEST`; the gradient passes through the bound.
     """

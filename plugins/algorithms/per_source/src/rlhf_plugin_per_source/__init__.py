@@ -1,4 +1,4 @@
-"""An algorithm for each data source: every row is trained on by its source's algorithm, all in one optimizer step."""
+"""An algorithm for each data source: every row is trained on by the algorithm of its source, in one optimizer step."""
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm

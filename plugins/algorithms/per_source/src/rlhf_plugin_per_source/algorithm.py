@@ -45,7 +45,7 @@ class Member(ComponentConfig):
         return self
 
     def weight_at(self, step: int) -> float:
-        """The factor in step ``step`` of the run, from 0. It depends on the step only, so a resume needs no state."""
+        """The factor in step ``step`` of the run, from 0. It depends on nothing else, so a resume needs no state."""
         if self.weight_end is None or self.weight_steps is None:
             return self.weight
         return self.weight + (self.weight_end - self.weight) * min(step / self.weight_steps, 1.0)
@@ -89,10 +89,10 @@ class PerSource(Algorithm[Group]):
     Metrics of a member begin with its name: ``math/reward/mean``, ``policy/math/clip_fraction``,
     ``policy/loss/math/policy``.
 
-    A member may learn from demonstrations (``sft``). The rows of its sources then have an answer, which is trained on
-    in the same optimizer steps (``Needs.demonstration_sources``).
+    A member may learn from demonstrations (``sft``): the rows of its sources have an answer, which it is trained on in
+    the same optimizer steps (``Needs.demonstration_sources``).
 
-    Restrictions, which are checked before the run: at least one member, and every member without demonstrations, learns
+    Restrictions, which are checked before the run: At least one member, and every member without demonstrations, learns
     from samples (``prompts``) with a reward. All members train only the policy (no critic) and copy no weights (no
     ``kl.snapshot_every``). Members that sample have the same epochs and minibatches. All prompts get
     ``sampling.samples_per_prompt`` samples.
@@ -177,7 +177,7 @@ class PerSource(Algorithm[Group]):
             member.use_tokens(tokens)
 
     def conflicts(self, shape: OnlineShape) -> list[str]:
-        self.annotations(0)  # raises an error for annotations that cannot be joined
+        self.annotations(0)  # raises an error about those that cannot be joined
         return [
             re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", line)
             for name, member in self.members.items()

@@ -11,8 +11,8 @@ class PPO(PolicyGradient):
     delta_t = R_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1};
     L = -min(rho A, clip(rho, 1 - low, 1 + high) A), mean over all tokens.
 
-    Deviations from the paper: (1) lambda = 1 by default. With a smaller lambda, a reward at the end of a long answer
-    decays to almost 0. (2) One optimizer step per rollout batch by default (``epochs``, ``minibatches``).
+    Deviations from the paper: (1) lambda = 1 by default: with a smaller lambda a reward at the end of a long answer
+    decays to nothing. (2) One optimizer step per rollout batch by default (``epochs``, ``minibatches``).
     """
 
     name = "ppo"

@@ -1,4 +1,4 @@
-"""The algorithm, which converts solutions with labelled steps to units of one sequence."""
+"""The algorithm: solutions with labelled steps become units of one sequence."""
 
 from __future__ import annotations
 

@@ -207,8 +207,8 @@ def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
 def close_last_step(
     all_contexts: Sequence[Context], trajectory: Trajectory, ends: StepEnds, separator_ids: Sequence[int]
 ) -> None:
-    """Close the step that the trajectory's last turn leaves open. The last context then ends with the text of the step,
-    without the end token, and with the separator. The step's place is its last token."""
+    """Add the step that the trajectory's last turn leaves open: the last context ends with its text, without the end
+    token, and with the separator. The step's place is its last token."""
     if not trajectory.turns:
         return
     number, turn = len(trajectory.turns) - 1, trajectory.turns[-1]

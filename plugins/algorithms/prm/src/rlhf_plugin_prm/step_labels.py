@@ -25,8 +25,7 @@ class StepLabelsConfig(ComponentConfig):
 
 
 class StepLabels(Loss):
-    """-p log sigma(l) - (1 - p) log sigma(-l) for each step. l is the model's log-odds that the step is right, p its
-    label.
+    """-p log sigma(l) - (1 - p) log sigma(-l) for each step: l the model's log-odds that it is right, p its label.
 
     p = 1 and p = 0 are hard labels. A value between is a soft label, e.g. the share of continuations with a correct
     result. The gradient with respect to l is sigma(l) - p, so it is finite everywhere.

@@ -30,9 +30,9 @@ class ReinforcePPBaseline(PolicyGradient):
 
 
 class FlashReinforce(PolicyGradient):
-    """Reward minus the mean of the rollout batch, not whitened; one sample per prompt is enough. Answers are left out
-    if the generator sampled them with other probabilities, with a mean binary KL above 5e-3 (``loss.correction``).
-    Every answer has the same weight.
+    """Reward minus the mean of the rollout batch, not whitened; one sample per prompt is enough. Answers that the
+    generator sampled with other probabilities are left out: mean binary KL above 5e-3 (``loss.correction``). Every
+    answer has the same weight.
 
     Intended for samples that are some versions old (``stream.staleness``). With one optimizer step the ratio of the
     loss is 1, so its gradient is the REINFORCE gradient, weighted by the correction.

@@ -33,7 +33,7 @@ class RejectionSampling(Algorithm[Group]):
 
     For each prompt the samples with the highest rewards are kept. Ties go to the lower sample number, so the choice
     does not depend on chance or on the order in which samples arrive. With ``stream.round = R`` the samples of R steps
-    come from one policy, and the next round samples from the policy after those steps.
+    are drawn from one policy, and the next round samples from the policy that those steps trained.
 
     Metrics: ``reward/mean`` of all samples and ``reward/best`` of the kept ones, ``rejection/kept`` (samples),
     ``rejection/empty_groups`` (prompts without a kept sample), ``rejection/ties`` (prompts where a sample was left out

@@ -27,7 +27,7 @@ class RewardModelConfig(ComponentConfig):
 
 
 class RewardModel(Algorithm[Example]):
-    """Train a scalar head and its model to score the chosen answer of a pair above the rejected one.
+    """Train a scalar head, and the model under it, to score the chosen answer of a pair above the rejected one.
 
     The policy is the reward model: it starts from a causal language model with a new head, or from a reward model. Each
     step of the run is one optimizer step on all pairs of the step. Every export's ``config.json`` holds ``mean`` and
@@ -64,7 +64,7 @@ class RewardModel(Algorithm[Example]):
                 {"margin": float(example.values["margin"])} if "margin" in example.values else {},
             )
             for example in examples
-            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are only the prompt
+            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are the bare prompt
         ]
         return pack(units) if units else None, {}
 
@@ -105,8 +105,8 @@ class PairwiseLoss(Loss):
     """-log sigma(r_c - r_r - m), the mean over pairs; r is the score at a sequence's last token.
 
     m is the unit column ``margin`` if the batch has one (Llama 2, equation 2), else 0. Both forms are finite for any
-    finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also
-    averaged over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
+    finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also the
+    mean over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
 
     Metrics: ``accuracy`` (share of pairs with r_c > r_r, whatever the margin; a tie is one half), ``margin``
     (r_c - r_r),
@@ -170,7 +170,7 @@ class Moments:
     second: float = 0.0
 
     def add(self, mean: float, square: float) -> None:
-        """Add one step's mean score and mean squared score."""
+        """One step's mean score and mean squared score."""
         self.weight = self.decay * self.weight + (1 - self.decay)
         self.first = self.decay * self.first + (1 - self.decay) * mean
         self.second = self.decay * self.second + (1 - self.decay) * square

@@ -37,12 +37,12 @@ class NLLConfig(LikelihoodConfig):
 
 
 class NLL(Loss):
-    """-log p(token), averaged over the whole optimizer batch according to ``reduce``. With ``label_smoothing`` e it is
-    -(1 - e) log p(token) - e mean_v log p(v), over the V rows of the model's output head.
+    """-log p(token), averaged as ``reduce`` says over the whole optimizer batch; with ``label_smoothing`` e
+    -(1 - e) log p(token) - e mean_v log p(v) over the V rows of the model's output head.
 
-    Metrics: ``nll``, the mean of -log p(token) independent of ``reduce`` and ``label_smoothing`` (its exponential is
-    the perplexity); ``token_prob``, the mean probability of the demonstrated token; and ``token_accuracy``, the share
-    of demonstrated tokens that are the most probable one.
+    Metrics: ``nll``, the mean of -log p(token) whatever ``reduce`` and ``label_smoothing`` say (its exponential is the
+    perplexity); ``token_prob``, the mean probability of the demonstrated token; and ``token_accuracy``, the share of
+    demonstrated tokens that are the most probable one.
     """
 
     name = "nll"
@@ -62,7 +62,7 @@ class NLL(Loss):
 
 
 class DFT(Loss):
-    """Dynamic fine-tuning: -stop(p) log p per token, where p is the token's probability. The gradient of the likelihood
+    """-stop(p) log p per token, p the token's own probability: dynamic fine-tuning. The gradient of the likelihood
     weighs a demonstrated token by 1 / p; the factor p cancels this weight.
 
     Metrics: those of ``nll``.

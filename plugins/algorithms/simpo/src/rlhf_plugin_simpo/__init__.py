@@ -1,4 +1,4 @@
-"""SimPO: the mean log-prob of an answer is its reward. It needs no reference model."""
+"""SimPO: the mean log-prob of an answer is its reward; no reference model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SimPOLoss(ContrastLoss):
 
 
 class SimPO(PairLearning):
-    """Raise the mean log-prob of the chosen answer above that of the rejected answer by a target margin.
+    """Raise the chosen answer's mean log-prob above the rejected one's by a target margin.
 
     Each step of the run is one optimizer step over all pairs of the step. Pairs in which an answer has no token are
     left out and counted.

@@ -123,7 +123,8 @@ class AdaptiveMixing(Curriculum):
 
 
 def gain(scores: Sequence[float]) -> float:
-    """The mean absolute advantage of a group: the mean of |score - mean| / std (population); 0 for equal scores."""
+    """The mean absolute advantage of a group: the mean of |score - mean| / std (of the population); 0 for equal
+    scores."""
     if max(scores) == min(scores):
         return 0.0
     mean = math.fsum(scores) / len(scores)

@@ -19,7 +19,7 @@ from rlhf_plugin_curricula.arrays import from_text, to_text
 class EasyToHard(Curriculum):
     """Chooses among the easiest rows only. Their number grows with the steps.
 
-    At step t of a run of ``total_steps`` the easiest rows, a share c(t) of all, may be chosen. With T = ``until`` *
+    At step t of a run of ``total_steps`` the share c(t) of the rows may come, the easiest first. With T = ``until`` *
     ``total_steps`` and c0 = ``start`` (arXiv:1903.09848)::
 
         linear  c(t) = min(1, c0 + (1 - c0) * t / T)

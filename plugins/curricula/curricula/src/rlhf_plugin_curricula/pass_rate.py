@@ -1,4 +1,4 @@
-"""Chooses rows that the policy solves sometimes: rows whose pass rate lies in a band."""
+"""Rows that the policy solves sometimes: those whose pass rate lies in a band."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class PassRate(Curriculum):
         self._order = np.asarray(rows.shuffled(len(rows)), np.int64)
         """Positions in the order in which rows are explored."""
         self._scored = np.zeros(len(rows))
-        """For each row: number of samples with a score, weighed by :attr:`Config.memory`."""
+        """By row: samples with a score, weighed by :attr:`Config.memory`."""
         self._passed = np.zeros(len(rows))
         """For each row: number of those samples that passed."""
         self._last = np.full(len(rows), -1, np.int64)
-        """For each row: number of the draw that chose it last; -1 if it has not come yet."""
+        """By row: number of the draw that chose it last; -1 before it has come."""
         self._draws = 0
         self._step = -1
         self._first = 0
@@ -134,7 +134,7 @@ class PassRate(Curriculum):
         return chosen
 
     def _in_band(self) -> NDArray[np.bool_]:
-        """For each row: whether its pass rate is known and lies in the band."""
+        """By row: whether its pass rate is known and lies in the band."""
         has_rate = self._scored > 0
         rates = np.divide(self._passed, self._scored, out=np.zeros_like(self._passed), where=has_rate)
         band_mask: NDArray[np.bool_] = has_rate & (rates > self.config.low) & (rates < self.config.high)

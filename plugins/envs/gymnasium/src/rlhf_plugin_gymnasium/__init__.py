@@ -1,4 +1,4 @@
-"""Environment: gymnasium environments with discrete actions, as text."""
+"""Environment: environments of gymnasium with discrete actions, as text."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ OTHER_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def cannot_be_text(space: gymnasium.Space[Any]) -> str:
-    """The reason why observations of ``space`` cannot be written as text; empty if they can."""
+    """Why observations of ``space`` cannot be written as text; empty if they can."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.values() if isinstance(space, spaces.Dict) else space
         return next(filter(None, map(cannot_be_text, parts)), "")
@@ -175,8 +175,7 @@ def cannot_be_text(space: gymnasium.Space[Any]) -> str:
 
 
 def as_text(space: gymnasium.Space[Any], value: Any) -> str:
-    """``value`` of ``space`` as text: numbers with at most 4 digits, arrays in brackets, one line for each key of a
-    dict."""
+    """``value`` of ``space``: numbers with at most 4 digits, arrays in brackets, one line for each key of a table."""
     if isinstance(space, spaces.Dict):
         return "\n".join(f"{key}: {as_text(part, value[key])}" for key, part in space.items())
     if isinstance(space, spaces.Tuple):

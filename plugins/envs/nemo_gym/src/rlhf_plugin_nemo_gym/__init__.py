@@ -184,7 +184,7 @@ class PolicyTurn:
 
 
 def parsed(text: str, number: int, tools: set[str]) -> PolicyTurn:
-    """Parse the turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as in Qwen and Hermes models."""
+    """The turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as Qwen and Hermes models write them."""
     reasoning, _, rest = text.rpartition(THOUGHT)
     # after the last closing tag, each unclosed tag would be searched to the end of the text: quadratic time
     front, end, tail = rest.rpartition(CALL_END)

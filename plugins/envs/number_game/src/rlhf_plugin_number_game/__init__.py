@@ -1,4 +1,4 @@
-"""Environment: find a hidden number in a range. Each question is answered with "smaller", "larger" or "found"."""
+"""Environment: find a number hidden in a range; each question is answered with "smaller", "larger" or "found"."""
 
 from __future__ import annotations
 

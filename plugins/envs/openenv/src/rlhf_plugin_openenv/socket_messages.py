@@ -18,7 +18,7 @@ class InvalidAction(Exception):
 
 
 class UnknownField(Exception):
-    """The action has no field with the configured name."""
+    """The action has no field of the configured name."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def action_of(text: str, field: str | None) -> dict[str, Any]:
 
 
 def message(kind: str, data: dict[str, Any] | None = None) -> str:
-    """A message for the server. Raises EnvError for data that JSON cannot represent."""
+    """A message for the server. Raises EnvError for data that JSON cannot hold."""
     try:
         return json.dumps({"type": kind} if data is None else {"type": kind, "data": data}, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -69,8 +69,8 @@ def observed(answer: str | bytes, field: str | None) -> Observed:
     Args:
         field: the action's field, if the policy's text is one field of it.
 
-    Raises InvalidAction: the server refuses the action. UnknownField: the action has no such field. EnvError: the
-    answer is not an observation.
+    Raises InvalidAction: the server refuses the action. UnknownField: the action has no such field. EnvError: any other
+    answer than an observation.
     """
     try:
         content = json.loads(answer, parse_constant=_refuse)

@@ -32,7 +32,7 @@ class ReasoningGymConfig(AnswerConfig):
 
 
 class ReasoningGym(Env):
-    """The opening is the question. The first turn of the policy is scored from 0 to 1 and ends the episode.
+    """The opening is the question; the first turn of the policy is scored, from 0 to 1, and ends the episode.
 
     The sample's seed selects the question, so all samples of a group get the same question, and evaluations get other
     questions than training. A row's column ``seed`` (a whole number from 0 to 2**31 - 1) replaces the sample's seed.

@@ -40,9 +40,9 @@ class GymEntry:
         self._entry: dict[str, Any] = self._dataset[0]
         self.question: str = self._entry["question"]
         self.answer: str | None = self._entry["answer"]
-        """One correct answer; None for a task that only has a scorer."""
+        """One right answer; None for a task that has only a scorer."""
         self.task: str = self._entry["metadata"]["source_dataset"]
-        """The task of the question; for ``composite`` the part that the question comes from."""
+        """The task of the question; for ``composite`` the part that it comes from."""
 
     def score(self, answer: str) -> float:
         """Score from 0 to 1 by the task's own scorer. Raises the scorer's exceptions, and EnvError for a value outside

@@ -123,7 +123,7 @@ class TextArena(Env):
         return EnvStep(done=True, info=info, rewards={SEATS[s]: float((rewards or {})[s]) for s in seats})
 
     def _opponents_turns(self) -> bool:
-        """Play the opponent's turns until it is the policy's turn. Returns whether the game is over."""
+        """The opponent's turns until it is the policy's. Returns whether the game is over."""
         while self._opponent is not None and self._game.player != self._seat:
             action = self._opponent(self._game.messages(), derive_seed(self._seed, "opponent", self._turn))
             self._turn += 1
@@ -224,7 +224,7 @@ class Game:
         return "\n".join(lines)
 
     def act(self, action: str) -> bool:
-        """Play the turn of :attr:`player`. Returns whether the game is over."""
+        """The turn of :attr:`player`. Returns whether the game is over."""
         with self._own_random():
             done, _ = self._game.step(action)
         return bool(done)

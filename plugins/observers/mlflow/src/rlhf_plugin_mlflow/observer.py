@@ -60,8 +60,8 @@ class MLflowObserver(Observer):
     """Logs each line of ``metrics.jsonl``, over ``step``, before the event of the step returns.
 
     The config is redacted, MLflow's usage statistics are off, and its client records no source, command line or git
-    state. MLflow allows no ``@`` in names: ``pass@1`` becomes ``pass_at_1``. Other characters that it refuses become
-    ``_``. In a folder ``policy/loss/kl`` becomes ``policy/loss.kl``, because ``policy/loss`` is a file.
+    state. MLflow allows no ``@`` in names: ``pass@1`` is ``pass_at_1``; other characters that it refuses become ``_``.
+    In a folder ``policy/loss/kl`` is ``policy/loss.kl``, because ``policy/loss`` is a file.
     """
 
     name = "mlflow"

@@ -24,7 +24,7 @@ class PrometheusConfig(ComponentConfig):
 
 
 class PrometheusObserver(Observer):
-    """Serves the newest value of each metric as ``rlhf_metric{run="...",name="reward/mean"}``, until the run ends."""
+    """The newest value of each metric as ``rlhf_metric{run="...",name="reward/mean"}``, until the run ends."""
 
     name = "prometheus"
     source = "https://prometheus.io"

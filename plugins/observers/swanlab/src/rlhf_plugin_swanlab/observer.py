@@ -1,6 +1,6 @@
 """Logs metrics, samples and the resolved config to SwanLab. A resumed run continues its run.
 
-SwanLab is imported when a run starts. It is an extra, because it allows no version of protobuf above 6.
+SwanLab is imported when a run starts: it is an extra, because it allows no version of protobuf above 6.
 """
 
 from __future__ import annotations

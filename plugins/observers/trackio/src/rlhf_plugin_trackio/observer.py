@@ -1,7 +1,7 @@
 """Logs metrics, a table of samples and the resolved config to trackio, in a folder of this machine or to a Space. A
 resumed run continues its run.
 
-Trackio is imported when a run starts. It is an extra, because it allows no version of pillow above 12.
+Trackio is imported when a run starts: it is an extra, because it allows no version of pillow above 12.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ class Verdict:
     """The result of one test."""
 
     word: Word
-    """``wrong``: a different answer. ``error``: an exception, an exit status other than 0, or no answer. ``output``:
-    too much output."""
+    """``wrong``: another answer. ``error``: an exception, a status other than 0, or no answer. ``output``: too much."""
     reason: str = ""
 
 
@@ -111,7 +110,7 @@ def _failure(run: Finished, cpu_seconds: int) -> Verdict | None:
 
 
 def printable(value: Any) -> str:
-    """The start of a text from the program, such as an exception's message, in a form that can be stored."""
+    """The start of a text of the program, such as an exception's, as text that can be stored."""
     return str(value)[:200].encode(errors="replace").decode()
 
 

@@ -51,7 +51,7 @@ def _main():  # type: ignore[no-untyped-def]
 
         prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
         words = Filter(len(setup["filter"]) // 8, setup["filter"])
-        # PR_SET_PDEATHSIG with SIGKILL: no program outlives the launcher process. The filter prevents unsetting it.
+        # PR_SET_PDEATHSIG with SIGKILL: no program outlives the launcher process. The filter keeps it set.
         if _ctypes.call_function(prctl, (1, 9, 0, 0, 0)) or posix.getppid() != parent:
             sys.exit("the launcher process has ended")
         # PR_SET_NO_NEW_PRIVS, then PR_SET_SECCOMP with SECCOMP_MODE_FILTER
@@ -66,7 +66,7 @@ def _main():  # type: ignore[no-untyped-def]
     module = type(sys)(name)
     sys.modules[name] = module
     program = setup["program"]
-    if program[:1] == "\ufeff":  # a byte-order mark, which Python accepts in a file but not in a text
+    if program[:1] == "\ufeff":  # a byte-order mark, which Python accepts in a file and not in a text
         program = program[1:]
 
     class ProgramLoader:

@@ -3,8 +3,8 @@
 Each function of the program is replaced by an object that looks up its calls in the answers. At a call without an
 answer, the test stops and the call is reported. The assertions are evaluated again when the program has answered it.
 
-Standard input holds the setup (a Python literal). Standard output gets one JSON object with a verdict for each test and
-the calls without an answer. The source of ``values.py`` precedes this text.
+Standard input holds the setup (a Python literal), standard output gets one JSON object: a verdict for each test and the
+calls without an answer. The source of ``values.py`` stands before this text.
 """
 
 
@@ -24,7 +24,7 @@ def _evaluate():  # type: ignore[no-untyped-def]
     random.seed(0)  # so that every evaluation makes the same calls
     answers, calls, verdicts = setup["answers"], {}, {}
     namespace = {"__name__": "tests"}
-    classes = collections.ChainMap({}, namespace)  # the program adds to the first, so it hides no name of the tests
+    classes = collections.ChainMap({}, namespace)  # the program adds to the first: it hides no name of the tests
     counts = {"unanswered": 0}
     QUIET = ("StopIteration", "StopAsyncIteration")  # they would end a loop of a test instead of failing it
     last = [""]
@@ -33,7 +33,7 @@ def _evaluate():  # type: ignore[no-untyped-def]
         """The program has not answered this call yet."""
 
     class NoAnswer(BaseException):
-        """(word, reason). It is not an exception that a test may expect."""
+        """(word, why): no exception that a test may expect."""
 
     class Function:
         def __init__(self, name):  # type: ignore[no-untyped-def]

@@ -50,7 +50,7 @@ class AssertionTests:
     setup: str = ""
     """Code before the tests."""
     entry_point: str = ""
-    """The function under test, which is passed to ``check``; empty: tests call it by its name."""
+    """The function under test, which ``check`` gets; empty: tests call it by its name."""
 
 
 Tests = list[StdinTest] | list[CallTest] | AssertionTests

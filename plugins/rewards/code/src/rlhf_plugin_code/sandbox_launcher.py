@@ -26,7 +26,7 @@ from rlhf_plugin_code.seccomp import seccomp_filter
 from rlhf_plugin_code.starters import STARTERS
 
 PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
-"""Environment variables of the launcher process. It gets no other variables, because they may hold secrets."""
+"""Environment variables of the launcher process. It gets no others, because they may hold secrets."""
 
 Call = tuple[str, Sequence[Any]]
 """(name of a function, its arguments)."""
@@ -51,7 +51,7 @@ class Finished:
 
 
 class SandboxLauncher:
-    """Starts the launcher process when it is first needed, and restarts it if it died."""
+    """Starts the launcher process when it is first needed, and again if it died."""
 
     def __init__(self, sandbox: str, python: Interpreter, limits: ProgramLimits) -> None:
         starter = STARTERS[sandbox]

@@ -32,7 +32,7 @@ UNISOLATED = (
 
 
 def candidates(choice: Choice) -> list[str]:
-    """The installed sandboxes to try, best first.
+    """The installed sandboxes to try, the best first.
 
     Raises ConfigError, with what to install, if there is none.
     """

@@ -1,4 +1,4 @@
-"""A seccomp filter for system calls that no sandbox needs and that the limits and folders of a sandbox do not cover.
+"""A seccomp filter: system calls that no sandbox needs and that the limits and folders of a sandbox do not cover.
 
 A denied call fails with EPERM. Landlock does not cover the metadata of files (``chmod``), nor the limits and priorities
 of other processes of the user (``prlimit``). A limit on address space does not cover files in memory
@@ -64,7 +64,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     program += [(JUMP_AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 calls of x86_64
     for number in denied:
         program += [(JUMP_EQUAL, 0, 1, number), refuse]
-    # without clone3 the C library uses clone, and a filter can read the flags of clone
+    # without clone3 the C library uses clone, whose flags a filter can read
     program += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     allow = (RETURN, 0, 0, ALLOW)
     program += [(JUMP_EQUAL, 0, 4, clone), (LOAD, 0, 0, ARGUMENTS), (JUMP_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse]

@@ -75,7 +75,7 @@ class FormatReward(Reward):
         return [(self.config.pattern or "").replace("\\", "")]  # without the escapes of characters in tags
 
     def _has_form(self, trajectory: Trajectory) -> bool:
-        """Whether the text matches by itself, or after the tag with which the chat template opens the answer."""
+        """Whether the text matches, alone or after the tag with which the chat template opens it."""
         on_answer = self.config.on == "answer"
         text = trajectory.answer if on_answer else trajectory.completion
         sampled = [n for n, turn in enumerate(trajectory.turns) if turn.sampled]
@@ -95,7 +95,7 @@ GAP = "{...}"
 
 @dataclass(frozen=True, slots=True)
 class AnswerTemplate:
-    """Literal pieces in order, with gaps before some of them. White space between tags and at both ends is allowed."""
+    """Literal pieces in order, some with a gap before them. White space between tags and at both ends is allowed."""
 
     pieces: tuple[tuple[bool, str], ...]
     """(whether a gap precedes the piece, literal)."""

@@ -1,4 +1,4 @@
-"""Rewards from servers: scores in the protocol of OpenRLHF's remote reward models, and log-probs of a teacher."""
+"""Rewards from servers: scores, by the protocol of OpenRLHF's remote reward models, and log-probs of a teacher."""
 
 from rlhf import hookimpl
 

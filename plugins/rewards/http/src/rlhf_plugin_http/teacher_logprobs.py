@@ -35,10 +35,9 @@ class TeacherRewardConfig(ServersConfig):
 
 
 class TeacherReward(Reward):
-    """Sends ``POST {"prompt": [token ids, ...], "prompt_logprobs": 0, "max_tokens": 1, ...}`` to ``URL/completions``,
-    which is vLLM's form of the OpenAI protocol. The prompts are the tokens of a group's samples, in requests of at most
-    16,384 tokens. The log-probs of the sampled tokens are the steps of each result, which the algorithm's ``teacher``
-    reads.
+    """``POST {"prompt": [token ids, ...], "prompt_logprobs": 0, "max_tokens": 1, ...}`` to ``URL/completions``, vLLM's
+    form of the OpenAI protocol: the tokens of a group's samples, in requests of at most 16,384 tokens. The log-probs of
+    the sampled tokens are the steps of each result, and the algorithm's ``teacher`` reads them.
 
     Before the first sample, the same text is sent to each server as text and as the policy's tokens. A server whose
     tokens differ is refused.

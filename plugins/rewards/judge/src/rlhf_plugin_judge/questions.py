@@ -1,4 +1,4 @@
-"""The question to the judge: rules and form in the system message, prompt and answers in the user message."""
+"""The question to the judge: rules and form in the system message, the case in the user's message."""
 
 from __future__ import annotations
 

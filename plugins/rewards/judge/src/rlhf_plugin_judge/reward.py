@@ -184,7 +184,7 @@ IN_MEMORY = 100_000
 
 
 def key_of(request: dict[str, Any]) -> str:
-    """The hash of everything that determines a judgement."""
+    """The hash of everything that decides a judgement."""
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 

@@ -51,8 +51,7 @@ _JOIN = re.compile(
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``, preceded by the boxes that a comma or "and"
-    joins to it."""
+    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``, after those that a comma or "and" joins."""
     contents: list[str] = []
     limit = len(text)
     for match in reversed(list(_BOX.finditer(text))):
@@ -62,7 +61,7 @@ def boxed(text: str) -> str | None:
             break
         if content is not None and content not in contents:
             contents.insert(0, content)
-        limit = match.start()  # a box that is not closed: an earlier box must end before it
+        limit = match.start()  # a box that is not closed: an earlier one must end before it
     return ", ".join(contents) if contents else None
 
 

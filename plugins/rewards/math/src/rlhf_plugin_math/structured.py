@@ -14,7 +14,7 @@ _LARGE = re.compile(
 """Formulas that SymPy would compute before any comparison. The parser of single expressions has exact limits for
 them."""
 MAX_POWER = 1000
-"""Largest product of the exponents of an answer, because powers of sums are expanded."""
+"""Largest product of the exponents of an answer: powers of sums are expanded."""
 DIGITS = 12
 """Digits to which numbers inside a structure must agree."""
 

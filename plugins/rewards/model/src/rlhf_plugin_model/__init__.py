@@ -29,10 +29,10 @@ class ModelConfig(ComponentConfig):
 
 
 class ModelReward(Reward):
-    """The model is a role of the run, which is placed, loaded and put to sleep like other roles.
+    """The model is a role of the run: placed, loaded and put to sleep like the others.
 
-    It reads the tokens and images of the trajectory, from the last rewritten context. Tokens are not decoded and
-    encoded again, so the model must have been trained with the policy's tokenizer and chat template. A text-only model
+    It reads the tokens and images of the trajectory (from the last rewritten context on). Nothing is decoded and
+    encoded again, so the model must have been trained with the policy's tokenizer and chat template. A model of text
     refuses trajectories with images.
     """
 
@@ -104,7 +104,7 @@ class ModelReward(Reward):
 
 
 def _last_context(trajectory: Trajectory) -> list[Turn]:
-    """The turns since the last rewrite of the context: prompt, observations and answers."""
+    """The turns of the last context: prompt, observations and answers."""
     start = max((i for i, t in enumerate(trajectory.turns) if t.fresh), default=0)
     return trajectory.turns[start:]
 

@@ -20,9 +20,9 @@ class Agent(Rollout):
     """Starts a program for every sample, in a separate process. The program gets the row's columns as its task, the
     address of an OpenAI-compatible endpoint on this machine and a key. The endpoint serves the policy.
 
-    Sampled tokens are never tokenised again. A request that continues a known conversation appends tokens to its
-    sequence. Any other request begins a new sequence of the same trajectory. The turns of the sequence with the latest
-    answer come last.
+    Sampled tokens are never tokenised again. A request that continues a known conversation adds tokens to its sequence;
+    any other begins another sequence of the same trajectory. The turns of the sequence that was answered last come
+    last.
 
     Raises RolloutError (a failed sample): the program ends with an error, returns a value that is not a reward, or
     never calls the policy. If the program fails after the conversation has become too long for ``data.max_tokens``, its

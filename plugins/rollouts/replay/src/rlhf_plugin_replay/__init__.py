@@ -18,7 +18,7 @@ from rlhf.types import ExpertRecord, Image, Row, Turn
 Key = tuple[int, int]
 """(group number in the run, sample in the group)."""
 Recorded = tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]
-"""({source, index} of the row, turns, numbers that were reported about the sample)."""
+"""({source, index} of the row, turns, numbers about the sample)."""
 
 
 class ReplayRollout(Rollout):
@@ -103,7 +103,7 @@ def read(path: Path) -> dict[Key, Recorded]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):  # texts may contain other line ends
+    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):  # texts may hold other line ends
         if text:
             yield f"{file}:{number}", json.loads(text)
 

@@ -48,7 +48,7 @@ class FunctionSource:
 class PythonFunction:
     """The function of a :class:`FunctionSource`. Its file is executed.
 
-    Raises PluginImportFailed: the file cannot be imported. Raises ConfigError: the function cannot be a tool.
+    Raises PluginImportFailed: the file. Raises ConfigError: the function cannot be a tool.
     """
 
     def __init__(self, source: FunctionSource) -> None:

@@ -1,4 +1,4 @@
-"""The tools of an MCP server. Imports the package ``mcp``, which is needed only for runs with such servers."""
+"""The tools of an MCP server. Imports the ``mcp`` package, which only runs with such servers need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_plugin_tools.tool import LONGEST_ERROR, Tool, ToolError, as_text, inva
 START_DEADLINE = 60.0
 """Maximum seconds for a server to start and to list its tools."""
 ALIVE_DEADLINE = 10.0
-"""Seconds within which a server must list its tools after a call timed out. Otherwise it counts as dead."""
+"""Seconds in which a server must list its tools after a call took too long. Otherwise it counts as dead."""
 
 CLOSE_DEADLINE = 10.0
 """Seconds that closing a connection may take before it is abandoned."""
@@ -110,7 +110,7 @@ class Server:
             raise await self._died(client, f"failed during a call of {name!r}: {_first(error)}") from None
 
     async def _died(self, client: mcp.Client, doing: str) -> RolloutError:
-        owns_client = self._client is client and self._alive  # another sample may have closed or restarted it
+        owns_client = self._client is client and self._alive  # another sample may have closed it, or started it again
         error = RolloutError(f"{self.label} {doing}{self._tail() if owns_client else ''}")
         if owns_client:
             await self.close()

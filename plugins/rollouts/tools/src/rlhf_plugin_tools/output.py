@@ -13,7 +13,7 @@ KEPT_LINES = 12
 
 
 class Output:
-    """A pipe that a process writes to. Use it inside a running event loop.
+    """A pipe that a process writes to. Use it inside of a running event loop.
 
     Args:
         label: every line is shown on standard error after this label. None: lines are kept but not shown.

@@ -103,7 +103,7 @@ class ToolsRollout(Rollout):
             self._loop, self._toolbox = asyncio.get_running_loop(), None
         if self._toolbox is None or (self._toolbox.done() and self._toolbox.exception() is not None):
             self._toolbox = asyncio.create_task(self._start())
-        return await asyncio.shield(self._toolbox)  # it continues for other samples if this one is cancelled
+        return await asyncio.shield(self._toolbox)  # it goes on for other samples if this one is cancelled
 
     async def _start(self) -> Toolbox:
         toolbox = self._new()

@@ -65,7 +65,7 @@ def invalid_arguments(name: str, problems: Iterable[tuple[Iterable[object], str]
 
 
 def as_text(name: str, value: object, longest: int) -> str:
-    """The result of a call as the policy reads it: text unchanged, anything else as JSON.
+    """The result of a call as the policy reads it: text as it is, anything else as JSON.
 
     Raises ToolError: ``value`` is neither.
     """

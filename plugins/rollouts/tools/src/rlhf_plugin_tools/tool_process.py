@@ -1,9 +1,9 @@
 """The program of a worker process: calls Python functions, one at a time, as ``python -m
 rlhf_plugin_tools.tool_process``. Requests and answers are JSON, one per line.
 
-The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, with the answer
-``{"ready": true}`` or ``{"broken": message}``. Every other request is ``{"name", "arguments"}``, with the answer
-``{"result": text}`` or ``{"error": text}``.
+The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, its answer ``{"ready":
+true}`` or ``{"broken": message}``. Every other one is ``{"name", "arguments"}``, its answer ``{"result": text}`` or
+``{"error": text}``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class SingleTurn(Rollout):
 
 
 class MultiTurn(Rollout):
-    """The prompt and the environment's opening, followed by sampled turns and the environment's observations, until
+    """Prompt and the environment's opening, followed by sampled turns and the environment's observations, until
 
     * the environment returns ``done`` (at the latest after ``[env] max_turns`` steps),
     * a sampled turn uses the last token of ``data.max_tokens``: its ``finish`` is ``length``, and the environment
@@ -37,8 +37,8 @@ class MultiTurn(Rollout):
     * an observation leaves no room for an answer: it is left out, the turn before it gets ``finish = "length"``, and
       the metric ``rollout/no_room`` counts the sample.
 
-    ``Trajectory.truncated`` is therefore true exactly if the token budget ended the episode before the environment did,
-    or if the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
+    So ``Trajectory.truncated`` is true exactly if the token budget ended the episode before the environment did, or if
+    the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
     ``EnvStep.reward`` and ``EnvStep.score`` become the reward and the score of the sampled turn. ``EnvStep.sampling``
     replaces the sampling parameters of this sample only, from its next turn on. The observation of the last step is not
     appended, because no answer follows it.
@@ -112,7 +112,7 @@ class AgentConversations:
         return True
 
     def reward(self, rewards: Mapping[str, float]) -> None:
-        """Add each reward to the last turn of its agent, or keep it for the agent's first turn."""
+        """Add each reward to the last turn of its agent, or keep it for the first one."""
         for agent, reward in rewards.items():
             self._owed[agent] = self._owed.get(agent, 0.0) + reward
         for agent in [agent for agent in self._owed if agent in self.conversations]:

@@ -1,4 +1,4 @@
-"""Options of the rollout, and the check of the Python interpreter that they name."""
+"""Options of the rollout, and the check of the Python that they name."""
 
 from __future__ import annotations
 

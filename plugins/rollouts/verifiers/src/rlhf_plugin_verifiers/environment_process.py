@@ -48,7 +48,7 @@ def load(name: str, args: dict[str, Any]) -> Any:
 
 
 def watch_environment(environment: Any) -> None:
-    """Record reward functions that raise in :data:`FAILED_REWARDS`."""
+    """Note the reward functions that raise in :data:`FAILED_REWARDS`."""
     watch(environment.rubric)
     for part in getattr(environment, "envs", ()):
         watch_environment(part)

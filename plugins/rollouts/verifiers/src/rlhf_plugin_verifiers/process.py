@@ -19,7 +19,7 @@ from rlhf_plugin_verifiers.config import VerifiersConfig, own_python
 PROGRAM = Path(__file__).with_name("environment_process.py")
 LONGEST_LINE = 2**26
 STOP_DEADLINE = 5.0
-"""Seconds within which a cancelled sample must end. Otherwise its process is killed, with all its samples."""
+"""Seconds in which a sample that was cancelled must end. Otherwise its process is killed, with all its samples."""
 _TAIL = 2000
 """Number of bytes kept from the end of the process's output."""
 
@@ -54,8 +54,8 @@ class EnvironmentProcess:
         return played
 
     async def _running(self) -> asyncio.subprocess.Process:
-        """The process, after it has loaded the environment. The start continues if the sample that began it is
-        cancelled. An environment that could not be loaded is not tried again."""
+        """The process, when it has loaded the environment. Its start goes on if the sample that began it is cancelled.
+        An environment that could not be loaded is not tried again."""
         while True:
             if self._started is None:
                 self._started = asyncio.ensure_future(self._start())
@@ -91,7 +91,7 @@ class EnvironmentProcess:
         return process
 
     async def _hold(self, process: asyncio.subprocess.Process, output: Pipe, load_error: asyncio.Future[str]) -> None:
-        """Passes the process's answers to the samples, until its end."""
+        """Hands the process's answers to the samples, until its end."""
         assert process.stdin is not None
         assert process.stdout is not None
         label = f"the environment {self._config.id!r}"

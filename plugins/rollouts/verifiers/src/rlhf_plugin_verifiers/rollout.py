@@ -20,8 +20,8 @@ class Verifiers(Rollout):
 
     A row names its example with the columns ``index`` and ``split`` (``train``, the default, or ``eval``).
 
-    Sampled tokens are never tokenised again. A request that continues a known conversation appends tokens to its
-    sequence. Any other request begins a new sequence of the same trajectory.
+    Sampled tokens are never tokenised again. A request that continues a known conversation adds tokens to its sequence;
+    any other begins another sequence of the same trajectory.
 
     Raises RolloutError (a failed sample): the environment cannot be loaded, has no such example, its process ends, or
     its rollout or one of its reward functions fails.
