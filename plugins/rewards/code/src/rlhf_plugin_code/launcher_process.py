@@ -1,11 +1,11 @@
-"""The process that starts programs and talks to them: ``python -m rlhf_plugin_code.launcher_process``.
+"""The process that starts programs and exchanges data with them: ``python -m rlhf_plugin_code.launcher_process``.
 
 It is separate from the process of the run, because starting programs from a process with many threads and much memory
 is slow, and because this process can drop its capabilities. It reads and writes one JSON object per line:
 
-* first ``{"sandbox", "command", "paths", "limits", "filter"}``, * then ``{"id", "header", "input"}`` for each start,
-answered by ``{"id", "end", "code", "seconds", "out", "err"}``, * ``{"cancel": id}`` ends a program; it is answered like
-any other.
+* first ``{"sandbox", "command", "paths", "limits", "filter"}``,
+* then ``{"id", "header", "input"}`` for each start, answered by ``{"id", "end", "code", "seconds", "out", "err"}``,
+* ``{"cancel": id}`` ends a program; it is answered like any other.
 
 ``end`` is ``exit``, ``wall`` (time), ``output`` (too much), ``threads``, ``files`` (too many), ``cancelled`` or
 ``failed`` (the sandbox did not start; the cause is in ``err``). At the end of standard input all programs are killed.
