@@ -92,7 +92,7 @@ class PerSource(Algorithm[Group]):
     A member may learn from demonstrations (``sft``): the rows of its sources have an answer, which it is trained on in
     the same optimizer steps (``Needs.demonstration_sources``).
 
-    Restrictions, which are checked before the run: At least one member, and every member without demonstrations, learns
+    Restrictions, which are checked before the run: at least one member, and every member without demonstrations, learns
     from samples (``prompts``) with a reward. All members train only the policy (no critic) and copy no weights (no
     ``kl.snapshot_every``). Members that sample have the same epochs and minibatches. All prompts get
     ``sampling.samples_per_prompt`` samples.
