@@ -32,19 +32,17 @@ def test_workers_meet_through_the_file_by_a_stand_in_for_a_vllm_before_0_28_too(
         assert address.split(":")[-1] == file.name, "by this it names the memory that workers share"
 
 
-def test_process_groups_stay_for_other_engines_as_an_executor_of_vllm_0_33_closes():
+def test_process_groups_stay_for_other_engines_as_an_executor_of_vllm_0_33_closes(monkeypatch):
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
     originals = parallel_state.destroy_model_parallel, core.cleanup_dist_env_and_memory
-    parallel_state._TP = group = SimpleNamespace(destroy=lambda: pytest.fail("other engines use the group"))
-    try:
-        with versions.keeping_process_groups():
-            parallel_state.destroy_model_parallel()
-            core.cleanup_dist_env_and_memory()
-        assert parallel_state._TP is group
-    finally:
-        parallel_state._TP = None
+    group = SimpleNamespace(destroy=lambda: pytest.fail("other engines use the group"))
+    monkeypatch.setattr(parallel_state, "_TP", group)
+    with versions.keeping_process_groups():
+        parallel_state.destroy_model_parallel()
+        core.cleanup_dist_env_and_memory()
+    assert parallel_state._TP is group
     assert originals == (parallel_state.destroy_model_parallel, core.cleanup_dist_env_and_memory)
 
 
