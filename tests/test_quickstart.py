@@ -85,8 +85,8 @@ def test_the_model_in_the_cache_is_trained_and_compared(quickstart: Quickstart) 
     assert code == 0, output
     first_part, last_part = output.split("rlhf train")[0], output.split("finished: runs/quickstart/grpo")[1]
     assert first_part.count("[user] What number comes after") == last_part.count("[user] What number comes after") == 3
-    assert "30 numbers of two digits" in last_part
-    assert "20 numbers of three digits" in last_part
+    assert "30 held-out two-digit numbers" in last_part
+    assert "20 three-digit numbers (none in training)" in last_part
     run = quickstart.folder / "runs" / "quickstart" / "grpo"
     picture = ElementTree.parse(run / "curve.svg").getroot()
     assert sum(e.tag.endswith("polyline") for e in picture) == 4, "rewards, their mean, two sets of questions"

@@ -1,9 +1,8 @@
 """Train a real chat model, SmolLM2-135M-Instruct, to count: which number comes after 58? Run by `make quickstart`.
 
 Untrained, it answers most of these questions wrong. GRPO trains it on two thirds of the numbers with two digits; the
-reward looks at the number in the answer and at nothing else. The test has the other third, and numbers with three
-digits, of which training has none. It allows 64 tokens, where training allows 16: a model that only learned to be brief
-gains nothing.
+reward reads only the number in the answer. The test has the other third and three-digit numbers, which are not in the
+training data. It allows 64 tokens and training 16, so a model that only learned to be brief gains nothing.
 
 Every step is a command that is printed before it runs, so each can be repeated and changed by hand. Words after
 `quickstart.py` go to `rlhf train`: `quickstart.py --steps 60`.
@@ -83,9 +82,9 @@ def main(flags: list[str]) -> None:
     curve.write(RUN, RUN / "curve.svg", "SmolLM2-135M-Instruct learns which number comes next")
     print(
         f"""
-Done in {time.perf_counter() - start:.0f} s. Right answers, of at most 64 tokens, before and after training:
-  {result("held_out")}   {HELD_OUT} numbers of two digits that training does not have
-  {result("three_digits")}   {THREE_DIGITS} numbers of three digits, of which training has none
+Done in {time.perf_counter() - start:.0f} s. Share of correct answers (at most 64 tokens) before and after training:
+  {result("held_out")}   {HELD_OUT} held-out two-digit numbers
+  {result("three_digits")}   {THREE_DIGITS} three-digit numbers (none in training)
 
 The run is in {RUN}: the curve is curve.svg, every sample is in rollouts/, and model/ loads with transformers.
 Try next:
