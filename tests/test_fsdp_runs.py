@@ -66,7 +66,7 @@ def test_two_ranks_send_weights_in_bf16_to_vllm(tiny: Workshop, tmp_path: Path, 
         launcher={"cpus": 2},
         trainer={"lr": 1e-2},
         generator={"kv_cache_gib": 0.25},
-        placement={"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}},
+        placement={"policy": {"ranks": 2}, "generator": {"share": "policy"}},  # an engine per rank
     )
     run = Training(forks, place, config, "--backend", "fsdp").finish()
     assert run.code == 0, run.said
