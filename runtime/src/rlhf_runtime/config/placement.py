@@ -42,7 +42,7 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
                 problems.append(
                     f"{label}: {ranks} ranks x {section.devices} devices do not fit on the {host.ranks or 1} ranks "
                     f"x {host.devices} devices = {(host.ranks or 1) * host.devices} of {section.share!r}. Lower its "
-                    f"ranks, or raise those of {section.share!r}."
+                    f"ranks or devices, or raise those of {section.share!r}."
                 )
     raise_problems("the placement does not work", problems)
     settings = {name: sections.get(name, PlacementSection()) for name in parts}
