@@ -40,6 +40,7 @@ class TrainerRankCases(StateCases):
             "coverage": trainer.coverage(),
             "evaluated": trainer.evaluate(self.mine(9), TokenLoss(), {}, {})["loss"][0],
             "streamed": len(list(trainer.weights())),
+            "trained": trainer.facts().trained_parameters,
             **self.facts(trainer),
         }
 

@@ -113,6 +113,8 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         equal([bool(rank["streamed"]) for rank in results], first, "which ranks stream whole weights")
         micros = [rank["micros"] for rank in results]
         expect(len({*micros}) == 1 < micros[0], f"this test needs several micro-batches on each rank, got {micros}")
+        trained = reference.trainer.facts().trained_parameters
+        equal([rank["trained"] for rank in results], [trained] * self.world, "the number of trained parameters")
         self.check_steps(results, reference)
         close(ranks.tensors(f"weights-{layout}"), reference.weights, WEIGHTS, "the weights after five steps")
         close(ranks.tensors(f"average-{layout}"), reference.average, WEIGHTS, "the average after five steps")

@@ -36,6 +36,22 @@ def test_saved_checkpoint_comes_back(tmp_path):
     assert CheckpointStore(tmp_path).best().best == {"metric": "eval/loss", "value": 0.1 + 0.2}
 
 
+def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    store.check_space(2**28, copies=3)  # 9 GiB
+    assert not store.notes
+    store.check_space(2**28, copies=4)
+    assert "10.0 GiB of free space, and the run needs about 12.0 GiB: 4 checkpoints" in store.notes.pop()
+    for step in (1, 2):
+        store.save(step, write(), {})
+    store.check_space(2**28, copies=4)  # two of them are there
+    assert not store.notes
+    with pytest.raises(CheckpointError, match=r"at least 12.0 GiB.*Free some space, or choose another run.output"):
+        store.check_space(3 * 2**28 * 4, copies=1)
+
+
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in range(1, 7):

@@ -139,6 +139,8 @@ class TrainerFacts:
     """None: not known."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each once at its start."""
+    trained_parameters: int = 0
+    """Number of parameters that are trained, on all ranks; 0: none, or not known."""
     random_head: bool = False
     """The checkpoint has no head of the role's kind, so the outputs are random until the role is trained."""
     experts: ExpertLayers | None = None

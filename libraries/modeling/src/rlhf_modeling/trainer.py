@@ -187,9 +187,14 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             flops=self._flops(),
             notes=self.loaded_model.notes + self._notes,
+            trained_parameters=sum(map(self.elements, self.parameters)) if self.spec.role.trained else 0,
             random_head=self.loaded_model.fresh_head,
             experts=self.loaded_model.routers.layers if self.loaded_model.routers is not None else None,
         )
+
+    def elements(self, name: str) -> int:
+        """Number of elements of a parameter, on all ranks."""
+        return self.parameters[name].numel()
 
     def _flops(self) -> Flops | None:
         """The FLOPs of a trained role, on the rank whose facts are read."""

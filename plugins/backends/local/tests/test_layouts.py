@@ -133,6 +133,14 @@ def test_adapters_at_the_default_learning_rate_are_noted(model_path, make_traine
     assert make_trainer(model_path, lora=LoraOptions(rank=2), lr=1e-4).facts().notes == ()
 
 
+def test_only_trained_parameters_are_counted(model_path, make_trainer):
+    weights = load_file(model_path / "model.safetensors")
+    adapters = make_trainer(model_path, lora=LoraOptions(rank=2))
+    assert make_trainer(model_path).facts().trained_parameters == sum(t.numel() for t in weights.values())
+    assert adapters.facts().trained_parameters == sum(p.numel() for n, p in adapters.parameters.items() if "lora" in n)
+    assert make_trainer(model_path, trained=False).facts().trained_parameters == 0
+
+
 def test_noise_in_training_is_recognised_by_any_name(tmp_path, make_trainer, make_batch, nll, monkeypatch):
     options = {"architecture": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     path = tiny_model(tmp_path / "jitter", **options, router_jitter_noise=0.1)

@@ -61,6 +61,29 @@ class CheckpointStore:
 
     # --------------------------------------------------------------------------------------- saving
 
+    def check_space(self, parameters: int, copies: int) -> None:
+        """Called before the first step. Raises CheckpointError if the disk has no space for one checkpoint, and adds a
+        note if it probably cannot hold all.
+
+        Args:
+            parameters: number of trained parameters, of all roles.
+            copies: number of checkpoints that the run has at a time.
+        """
+        free, copies = self._free(), max(1, copies - len(self.complete()))
+        least, usual = 4 * parameters, 12 * parameters  # weights in fp32, with two moments
+        text = f"{self.root} is on a disk with {free / 2**30:.1f} GiB of free space"
+        if free < least:
+            raise CheckpointError(
+                f"{text}, and a checkpoint takes at least {least / 2**30:.1f} GiB ({parameters:,} trained parameters "
+                "in fp32). Free some space, or choose another run.output."
+            )
+        if free < copies * usual:
+            self._note(
+                f"{text}, and the run needs about {copies * usual / 2**30:.1f} GiB: {copies} checkpoints with the "
+                f"weights and two moments of {parameters:,} trained parameters in fp32. Free some space, lower "
+                f"checkpoint.keep (now {self.keep}), or choose another run.output."
+            )
+
     def save(
         self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any], best: Mapping[str, Any] | None = None
     ) -> Path:
@@ -227,9 +250,8 @@ class CheckpointStore:
         steps = [c.step for c in self.complete()]
         text = f"{file} could not be saved: {type(cause).__name__}: {cause}."
         if disk_is_full(cause):
-            free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
             text += (
-                f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
+                f" The disk is full ({self._free() / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
                 f"(now {self.keep}), set checkpoint.save_rollouts = false (the samples of every step) or choose "
                 "another run.output."
             )
@@ -247,6 +269,10 @@ class CheckpointStore:
             if _keeps_class(cause):
                 raise
             raise self.unwritten(str(path), cause) from cause
+
+    def _free(self) -> int:
+        """Bytes of free space."""
+        return shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

@@ -36,6 +36,9 @@ class ShardedTrainer(ShardedWeights):
         facts, parts = super().facts(), self.config.sequence_parallel
         return replace(facts, ranks_per_share=parts, token_budget=parts * facts.token_budget)
 
+    def elements(self, name: str) -> int:
+        return self.tensors.shapes[name].numel()
+
     # ------------------------------------------------------------------------------------- forward
 
     def forward(
