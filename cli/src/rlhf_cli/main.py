@@ -119,6 +119,12 @@ def load_command(plugins: Plugins, name: str) -> Command:
     return command
 
 
+class _Paragraphs(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(fill(paragraph, width, indent) for paragraph in text.split("\n\n"))
+
+
 class _CommandParser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         try:
@@ -131,7 +137,8 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     """Parse a command's words and run it; returns its exit code."""
     parser = _CommandParser(
         prog=prog,
-        description=(inspect.getdoc(command) or "").split("\n\n")[0],
+        description=inspect.cleandoc(type(command).__doc__ or ""),
+        formatter_class=_Paragraphs,
         epilog="--traceback shows where an error was raised",
         allow_abbrev=False,
     )

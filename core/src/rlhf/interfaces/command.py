@@ -12,10 +12,10 @@ from rlhf.interfaces.extension import Extension
 class Command(Extension):
     """A subcommand of the program: ``rlhf NAME``.
 
-    ``rlhf NAME --help`` shows the first paragraph of the class docstring. ``rlhf --help`` shows the first line of the
-    docstring of the entry point's module. It reads that line from the file and imports nothing, so a broken command
-    does not break the others. The module is imported when the command is called: import light modules at its top, and
-    heavy ones inside :meth:`run`. The options of a command are its arguments.
+    ``rlhf NAME --help`` shows the class docstring. ``rlhf --help`` shows the first line of the docstring of the entry
+    point's module. It reads that line from the file and imports nothing, so a broken command does not break the others.
+    The module is imported when the command is called: import light modules at its top, and heavy ones inside
+    :meth:`run`. The options of a command are its arguments.
 
     A complete distribution is two files. ``pyproject.toml``::
 
