@@ -135,9 +135,11 @@ def test_no_command_is_a_usage_error(capsys):
 
 
 def test_servers_of_this_machine_need_no_proxy(monkeypatch, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    monkeypatch.setenv("http_proxy", "http://proxy:1")
     for start in (lambda: main(["plugins", "list", "env"]), lambda: rlhf.train(algorithm="none", output=tmp_path)):
-        monkeypatch.setattr("os.environ", {**environment, "http_proxy": "http://proxy:1"})
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "")  # so that it is restored after the test
+            monkeypatch.delenv(name)
         with contextlib.suppress(RlhfError):
             start()
         assert "127.0.0.1" in os.environ["no_proxy"]
