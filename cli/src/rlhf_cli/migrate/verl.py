@@ -186,9 +186,7 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         bounds = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
         draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov does not clip the ratio" for name in bounds}
     if draft.conditions >= {"kl_loss", "kl_reward"}:
-        raise s.refused(
-            "algorithm.use_kl_in_reward", "use_kl_loss is also on; here the KL can be in only one of the two places"
-        )
+        raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is also on; here the KL can be in only one place")
     if "kl_reward" in draft.conditions and estimator in OF_GROUPS:
         draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
     _correction(draft)
