@@ -124,7 +124,7 @@ def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: 
     assert float(reward[2]) == pytest.approx(sum(truncated) / len(truncated), abs=1e-4)
     assert any(truncated)
     assert "It holds samples of steps 1 to 2" in say("rewards", "try", run, "--step", 7)[2]
-    assert "answers already" in say("rewards", "try", run, "--data", "x.jsonl")[2]
+    assert "already has answers" in say("rewards", "try", run, "--data", "x.jsonl")[2]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: 
         (("try", "--data", "rows.jsonl"), "no reward is named"),
         (("try", "--step", "1"), "only the folder of a run has steps"),
         (("try", "--html", "nowhere/lab.html"), "name a file in a folder that exists"),
-        (("try", "--probes", "-1"), "a number of rows"),
+        (("try", "--probes", "-1"), "the number of rows must be at least 0"),
         (("try", "."), "config.toml"),
     ],
 )

@@ -218,7 +218,7 @@ def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, rows_te
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file of this machine"),
+        ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file on this machine"),
         ({"data.max_prompt_tokens": "3"}, "no row is usable"),
         ({"data.prompt": "question"}, "they cannot be read (.*question"),
     ],

@@ -203,7 +203,7 @@ def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
     assert "launcher 'local' generates and trains in turns" in times["left_out"]["continuous, staleness 1"]
     draining = ["--stream.mode", "continuous", "--sync.in_flight", "drain"]
     assert main([*words, *NUMBERS, *draining]) == 0
-    assert "sync.in_flight = 'drain' is not planned" in capsys.readouterr().out
+    assert "sync.in_flight = 'drain' cannot be planned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

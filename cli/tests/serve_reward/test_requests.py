@@ -123,7 +123,7 @@ def test_other_refusals_are_json_too(server) -> None:
     for answer, status, cause in (
         (posted(server, body(), "text/plain"), 415, "Content-Type is 'text/plain'; expected application/json"),
         (posted(server, b" " * 4097), 413, "the body is larger than 4096 bytes"),
-        (server.ask(["1"] * 9), 413, "9 samples at once; the server takes 8"),
+        (server.ask(["1"] * 9), 413, "9 samples at once; the server takes at most 8"),
         (server.get("/elsewhere"), 404, "rewards are at POST /get_reward"),
         (server.get("/get_reward"), 405, "rewards are at POST /get_reward"),
     ):

@@ -242,7 +242,7 @@ def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) 
 def test_weights_without_a_name_are_kept_for_the_last_eight_sampling_clients(service) -> None:
     client, prompt = trained(service), [20, 30]
     samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(9)]
-    with pytest.raises(tinker.TinkerError, match="the last 8 of a model are kept"):
+    with pytest.raises(tinker.TinkerError, match="a model's unnamed checkpoints only the last 8 are kept"):
         greedy(samplers[0], prompt)
     assert greedy(samplers[1], prompt).sequences[0].tokens == greedy(samplers[-1], prompt).sequences[0].tokens
 

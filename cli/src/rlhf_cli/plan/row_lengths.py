@@ -96,7 +96,7 @@ def read_lengths(run: RunPlugins) -> Lengths:
     try:
         return _measured(run)
     except RlhfError as error:  # the run itself reports it better
-        return limits(run, f"the rows cannot be read ({' '.join(str(error).split()).rstrip('.')})")
+        return limits(run, f"they cannot be read ({' '.join(str(error).split()).rstrip('.')})")
 
 
 def _measured(run: RunPlugins) -> Lengths:
