@@ -80,7 +80,7 @@ def test_on_a_terminal_answers_are_side_by_side_or_one_below_the_other(monkeypat
         os.write(controller, b"Hello\n/nothing\n/quit\n")
         assert main(["chat", *map(str, models), *FLAGS]) == 0
         text = os.read(controller, 2**16).decode(errors="replace")
-    assert "no command /nothing" in text
+    assert "unknown command /nothing" in text
     heads = [line for line in text.splitlines() if "talks" in line]
     assert ("plain" in heads[0]) == (columns == 120), text
 
@@ -90,6 +90,6 @@ def test_what_cannot_be_answered_is_said(chat, models, tmp_path: Path) -> None:
     assert (code, "does not fit into 20" in err) == (2, True), err
     (tmp_path / "config.toml").write_text("")
     code, _, err = chat("Hello\n", tmp_path)
-    assert (code, "has written no model yet" in err) == (2, True), err
+    assert (code, "has not written a model yet" in err) == (2, True), err
     code, _, err = chat("Hello\n", tmp_path / "gone")
     assert (code, "no model" in err) == (1, True), err

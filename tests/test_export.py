@@ -83,7 +83,7 @@ def test_answers_of_eval_and_generate_are_exported_too(shop: Workshop, say: Say)
     assert code == 0
     code, stdout, err = say("data", "export", unscored, "--form", "best", "--truncated", "-o", out, "--force")
     assert code == 1
-    assert "nothing to write: of 48 answers none gives a row" in err
+    assert "nothing to write: none of the 48 answers gives a row" in err
     assert "answers without a reward" in err
     assert len(rows(out)) > 12, "a failed export leaves what was there"
 

@@ -82,7 +82,7 @@ def test_an_adapter_of_another_base_is_refused_and_nothing_is_written(say: Say, 
         code, _, err = say("merge", tmp_path / "adapter", new, *words)
         assert (code, message in err) == (1, True), err
     code, _, err = say("merge", base, new)
-    assert (code, "is no adapter" in err) == (2, True), err
+    assert (code, "is not an adapter" in err) == (2, True), err
     code, _, err = say("merge", tmp_path / "adapter", other)
     assert (code, "exists" in err) == (2, True), err
     weights = tmp_path / "adapter" / "adapter_model.safetensors"

@@ -57,12 +57,12 @@ def test_rewards_are_described_and_compared(shop: Workshop, say: Say) -> None:
     containment, size = [row for row in lines(stdout, "Rewards") if row[0] in ("inside", "size")]
     assert containment == ["inside", "7", "0.5714", "0.4949", "0", "1", "0", "0", "1 of 3"]
     assert size[:2] + size[4:] == ["size", "7", "-25", "-1", "0", "0", "2 of 3"]
-    assert "- size: 2 of 3 groups have one value for all answers" in stdout
+    assert "- size: 2 of 3 groups have the same value for all answers" in stdout
     assert lines(stdout, "Distribution of inside")[1:] == [["0", "3", "█" * 24], ["1", "4", "█" * 32]]
     [pair] = lines(stdout, "Agreement")[1:]
     assert pair[:3] == ["inside", "size", "7"]
     assert 0 < float(pair[3]) < 1
-    assert lines(stdout, "think most differently")[2] == ["inside 0, size -1", "rows 1", "5"]
+    assert lines(stdout, "rewards disagree most")[2] == ["inside 0, size -1", "rows 1", "5"]
     assert "Slowest calls" in stdout
     assert "cheat" not in stdout
 
@@ -74,7 +74,7 @@ def test_a_reward_that_hangs_ends_at_its_deadline_and_the_rest_is_shown(shop: Wo
     assert code == 0, err
     hangs, containment = [row for row in lines(stdout, "Rewards") if row[0] in ("hangs", "inside")]
     assert (hangs[1], hangs[7], containment[1], containment[7]) == ("5", "2", "7", "0")
-    assert "- 1 calls took longer than their deadline, 1 failed otherwise" in stdout
+    assert "- 1 calls took longer than their deadline, 1 failed for other reasons" in stdout
     late, failed = [row for row in lines(stdout, "Calls without a result") if row[0] == "hangs"]
     assert late[1:5] == ["took too long", "1", "rows 0", "12"]
     assert failed[1:5] == ["failed", "1", "rows 1", "5"]
@@ -93,7 +93,7 @@ def test_answers_that_cheat_are_scored_beside_the_given_ones(shop: Workshop, say
     assert rows["size", "empty"][-1] == "pays"
     assert rows["size", "the prompt repeated"][0] == "-4"
     assert ("inside", "format alone") in rows
-    assert "- inside: right answer buried in others: 1 on average, and the given answers get 0.6111" in stdout
+    assert "- inside: right answer buried in others: 1 on average, while the given answers get 0.6111" in stdout
 
 
 def test_the_page_has_whole_texts_escaped_and_loads_nothing(shop: Workshop, say: Say) -> None:
@@ -124,18 +124,18 @@ def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: 
     assert float(reward[2]) == pytest.approx(sum(truncated) / len(truncated), abs=1e-4)
     assert any(truncated)
     assert "It holds samples of steps 1 to 2" in say("rewards", "try", run, "--step", 7)[2]
-    assert "answers already" in say("rewards", "try", run, "--data", "x.jsonl")[2]
+    assert "already has answers" in say("rewards", "try", run, "--data", "x.jsonl")[2]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("tyr",), "no action 'tyr'; actions are try. Did you mean 'try'?"),
+        (("tyr",), "unknown action 'tyr'; allowed actions: try. Did you mean 'try'?"),
         (("try", "--reward", "length"), "no data is named"),
         (("try", "--data", "rows.jsonl"), "no reward is named"),
         (("try", "--step", "1"), "only the folder of a run has steps"),
         (("try", "--html", "nowhere/lab.html"), "name a file in a folder that exists"),
-        (("try", "--probes", "-1"), "a number of rows"),
+        (("try", "--probes", "-1"), "the number of rows must be at least 0"),
         (("try", "."), "config.toml"),
     ],
 )

@@ -17,9 +17,13 @@ from rlhf_testing.tiny import tiny_model
 @pytest.mark.parametrize(
     ("group", "word", "problem"),
     [
-        (DataCommand, "previw", "no action 'previw'; actions are preview, export. Did you mean 'preview'?"),
-        (PluginsCommand, "lst", "no action 'lst'; actions are list, show, new, check, isolate. Did you mean 'list'?"),
-        (RewardsCommand, "tyr", "no action 'tyr'; actions are try. Did you mean 'try'?"),
+        (DataCommand, "previw", "unknown action 'previw'; allowed actions: preview, export. Did you mean 'preview'?"),
+        (
+            PluginsCommand,
+            "lst",
+            "unknown action 'lst'; allowed actions: list, show, new, check, isolate. Did you mean 'list'?",
+        ),
+        (RewardsCommand, "tyr", "unknown action 'tyr'; allowed actions: try. Did you mean 'try'?"),
     ],
 )
 def test_actions_are_named_and_known(capsys, group, word, problem):
@@ -153,7 +157,7 @@ def test_given_answers_that_are_learnt_from_are_shown_and_judged(show):
     assert (third["status"], "36 tokens, over data.max_tokens = 20" in third["why"]) == ("left out", True)
     assert [report["all"]["train"][k] for k in ("ok", "too_long", "bad_rows", "longest")] == [1, 1, 1, 36]
     out = show("distill_on_policy", rows[:1], *flags, model="chat")
-    assert "What is trained on stands in ⟦brackets⟧." in out
+    assert "Trained tokens are in ⟦brackets⟧." in out
     assert "given answer: 8 tokens, 3 trained on\n<|user|>hi<eos><|assistant|>⟦yo<eos>⟧\n" in out
     (row,) = show("distill_on_policy", rows[1:2], "--json", model="chat")["shown"]  # all answers are sampled
     assert [s["name"] for s in row["sequences"]] == ["prompt"]
@@ -208,7 +212,7 @@ def test_missing_inputs_of_a_preview_are_named(models, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"a": 1}) + "\n")
     assert main(["data", "preview", "--algo", "sft", "--data", str(rows)]) == 2
-    assert "no model is named: its tokenizer makes the tokens" in capsys.readouterr().err
+    assert "no model is named, but the model's tokenizer is needed" in capsys.readouterr().err
     words = ["data", "preview", "--algo", "sft", "--model", str(models / "plain"), "--data", str(rows)]
     assert main(words) == 1
     assert "has no column 'prompt' or 'response'; columns present: a." in capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_files_that_a_shell_lists_behind_one_flag_are_refused(capsys):
 def test_a_command_that_is_meant(word, advice, capsys):
     assert main([word, "run.toml"]) == 2
     names = ", ".join(command_names(Plugins.discover()))
-    assert capsys.readouterr().err == f"rlhf: no command {word!r}; commands are {names}. {advice}\n"
+    assert capsys.readouterr().err == f"rlhf: unknown command {word!r}; allowed commands: {names}. {advice}\n"
 
 
 @pytest.mark.parametrize("flag", ["output_dir", "eval_dataset"])

@@ -163,7 +163,7 @@ def test_show_an_unknown_name(installed, site, capsys):
     code, _, err = run(capsys, "show", "prob")
     assert code == 2
     assert run(capsys, "show", "rlhf-plugin-probe")[2] == (
-        "rlhf: 'rlhf-plugin-probe' is a distribution. Name a plugin of it: probe (--kind reward)\n"
+        "rlhf: 'rlhf-plugin-probe' is a distribution. Name one of its plugins: probe (--kind reward)\n"
     )
     text = "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed."
     assert err == f"{text} Plugins of this project are in rlhf-kit; one of this name would be in rlhf-plugin-prob.\n"
@@ -239,7 +239,7 @@ def test_check_says_one_reason_once(tmp_path, capsys):
     assert code == 1
     assert len(failed) > 1
     assert "no game" in failed[0]
-    assert failed[1].endswith(f"The reason is that of {failed[0].split(': ')[1]}.")
+    assert failed[1].endswith(f"Same reason as {failed[0].split(': ')[1]}.")
     assert "no game" not in failed[1]
 
 
@@ -270,7 +270,7 @@ def test_isolate_refuses_what_cannot_be_isolated(tmp_path, capsys):
     assert main([*words, str(tmp_path / "new"), "--python", "no-such-python"]) == 2
     assert "--python no-such-python cannot be started: No such file or directory" in capsys.readouterr().err
     assert main(["plugins", "isolate", "grpo", "--kind", "algorithm", "--output", str(tmp_path / "new")]) == 2
-    assert "cannot run under a Python of its own; allowed kinds: env, reward, and roll" in capsys.readouterr().err
+    assert "cannot run in its own Python environment; allowed kinds: env, reward, and roll" in capsys.readouterr().err
     assert main(["plugins", "isolate", "single_turn", "--kind", "rollout", "--output", str(tmp_path / "new")]) == 2
     assert "rollouts that have the option python" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -285,7 +285,7 @@ def test_isolate_hides_the_packages_of_pythonpath_from_pip(tmp_path, capsys, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["plugins", "isolate", f"file:{tmp_path}/far.py", "--kind", "env", "--output", str(tmp_path / "there")]
     assert main([*words, "--python", str(program)]) == 0
-    assert f"made {tmp_path}/there with pluggy" in capsys.readouterr().out
+    assert f"created {tmp_path}/there with pluggy" in capsys.readouterr().out
     names = [line.partition("=")[0] for line in log.read_text().splitlines()]
     assert (names.count("PATH"), names.count("PYTHONPATH")) == (2, 0)
 

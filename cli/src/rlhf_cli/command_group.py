@@ -31,7 +31,7 @@ class CommandGroup(Command):
         actions = {action.name: action for action in self.actions}
         if args.action not in actions:
             names, hint = ", ".join(actions), did_you_mean(args.action, actions)
-            raise ConfigError(f"no action {args.action!r}; actions are {names}.{hint}")
+            raise ConfigError(f"unknown action {args.action!r}; allowed actions: {names}.{hint}")
         return run_command(f"rlhf {self.name} {args.action}", actions[args.action](), args.arguments)
 
 

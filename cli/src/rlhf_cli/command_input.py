@@ -16,7 +16,7 @@ OF_A_RUN = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 def natural(text: str, minimum: int = 0) -> int:
     """The type of a flag whose value is a whole number."""
     if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(f"a whole number of {minimum} or more, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum}, got {text!r}")
     return int(text)
 
 

@@ -50,7 +50,7 @@ class DataPreviewCommand(Command):
         config = load(args.run_file, overrides(args))
         if config.policy.model is None:
             raise ConfigError(
-                "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
+                "no model is named, but the model's tokenizer is needed. Set --model PATH (a folder or a hub name)."
             )
         look_for_models(config)
         from rlhf.plugins import Plugins
@@ -132,7 +132,7 @@ def _legend(form: str, answers: bool, colour: bool) -> Any:
                     "The policy answers where the text ends.")  # fmt: skip
     if not colour:
         steps = ", and the token that ends a step is followed by its label" if form == "steps" else ""
-        return Text(f"What is trained on stands in ⟦brackets⟧{steps}.")
+        return Text(f"Trained tokens are in ⟦brackets⟧{steps}.")
     text = Text("Trained on: ")
     text.append("these ", _STYLES[True][0]).append("tokens", _STYLES[True][1]).append("; only read: ")
     text.append("these ", _STYLES[False][0]).append("tokens", _STYLES[False][1])
@@ -246,7 +246,7 @@ class DataExportCommand(Command):
         )
         parser.add_argument("--force", action="store_true", help="replace the output if it exists")
         parser.add_argument(
-            "--truncated", action="store_true", help="include answers that were cut off at their budget"
+            "--truncated", action="store_true", help="include answers that were cut off at their token budget"
         )
         for name, (form, kind, metavar, text) in OPTIONS.items():
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=f"{form}: {text}")
@@ -268,9 +268,9 @@ class DataExportCommand(Command):
         counts = {"rows": len(table.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
         listing = "".join(f"\n  {n} {reason}" for reason, n in left_out.items() if n)
         if not table.rows:
-            cut = " --truncated takes answers that were cut off." if recorded.left_out.get("cut off") else ""
+            cut = " --truncated includes answers that were cut off." if recorded.left_out.get("cut off") else ""
             raise DataError(
-                f"nothing to write: of {recorded.answers} answers none gives a row.{cut} Left out:{listing}"
+                f"nothing to write: none of the {recorded.answers} answers gives a row.{cut} Left out:{listing}"
             )
         write_atomic(output, "".join(to_text(row) + "\n" for row in table.rows))
         if args.json:
@@ -287,7 +287,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     for name in options:
         if OPTIONS[name][0] != args.form:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is for --form {OPTIONS[name][0]}; --form {args.form} does not read it")
+            raise ConfigError(f"{flag} is for --form {OPTIONS[name][0]}; --form {args.form} does not use it")
     if options.get("keep", 1) < 1:
         raise ConfigError(f"--keep must be at least 1, got {options['keep']}")
     if options.get("min_gap", 0.0) < 0:

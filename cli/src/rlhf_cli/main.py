@@ -97,7 +97,7 @@ def call(name: str, words: Sequence[str]) -> int:
     if "/" not in name and name not in names:
         install = plugins.how_to_install(f"rlhf-plugin-{name.replace('_', '-')}")
         suggestion = _near_command(name, plugins)
-        raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{suggestion}{install}")
+        raise ConfigError(f"unknown command {name!r}; allowed commands: {', '.join(names)}.{suggestion}{install}")
     return run_command(f"rlhf {name}", load_command(plugins, name), words)
 
 

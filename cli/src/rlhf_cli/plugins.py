@@ -104,7 +104,7 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
         raise PluginNotFound(f"{ref!r} could be of any kind: add --kind, e.g. --kind reward")
     parts = [f"{e.name} (--kind {e.kind})" for e in plugins.list() if e.distribution == ref]
     if parts:
-        raise PluginNotFound(f"{ref!r} is a distribution. Name a plugin of it: {', '.join(parts)}")
+        raise PluginNotFound(f"{ref!r} is a distribution. Name one of its plugins: {', '.join(parts)}")
     reference = parse_reference(KINDS[0], ref)
     kinds = list(dict.fromkeys(e.kind for e in plugins.list() if e.name == reference.name and e.kind in KINDS))
     if not kinds:
@@ -179,7 +179,9 @@ class PluginsIsolateCommand(Command):
     def run(self, args: argparse.Namespace) -> int:
         matches = _resolve_all(Plugins.discover(), args.name, args.kind)
         if len(matches) > 1:
-            raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in matches)}: add --kind")
+            raise ConfigError(
+                f"there are plugins {args.name!r} of the kinds {', '.join(r.kind for r in matches)}: add --kind"
+            )
         _write(isolate(matches[0], args.output, args.python, args.packages))
         return 0
 
@@ -197,7 +199,7 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
         is_isolated = "python" in resolved.cls.Config.model_fields
     if not is_isolated:
         allowed = "env, reward, and rollouts that have the option python"
-        raise ConfigError(f"{resolved} cannot run under a Python of its own; allowed kinds: {allowed}")
+        raise ConfigError(f"{resolved} cannot run in its own Python environment; allowed kinds: {allowed}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
     requirements = to_install(resolved) + packages
@@ -211,7 +213,7 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    headline = f"made {folder} with {', '.join(requirements)}; in the run file:"
+    headline = f"created {folder} with {', '.join(requirements)}; add to the run file:"
     return f'{headline}\n\n{SECTIONS[resolved.kind]}\nuse = "{resolved.ref}"\npython = "{made_python}"'
 
 
@@ -260,7 +262,7 @@ class PluginsCheckCommand(Command):
                 if not args.json:
                     first = first_names.setdefault(result.detail, result.name)
                     new = first == result.name or (result.passed and not result.skipped)
-                    detail = result.detail if new else f"The reason is that of {first}."
+                    detail = result.detail if new else f"Same reason as {first}."
                     _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
 
             # Output of a plugin must not be in the JSON.

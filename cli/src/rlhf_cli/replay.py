@@ -29,7 +29,9 @@ class ReplayCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of the run")
         parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="run directory of the replay")
-        parser.add_argument("--steps", metavar="N", help="replay the first N steps, with the learning rates of all")
+        parser.add_argument(
+            "--steps", metavar="N", help="replay the first N steps, with the learning rates of the whole run"
+        )
         parser.add_argument("--resume", action="store_true", help="continue a replay that was stopped")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -45,7 +47,7 @@ class ReplayCommand(Command):
         left_out: list[str] = []
         config = load(run_file, [*flags, *dotted(args.overrides)], left_out=left_out)
         if left_out:
-            note(f"left out, as the plugins chosen by flags do not have it: {', '.join(left_out)}")
+            note(f"left out, because the plugins chosen by flags do not have these options: {', '.join(left_out)}")
         look_for_models(config)
         finished = train(config, Plugins.discover())
         sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")

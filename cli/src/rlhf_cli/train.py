@@ -39,7 +39,9 @@ class TrainCommand(Command):
         group.add_argument(
             "--json", action="store_true", help="one JSON object per step, as in metrics.jsonl, and one at the end"
         )
-        parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, load no model, stop")
+        parser.add_argument(
+            "--dry-run", action="store_true", help="resolve and check everything, then stop without loading a model"
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.plugins import Plugins

@@ -270,7 +270,7 @@ def test_rows_of_supervised_runs():
         ("--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv", "gating tv"),
         ("--data.max_samples $N", r"\$N.*--set N=VALUE"),
         ("stray", "stray"),
-        ("--data.prompt_dataset a --data.prompt_probs some", "a number for each data set"),
+        ("--data.prompt_dataset a --data.prompt_probs some", "expected one number for each data set"),
     ],
 )
 def test_what_means_nothing_here_is_refused(flags, telling):

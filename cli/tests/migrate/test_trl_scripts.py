@@ -126,7 +126,7 @@ def test_forms_of_configurations_and_models(script, text, key, expected):
 def test_what_changes_in_a_way_that_is_not_read_is_refused_or_named(script):
     with pytest.raises(ConfigError, match=r"line 3: .*--set learning_rate=VALUE"):
         script("o = SFTConfig()\nif x:\n    o.learning_rate = 1\nSFTTrainer(args=o)")
-    with pytest.raises(ConfigError, match=r"SFTConfig\(\*\*o\) is made by code.*\n.*--allow-unknown"):
+    with pytest.raises(ConfigError, match=r"SFTConfig\(\*\*o\) is computed by code.*\n.*--allow-unknown"):
         script("o = make()\nSFTConfig(**o)")
     text = script("SFTTrainer(args=SFTConfig(), data_collator=c, callbacks=[stop])")["text"]
     assert "data_collator=c of the trainer is not read" in text

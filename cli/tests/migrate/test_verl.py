@@ -139,7 +139,8 @@ def test_algorithms_losses_and_kl(overrides, part, expected):
 def test_engines_of_sglang_become_those_of_vllm_with_a_note():
     command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {A}.rollout.name=sglang"
     text = migrate("verl", command, {}, PLUGINS)
-    assert "the generator sglang_server takes servers that are running" in " ".join(text.replace("#", " ").split())
+    note = "the generator sglang_server uses servers that are already running"
+    assert note in " ".join(text.replace("#", " ").split())
     assert tomllib.loads(text)["generator"]["use"] == "vllm"
 
 
@@ -178,7 +179,7 @@ def test_configurations_and_entry_points_of_forks(tmp_path, monkeypatch):
     assert (run["sampling"]["max_new_tokens"], run["data"]["batch_size"]) == (64, 512)
     assert values("--config-name ppo_trainer")
     text = migrate("verl", f"python -m verl.trainer.main_ppo_own {A}.model.path=M", {}, PLUGINS)
-    assert "main_ppo_own is not verl's own" in text
+    assert "main_ppo_own is not verl's own entry point" in text
     command = f"python -m verl.trainer.main_ppo {A}.model.path=M {A}.rollout.own_key=1 {A}.rollout.wandb_key=k1"
     text = migrate("verl", command, {}, PLUGINS, allow_unknown=True)
     assert "own_key=1" in text
@@ -223,7 +224,7 @@ def test_keys_of_the_newest_version_and_of_groups():
         ("critic.ppo_epochs=2", "ppo_epochs"),
         ("distillation.enabled=True", "distill"),
         (f"{A}.rollout.multi_turn.enable=True", "multi_turn"),
-        ("reward.reward_manager.name=prime", "naive and dapo"),
+        ("reward.reward_manager.name=prime", "allowed: naive, dapo"),
         (f"{A}.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size"),
         (f"{A}.rollout.tensor_model_parallel_size=0", "it must be at least 1"),
     ],

@@ -71,7 +71,7 @@ def test_a_plan_that_does_not_fit_says_why_and_suggests_one_that_does(words, cap
 
 def test_a_plan_that_no_option_makes_fit_says_so(words, capsys):
     assert main([*words, "--device", "cpu", "--device-memory", "1GiB"]) == 1
-    assert "Nothing known to the plugins makes it fit" in capsys.readouterr().out
+    assert "No change that the plugins know makes it fit" in capsys.readouterr().out
 
 
 def test_unknown_memory_is_reported(words, capsys, monkeypatch):
@@ -124,4 +124,4 @@ def test_a_dry_run_says_the_same(tmp_path, capsys):
     assert "# place policy: in this process\n" in out
     assert re.search(r"^# memory host: load .+, generate .+, train .+$", out, re.MULTILINE)
     assert re.search(r"^# fits: ", out, re.MULTILINE)
-    assert "# counts with prompts of 4 tokens, the longest of 4 rows\n" in out
+    assert "# assumes prompts of 4 tokens, the longest of 4 rows\n" in out

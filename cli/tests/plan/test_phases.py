@@ -192,9 +192,8 @@ def test_borrowed_heads_count_as_weights(size):
 def test_a_cache_without_room_for_a_sequence_is_a_shortage(size):
     small = engines(size, memory={"cache": 100})
     [shortage] = make_plan(Layout((policy(size),), small, GPU)).shortages
-    assert (
-        "generator: its cache has room for 50 tokens (100 B a device), the longest sequence has 64" in shortage.message
-    )
+    message = "generator: its cache has room for 50 tokens (100 B per device), but the longest sequence has 64"
+    assert message in shortage.message
     assert shortage.missing == 28
 
 
@@ -209,6 +208,6 @@ def test_a_shortage_shows_its_arithmetic(size):
     plan = make_plan(Layout((policy(size, memory=large),), None, CPU))
     [shortage] = plan.shortages
     assert (shortage.group, shortage.phase) == ("host", "train")
-    assert "needs 12.6 GiB of a host's 8.00 GiB, 4.56 GiB more than there are" in shortage.message
+    assert "needs 12.6 GiB of a host's 8.00 GiB, 4.56 GiB more than it has" in shortage.message
     assert shortage.arithmetic[0] == "policy activations 9.00 GiB"
     assert "policy weights 3.00 GiB = 25 parameters x 4 bytes" in shortage.arithmetic

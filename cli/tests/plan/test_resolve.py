@@ -218,7 +218,7 @@ def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, rows_te
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file of this machine"),
+        ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file on this machine"),
         ({"data.max_prompt_tokens": "3"}, "no row is usable"),
         ({"data.prompt": "question"}, "they cannot be read (.*question"),
     ],
@@ -239,9 +239,9 @@ def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
     machine = Machine("cpu", 64 * GIB)
     plan = make_plan(resolve(config, plugins, machine))
     rows, answers = assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths)))
-    assert re.match(r"counts with rows as long as data.max_tokens = 1024 allows, because absent.jsonl is not", rows)
+    assert re.match(r"assumes rows as long as data.max_tokens = 1024 allows, because absent.jsonl is not", rows)
     assert re.search(r"if they are half as long, the peak is [\d.]+ [GM]iB lower$", rows)
-    assert re.match(r"counts with answers of 512 tokens, the most that the run file allows: if they are half", answers)
+    assert re.match(r"assumes answers of 512 tokens, the most that the run file allows: if they are half", answers)
     smaller = make_plan(resolve(load(None, flags(published, settings | {"data.max_tokens": "600"})), plugins, machine))
     assert [
         text.endswith("the peak is not lower if they are half as long") for text in assumptions(smaller, lambda _: plan)

@@ -191,7 +191,7 @@ def test_numbers_of_flags_are_enough(words, capsys):
     assert times["layouts"][-1]["options"] == {"stream.mode": "continuous", "stream.staleness": "4"}
     assert main([*words, *flags]) == 0
     out = capsys.readouterr().out
-    assert "counts with 3 s of learning for the 800 tokens of a batch, 0.25 s a sync" in out
+    assert "assumes 3 s of learning for the 800 tokens of a batch, 0.25 s per sync" in out
 
 
 def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
@@ -203,7 +203,7 @@ def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
     assert "launcher 'local' generates and trains in turns" in times["left_out"]["continuous, staleness 1"]
     draining = ["--stream.mode", "continuous", "--sync.in_flight", "drain"]
     assert main([*words, *NUMBERS, *draining]) == 0
-    assert "sync.in_flight = 'drain' is not planned" in capsys.readouterr().out
+    assert "sync.in_flight = 'drain' cannot be planned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
         ([*NUMBERS, "--learn-seconds", "-1"], "--learn-seconds is '-1'; give a number above 0"),
         ([*NUMBERS, "--turns", "1.5"], "--turns is '1.5'; give a number above 0, without a fraction"),
         (["--speeds", "absent"], "absent"),
-        (["--speeds", "RUN", "--turns", "2"], "--turns goes without --speeds"),
+        (["--speeds", "RUN", "--turns", "2"], "--turns cannot be combined with --speeds"),
         (["--speeds", "RUN", "--algorithm.use", "rloo"], "its algorithm.use is 'grpo', here it is 'rloo'"),
         ([*NUMBERS, "--stream.replay", "RUN"], "stream.replay is set"),
     ],

@@ -17,15 +17,21 @@ from served import serving
     ("words", "message"),
     [
         ((), "no reward is named: there is nothing to serve"),
-        (("--reward", "math", "--host", "0.0.0.0"), "can be reached from other machines, so clients must show a token"),
+        (("--reward", "math", "--host", "0.0.0.0"), "can be reached from other machines, so clients must send a token"),
         (("--reward", "math", "--host", "example.org"), "--token-env NAME"),
         (("--reward", "math", "--token-env", "NOT_SET"), "this environment variable is not set"),
         (("--reward", "math", "--port", "70000"), "--port 70000 is not a port"),
         (("--reward", "math", "--timeout", "0"), "no request could be answered"),
-        (("--reward", "length", "--reward.length.low", "1"), "reads tokens, and requests hold texts. Set --model PATH"),
-        (("--reward", "math", "--reward.math.credit", "step"), "an answer has one number per sample, without places"),
+        (
+            ("--reward", "length", "--reward.length.low", "1"),
+            "reads tokens, but requests contain text. Set --model PATH",
+        ),
+        (
+            ("--reward", "math", "--reward.math.credit", "step"),
+            "a response has one number per sample, not one per step",
+        ),
         (("--reward", "math", "--reward.math.sources", '["a"]'), "does not say which source its samples are from"),
-        (("--reward", "math", "--env.use", "number_game"), "a request says nothing of an environment"),
+        (("--reward", "math", "--env.use", "number_game"), "a request does not describe an environment"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_start(words, message, capsys, monkeypatch) -> None:
@@ -65,5 +71,5 @@ def test_a_signal_ends_the_process_cleanly() -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
-    assert "SIGTERM: answering the requests under way, then ending" in err
+    assert "SIGTERM: finishing the current requests, then stopping" in err
     assert "Traceback" not in err

@@ -99,11 +99,11 @@ def test_the_answer_begins_where_the_prompt_ends(server) -> None:
         (b"[1]", "the body is list [1]; expected an object with the keys query, prompts, labels"),
         (body(label=["1"]), "unknown key 'label'; allowed: query, prompts, labels. Did you mean 'labels'?"),
         (b'{"prompts": ["p"]}', "the key 'query' is missing"),
-        (b'{"query": ["p1"]}', "the key 'prompts' is missing. Rewards read the answer alone."),
+        (b'{"query": ["p1"]}', "the key 'prompts' is missing. Rewards read only the answer."),
         (body(query="p1"), "query is str 'p1'; expected a list of at least one text"),
         (body(query=[], prompts=[]), "query is list []; expected a list of at least one text"),
         (body(query=[1]), "query[0] is int 1; expected text"),
-        (body(query=["p\ud800"]), "query[0] holds half of a character"),
+        (body(query=["p\ud800"]), "query[0] contains half of a character"),
         (body(prompts=["p", "p"]), "1 texts in query, but 2 values in prompts"),
         (body(labels=[]), "1 texts in query, but 0 values in labels"),
         (body(labels="x"), "labels is str 'x'; expected a list"),
@@ -123,7 +123,7 @@ def test_other_refusals_are_json_too(server) -> None:
     for answer, status, cause in (
         (posted(server, body(), "text/plain"), 415, "Content-Type is 'text/plain'; expected application/json"),
         (posted(server, b" " * 4097), 413, "the body is larger than 4096 bytes"),
-        (server.ask(["1"] * 9), 413, "9 samples at once; the server takes 8"),
+        (server.ask(["1"] * 9), 413, "9 samples at once; the server takes at most 8"),
         (server.get("/elsewhere"), 404, "rewards are at POST /get_reward"),
         (server.get("/get_reward"), 405, "rewards are at POST /get_reward"),
     ):
@@ -152,7 +152,7 @@ def test_a_request_beyond_the_samples_under_way_is_asked_to_come_back(server, tm
         assert slow.result().json()["rewards"] == [7.0] * 4
     assert (refused.status_code, fits.status_code) == (429, 200)
     assert refused.headers["Retry-After"] == "1"
-    assert "4 samples are under way, and 5 more are over the limit of 8" in refused.json()["error"]
+    assert "4 samples are being processed, and 5 more exceed the limit of 8" in refused.json()["error"]
     assert server.counts()["rlhf_reward_samples_under_way"] == 0
 
 

@@ -242,7 +242,7 @@ def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) 
 def test_weights_without_a_name_are_kept_for_the_last_eight_sampling_clients(service) -> None:
     client, prompt = trained(service), [20, 30]
     samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(9)]
-    with pytest.raises(tinker.TinkerError, match="the last 8 of a model are kept"):
+    with pytest.raises(tinker.TinkerError, match="a model's unnamed checkpoints only the last 8 are kept"):
         greedy(samplers[0], prompt)
     assert greedy(samplers[1], prompt).sequences[0].tokens == greedy(samplers[-1], prompt).sequences[0].tokens
 
@@ -301,7 +301,7 @@ def test_no_session_names_a_folder_elsewhere(url) -> None:
     key = {"X-API-Key": "tml-any"}
     created = httpx.post(f"{url}/api/v1/create_model", json=body, headers=key).json()
     result = httpx.post(f"{url}/api/v1/retrieve_future", json={"request_id": created["request_id"]}, headers=key)
-    assert "is no model" in result.json()["error"]
+    assert "is not a model" in result.json()["error"]
 
 
 def test_a_repeated_request_computes_nothing(url, service) -> None:
@@ -330,10 +330,10 @@ def _bad(**inputs: Any) -> Any:
 
 N = datum(1, "cross_entropy").model_input.length
 REFUSED: Sequence[tuple[str, Callable[[Any], Any], str]] = [
-    ("loss", lambda c: c.forward_backward([datum(1, "ppo")], "gspo"), "'gspo' is not known here"),
+    ("loss", lambda c: c.forward_backward([datum(1, "ppo")], "gspo"), "'gspo' is not supported"),
     ("option", lambda c: c.forward_backward([datum(1, "ppo")], "ppo", {"beta": 1.0}), "no option 'beta'"),
     ("input", lambda c: c.forward_backward([datum(1, "ppo")], "cross_entropy"), r"lacks \['weights'\]"),
-    ("unread", lambda c: c.forward_backward([_bad(mask=torch.ones(N))], "cross_entropy"), "reads nothing of .*mask"),
+    ("unread", lambda c: c.forward_backward([_bad(mask=torch.ones(N))], "cross_entropy"), "does not read .*mask"),
     ("shape", lambda c: c.forward_backward([_bad(weights=torch.ones(2))], "cross_entropy"), "weights must be finite"),
     (
         "finite",
@@ -346,7 +346,7 @@ REFUSED: Sequence[tuple[str, Callable[[Any], Any], str]] = [
         "the model's are 0 to",
     ),
     ("step", lambda c: c.optim_step(ADAM), "there is no gradient"),
-    ("label", lambda c: c.save_state("../x"), "is no checkpoint"),
+    ("label", lambda c: c.save_state("../x"), "is not a checkpoint"),
 ]
 
 
@@ -367,7 +367,7 @@ def test_models_and_samples_that_are_not_here_are_refused(service) -> None:
         service.create_lora_training_client(base_model="big", rank=4).result()
     with pytest.raises(tinker.TinkerError, match="there is no checkpoint"):
         service.create_training_client_from_state("tinker://a:train:0/weights/none").result()
-    with pytest.raises(tinker.TinkerError, match="is no checkpoint"):
+    with pytest.raises(tinker.TinkerError, match="is not a checkpoint"):
         service.create_sampling_client(model_path="tinker://..:train:0/weights/none").result()
     base = service.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([20] * 60)

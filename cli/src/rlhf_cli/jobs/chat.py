@@ -18,7 +18,7 @@ from rlhf_runtime.config.command_line import dotted
 if TYPE_CHECKING:
     from rlhf_runtime.jobs.inference import Conversation
 
-COMMANDS = {"/reset": "forgets the conversation", "/template": "shows what the model was given last", "/quit": "ends"}
+COMMANDS = {"/reset": "forgets the conversation", "/template": "shows the last input of the model", "/quit": "ends"}
 WIDE = 100
 """Width of a terminal, in columns, from which two answers are shown side by side."""
 
@@ -37,7 +37,7 @@ class ChatCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("model", metavar="MODEL_OR_RUN", help="a model: a folder or a hub name; or a run")
         parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, which gets the same messages")
-        parser.add_argument("--system", metavar="TEXT", help="system message; default: that of the run")
+        parser.add_argument("--system", metavar="TEXT", help="system message; default: the run's")
         parser.add_argument(
             "--temperature", default="0", metavar="T", help="0 (default): greedy, the most likely token"
         )
@@ -73,8 +73,8 @@ def model_flags(model: str, system: str | None) -> list[tuple[str, str | None]]:
         return [("policy.model", model), *flags]
     if not (folder / "model").is_dir():
         raise ConfigError(
-            f"the run {folder} has written no model yet: there is no {folder / 'model'}. Write one of a checkpoint "
-            f"(rlhf export {folder} --step N -o FOLDER), and name that folder."
+            f"the run {folder} has not written a model yet: there is no {folder / 'model'}. Export the model of a "
+            f"checkpoint (rlhf export {folder} --step N -o FOLDER), and name that folder."
         )
     try:
         config: dict[str, Any] = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ class Terminal:
             elif line == "/template":
                 self._show_prompts()
             elif line.startswith("/") and " " not in line:
-                _write(f"no command {line}; there are {', '.join(COMMANDS)}\n")
+                _write(f"unknown command {line}; allowed: {', '.join(COMMANDS)}\n")
             elif line:
                 self._answer(line)
 
@@ -135,7 +135,7 @@ class Terminal:
         from rlhf_runtime.observe.sample_lines import printable
 
         for name, talk in self._talks.items():
-            _write(f"{self._head(name)}{printable(talk.prompt) if talk.prompt else 'nothing was said yet'}\n")
+            _write(f"{self._head(name)}{printable(talk.prompt) if talk.prompt else 'there is no message yet'}\n")
 
     def _answer(self, line: str) -> None:
         from rlhf.errors import RlhfError

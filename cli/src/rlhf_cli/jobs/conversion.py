@@ -82,8 +82,8 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
             difference = float((outputs(copy, place) - expected).abs().max())
             if not difference <= TOLERANCE:
                 raise ModelError(
-                    f"the written model gives other outputs than {source}: they differ by up to {difference:g}. "
-                    "transformers does not write this architecture as it reads it; take the publisher's safetensors."
+                    f"the outputs of the written model differ from those of {source} by up to {difference:g}. "
+                    "transformers does not write this architecture as it reads it; use the publisher's safetensors."
                 )
             facts["generates"] = copy.can_generate()
 
@@ -104,14 +104,14 @@ def open_source(path: Path) -> SourceModel:
         if not is_gguf(path):
             raise ModelError(
                 f"{path} is not a GGUF file: it does not begin with the letters GGUF. A source is a GGUF file, or a "
-                "folder with pytorch_model.bin. Download it again, if it should be one."
+                "folder with pytorch_model.bin. If it should be a GGUF file, download it again."
             )
         return GgufModel(path)
     if not path.is_dir():
         raise ModelError(f"there is no file or folder {path}. Give a GGUF file, or a folder with pytorch_model.bin.")
     names = {entry.name for entry in path.iterdir()}
     if any(name.endswith(".safetensors") for name in names):
-        raise ModelError(f"{path} has safetensors already: name it as the model, without a conversion.")
+        raise ModelError(f"{path} already has safetensors: use it as the model, without a conversion.")
     if {*BIN_FILES} & names:
         return BinModel(path)
     refuse_other_formats(str(path))
@@ -124,8 +124,8 @@ def require_disk(folder: Path, need: int) -> None:
     free = shutil.disk_usage(place).free
     if free < need:
         raise ModelError(
-            f"{folder} needs {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {place}. Free some space, name a "
-            "folder on another disk, or halve it with --dtype bf16."
+            f"{folder} needs {need / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free in {place}. Free some space, "
+            "name a folder on another disk, or halve the size with --dtype bf16."
         )
 
 
@@ -135,12 +135,12 @@ def require_weights(source: Path, module: PreTrainedModel, report: dict[str, Any
     if damaged:
         raise ModelError(
             f"{source} lacks {len(damaged)} weights of a {type(module).__name__} or has them in another shape, e.g. "
-            f"{damaged[0]!r}. Download or copy it again; if it is whole, transformers does not read this variant."
+            f"{damaged[0]!r}. Download or copy it again; if it is complete, transformers does not read this variant."
         )
     unread = sorted(report["unexpected_keys"])
     if unread:
-        note(f"{len(unread)} weights of {source} are not in the new folder, as a {type(module).__name__} has no such: "
-             f"{', '.join(unread[:5])}")  # fmt: skip
+        note(f"{len(unread)} weights of {source} are not in the new folder, because a {type(module).__name__} does not "
+             f"have them: {', '.join(unread[:5])}")  # fmt: skip
 
 
 def require_shapes(source: Path, module: PreTrainedModel, skeleton: PreTrainedModel) -> None:
@@ -150,8 +150,8 @@ def require_shapes(source: Path, module: PreTrainedModel, skeleton: PreTrainedMo
     for name, weight in module.state_dict().items():
         if tuple(weight.shape) != shapes[name]:
             raise ModelError(
-                f"{source}: {name!r} has the shape {tuple(weight.shape)}, and {shapes[name]} in the config that "
-                f"transformers makes of it. It does not read this variant of {type(module).__name__}."
+                f"{source}: {name!r} has the shape {tuple(weight.shape)}, but {shapes[name]} in the config that "
+                f"transformers builds. transformers does not read this variant of {type(module).__name__}."
             )
 
 
@@ -167,7 +167,7 @@ def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
         logits = module(input_ids=ids)[0].float()
     values = logits.log_softmax(-1) if module.can_generate() else logits
     if not bool(values.isfinite().all()):
-        raise ModelError(f"the model of {path} gives outputs that are no finite numbers; it cannot be used.")
+        raise ModelError(f"the model of {path} gives outputs that are not finite; it cannot be used.")
     return values
 
 
@@ -181,5 +181,5 @@ def compare_tokenizers(
         return "without a tokenizer"
     copy = load_tokenizer(str(folder))
     if copy(TEXT)["input_ids"] != tokenizer(TEXT)["input_ids"] or copy.chat_template != tokenizer.chat_template:
-        raise ModelError(f"the written tokenizer encodes otherwise than that of {source}: it cannot be used.")
+        raise ModelError(f"the written tokenizer encodes text differently from that of {source}: it cannot be used.")
     return f"tokenizer of {len(copy):,} tokens {'with a' if copy.chat_template else 'without'} chat template"

@@ -35,7 +35,7 @@ class EvalCommand(Command):
             {
                 "model": "model to evaluate: a folder or a hub name",
                 "data": "rows of the evaluation",
-                "algo": "algorithm whose losses on the rows are computed; nothing is answered",
+                "algo": "algorithm whose losses on the rows are computed; no answers are sampled",
             },
         )
         parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
@@ -49,7 +49,9 @@ class EvalCommand(Command):
         flags = overrides(args, {"data": "data.eval"})
         if args.algo is not None:
             if args.save is not None:
-                raise ConfigError("--save writes answers, and with --algo nothing is answered. Leave one out.")
+                raise ConfigError(
+                    "--save writes answers, but with --algo no answers are sampled. Remove one of the two."
+                )
             config, plugins = load_for_losses(args.run_file, flags)
             from rlhf_runtime.jobs.inference import evaluate_rows
 

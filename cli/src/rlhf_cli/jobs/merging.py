@@ -61,8 +61,8 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
     adapter = adapter_of(str(path))
     if adapter is None:
         raise ConfigError(
-            f"{path} is no adapter: it has no {ADAPTER_CONFIG}, or the weights of a whole model are beside it. Name a "
-            "folder in PEFT's form, such as model/adapter of a run."
+            f"{path} is not an adapter: it has no {ADAPTER_CONFIG}, or it also has the weights of a whole model. Name "
+            "a folder in PEFT format, such as model/adapter of a run."
         )
     if base is not None:
         adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": base, "revision": None})
@@ -135,8 +135,8 @@ def _require_equal(values: torch.Tensor, expected: torch.Tensor, subject: str) -
     difference = float((values - expected).abs().max())
     if not difference <= TOLERANCE:
         raise ModelError(
-            f"{subject} gives other outputs than base and adapter together: they differ by up to {difference:g}, "
-            f"allowed is {TOLERANCE:g}. peft or transformers does not merge this architecture; nothing was written."
+            f"the outputs of {subject} differ from those of base and adapter together by up to {difference:g}; at most "
+            f"{TOLERANCE:g} is allowed. peft or transformers does not merge this architecture; nothing was written."
         )
 
 

@@ -12,14 +12,14 @@ from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.runfile import RunFile
 
-_ALL_TOKENS = "Leave it out: answers are drawn from all tokens."
+_ALL_TOKENS = "Remove it: answers are sampled from all tokens."
 ADVICE = {
     "temperature": "Set --eval.temperature.",
     "samples_per_prompt": "Set --eval.samples.",
     "top_p": _ALL_TOKENS,
     "top_k": _ALL_TOKENS,
     "min_p": _ALL_TOKENS,
-    "ignore_eos": "Leave it out: an answer ends where the model ends it.",
+    "ignore_eos": "Remove it: an answer ends where the model ends it.",
 }
 """{field of [sampling] that these commands do not read: what to do}. They are refused as flags, but a run file may have
 them."""
@@ -28,7 +28,7 @@ them."""
 def check_folder(save: Path | None) -> None:
     """Raises ConfigError if the file of answers cannot be created. Called before anything is sampled."""
     if save is not None and (not save.parent.is_dir() or save.is_dir()):
-        problem = "is a folder" if save.is_dir() else f"cannot be made: there is no folder {save.parent}"
+        problem = "is a folder" if save.is_dir() else f"cannot be created: there is no folder {save.parent}"
         raise ConfigError(f"--save {save} {problem}. Name a file in a folder that exists.")
 
 
@@ -50,7 +50,7 @@ def load_for_answers(
         config = config.model_copy(update={"data": config.data.model_copy(update=rows), "eval": every})
     for field, advice in ADVICE.items():
         if config.origins.get(f"sampling.{field}", "").startswith("flag"):
-            raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {advice}")
+            raise ConfigError(f"--sampling.{field} applies to training samples, which are not drawn here. {advice}")
     _require_names(config)
     plugins = Plugins.discover()
     if scored and not config.reward and config.env is None and not _rollout_gives_rewards(config, plugins):
@@ -75,7 +75,9 @@ def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -
     sections = {name.partition(".")[0] for name, origin in config.origins.items() if origin.startswith("flag")}
     for section in ("reward", "env"):
         if section in sections:
-            raise ConfigError(f"--{section} scores answers, and with --algo nothing is answered. Leave one out.")
+            raise ConfigError(
+                f"--{section} scores answers, but with --algo no answers are sampled. Remove one of the two."
+            )
     _require_names(config)
     look_for_models(config)
     return config, Plugins.discover()

@@ -147,7 +147,7 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
     for trajectory in (t for group in groups for t in group.trajectories if t.status == "failed"):
         raise RewardError(
             f"answer {trajectory.index[1]} of row {trajectory.row.index} of {trajectory.row.source!r} could not be "
-            f"scored: {trajectory.error}\nEarlier scores are kept in {file.partial}; the same call continues them."
+            f"scored: {trajectory.error}\nEarlier scores are kept in {file.partial}; run the same command to continue."
         )
 
 

@@ -70,7 +70,7 @@ class BinModel(SourceModel):
         require_files(path)
         if (path / "adapter_config.json").exists():
             raise ModelError(
-                f"{path} holds an adapter of another model. Merge it (peft's merge_and_unload) and save that."
+                f"{path} holds an adapter of another model. Merge it (peft's merge_and_unload) and save the result."
             )
 
     def skeleton(self) -> PreTrainedModel:
@@ -81,15 +81,17 @@ class BinModel(SourceModel):
             config = transformers.AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(
-                f"{self.path} holds quantised weights, which are not converted. Take the model without them."
+                f"{self.path} holds quantised weights, which are not converted. Use the model without quantisation."
             )
         if config.is_encoder_decoder:
             raise ModelError(f"{self.path} has an encoder and a decoder; only decoder-only models are trained here.")
         name = (config.architectures or [None])[0]
         cls: Any = getattr(transformers, str(name), None) if name else transformers.AutoModelForCausalLM
         if cls is None:
-            raise ModelError(f"{self.path} is a {name}, which is no class of transformers {transformers.__version__}.")
-        with as_model_error(f"{self.path}: transformers makes no model of the config"), torch.device("meta"):
+            raise ModelError(
+                f"{self.path} is a {name}, which is not a class of transformers {transformers.__version__}."
+            )
+        with as_model_error(f"{self.path}: transformers cannot build a model from the config"), torch.device("meta"):
             module: PreTrainedModel = cls(config) if name else cls.from_config(config)
         self._class: Any = type(module)
         return module
@@ -115,8 +117,8 @@ class BinModel(SourceModel):
             )
         except pickle.UnpicklingError as cause:
             raise ModelError(
-                f"{self.path}: its .bin files hold more than tensors, or are damaged: {cause}\nOnly tensors are "
-                "read, as unpickling can run code. Take safetensors, or convert it yourself where you trust the source."
+                f"{self.path}: its .bin files hold more than tensors, or are damaged: {cause}\nOnly tensors are read, "
+                "because unpickling can run code. Use safetensors, or convert it yourself if you trust the source."
             ) from cause
         return module.eval(), report
 
@@ -137,7 +139,7 @@ class BinModel(SourceModel):
                     shutil.copyfile(path, target)
 
 
-PUBLISHER = "Take the safetensors of its publisher instead."
+PUBLISHER = "Use the publisher's safetensors instead."
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Metadata of tokens that end a text, a turn and a message."""
 NAME = "model.gguf"
@@ -175,8 +177,8 @@ class GgufModel(SourceModel):
 
     def _refuse_part(self) -> None:
         raise ModelError(
-            f"{self.path} is one part of a split GGUF, and transformers reads whole files. Join them with llama.cpp's "
-            f"`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and convert WHOLE.gguf."
+            f"{self.path} is one part of a split GGUF, but transformers reads only whole files. Join the parts with "
+            f"llama.cpp's `llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and convert WHOLE.gguf."
         )
 
     @property
@@ -187,7 +189,10 @@ class GgufModel(SourceModel):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        problem = f"transformers makes no causal language model of a GGUF of the architecture {self.architecture!r}"
+        problem = (
+            "transformers cannot build a causal language model from a GGUF file of the architecture "
+            f"{self.architecture!r}"
+        )
         with as_model_error(f"{self.path}: {problem}", f" {PUBLISHER}"):
             config = AutoConfig.from_pretrained(**self._file)
             with torch.device("meta"):
@@ -204,7 +209,8 @@ class GgufModel(SourceModel):
         if scaling and rope.get("rope_type", "default") == "default":
             texts.append(
                 f"{self.path} scales rotary positions ({', '.join(scaling)}), which transformers does not read. The "
-                "new folder does not; in long contexts it answers otherwise. Set rope_parameters in its config.json."
+                "new model does not scale them, so its answers in long contexts differ. Set rope_parameters in its "
+                "config.json."
             )
         templates = [key for key in self._metadata if key.startswith("tokenizer.chat_template.")]
         if templates:
@@ -271,8 +277,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     from gguf import GGUFReader, GGUFValueType, dequantize
 
     damaged = (
-        ". It is damaged, cut short or of a version that the package gguf does not know: download it again, or update "
-        "gguf."
+        ". It is damaged, truncated or of a version that the package gguf does not support: download it again, or "
+        "update gguf."
     )
     with as_model_error(f"{path} cannot be read as a GGUF file", damaged):
         content = GGUFReader(path)
@@ -280,7 +286,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
             name: field.contents() for name, field in content.fields.items() if field.types[0] != GGUFValueType.ARRAY
         }
     for tensor in {tensor.tensor_type: tensor for tensor in content.tensors}.values():
-        problem = f"the package gguf cannot dequantise {tensor.tensor_type.name}, of which {tensor.name!r} is"
-        with as_model_error(f"{path}: {problem}", ". Take a file of another quantisation, such as Q8_0 or F16."):
+        problem = f"the package gguf cannot dequantise {tensor.tensor_type.name}, the type of {tensor.name!r}"
+        with as_model_error(f"{path}: {problem}", ". Use a file with another quantisation, such as Q8_0 or F16."):
             dequantize(tensor.data[:1], tensor.tensor_type)
     return metadata, [tensor.name for tensor in content.tensors]

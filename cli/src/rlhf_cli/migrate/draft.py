@@ -63,7 +63,7 @@ class Draft:
         observers = [name for name in names if name in OBSERVERS]
         for name in names:
             if name not in observers:
-                remark = f"{option} {name}: there is no such observer. metrics.jsonl has every metric; known are "
+                remark = f"{option} {name}: rlhf has no such observer. metrics.jsonl has every metric; available are "
                 self.remarks.append(remark + ", ".join(OBSERVERS))
         for number, name in enumerate(observers):
             self.set(f"observer.{number}.use", name, option)
@@ -91,17 +91,17 @@ class Draft:
         """The run file. Raises ConfigError if it would not be accepted."""
         if self.source.unknown:
             self.remarks.append(
-                f"rlhf does not know these options, of another version of {self.source.framework} or of the project's "
-                f"own code: {', '.join(self.source.unknown)}. Nothing of them is in this file"
+                f"rlhf does not know these options, which belong to another version of {self.source.framework} or to "
+                f"the project's own code: {', '.join(self.source.unknown)}. This file contains nothing from them"
             )
         if self.values.get("trainer.kernels") == "liger" and self.values.get("policy.storage") == "bf16":
             del self.values["trainer.kernels"]
-            reason = "liger takes weights of norms in fp32 only, and they are bf16 here; results do not depend on it"
+            reason = "liger supports only fp32 weights of norms, and they are bf16 here; results do not depend on it"
             self.unread |= dict.fromkeys(self.causes.pop("trainer.kernels"), reason)
         run = _load("\n".join(self._tables(self.values)))
         chosen = [choice for choice in chosen_by(run) if not _absent_file(choice[2].use)]
         if problems := option_problems(plugins, chosen, run.origins):
-            raise ConfigError("\n".join(["these options give a run file that is not accepted:", *problems]))
+            raise ConfigError("\n".join(["these options produce a run file that is not accepted:", *problems]))
         defaults = self._defaults(chosen, plugins)
         changes = {path: value for path, value in self.values.items() if not _equal(value, defaults.get(path))}
         lines = [
@@ -190,7 +190,7 @@ class Draft:
         rows = [row for row in self.source.rows.values() if row.earlier and row.name not in self.source.user_values]
         if changes := [f"{row.name} {row.earlier}" for row in rows if row.name not in self.unread]:
             yield (
-                f"where the source was made for an older {self.source.framework} or a fork, give the defaults of that "
+                f"if the source was written for an older {self.source.framework} or a fork, set the defaults of that "
                 f"version: {', '.join(changes)}"
             )
 
@@ -250,7 +250,7 @@ def _load(text: str) -> RunFile:
             return load(str(file))
         except ConfigError as error:
             message = str(error).replace(str(file), "run.toml")
-            raise ConfigError(f"these options give a run file that is not accepted:\n{message}") from None
+            raise ConfigError(f"these options produce a run file that is not accepted:\n{message}") from None
 
 
 def _shortened(text: str) -> str:

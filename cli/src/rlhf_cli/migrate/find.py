@@ -94,12 +94,12 @@ def _of_trl_command(start: Start) -> tuple[FrameworkOptions, dict[str, str]]:
     trainer = trainer or trl.trainer(start.entry)
     if trainer not in trl.GROUPS:
         raise ConfigError(
-            f"{start.location}: {start.word} is not called like one of TRL's trainers, and has no configuration of one"
+            f"{start.location}: {start.word} is not named like one of TRL's trainers, and has no configuration of one"
         )
     fields, launcher = trl_source.of_command(trainer, start.options, start.script)
     name = Path(start.word).stem
     if is_script and not start.word.endswith(f"trl/scripts/{name}.py"):
-        fields.remarks.append(f"{name}.py: only its flags are read; look for data, rewards and fields in its code")
+        fields.remarks.append(f"{name}.py: only its flags are read; check its code for data, rewards and fields")
     return fields, launcher
 
 
@@ -134,7 +134,7 @@ def _processes(launcher: Mapping[str, str], location: str) -> int | None:
         return trl_source.processes_of_config(config)
     except ConfigError as error:
         raise ConfigError(
-            f"{location}: it says how many processes are started, but {error}. Give --set processes=N"
+            f"{location}: the launcher sets the number of processes, but {error}. Give --set processes=N"
         ) from None
 
 
@@ -162,7 +162,7 @@ def _start(source: str, settings: Mapping[str, str], framework: ModuleType) -> S
     if not starts:
         scripts = {start.word for start in _starts(text, script, settings, SCRIPT, 0) if not os.path.isfile(start.word)}
         absent = f"; {', '.join(sorted(scripts))} cannot be read from this folder" if scripts else ""
-        raise ConfigError(f"{script}: no command starts a training (a word like {framework.EXAMPLE}){absent}")
+        raise ConfigError(f"{script}: no command starts a training (expected a word like {framework.EXAMPLE}){absent}")
     lines = ", ".join(f"{start.entry} in line {start.line}" for start in starts)
     raise ConfigError(f"{script} starts {len(starts)} trainings: {lines}. Choose one: --set line=N")
 

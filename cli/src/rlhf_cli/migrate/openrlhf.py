@@ -65,7 +65,7 @@ OF_LEVEL = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask
 def read(start: Start) -> FrameworkOptions:
     """The options of a command. Raises ConfigError, with the line, for another entry point."""
     if start.entry not in ENTRIES:
-        reason = REFUSED_ENTRIES.get(start.entry, f"known are {', '.join(ENTRIES)}")
+        reason = REFUSED_ENTRIES.get(start.entry, f"allowed: {', '.join(ENTRIES)}")
         raise ConfigError(f"{start.location}: openrlhf.cli.{start.entry}: {reason}")
     groups, entry = table("openrlhf"), ENTRIES[start.entry]
     source = FrameworkOptions(NAME, groups, rows_of(groups, GROUPS[entry]), entry)
@@ -190,7 +190,7 @@ def _kl(draft: Draft) -> None:
         draft.unread |= dict.fromkeys(names, f"algorithm.kl.estimator is {default} by default here too")
     if s["algo.kl.unbiased_gradient"]:
         if not s["algo.kl.use_loss"] or estimator != "k3":
-            raise s.refused("algo.kl.unbiased_gradient", "it is known for k3 as a loss only")
+            raise s.refused("algo.kl.unbiased_gradient", "it is supported only with k3 as a loss")
         draft.set("algorithm.kl.unbiased", True, "algo.kl.unbiased_gradient")
 
 
@@ -224,7 +224,7 @@ def _correction(draft: Draft) -> None:
         if (level, mode) not in OF_LEVEL or gating != "ratio":
             raise s.refused(
                 "algo.advantage.is_correction_level",
-                f"there is no counterpart of the mode {mode} with the gating {gating} at this level; known are token "
+                f"rlhf has no equivalent of the mode {mode} with the gating {gating} at this level; allowed: token "
                 "with clip or mask, and seq with mask",
             )
         names = [f"algo.advantage.is_correction_{part}" for part in ("level", "mode", "gating")]
@@ -232,7 +232,7 @@ def _correction(draft: Draft) -> None:
     elif enabled:
         kind = "icepop" if s["use_icepop"] else s["algo.advantage.is_correction_type"]
         if kind not in CORRECTIONS:
-            raise s.refused("algo.advantage.is_correction_type", f"known are {', '.join(CORRECTIONS)}")
+            raise s.refused("algo.advantage.is_correction_type", f"allowed: {', '.join(CORRECTIONS)}")
         names = [f"algo.advantage.is_correction_{part}" for part in ("enable", "type")] + ["use_icepop"]
         draft.set("algorithm.loss.correction.preset", CORRECTIONS[kind], *names)
     else:
@@ -276,11 +276,11 @@ def _sampling(draft: Draft) -> None:
             )
         draft.set("sampling.max_new_tokens", answer, "rollout.max_new_tokens")
     else:
-        note = "what the prompt leaves of data.max_tokens"
+        note = "the rest of data.max_tokens after the prompt"
         draft.set("sampling.max_new_tokens", s["data.max_len"] - 1, "data.max_len", note=note)
     if (buffer := s["reward.overlong_buffer_len"]) is not None:
         if buffer != int(buffer) or buffer < 1:
-            raise s.refused("reward.overlong_buffer_len", "a whole number of tokens above 0 is needed")
+            raise s.refused("reward.overlong_buffer_len", "it must be a whole number of tokens above 0")
         longest = answer if answer is not None else s["data.max_len"]
         draft.set("algorithm.shaping.overlong_buffer", int(buffer), "reward.overlong_buffer_len")
         draft.set("algorithm.shaping.overlong_max", longest, "rollout.max_new_tokens", "data.max_len")
@@ -305,7 +305,7 @@ def _sampling(draft: Draft) -> None:
             draft.set("checkpoint.save_best", False, "ckpt.best_metric_key")
             draft.set("checkpoint.export_best", False, "ckpt.best_metric_key")
         elif best:
-            raise s.refused("ckpt.best_metric_key", "metrics have other names here; choose one by --eval.metric")
+            raise s.refused("ckpt.best_metric_key", "metrics have different names here; choose one with --eval.metric")
         else:
             draft.set("eval.metric", "reward", note="OpenRLHF's pass1 is the mean reward")
 
@@ -328,17 +328,17 @@ def _trainer(draft: Draft, target: str, source: str) -> None:
 def _run(draft: Draft, online: bool) -> None:
     s = draft.source
     if s["ds.param_dtype"] != "bf16":
-        raise s.refused("ds.param_dtype", "fp16 is not offered; give bf16")
+        raise s.refused("ds.param_dtype", "fp16 is not supported; give bf16")
     for role in ("policy", *draft.conditions & {"critic"}):
         for option in ("dtype", "storage"):
             draft.set(f"{role}.{option}", "bf16", "ds.param_dtype")
     stage = s["ds.zero_stage"]
-    note = "" if stage > 1 else "lower stages would add up gradients of micro-batches in bf16"
+    note = "" if stage > 1 else "lower stages would sum gradients of micro-batches in bf16"
     draft.set("trainer.stage", max(stage, 2), "ds.zero_stage", note=note)
     if s["ckpt.save_hf"] and s["ckpt.save_steps"] > 0:
         draft.set("checkpoint.export_every", s["ckpt.save_steps"], "ckpt.save_hf", "ckpt.save_steps")
     if "logger.wandb.key" in s.user_values:
-        draft.set("observer.0.use", "wandb", "logger.wandb.key", note="the key belongs into WANDB_API_KEY")
+        draft.set("observer.0.use", "wandb", "logger.wandb.key", note="set the key in WANDB_API_KEY")
     if s["logger.tensorboard_dir"]:
         number = 1 if "logger.wandb.key" in s.user_values else 0
         note = "its files are in the run's folder"

@@ -26,19 +26,19 @@ def rows_of_data(draft: Draft, online: bool) -> None:
             try:
                 numbers = [float(text) for text in s[shares].split(",")]
             except ValueError:
-                raise s.refused(shares, "a number for each data set is needed, with commas between them") from None
+                raise s.refused(shares, "expected one number for each data set, separated by commas") from None
             if len(numbers) != len(sources):
                 raise s.refused(shares, f"there are {len(sources)} data sets")
             sources = [{**source, "probability": n} for source, n in zip(sources, numbers, strict=True)]
         if limit < NO_LIMIT:
             sources = [{**source, "max_rows": limit} for source in sources]
-        note = "OpenRLHF's limit holds for the sum too" if limit < NO_LIMIT and len(sources) > 1 else ""
+        note = "OpenRLHF's limit applies to the sum too" if limit < NO_LIMIT and len(sources) > 1 else ""
         draft.set("data.train", sources, train, *([shares] if s[shares] else []), split, "data.max_samples", note=note)
     if s["eval.dataset"]:
         draft.set("data.eval", _sources(s, "eval.dataset", "eval.split"), "eval.dataset", "eval.split")
     chat = s["data.apply_chat_template"]
     draft.copy("data.max_tokens", "data.max_len")
-    draft.set("data.too_long", "drop", note="longer rows are left out and counted; OpenRLHF cuts them")
+    draft.set("data.too_long", "drop", note="longer rows are dropped and counted; OpenRLHF truncates them")
     key = s["data.input_key"] if "data.input_key" in s.rows else s["data.prompt_key"]
     form = s["data.input_template"]
     if form and "{}" in form and not chat and key:
@@ -49,9 +49,9 @@ def rows_of_data(draft: Draft, online: bool) -> None:
         draft.values.pop("data.prompt", None)
     elif key and "data.input_key" in s.rows:
         draft.set("data.prompt", key, "data.input_key")
-        draft.unread["data.input_template"] = "not with a chat template, and not without {} in it"
+        draft.unread["data.input_template"] = "not used with a chat template, or without {} in it"
     else:
-        draft.unread["data.input_template"] = "not with a chat template, and not without a prompt's column"
+        draft.unread["data.input_template"] = "not used with a chat template, or without a column for the prompt"
 
 
 def _sources(s: FrameworkOptions, name: str, split: str) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def rewards(draft: Draft) -> None:
     else:
         raise ConfigError("train_ppo_ray needs a reward: reward.remote_url, reward.model_name_or_path or an agent")
     if "data.label_key" in s.user_values and not any("data.label_key" in names for names in draft.causes.values()):
-        draft.unread["data.label_key"] = "a reward model reads no label"
+        draft.unread["data.label_key"] = "a reward model does not read labels"
 
 
 def _own_executor(path: str) -> bool:
@@ -116,8 +116,8 @@ def supervised(draft: Draft) -> None:
             draft.values.pop("data.prompt", None)
             if not s["data.apply_chat_template"]:
                 raise ConfigError(
-                    f"{s.entry}: without data.output_key OpenRLHF trains on the prompt alone, which only a run with "
-                    "data.loss_on = 'all' on a column `text` does here. Give --data.output_key or "
+                    f"{s.entry}: without data.output_key OpenRLHF trains on the prompt alone. Here this needs a run "
+                    "with data.loss_on = 'all' and a column `text`. Give --data.output_key or "
                     "--data.apply_chat_template"
                 )
             draft.copy("data.messages", "data.input_key")
@@ -135,9 +135,7 @@ def supervised(draft: Draft) -> None:
         draft.set("algorithm.loss.loss_type", "ipo", "model.ipo_enable")
         draft.set("algorithm.loss.ipo", "sum", "model.ipo_enable")
     if s["data.tokenizer_chat_template"]:
-        raise s.refused(
-            "data.tokenizer_chat_template", "save the template as a file, and name it by data.chat_template"
-        )
+        raise s.refused("data.tokenizer_chat_template", "save the template as a file, and set data.chat_template to it")
     if s.entry == "kd":
         for option in ("dtype", "storage"):
             draft.set(f"roles.teacher.{option}", "bf16", "ds.param_dtype")

@@ -135,8 +135,8 @@ class PythonValues:
             value = Fields()
         if isinstance(value, Fields):
             raise ConfigError(
-                f"{self.location}, line {node.lineno}: {name}={ast.unparse(node)} is no literal, and nothing is "
-                f"executed. Give it: --set {name}=VALUE"
+                f"{self.location}, line {node.lineno}: {name}={ast.unparse(node)} is not a literal, and code is not "
+                f"executed. Give the value: --set {name}=VALUE"
             )
         return value
 

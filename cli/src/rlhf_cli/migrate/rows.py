@@ -230,7 +230,7 @@ class FrameworkOptions:
         problems = dict.fromkeys(self.problems)
         if self.unknown and not allow_unknown:
             problems |= dict.fromkeys(error for _, error in self.unknown.values())
-            problems["--allow-unknown lists such options in the file, as work that stays to do"] = None
+            problems["--allow-unknown lists such options in the file, as remaining work"] = None
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -247,7 +247,7 @@ class FrameworkOptions:
         value = self[name]
         key = str(value).lower() if isinstance(value, bool) else str(value)
         if key not in values:
-            raise self.refused(name, f"there is no counterpart; known are {', '.join(values)}")
+            raise self.refused(name, f"rlhf has no equivalent; allowed: {', '.join(values)}")
         return values[key]
 
     def positive(self, name: str) -> int:

@@ -108,7 +108,7 @@ def flags(words: Sequence[Word], script: str, problems: list[str]) -> Iterator[F
             form = word.text if equals else " ".join([flag, *texts])
             yield Flag(flag.removeprefix("--"), texts, form, location)
         else:
-            problems.append(f"{location}: {flag!r} is not an option and belongs to none")
+            problems.append(f"{location}: {flag!r} is not an option, and does not belong to one")
 
 
 def known_text(word: Word, script: str) -> str:
@@ -118,7 +118,7 @@ def known_text(word: Word, script: str) -> str:
     if COMMAND in word.text:
         plain = word.text.replace(COMMAND, "$(...)")
         raise ConfigError(
-            f"{script}, line {word.line}: {plain!r} needs a command, and none is executed. Write its value"
+            f"{script}, line {word.line}: {plain!r} needs a command, but commands are not executed. Write its value"
         )
     name = word.text.split(UNKNOWN)[1]
     plain = word.text.replace(UNKNOWN + name + UNKNOWN, f"${name}")

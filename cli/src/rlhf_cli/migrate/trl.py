@@ -35,9 +35,7 @@ NEEDS: Mapping[str, str] = {
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ""),
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "its state is not paged here"),
-    **dict.fromkeys(
-        ("adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit"), "with a state of 32 bits, where theirs has 8"
-    ),
+    **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit"), "with a state of 32 bits instead of 8 bits"),
 }
 """{optimizer: difference to our optimizer}."""
 AGGREGATIONS = {
@@ -123,14 +121,14 @@ def _batches(draft: Draft, processes: int) -> int:
     else:
         raise s.refused(
             "gradient_accumulation_steps",
-            f"{generated} steps per generation in optimizer steps of {accumulated} have no counterpart: one must be a "
+            f"{generated} steps per generation in optimizer steps of {accumulated} are not supported: one must be a "
             "multiple of the other",
         )
     if samples % group:
         raise s.refused(
             "num_generations",
-            f"{samples} samples a step are not a whole number of groups. TRL before 0.16 counts prompts, and unsloth "
-            f"raises the batch: then give per_device_train_batch_size={device * group}",
+            f"{samples} samples per step are not a whole number of groups. TRL before 0.16 counts prompts, and unsloth "
+            f"raises the batch: in these cases give per_device_train_batch_size={device * group}",
         )
     note = f"{samples} samples / {group}, {_processes(processes)}"
     draft.set("data.batch_size", samples // group, *names, note=note)
@@ -141,7 +139,7 @@ def _batches(draft: Draft, processes: int) -> int:
 
 def _run(draft: Draft, updates: int) -> None:
     s = draft.source
-    note = f"{updates} optimizer steps a step" if updates > 1 else ""
+    note = f"{updates} optimizer steps per step" if updates > 1 else ""
     if s["max_steps"] > 0:
         if s["max_steps"] % updates:
             raise s.refused("max_steps", f"a step here has {updates} optimizer steps; give a multiple of it")
@@ -161,7 +159,7 @@ def _steps(draft: Draft, name: str, updates: int) -> int:
     """A number of optimizer steps as steps of the run, rounded up."""
     value = draft.source[name]
     if value < 1 or value != int(value):
-        raise draft.source.refused(name, "a share of the run has no counterpart; give a number of steps")
+        raise draft.source.refused(name, "a share of the run is not supported; give a number of steps")
     return -(-int(value) // updates)
 
 
@@ -186,7 +184,7 @@ def _trainer(draft: Draft) -> None:
         rate = options.pop("min_lr", 0) / s["learning_rate"] if rate is None else rate
         draft.set("trainer.min_lr_ratio", rate, "lr_scheduler_kwargs")
     if options:
-        raise s.refused("lr_scheduler_kwargs", f"there is no counterpart of {', '.join(options)}")
+        raise s.refused("lr_scheduler_kwargs", f"rlhf has no equivalent of {', '.join(options)}")
     warmup = s["warmup_steps"] or s["warmup_ratio"] or 0
     name = "warmup_steps" if s["warmup_steps"] or s["warmup_ratio"] is None else "warmup_ratio"
     if schedule == "constant":
@@ -202,7 +200,7 @@ def _trainer(draft: Draft) -> None:
     clip = s["max_grad_norm"]
     draft.set("trainer.max_grad_norm", clip if clip > 0 else 1e9, "max_grad_norm")
     if s["train_sampling_strategy"] not in ("random", "sequential"):
-        raise s.refused("train_sampling_strategy", "known are random and sequential")
+        raise s.refused("train_sampling_strategy", "allowed: random, sequential")
     if s["train_sampling_strategy"] == "sequential":
         draft.set("data.shuffle", False, "train_sampling_strategy")
 
@@ -210,7 +208,7 @@ def _trainer(draft: Draft) -> None:
 def _model(draft: Draft) -> None:
     s = draft.source
     if s["fp16"]:
-        raise s.refused("fp16", "fp16 is not offered; give bf16")
+        raise s.refused("fp16", "fp16 is not supported; give bf16")
     draft.set("policy.dtype", "fp32" if s["bf16"] is False else "bf16", "bf16")
     extra = dict(s["model_init_kwargs"] or {})
     name = "torch_dtype" if s["torch_dtype"] else "dtype"
@@ -224,10 +222,10 @@ def _model(draft: Draft) -> None:
     if "trust_remote_code" in extra:
         draft.set("policy.trust_remote_code", bool(extra.pop("trust_remote_code")), "model_init_kwargs")
     if extra:
-        raise s.refused("model_init_kwargs", f"there is no counterpart of {', '.join(extra)}")
+        raise s.refused("model_init_kwargs", f"rlhf has no equivalent of {', '.join(extra)}")
     kinds = {"float32": "fp32", "bfloat16": "bf16"}
     if dtype not in kinds:
-        raise s.refused(name, "known are float32 and bfloat16")
+        raise s.refused(name, "allowed: float32, bfloat16")
     draft.set("policy.storage", kinds[dtype], name)
     if s["model_name_or_path"] and s["model_revision"] != "main":
         names = ("model_name_or_path", "model_revision")
@@ -246,21 +244,21 @@ def _model(draft: Draft) -> None:
 def _data(draft: Draft) -> None:
     s = draft.source
     if s["chat_template"]:
-        draft.unread["chat_template"] = "see the remark"
-        draft.remarks.append("save the text of chat_template as a file, and name it by data.chat_template")
+        draft.unread["chat_template"] = 'see "To do" at the top'
+        draft.remarks.append("save the text of chat_template as a file, and set data.chat_template to it")
     if s["dataset_mixture"]:
         _mixture(draft)
         return
     if not s["dataset_name"]:
         options = "data.train and data.eval" if s["eval_strategy"] != "no" else "data.train"
-        draft.remarks.append(f"name the data: {options}, and the columns where they are not recognised")
+        draft.remarks.append(f"name the data: {options}, and the columns if they are not recognised")
         return
     subset = {"subset": s["dataset_config"]} if s["dataset_config"] else {}
     for use, option in {"train": "dataset_train_split", "eval": "dataset_test_split"}.items():
         if use == "train" or s["eval_strategy"] != "no":
             name, bracket, part = str(s[option]).partition("[")
             if bracket and not re.fullmatch(r":\d+\]", part):
-                raise s.refused(option, "of a split only the first N rows are known (train[:N]); name the split")
+                raise s.refused(option, "only the first N rows of a split are supported (train[:N]); name the split")
             split = {} if name == "train" else {"split": name}
             limit = {"max_rows": int(part[1:-1])} if bracket else {}
             names = ["dataset_name", option, *(["dataset_config"] if subset else [])]
@@ -283,11 +281,11 @@ def _mixture(draft: Draft) -> None:
             source["name"] = f"{source['path'].rpartition('/')[2]}_{number}"
         if dataset.get("weight") not in (None, 1):
             draft.remarks.append(
-                f"dataset_mixture takes a share of {dataset['weight']} of the rows of {source['path']}; here all are "
-                f"read: set max_rows of data.train.{number} to that many rows"
+                f"dataset_mixture takes a share of {dataset['weight']} of the rows of {source['path']}; here all rows "
+                f"are read: set max_rows of data.train.{number} to that many rows"
             )
     if s[name].get("test_split_size") or s["eval_strategy"] != "no":
-        draft.remarks.append("name held-out rows as data.eval; none are split off")
+        draft.remarks.append("name held-out rows as data.eval; no rows are split off")
     draft.set("data.train", sources, name)
 
 
@@ -299,9 +297,9 @@ def _loss(draft: Draft) -> None:
     kind, level = s["loss_type"], s["importance_sampling_level"]
     high = s["epsilon"] if s["epsilon_high"] is None else s["epsilon_high"]
     if level == "sequence" and kind not in ("grpo", "luspo"):
-        raise s.refused("loss_type", "with importance_sampling_level sequence, grpo and luspo are known")
+        raise s.refused("loss_type", "with importance_sampling_level sequence, only grpo and luspo are allowed")
     if kind == "luspo" and (level != "sequence" or s["beta"]):
-        raise s.refused("loss_type", "there is no counterpart; luspo is known at the level sequence, with beta 0")
+        raise s.refused("loss_type", "luspo is supported only at the level sequence, with beta 0")
     if level == "sequence":
         draft.set("algorithm.loss.use", "gspo", "importance_sampling_level")
         aggregation = "seq_mean_token_sum" if kind == "luspo" else "seq_mean_token_mean"
@@ -310,7 +308,7 @@ def _loss(draft: Draft) -> None:
         if high < 1:
             raise s.refused("epsilon_high", "with cispo it bounds the ratio itself, and must be at least 1")
         draft.set("algorithm.loss.use", "cispo", "loss_type")
-        draft.set("algorithm.loss.clip_high", high - 1, "epsilon_high", note="the bound less 1")
+        draft.set("algorithm.loss.clip_high", high - 1, "epsilon_high", note="the bound minus 1")
     elif kind in ("sapo", "vespo"):
         draft.copy("algorithm.loss.use", "loss_type")
     elif kind in AGGREGATIONS:
@@ -319,18 +317,18 @@ def _loss(draft: Draft) -> None:
             draft.copy("algorithm.loss.max_length", "max_completion_length", "loss_type")
     else:
         raise s.refused(
-            "loss_type", f"there is no counterpart; known are {', '.join(AGGREGATIONS)}, cispo, sapo, vespo, luspo"
+            "loss_type", f"rlhf has no equivalent; allowed: {', '.join(AGGREGATIONS)}, cispo, sapo, vespo, luspo"
         )
     if kind not in ("cispo", "sapo", "vespo"):
         draft.set("algorithm.loss.clip_low", min(s["epsilon"], 1.0), "epsilon")  # a ratio is never below 0
         draft.set("algorithm.loss.clip_high", high, "epsilon_high" if "epsilon_high" in s.user_values else "epsilon")
         if s["delta"] is not None:
             if level == "sequence" or s["delta"] <= 1 + high:
-                raise s.refused("delta", "it is known at the level token, above 1 + epsilon_high")
+                raise s.refused("delta", "it is supported only at the level token, above 1 + epsilon_high")
             draft.copy("algorithm.loss.dual_clip", "delta")
     objectives = s["multi_objective_aggregation"]
     if objectives not in ("sum_then_normalize", "normalize_then_sum"):
-        raise s.refused("multi_objective_aggregation", "sum_then_normalize and normalize_then_sum are known")
+        raise s.refused("multi_objective_aggregation", "allowed: sum_then_normalize, normalize_then_sum")
     scales = {"True": "group", "False": "none", "true": "group", "false": "none"}
     scale = scales.get(str(s["scale_rewards"]), s["scale_rewards"])
     if objectives == "normalize_then_sum":
@@ -339,19 +337,21 @@ def _loss(draft: Draft) -> None:
         draft.set("algorithm.advantage.std", scale, "scale_rewards")
     if s["use_adaptive_entropy"] and (not s["entropy_coef"] or s["entropy_coef_min"]):
         name = "entropy_coef_min" if s["entropy_coef_min"] else "use_adaptive_entropy"
-        raise s.refused(name, "the coefficient needs a start above 0 (entropy_coef) and falls to 0 at the least")
+        raise s.refused(name, "the initial coefficient (entropy_coef) must be above 0, and its minimum must be 0")
     if s["beta"]:
         draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.where", "loss", "beta")
         if s["use_bias_correction_kl"]:
             if level == "sequence":
-                raise s.refused("use_bias_correction_kl", "it is known at the level token only; give false, or beta 0")
+                raise s.refused(
+                    "use_bias_correction_kl", "it is supported only at the level token; give false, or beta 0"
+                )
             draft.set("algorithm.kl.unbiased", True, "use_bias_correction_kl")
     if s["use_vllm"] and s["vllm_importance_sampling_correction"] and kind != "vespo":
         unit, _, mode = s["vllm_importance_sampling_mode"].partition("_")
         levels = {"token": "token", "sequence": "sequence_product"}
         if unit not in levels or mode not in ("truncate", "mask"):
-            raise s.refused("vllm_importance_sampling_mode", "known are token and sequence, with _truncate or _mask")
+            raise s.refused("vllm_importance_sampling_mode", "allowed: token or sequence, with _truncate or _mask")
         names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_correction")
         draft.set("algorithm.loss.correction.level", levels[unit], *names)
         draft.set("algorithm.loss.correction.mode", mode, *names)
@@ -370,15 +370,15 @@ def _rloo(draft: Draft, updates: int) -> None:
     if updates > 1:
         raise s.refused(
             "num_iterations" if s["num_iterations"] > 1 else "gradient_accumulation_steps",
-            f"{updates} optimizer steps on one batch: TRL then clips one ratio per answer, which has no counterpart",
+            f"{updates} optimizer steps on one batch: TRL then clips one ratio per answer, which is not supported",
         )
     if s["normalize_advantages"]:
-        raise s.refused("normalize_advantages", "there is no counterpart")
+        raise s.refused("normalize_advantages", "rlhf has no equivalent")
     if s["reward_clip_range"]:
-        raise s.refused("reward_clip_range", "TRL clips rewards before the baseline, which has no counterpart")
+        raise s.refused("reward_clip_range", "TRL clips rewards before the baseline, which is not supported")
     note = "the gradient of TRL's one ratio per answer, at the first optimizer step"
     draft.set("algorithm.loss.aggregation", "seq_mean_token_sum", note=note)
-    draft.unread |= dict.fromkeys(("epsilon", "epsilon_high"), "with one optimizer step a batch nothing is clipped")
+    draft.unread |= dict.fromkeys(("epsilon", "epsilon_high"), "with one optimizer step per batch nothing is clipped")
     if s["beta"]:
         draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.before_baseline", True, "beta")
@@ -388,7 +388,7 @@ def _sampling(draft: Draft) -> None:
     s = draft.source
     if s["repetition_penalty"] != 1 or s["generation_kwargs"]:
         name = "generation_kwargs" if s["generation_kwargs"] else "repetition_penalty"
-        raise s.refused(name, "samples would come from another distribution than the one that is trained")
+        raise s.refused(name, "samples would come from a different distribution than the one that is trained")
     answer, context = s["max_completion_length"], s["vllm_max_model_length"] if s["use_vllm"] else None
     draft.set("sampling.max_new_tokens", answer, "max_completion_length")
     if context:
@@ -399,7 +399,7 @@ def _sampling(draft: Draft) -> None:
         draft.set("data.max_tokens", answer + room, "max_completion_length", note=note)
     if s["max_prompt_length"]:
         draft.copy("data.max_prompt_tokens", "max_prompt_length")
-        draft.set("data.too_long", "drop", note="longer prompts are left out and counted; TRL cuts them")
+        draft.set("data.too_long", "drop", note="longer prompts are dropped and counted; TRL truncates them")
     if s["eval_strategy"] != "no":
         draft.set("eval.samples", s["num_generations_eval"] or s["num_generations"], "num_generations_eval")
         draft.copy("eval.temperature", "temperature")
@@ -416,7 +416,7 @@ def _rewards(draft: Draft) -> None:
     weights, functions = list(weights), list[str]()
     for name in names:
         if name == "get_soft_overlong_punishment":
-            raise s.refused("reward_funcs", f"{name}: algorithm.shaping punishes long answers; leave it out")
+            raise s.refused("reward_funcs", f"{name}: remove it; algorithm.shaping penalises long answers")
         module, _, function = name.rpartition(".")
         if module or function in OWN_REWARDS:
             uses.append((f"python:{module or 'trl.rewards'}:{function}", "reward_funcs"))
@@ -424,7 +424,8 @@ def _rewards(draft: Draft) -> None:
             functions.append(f"{function} (weight {weights.pop(len(uses))})")
     if functions:
         draft.remarks.append(
-            f"the rewards {', '.join(functions)} are functions of the script, not of TRL: name each, file:FILE.py:NAME"
+            f"the rewards {', '.join(functions)} are functions of the script, not of TRL: name each, as "
+            "file:FILE.py:NAME"
         )
     if not uses and not functions:
         draft.remarks.append("name the rewards: a function in a file is file:FILE.py:NAME")
@@ -437,11 +438,11 @@ def _offline(draft: Draft) -> None:
     s = draft.source
     if s["max_length"]:
         draft.copy("data.max_tokens", "max_length")
-    draft.set("data.too_long", "drop", note="longer rows are left out and counted; TRL cuts them")
+    draft.set("data.too_long", "drop", note="longer rows are dropped and counted; TRL truncates them")
     if s["packing"]:
         raise s.refused(
             "packing",
-            "a batch of packed sequences holds an unknown number of rows; give the rows a step "
+            "a batch of packed sequences holds an unknown number of rows; give the rows per step "
             "with packing false. Rows are computed without padding in any case",
         )
     if s.entry == "sft":
@@ -451,8 +452,8 @@ def _offline(draft: Draft) -> None:
             draft.set("data.loss_on", "all", "completion_only_loss")
         elif s["completion_only_loss"] is None:
             draft.remarks.append(
-                "data.loss_on: TRL trains on the completion where rows have one, else on all tokens of `messages` or "
-                '`text`; for such rows set data.loss_on = "all"'
+                "data.loss_on: TRL trains on the completion if rows have one, otherwise on all tokens of `messages` "
+                'or `text`; for rows without a completion set data.loss_on = "all"'
             )
     if s.entry == "dpo":
         kinds = s["loss_type"] or ["sigmoid"]

@@ -53,11 +53,12 @@ ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingAr
 OF_TRAINER = ("args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "peft_config", "reward_funcs")
 """Arguments of trainers that are read elsewhere, or belong to the model."""
 TO_DO: Mapping[str, str] = {
-    "data_collator": 'it decides which tokens are trained on: data.loss_on is "completion", "assistant" or "all"',
-    "formatting_func": "it makes the text of a row: data.input_template, or rows with the columns that a run reads",
-    "callbacks": "observers see every step, and may stop a run",
-    "compute_metrics": "eval.metric chooses among the run's metrics",
-    "ref_model": "reference.model, where it is another than the policy's",
+    "data_collator": 'it decides which tokens are trained on: set data.loss_on to "completion", "assistant" or "all"',
+    "formatting_func": "it builds the text of a row: set data.input_template, or give rows with columns that a run "
+    "reads",
+    "callbacks": "use an observer, which sees every step and may stop a run",
+    "compute_metrics": "choose one of the run's metrics with eval.metric",
+    "ref_model": "set reference.model if it is not the policy's model",
 }
 """{argument of a trainer: what the user has to do}."""
 
@@ -81,7 +82,9 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
     for call in values.calls:
         of_another = call not in adapters and (len(trainers) > len(chosen) or any(n in values.calls for n in adapters))
         if name_of(call) == "LoraConfig" and of_another:
-            source.remarks.append(f"{script}, line {call.lineno}: this LoraConfig is not of the trainer that is read")
+            source.remarks.append(
+                f"{script}, line {call.lineno}: this LoraConfig does not belong to the trainer that is read"
+            )
         elif name_of(call) == "LoraConfig" or (
             name_of(call) == "get_peft_model" and {"r", "lora_alpha"} & {keyword.arg for keyword in call.keywords}
         ):
@@ -140,7 +143,7 @@ def _start(values: PythonValues, trainers: Sequence[ast.Call], script: str) -> t
     if not starts:
         advice = f'. If it reads flags, give the whole command: "python {script} --FLAG VALUE"'
     raise ConfigError(
-        f"{script}: one of {', '.join(CONFIGS)}, or of their trainers, is read, and it has {lines}{advice}"
+        f"{script}: expected one of {', '.join(CONFIGS)}, or of their trainers; the script has {lines}{advice}"
     )
 
 
@@ -162,7 +165,7 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
             entries = dict(values.literal(keyword.value, "**"))
         except (ConfigError, TypeError, ValueError):
             text = f"{name_of(call)}(**{ast.unparse(keyword.value)})"
-            source.unknown[text] = text, f"{location}: {text} is made by code, which is not executed"
+            source.unknown[text] = text, f"{location}: {text} is computed by code, which is not executed"
         else:
             _take(source, entries, location, names)
 
@@ -180,7 +183,7 @@ def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> Non
         if name in LORA_ONLY:
             with source.reading():
                 if (value := values.literal(keyword.value, name)) not in LORA_ONLY[name]:
-                    raise ConfigError(f"{location}: {name}={value!r} has no counterpart; leave it out")
+                    raise ConfigError(f"{location}: {name}={value!r} has no equivalent; remove it")
         elif kind == "LoraConfig" or name not in UNSLOTH:
             lora_call.keywords.append(keyword)
     _take_call(source, values, lora_call, LORA)

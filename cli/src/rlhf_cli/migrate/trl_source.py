@@ -65,7 +65,7 @@ def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
             break
     if len(fitting) != 1 or len(unknown[fitting[0]]) * 2 > len(names):
         means = f"its fields fit {', '.join(fitting)}" if fewest * 2 <= len(names) else "its fields fit no trainer"
-        raise ConfigError(f'{path}: {means}. Say which one it is for: rlhf migrate trl "trl NAME --config {path}"')
+        raise ConfigError(f'{path}: {means}. Name the trainer: rlhf migrate trl "trl NAME --config {path}"')
     source = fields_of(fitting[0])
     source.origin = f"{source.entry} ({Path(path).name})"
     return source, _take(source, fields, Path(path).name)
@@ -104,7 +104,7 @@ def _mapping(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path} should hold fields with values, got {type(fields).__name__}")
+        raise ConfigError(f"{path} should contain fields with values, got {type(fields).__name__}")
     return {str(name): value for name, value in fields.items()}
 
 

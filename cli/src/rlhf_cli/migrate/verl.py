@@ -52,7 +52,9 @@ def read(start: Start) -> FrameworkOptions:
     source = FrameworkOptions(NAME, groups, rows_of(groups, ("main_ppo",)), "main_ppo")
     source.origin = f"{start.entry} ({start.location})"
     if not OWN_ENTRY.fullmatch(start.word):
-        source.remarks.append(f"{start.word} is not verl's own: only its keys are read; look for more in its code")
+        source.remarks.append(
+            f"{start.word} is not verl's own entry point: only its keys are read; check its code for more"
+        )
     rest, overrides, file = list(start.options), list[tuple[str, str, str]](), dict[str, str]()
     while rest:
         word = rest.pop(0)
@@ -62,7 +64,7 @@ def read(start: Start) -> FrameworkOptions:
             if key in ("--config-path", "--config-name"):
                 file[key] = text if equals or not rest else known_text(rest.pop(0), script)
             elif not equals or key.startswith(("-", "~")):
-                raise ConfigError(f"{location}: {word.text!r} is no KEY=VALUE of main_ppo's own configuration")
+                raise ConfigError(f"{location}: {word.text!r} is not a KEY=VALUE of main_ppo's own configuration")
             else:
                 overrides.append((key.lstrip("+"), text, location))
     with source.reading():
@@ -93,7 +95,7 @@ def _of_config(file: Path) -> Iterator[tuple[str, str, str]]:
         fields = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"--config-name {file.stem}: {', '.join(OWN_CONFIGS)} are known, and {file} cannot be read: {error}"
+            f"--config-name {file.stem}: it is not one of {', '.join(OWN_CONFIGS)}, and {file} cannot be read: {error}"
         ) from None
     flat = dict(_flat(fields if isinstance(fields, dict) else {}, ""))
     for key, value in flat.items():
@@ -154,11 +156,11 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     if prompts < mini:
         mini = prompts  # one minibatch, as in versions that did not refuse it
     if mini < 1 or prompts % mini:
-        raise s.refused(names[1], f"{prompts} prompts a step are not a whole number of minibatches of {mini} prompts")
+        raise s.refused(names[1], f"{prompts} prompts per step are not a whole number of minibatches of {mini} prompts")
     draft.set("algorithm.minibatches", prompts // mini, *names, note="both are counted in prompts")
     for name in ("ppo_mini_batch_size", "ppo_epochs"):
         if estimator == "gae" and s[f"critic.{name}"] not in (None, s[f"{ACTOR}.{name}"]):
-            raise s.refused(f"critic.{name}", f"the policy has {s[f'{ACTOR}.{name}']}, and both have the same here")
+            raise s.refused(f"critic.{name}", f"the policy has {s[f'{ACTOR}.{name}']}, and both must be equal here")
     if estimator in ADVANTAGES:
         draft.set("algorithm.advantage.use", estimator, "algorithm.adv_estimator")
     if estimator in ("gae", "reinforce_plus_plus"):
@@ -182,9 +184,9 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         draft.set(f"algorithm.loss.clip_{side}", bound, name)
     if treatment == "kl":
         bounds = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-        draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in bounds}
+        draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov does not clip the ratio" for name in bounds}
     if draft.conditions >= {"kl_loss", "kl_reward"}:
-        raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
+        raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is also on; here the KL can be in only one place")
     if "kl_reward" in draft.conditions and estimator in OF_GROUPS:
         draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
     _correction(draft)
@@ -195,7 +197,7 @@ def _correction(draft: Draft) -> None:
     s, name = draft.source, "algorithm.rollout_correction.rollout_is"
     if s["algorithm.rollout_correction.rollout_rs"]:
         raise s.refused(
-            "algorithm.rollout_correction.rollout_rs", "there is no counterpart of rejection beside weights"
+            "algorithm.rollout_correction.rollout_rs", "rlhf has no equivalent of rejection in addition to weights"
         )
     if s[name]:
         draft.set("algorithm.loss.correction.mode", "truncate", name)
@@ -220,7 +222,7 @@ def _trainer(draft: Draft, updates: int) -> None:
         note = f"verl counts steps of the run, of {updates} optimizer steps each"
         draft.set("trainer.warmup_steps", steps * updates, f"{OPTIM}.lr_warmup_steps", note=note)
         if "critic" in draft.conditions:
-            raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio where there is a critic, which has its own")
+            raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio if there is a critic, which has its own ratio")
     else:
         draft.copy("trainer.warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio")
     if s[f"{ACTOR}.use_dynamic_bsz"]:
@@ -230,7 +232,9 @@ def _trainer(draft: Draft, updates: int) -> None:
 def _data(draft: Draft) -> None:
     s = draft.source
     if s["actor_rollout_ref.model.custom_chat_template"]:
-        raise s.refused("actor_rollout_ref.model.custom_chat_template", "save it as a file for data.chat_template")
+        raise s.refused(
+            "actor_rollout_ref.model.custom_chat_template", "save it as a file, and set data.chat_template to it"
+        )
     limit = s["data.train_max_samples"]
     rows = {"max_rows": limit} if limit > 0 else {}
     if s["data.train_files"]:
@@ -249,11 +253,11 @@ def _data(draft: Draft) -> None:
     draft.set("data.max_tokens", prompt + answer, "data.max_prompt_length", "data.max_response_length")
     if s["data.filter_overlong_prompts"]:
         draft.set("data.too_long", "drop", "data.filter_overlong_prompts")
-        draft.unread["data.truncation"] = "longer rows are left out"
+        draft.unread["data.truncation"] = "longer rows are dropped"
     elif s["data.truncation"] == "error":
         draft.set("data.too_long", "error", "data.truncation")
     else:
-        draft.set("data.too_long", "drop", "data.truncation", note="longer rows are left out; verl cuts them")
+        draft.set("data.too_long", "drop", "data.truncation", note="longer rows are dropped; verl truncates them")
     for name in [name for name in s.user_values if name.startswith("data.apply_chat_template_kwargs.")]:
         draft.copy(f"data.template_kwargs.{name.rpartition('.')[2]}", name)
     draft.set("sampling.top_k", max(s[f"{ROLLOUT}.top_k"], 0), f"{ROLLOUT}.top_k")
@@ -275,7 +279,7 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         draft.copy(project, "trainer.project_name")
     path = s["custom_reward_function.path"]
     if s["reward_model.reward_manager"] not in ("naive", "dapo"):
-        raise s.refused("reward_model.reward_manager", "naive and dapo are known")
+        raise s.refused("reward_model.reward_manager", "allowed: naive, dapo")
     kwargs = "reward.reward_kwargs.overlong_buffer_cfg"
     if s[f"{kwargs}.enable"] and s["reward_model.reward_manager"] == "dapo":
         longest = "reward.reward_kwargs.max_resp_len"
@@ -291,7 +295,7 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         draft.set("reward.0.use", f"file:{path}:{s[names[1]]}", *names)
     else:
         draft.remarks.append(
-            "name the reward: verl chooses a function by the column data_source. With verl installed it is "
+            "name the reward: verl chooses a function by the column data_source. With verl installed, use "
             "python:verl.utils.reward_score:default_compute_score"
         )
 
@@ -305,7 +309,7 @@ def _placement(draft: Draft) -> None:
         raise s.refused(f"{ROLLOUT}.tensor_model_parallel_size", f"it does not divide the {ranks} GPUs")
     draft.set("launcher.use", "ray")
     if s[f"{ROLLOUT}.name"] == "sglang":
-        servers = "runs start no engines of SGLang; the generator sglang_server takes servers that are running"
+        servers = "runs do not start SGLang engines; the generator sglang_server uses servers that are already running"
         draft.notes["generator.use"] = servers
     draft.set("placement.policy.ranks", ranks, *names)
     roles = {"reference": {"kl_loss", "kl_reward"}, "critic": {"critic"}, "reward_model": {"reward_model"}}

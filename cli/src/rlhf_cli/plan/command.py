@@ -125,12 +125,12 @@ def target(
     from rlhf_cli.plan.layout import Machine
 
     if devices_per_node < 1:
-        raise ConfigError(f"--devices-per-node {devices_per_node}: at least 1")
+        raise ConfigError(f"--devices-per-node {devices_per_node} must be at least 1")
     gpu = gpu_memory()
     if device is None:
         device = "cuda" if memory is not None or gpu is not None else "cpu"
     if device == "cpu" and host_memory is not None:
-        raise ConfigError("--host-memory applies to nodes with GPUs; on a CPU --device-memory is the host's")
+        raise ConfigError("--host-memory applies to nodes with GPUs; on a CPU --device-memory is the host's memory")
     device_memory = gpu if device == "cuda" else cpu_memory()
     size = device_memory if memory is None else parse(memory, "--device-memory")
     host = None if host_memory is None else parse(host_memory, "--host-memory")
@@ -244,7 +244,7 @@ def _reasons(plan: Plan, change: Nearest | None) -> Iterable[str]:
     elif change is not None:
         flags = f" with {change.command}" if change.flags else ""
         left = max(change.plan.shortages, key=lambda s: s.missing).message if change.plan.shortages else ""
-        yield f"Nothing known to the plugins makes it fit. The best found{flags}: {left}."
+        yield f"No change that the plugins know makes it fit. The best attempt{flags}: {left}."
 
 
 @hookimpl

@@ -20,7 +20,7 @@ from rlhf_runtime.samples.rollout_settings import TRAINING
 
 from rlhf_cli.plan.speeds import GroupTimes, SampleTimes, Speeds, TurnTimes
 
-ADVICE = "Make one with `rlhf train RUN.TOML --run.steps 4 --run.timeline 4`"
+ADVICE = "Record a suitable run with `rlhf train RUN.TOML --run.steps 4 --run.timeline 4`"
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
         raise
     except Exception as cause:  # any exception: a class of transformers may have other layers, its config other fields
         raise ModelError(
-            f"cannot plan with {type(module).__name__} ({path!r}): its sizes are not those of a decoder of text "
-            f"({type(cause).__name__}: {cause}). A run may train it; measure its memory with a short one."
+            f"cannot plan with {type(module).__name__} ({path!r}): its sizes are not those of a text decoder "
+            f"({type(cause).__name__}: {cause}). A run may train it; measure its memory with a short run."
         ) from cause
 
 

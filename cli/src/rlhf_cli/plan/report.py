@@ -90,10 +90,10 @@ def assumptions(plan: Plan, replan: Callable[[Lengths], Plan]) -> Iterable[str]:
         return f"if they are half as long, the peak is {text(saving)} lower"
 
     rows = "" if lengths.measured else f": {cost(lengths.with_half_the_rows())}"
-    yield f"counts with {lengths.source}{rows}"
+    yield f"assumes {lengths.source}{rows}"
     if lengths.sampled:
         answers = cost(lengths.with_half_the_answer())
-        yield f"counts with answers of {lengths.answer} tokens, the most that the run file allows: {answers}"
+        yield f"assumes answers of {lengths.answer} tokens, the most that the run file allows: {answers}"
 
 
 def _peak(plan: Plan) -> int:

@@ -88,9 +88,9 @@ def read_lengths(run: RunPlugins) -> Lengths:
     config = run.config
     sources = [*config.data.train, *config.data.eval]
     if not config.data.train:
-        return limits(run, "there are none")
+        return limits(run, "there are no rows")
     if absent := [source.path for source in sources if not Path(source.path).exists()]:
-        return limits(run, f"{absent[0]} is not a file of this machine")
+        return limits(run, f"{absent[0]} is not a file on this machine")
     if config.data.images is not None or config.data.max_images:
         return limits(run, "the run has images")
     try:

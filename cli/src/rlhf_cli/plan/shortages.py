@@ -60,7 +60,7 @@ def _shortage(layout: Layout, group: GroupPlan, moment: Moment) -> Shortage | No
     missing = moment.total - memory
     message = (
         f"{group.group.title}: the phase {moment.phase!r} needs {text(moment.total)} of a {_device(layout)}'s "
-        f"{text(memory)}, {text(missing)} more than there are"
+        f"{text(memory)}, {text(missing)} more than it has"
     )
     return Shortage(group.group.title, moment.phase, missing, message, tuple(arithmetic(layout, moment)))
 
@@ -88,8 +88,8 @@ def _cache(layout: Layout) -> Shortage | None:
     if space >= need:
         return None
     message = (
-        f"{GENERATOR}: its cache has room for {int(space / token) if token else 0} tokens ({text(space)} a device), "
-        f"the longest sequence has {engines.longest} ({text(need)})"
+        f"{GENERATOR}: its cache has room for {int(space / token) if token else 0} tokens ({text(space)} per device), "
+        f"but the longest sequence has {engines.longest} ({text(need)})"
     )
     return Shortage(GENERATOR, "generate", need - space, message, tuple(formulas.values()))
 

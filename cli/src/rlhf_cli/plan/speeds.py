@@ -13,12 +13,12 @@ from rlhf.errors import ConfigError
 
 FLAGS = {
     "answer-tokens": ("MEAN[,P95]", "tokens of an answer (of each turn)"),
-    "tokens-per-second": ("N", "of one answer, at any load of its engine"),
-    "env-seconds": ("MEAN[,P95]", "of the environment after a turn"),
-    "reward-seconds": ("MEAN[,P95]", "of scoring a group"),
-    "learn-seconds": ("S", "of learning from a batch"),
-    "sync-seconds": ("S", "of a weight sync"),
-    "turns": ("N", "of a sample, without --speeds (default: 1)"),
+    "tokens-per-second": ("N", "speed of one answer, at any load of its engine"),
+    "env-seconds": ("MEAN[,P95]", "time of the environment after a turn"),
+    "reward-seconds": ("MEAN[,P95]", "time to score a group"),
+    "learn-seconds": ("S", "time to learn from a batch"),
+    "sync-seconds": ("S", "time of a weight sync"),
+    "turns": ("N", "turns of a sample, without --speeds (default: 1)"),
 }
 NEEDED = ("answer-tokens", "tokens-per-second", "learn-seconds")
 """Flags that are required for step times, unless a run was measured."""

@@ -133,7 +133,9 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
             left_out[name] = problems[0]
             continue
         if layout.config.sync.in_flight != "continue":
-            left_out[name] = f"sync.in_flight = {layout.config.sync.in_flight!r} is not planned; 'continue' is."
+            left_out[name] = (
+                f"sync.in_flight = {layout.config.sync.in_flight!r} cannot be planned; only 'continue' can."
+            )
             continue
         stream = layout.config.stream
         time = virtual_run(speeds, stream, settings, run.config.data.batch_size, engines.ranks, _limit(run))
@@ -206,7 +208,7 @@ def _with_flags(measured: Measured | None, values: Mapping[str, str], run: RunPl
     if measured is None and missing:
         raise ConfigError(f"the step time is not known without {', '.join(missing)}; give them, or --speeds RUN")
     if measured is not None and "turns" in values:
-        raise ConfigError("--turns goes without --speeds: the turns are those of the measured run")
+        raise ConfigError("--turns cannot be combined with --speeds: the turns are those of the measured run")
     numbers = {name: _number(values[name], name) for name in values if "P95" not in FLAGS[name][0]}
     count = run.config.sampling.samples_per_prompt
     if measured is None:
@@ -241,18 +243,18 @@ def _number(text: str, flag: str) -> float:
 
 def _notes(folder: Path | None, measured: Measured | None, speeds: Speeds, batch: int) -> Iterator[str]:
     yield (
-        f"counts with {speeds.token * 1000:.3g} ms a token and {speeds.per_answer * 1000:.3g} ms more for each answer "
-        f"that an engine samples at once, {speeds.request:.3g} s a request"
+        f"assumes {speeds.token * 1000:.3g} ms per token and {speeds.per_answer * 1000:.3g} ms more for each answer "
+        f"that an engine samples at once, {speeds.request:.3g} s per request"
     )
     yield (
-        f"counts with {speeds.learn(batch):.3g} s of learning for the {batch * speeds.tokens:,.0f} tokens of a batch, "
-        f"{speeds.sync:.3g} s a sync, {speeds.other:.3g} s a step between the phases"
+        f"assumes {speeds.learn(batch):.3g} s of learning for the {batch * speeds.tokens:,.0f} tokens of a batch, "
+        f"{speeds.sync:.3g} s per sync, {speeds.other:.3g} s per step between the phases"
     )
     if measured is not None:
         fewest, largest = measured.answers
         yield (
             f"measured in {folder}: {measured.steps} steps, with {fewest:.0f} to {largest:.0f} answers at once on an "
-            "engine. How fast more at once are is extrapolated"
+            "engine. Speeds with more answers at once are extrapolated"
         )
 
 

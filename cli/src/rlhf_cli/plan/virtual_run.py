@@ -45,7 +45,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("no timer is set, so nothing happens any more on the virtual clock")
+            raise RuntimeError("no timer is set, so the virtual clock cannot advance")
         self._loop.clock += max(0.0, timeout)
         return []
 

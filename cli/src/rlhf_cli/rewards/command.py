@@ -41,11 +41,13 @@ class RewardsTryCommand(Command):
         if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
             raise ConfigError(f"--html {args.html}: name a file in a folder that exists.")
         if run is None and args.step is not None:
-            raise ConfigError(f"--step {args.step}: only the folder of a run has steps. Name one, or leave --step out.")
+            raise ConfigError(
+                f"--step {args.step}: only the folder of a run has steps. Name such a folder, or remove --step."
+            )
         if run is not None and (args.answers or args.data):
-            raise ConfigError(f"{run} has answers already. Leave out --data and --answers, or name a run file.")
+            raise ConfigError(f"{run} already has answers. Remove --data and --answers, or name a run file.")
         if args.probes < 0:
-            raise ConfigError(f"--probes {args.probes}: a number of rows, 0 or more.")
+            raise ConfigError(f"--probes {args.probes}: the number of rows must be at least 0.")
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load, look_for_models
         from rlhf_runtime.report.recorded_samples import samples_file

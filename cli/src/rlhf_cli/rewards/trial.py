@@ -101,7 +101,7 @@ def _finder(sources: Sequence[Source]) -> Callable[[str, int], Row]:
 
     def find(source: str, index: int) -> Row:
         if source not in by_name:
-            raise DataError(f"its row is of the source {source!r}, and the data has {', '.join(by_name)}")
+            raise DataError(f"its row is from the source {source!r}, but the data has {', '.join(by_name)}")
         return by_name[source][index]
 
     return find

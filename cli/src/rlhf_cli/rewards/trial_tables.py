@@ -90,8 +90,8 @@ def _constant(trial: Trial, name: str) -> tuple[int, int]:
 
 def _constant_notes(trial: Trial) -> list[str]:
     return [
-        f"{name}: {constant} of {compared} groups have one value for all answers, from which nothing is learnt by "
-        "comparison within a group"
+        f"{name}: {constant} of {compared} groups have the same value for all answers, so comparing answers within a "
+        "group gives no training signal"
         for name in trial.rewards
         for constant, compared in [_constant(trial, name)]
         if compared and 2 * constant > compared
@@ -137,8 +137,8 @@ def _agreement(trial: Trial) -> Iterator[TrialTable]:
     yield TrialTable("Agreement", ("reward", "reward", "answers", "correlation"), pairs)
     examples.sort(key=lambda example: -example[0])
     rows = [text for distance, text in examples[:MAX_ROWS] if distance > 1]
-    notes = ["compared by their distance from each reward's mean, in its standard deviations"] if rows else []
-    yield TrialTable("Answers of which rewards think most differently", ("values", "row", "answer"), rows, notes)
+    notes = ["compared by their distance from each reward's mean, in standard deviations of the reward"] if rows else []
+    yield TrialTable("Answers on which rewards disagree most", ("values", "row", "answer"), rows, notes)
 
 
 def _place(group: Group, trajectory: Trajectory) -> tuple[str, str]:
@@ -167,7 +167,7 @@ def _probes(trial: Trial) -> tuple[TrialTable, list[str]]:
             (reward, name, _number(value), _number(mean), f"{best} of {len(values_of_rows)}", "pays" if pays else "")
         )
         if pays:
-            notes.append(f"{reward}: {name}: {_number(value)} on average, and the given answers get {_number(mean)}")
+            notes.append(f"{reward}: {name}: {_number(value)} on average, while the given answers get {_number(mean)}")
     columns = ("reward", "answer", "mean", "given answers", "as good as the best of its row", "")
     notes_on_truth = [
         f"the right answer is the column {trial.truth!r}" if trial.truth else "the right answer is not known"
@@ -199,7 +199,7 @@ def _failures(trial: Trial) -> TrialTable:
     ]
     expired = sum(len(calls) for (_, late, _), calls in failures.items() if late)
     failed = sum(map(len, failures.values())) - expired
-    notes = [f"{expired} calls took longer than their deadline, {failed} failed otherwise"] if rows else []
+    notes = [f"{expired} calls took longer than their deadline, {failed} failed for other reasons"] if rows else []
     columns = ("reward", "", "calls", "first row", "first answer", MESSAGE)
     return TrialTable("Calls without a result", columns, rows[: 2 * MAX_ROWS], notes)
 

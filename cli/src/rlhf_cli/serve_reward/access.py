@@ -30,7 +30,7 @@ class Access:
         if token_env is None:
             if not _here_only(host):
                 raise ConfigError(
-                    f"--host {host} can be reached from other machines, so clients must show a token. Put one into an "
+                    f"--host {host} can be reached from other machines, so clients must send a token. Put one into an "
                     "environment variable and name it: --token-env NAME. Without --host the server is for this machine "
                     "only."
                 )
@@ -38,8 +38,8 @@ class Access:
         token = os.environ.get(token_env)
         if not token:
             raise ConfigError(
-                f"--token-env {token_env}: this environment variable is not set. Export it, or leave the flag out on "
-                "a loopback address."
+                f"--token-env {token_env}: this environment variable is not set. Export it, or omit the flag on a "
+                "loopback address."
             )
         return cls(host, port, token, token_env)
 

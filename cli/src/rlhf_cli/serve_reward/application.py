@@ -60,7 +60,7 @@ class Metrics:
         self.seconds = Histogram(
             "rlhf_reward_request_seconds", "Time of a request", buckets=SECONDS, registry=self._registry
         )
-        self.under_way = Gauge("rlhf_reward_samples_under_way", "Samples under way", registry=self._registry)
+        self.under_way = Gauge("rlhf_reward_samples_under_way", "Samples being processed", registry=self._registry)
         self.passes = Histogram(
             "rlhf_reward_model_batch", "Samples that a model read at once", buckets=SAMPLES, registry=self._registry
         )
@@ -162,9 +162,9 @@ class Application:
         """Raises _Refused if these samples exceed the limit."""
         limit = self._limits.samples
         if samples > limit:
-            raise _Refused(413, f"{samples} samples at once; the server takes {limit}. Send fewer samples at once.")
+            raise _Refused(413, f"{samples} samples at once; the server takes at most {limit}. Send fewer at once.")
         if self._under_way + samples > limit:
-            cause = f"{self._under_way} samples are under way, and {samples} more are over the limit of {limit}"
+            cause = f"{self._under_way} samples are being processed, and {samples} more exceed the limit of {limit}"
             raise _Refused(429, cause, **{"Retry-After": RETRY_AFTER})
         self._under_way += samples
         self._metrics.under_way.set(self._under_way)

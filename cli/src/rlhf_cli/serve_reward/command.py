@@ -39,7 +39,7 @@ class ServeRewardCommand(Command):
         )
         for name, metavar, default, text in (
             ("batch", "N", 256, "largest number of samples that a model reads at once"),
-            ("queue", "N", 4096, "largest number of samples under way; further requests get status 429"),
+            ("queue", "N", 4096, "largest number of samples being processed; further requests get status 429"),
             ("max-mb", "MIB", 64, "largest request; a larger one gets status 413"),
         ):
             parser.add_argument(
@@ -51,7 +51,7 @@ class ServeRewardCommand(Command):
         )  # fmt: skip
         parser.add_argument(
             "--timeout", type=_seconds, metavar="SECONDS", default=120.0,
-            help="time limit of a request; then it gets status 503 (default: %(default)s)",
+            help="time limit of a request, after which it gets status 503 (default: %(default)s)",
         )  # fmt: skip
 
     def run(self, args: argparse.Namespace) -> int:

@@ -46,10 +46,14 @@ class Question:
         queries, prompts = (_texts(body_json, key) for key in ("query", "prompts"))
         labels = body_json.get("labels")
         if "labels" in body_json and not isinstance(labels, list):
-            raise BadQuestion(f"labels is {brief(labels)}; expected a list with one label per query, or no such key")
+            raise BadQuestion(
+                f"labels is {brief(labels)}; expected a list with one label per query, or no key 'labels'"
+            )
         for key, values in (("prompts", prompts), ("labels", labels)):
             if values is not None and len(values) != len(queries):
-                raise BadQuestion(f"{len(queries)} texts in query, but {len(values)} values in {key}; expected as many")
+                raise BadQuestion(
+                    f"{len(queries)} texts in query, but {len(values)} values in {key}; expected equal numbers"
+                )
         for n, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
             if not query.startswith(prompt):
                 raise BadQuestion(
@@ -66,7 +70,7 @@ def _texts(body_json: dict[str, Any], key: str) -> list[str]:
     if key not in body_json:
         raise BadQuestion(
             f"the key {key!r} is missing."
-            + (' Rewards read the answer alone. To have all of a query taken as the answer, send "" as its prompt.'
+            + (' Rewards read only the answer. To score a whole query as the answer, send "" as its prompt.'
                if key == "prompts" else "")
         )  # fmt: skip
     values = body_json[key]
@@ -78,7 +82,7 @@ def _texts(body_json: dict[str, Any], key: str) -> list[str]:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise BadQuestion(f"{key}[{n}] holds half of a character: a surrogate without the other") from None
+            raise BadQuestion(f"{key}[{n}] contains half of a character: an unpaired surrogate") from None
     return values
 
 
@@ -165,8 +169,8 @@ class SampleGroups:
             answer = [*answer, end]
         if len(prompt_ids) + len(answer) > self._longest:
             raise DataError(
-                f"{len(prompt_ids) + len(answer)} tokens are more than data.max_tokens = {self._longest}. The server "
-                "can be started with a larger --data.max_tokens, if the model allows it."
+                f"{len(prompt_ids) + len(answer)} tokens are more than data.max_tokens = {self._longest}. Start the "
+                "server with a larger --data.max_tokens, if the model allows it."
             )
         return _prompt_and_answer((prompt_ids, self._decode(prompt_ids)), (answer, self._decode(answer)))
 

@@ -59,7 +59,7 @@ def serve(
     plugins_of_run = None
     if config.policy.model is not None or any(reward.instance.reads == "tokens" for reward in rewards):
         plugins_of_run = place_rewards(config, plugins)
-    stop = stop or StopRequest("answering the requests under way, then ending")
+    stop = stop or StopRequest("finishing the current requests, then stopping")
     metrics = Metrics()
     application = Application(access, limits, metrics)
     with stop, ExitStack() as closing:
@@ -103,12 +103,14 @@ def _answer(scorer: Scorer, samples: SampleGroups) -> Answer:
 def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
     """Raises ConfigError for options that a server cannot follow, because a request has a prompt and an answer only."""
     if config.env is not None:
-        raise ConfigError(f"env {config.env.use!r} is set, but a request says nothing of an environment. Remove [env].")
+        raise ConfigError(
+            f"env {config.env.use!r} is set, but a request does not describe an environment. Remove [env]."
+        )
     for reward in rewards:
         if reward.credit == "step":
             raise ConfigError(
-                f'{reward}: credit = "step", but an answer has one number per sample, without places. Set '
-                f"--reward.{reward.name}.credit outcome, which adds the steps up."
+                f'{reward}: credit = "step", but a response has one number per sample, not one per step. Set '
+                f"--reward.{reward.name}.credit outcome, which sums the steps."
             )
         if reward.sources:
             raise ConfigError(
@@ -117,8 +119,8 @@ def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
             )
         if reward.instance.reads == "tokens" and not reward.instance.roles() and config.policy.model is None:
             raise ConfigError(
-                f"{reward} reads tokens, and requests hold texts. Set --model PATH (a folder or a hub name); of it "
-                "only the tokenizer is loaded."
+                f"{reward} reads tokens, but requests contain text. Set --model PATH (a folder or a hub name); only "
+                "its tokenizer is loaded."
             )
 
 
@@ -183,7 +185,7 @@ class Connection(web.RequestHandler):
         """aiohttp would return and log the line that it cannot parse, which may contain the token."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
-        _LOG.debug("a request of %s is not HTTP: %s", request.remote, type(exc).__name__)
+        _LOG.debug("a request from %s is not HTTP: %s", request.remote, type(exc).__name__)
         response = web.json_response({"error": "the request is not valid HTTP"}, status=status)
         response.force_close()
         return response

@@ -135,11 +135,11 @@ class TrainingApplication:
                 f"{self._served.rank}, or start the server with --trainer.lora.rank"
             )
         if lora.seed is not None:
-            raise BadRequest("seed: all models begin with the adapters of the server's --run.seed. Leave it out")
+            raise BadRequest("seed: all models begin with the adapters of the server's --run.seed. Remove it")
         if not (lora.train_attn and lora.train_mlp):
-            raise BadRequest("train_attn, train_mlp: the server's --trainer.lora.targets decides. Leave them out")
+            raise BadRequest("train_attn, train_mlp: the server's --trainer.lora.targets decides. Remove them")
         if body.optimizer_config.type != "adamw":
-            raise BadRequest(f"optimizer {body.optimizer_config.type!r}: this server has adamw only")
+            raise BadRequest(f"optimizer {body.optimizer_config.type!r}: this server supports only adamw")
         name = f"{body.session_id}:train:{body.model_seq_id}"
 
         def create() -> types.CreateModelResponse:
@@ -171,7 +171,7 @@ class TrainingApplication:
         body = types.OptimStepRequest.model_validate_json(await request.read())
         params = body.optim_params
         if not isinstance(params, types.AdamParams):
-            raise BadRequest(f"optimizer {params.type!r}: this server has adamw only")
+            raise BadRequest(f"optimizer {params.type!r}: this server supports only adamw")
         options = {
             "lr": params.learning_rate,
             "betas": (params.beta1, params.beta2),
@@ -199,7 +199,7 @@ class TrainingApplication:
     async def _save_for_sampler(self, request: web.Request) -> web.Response:
         body = types.SaveWeightsForSamplerRequest.model_validate_json(await request.read())
         if body.kind != "snapshot":
-            raise BadRequest(f"kind {body.kind!r}: a sampling client keeps its weights here ('snapshot')")
+            raise BadRequest(f"kind {body.kind!r}: only 'snapshot' is supported; a sampling client keeps its weights")
 
         def save() -> types.SaveWeightsForSamplerResponseInternal:
             if body.path is not None:
@@ -280,19 +280,19 @@ class TrainingApplication:
             "prompt_logprobs_last_n", "record_stability_info",
         ):  # fmt: skip
             if getattr(body, option):
-                raise BadRequest(f"{option}: this server does not give it. Leave it out")
+                raise BadRequest(f"{option}: this server does not provide it. Remove it")
         if body.num_samples < 1:
-            raise BadRequest(f"num_samples = {body.num_samples}: ask for one or more")
+            raise BadRequest(f"num_samples = {body.num_samples}: it must be at least 1")
         try:
             prompt = body.prompt.to_ints()
         except ValueError:
-            raise BadRequest("the prompt has images or sound; this server takes tokens only") from None
+            raise BadRequest("the prompt has images or sound; this server takes only tokens") from None
         room = served.longest - len(prompt)
         tokens = params.max_tokens if params.max_tokens is not None else room
         if not prompt or tokens > room or room < 1:
             raise BadRequest(
                 f"a prompt of {len(prompt)} tokens and max_tokens = {tokens}: together they must be at most "
-                f"{served.longest} (data.max_tokens), with a prompt of one token or more"
+                f"{served.longest} (data.max_tokens), with a prompt of at least one token"
             )
         check_ids(np.asarray(prompt), served.vocabulary, "the prompt")
         stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
@@ -330,7 +330,7 @@ class TrainingApplication:
 
     def _check_base(self, name: str | None) -> None:
         if name != self._served.name:
-            raise BadRequest(f"the base model here is {self._served.name!r}, got {name!r}. Ask for it by this name")
+            raise BadRequest(f"the base model here is {self._served.name!r}, got {name!r}. Give the base model's name")
 
     # -------------------------------------------------------------------------------------- results
 

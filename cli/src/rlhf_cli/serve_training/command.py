@@ -42,7 +42,7 @@ class ServeTrainingCommand(Command):
 
     def run(self, args: argparse.Namespace) -> int:
         if importlib.util.find_spec("tinker") is None:
-            raise ConfigError("the protocol is that of the package tinker: pip install 'rlhf-cli[tinker]'")
+            raise ConfigError("the protocol needs the package tinker: pip install 'rlhf-cli[tinker]'")
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load
         from rlhf_runtime.jobs.training import place_policy

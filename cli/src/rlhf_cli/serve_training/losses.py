@@ -47,7 +47,7 @@ class LossChoice:
         """Raises BadRequest."""
         if name not in READS:
             raise BadRequest(
-                f"loss {name!r} is not known here; there are {', '.join(READS)}, and forward_backward_custom for others"
+                f"loss {name!r} is not supported; allowed: {', '.join(READS)}, and forward_backward_custom for others"
             )
         defaults = OPTIONS.get(name, {})
         for option, value in options.items():

@@ -92,7 +92,7 @@ class TrainedModels:
     def create(self, name: str) -> None:
         """Create a model. All models have the same initial training state, from ``run.seed``."""
         if re.fullmatch(NAME, name) is None:
-            raise BadRequest(f"{name!r} is no model: a session's name has letters, digits, '_' and '-'")
+            raise BadRequest(f"{name!r} is not a model: a session's name has letters, digits, '_' and '-'")
         self._models.setdefault(name, Model(self._folder / _folder_name(name), self._new))
         self._pending.setdefault(name, [])
 
@@ -120,7 +120,7 @@ class TrainedModels:
         """
         model, pending = self._hold(name), self._pending[name]
         if not pending:
-            raise BadRequest("optim_step without forward_backward before it: there is no gradient")
+            raise BadRequest("optim_step needs a forward_backward before it: there is no gradient")
         trainer, config = self._policy.trainer.resolved.cls, self._policy.trainer.config
         changes = {key: value for key, value in options.items() if value != getattr(config, key)}
         allowed = trainer.changeable | (trainer.per_step if issubclass(trainer, RestartsOptimizer) else frozenset())
@@ -173,7 +173,7 @@ class TrainedModels:
         self.facts(path)
         trainer = self._policy.trainer.resolved.cls
         if not optimizer and not issubclass(trainer, RestartsOptimizer):
-            raise BadRequest(f"trainer {trainer.name!r} loads weights with the optimizer's state only")
+            raise BadRequest(f"trainer {trainer.name!r} loads weights only together with the optimizer's state")
         model = self._hold(name)
         self._read(checkpoint_folder(self._folder, path))
         self._live_model, model.unsaved = model, True
@@ -198,11 +198,11 @@ class TrainedModels:
             facts: dict[str, Any] = json.loads((checkpoint_folder(self._folder, path) / FACTS).read_text())
         except OSError:
             raise BadRequest(
-                f"there is no checkpoint {path}. Of those without a name the last {UNNAMED} of a model are kept"
+                f"there is no checkpoint {path}. Of a model's unnamed checkpoints only the last {UNNAMED} are kept"
             ) from None
         own_facts = self._own_facts()
         if facts != own_facts:
-            raise BadRequest(f"{path} is of {facts}; this server trains {own_facts}")
+            raise BadRequest(f"{path} is a checkpoint of {facts}; this server trains {own_facts}")
         return facts
 
     # ------------------------------------------------------------------------------------- sampling
@@ -309,7 +309,7 @@ def checkpoint_folder(folder: Path, path: str) -> Path:
     address."""
     match = PATH.fullmatch(path)
     if match is None or set(match[3]) == {"."}:
-        raise BadRequest(f"{path!r} is no checkpoint: names have letters, digits, '.', '_' and '-'")
+        raise BadRequest(f"{path!r} is not a checkpoint: names have letters, digits, '.', '_' and '-'")
     return folder / _folder_name(match[1]) / match[2] / match[3]
 
 

@@ -38,7 +38,7 @@ def serve(
 
     Raises ConfigError if the address cannot be used.
     """
-    stop = stop or StopRequest("ending after the computation under way; what was not saved is lost")
+    stop = stop or StopRequest("stopping after the current computation; everything unsaved is lost")
     with stop, trained_policy(plugins_of_run, note=note) as policy:
         models = TrainedModels(policy, name, folder)
         longest = plugins_of_run.config.data.max_tokens

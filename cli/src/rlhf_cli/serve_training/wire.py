@@ -43,7 +43,7 @@ def read_learning(body: bytes, vocabulary: int, longest: int) -> Learning:
     try:
         message.ParseFromString(body)
     except Exception as error:  # protobuf's DecodeError is another class in each of its implementations
-        raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from None
+        raise BadRequest(f"the body is not a ForwardBackwardRequest: {error}") from None
     options: dict[str, Any] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.text if value.HasField("text") else value.number
@@ -52,7 +52,7 @@ def read_learning(body: bytes, vocabulary: int, longest: int) -> Learning:
     if not data:
         raise BadRequest("the request has no data")
     if len({datum.inputs[TARGETS].shape[1:] for datum in data}) > 1:
-        raise BadRequest("some data have one target token a position, others several, or other numbers of them")
+        raise BadRequest("all data must have the same number of target tokens per position; some data differ")
     return Learning(message.model_id, message.seq_id, data, loss, not message.forward_only)
 
 
@@ -66,7 +66,7 @@ def _datum(number: int, message: Any, loss: LossChoice, vocabulary: int, longest
     if missing := needed - inputs.keys():
         raise BadRequest(f"{label} lacks {sorted(missing)}: loss {loss.name!r} reads {sorted(needed)}")
     if unread := inputs.keys() - needed:
-        raise BadRequest(f"{label}: loss {loss.name!r} reads nothing of {sorted(unread)}. Leave it out")
+        raise BadRequest(f"{label}: loss {loss.name!r} does not read {sorted(unread)}. Remove them")
     targets = inputs[TARGETS]
     if targets.dtype != np.int64 or targets.ndim not in (1, 2) or len(targets) != len(ids):
         raise BadRequest(f"{label}: target_tokens must be int64 with a row for each of {len(ids)} tokens, "
@@ -75,14 +75,14 @@ def _datum(number: int, message: Any, loss: LossChoice, vocabulary: int, longest
     check_ids(targets, vocabulary, f"{label}, target_tokens")
     for name in READS[loss.name]:
         if inputs[name].shape != targets.shape or not np.isfinite(inputs[name]).all():
-            raise BadRequest(f"{label}: {name} must be finite and as many as target_tokens, {targets.shape}, "
+            raise BadRequest(f"{label}: {name} must be finite and have the shape of target_tokens, {targets.shape}; "
                              f"got {inputs[name].shape}")  # fmt: skip
     return Datum(ids, {n: v if n == TARGETS else v.astype(np.float32) for n, v in inputs.items()})
 
 
 def _ids(chunks: Any, label: str) -> Array:
     if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in chunks):
-        raise BadRequest(f"{label}: this server takes tokens only, no images and no sound")
+        raise BadRequest(f"{label}: this server takes only tokens, no images and no sound")
     parts = [np.frombuffer(chunk.encoded_text.tokens, np.int32) for chunk in chunks]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
@@ -108,7 +108,7 @@ def _dense(message: Any, label: str) -> Array:
         array[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = np.frombuffer(csr.values, dtype)
         return array
     except (ValueError, IndexError) as error:
-        raise BadRequest(f"{label}: the bytes are no array of shape {shape}: {error}") from None
+        raise BadRequest(f"{label}: the bytes are not an array of shape {shape}: {error}") from None
 
 
 def write_learned(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:

@@ -153,7 +153,7 @@ def test_each_sample_has_its_own_sampling_params(file, step: str, sampling: dict
     [
         ('p = states["sampling_params"]; p.min_tokens = 9; result["sampling_params"] = p', ValueError,
          "sampling_params.min_tokens = 9 is not supported"),
-        ('result["environment_images"] = [3]', TypeError, "environment_images holds int 3; allowed: images of PIL"),
+        ('result["environment_images"] = [3]', TypeError, "environment_images holds int 3; allowed: PIL images"),
         ('result["rewards"] = None', EnvError, "return 0.0 if a step has no reward"),
         ('result["rewards"] = [1.0, 2.0]', TypeError, "rewards is .* expected one number"),
         ("result = None", EnvError, "must return a dict with at least 'rewards' and 'done', got None"),

@@ -144,7 +144,7 @@ def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
         ("raise ValueError('service is down')", r"score\(\) raised ValueError: service is down \(.*written_0.py:2\)"),
         ("return {'rewards': [1.0, 2.0]}", r"raised TypeError: rewards is \[1.0, 2.0\]; expected one number"),
         ("return {'rewards': 10**1000}", r"rewards is int 1000.*; expected a number that a float can hold"),
-        ("return {'scores': [1.0]}", r"the dict returned has the keys \['scores'\]; expected 'rewards'"),
+        ("return {'scores': [1.0]}", r"the returned dict has the keys \['scores'\]; expected 'rewards'"),
         ("return {'rewards': [float('nan')]}", "rewards is nan"),
         ("return {'rewards': 1.0, 'extra_logs': {'x': [1, 2]}}", r"extra_logs\['x'\] is \[1, 2\]"),
         ("import time; time.sleep(600)", r"took longer than its deadline of 1 s; its worker process was killed"),

@@ -125,7 +125,7 @@ def test_scores_and_logs_of_the_result_are_kept(file, model: str) -> None:
             "result['observation_tokens'][ranges[0][0]] += 1",
             r"action range \(4, \d+\), but llm_engine.generate\(\) did",
         ),
-        ("result['observation_tokens'][0] += 1", "did not sample these tokens after the tokens before them"),
+        ("result['observation_tokens'][0] += 1", "did not sample these tokens after the preceding tokens"),
         ("result['action_ranges'][0] = (0, 2)", r"action range \(0, 2\)"),
         ("result['action_ranges'][0] = (ranges[0][0], ranges[0][1] + 1)", "did not sample these tokens"),
         ("result['action_ranges'] = []", "nothing to learn from"),

@@ -31,7 +31,7 @@ class ExecutorConfig(ComponentConfig):
     @model_validator(mode="after")
     def _fits(self) -> ExecutorConfig:
         if self.executor is None and self.arguments:
-            raise ValueError("arguments are for an executor, and the file's executor is not used")
+            raise ValueError("arguments are for an executor, but the file's executor is not used")
         if self.executor is not None:
             signature = inspect.signature(self.executor)
             try:
@@ -152,7 +152,7 @@ def _refuse_older(module: ModuleType, executor: type[Any]) -> None:
         instances = _instances(module, None)
         advice = (
             f'Its {instances[0].__name__} works without the executor: [rollout] use = "multi_turn", [env] use = '
-            f'"file:{module.__file__}:{instances[0].__name__}". What execute() of the executor adds is left out then.'
+            f'"file:{module.__file__}:{instances[0].__name__}". This omits what execute() of the executor adds.'
             if len(instances) == 1
             else "Write an execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine) that "
             'returns its result, and use the file as a rollout: [rollout] use = "file:...", without [env].'

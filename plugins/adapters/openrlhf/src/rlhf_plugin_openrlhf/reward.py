@@ -61,12 +61,12 @@ def _results(returned: Any, count: int) -> list[RewardResult]:
     """Converts ``{rewards, scores, extra_logs}``, or the rewards alone, which older files return."""
     answer = returned if isinstance(returned, Mapping) else {"rewards": returned}
     if "rewards" not in answer:
-        raise TypeError(f"the dict returned has the keys {sorted(answer)}; expected 'rewards'")
+        raise TypeError(f"the returned dict has the keys {sorted(answer)}; expected 'rewards'")
     values = scalars(answer["rewards"], "rewards", count)
     if count == 1 and values[0] is not None and math.isnan(values[0]):
         raise ValueError(
             "rewards is nan. The batch holds one sample, and the standard deviation of one number is nan. A function "
-            "that compares samples needs sampling.samples_per_prompt (in evaluations eval.samples) above 1, and not "
+            "that compares samples needs sampling.samples_per_prompt (in evaluations eval.samples) above 1, and no "
             'batch = "sample".'
         )
     scores = scalars(answer.get("scores"), "scores", count)

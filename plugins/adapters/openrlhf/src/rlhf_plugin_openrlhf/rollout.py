@@ -128,6 +128,6 @@ class ExecutorEngine:
                 return replace(turn, ids=turn.ids[: len(ids)], logprobs=turn.logprobs[: len(ids)], finish="length")
         raise RolloutError(
             f"execute() returned the action range ({start}, {end}), but llm_engine.generate() did not sample these "
-            "tokens after the tokens before them. Put the sampled tokens into observation_tokens as they are, without "
+            "tokens after the preceding tokens. Put the sampled tokens into observation_tokens as they are, without "
             "decoding and encoding them again."
         )

@@ -201,8 +201,8 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise ImportError(
-            f"{name}.{attribute} is not provided: openrlhf is not installed, and files are given only "
-            f"{', '.join(sorted(contents)) or 'its submodules'}. Install openrlhf, or do without that name."
+            f"{name}.{attribute} is not provided: openrlhf is not installed, and files get only "
+            f"{', '.join(sorted(contents)) or 'its submodules'}. Install openrlhf, or remove that name."
         )
 
     module.__getattr__ = missing  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ def scalars(values: Any, label: str, count: int) -> list[float | None]:
     if not isinstance(numbers, list | tuple) or len(numbers) != count:
         raise TypeError(
             f"{label} is {brief(values)}; expected {count} numbers, one for each sample of the batch. A function that "
-            'scores one sample a call needs batch = "sample" in its section.'
+            'scores one sample per call needs batch = "sample" in its section.'
         )
     return [scalar(number, f"{label}[{n}]") for n, number in enumerate(numbers)]
 
@@ -98,7 +98,7 @@ def image_bytes(value: Any) -> bytes:
         file = io.BytesIO()
         value.convert("RGB").save(file, "PNG")
         return file.getvalue()
-    raise TypeError(f"environment_images holds {brief(value)}; allowed: images of PIL, bytes and paths of files")
+    raise TypeError(f"environment_images holds {brief(value)}; allowed: PIL images, bytes and paths of files")
 
 
 def _elements(value: Any) -> int:
