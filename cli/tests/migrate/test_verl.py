@@ -162,6 +162,12 @@ def test_the_critic_has_options_of_its_own():
     assert (run["policy"]["storage"], run["critic"]["storage"]) == ("bf16", "fp32")
 
 
+def test_a_missing_model_is_left_to_do():
+    text = migrate("verl", "python3 -m verl.trainer.main_ppo data.train_files=d.parquet", {}, PLUGINS)
+    assert "# To do: name the model: policy.model." in text
+    assert "model" not in tomllib.loads(text)["critic"]
+
+
 def test_scripts_and_lists_are_read(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)

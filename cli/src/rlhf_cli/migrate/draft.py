@@ -98,6 +98,9 @@ class Draft:
             del self.values["trainer.kernels"]
             reason = "liger supports only fp32 weights of norms, and they are bf16 here; results do not depend on it"
             self.unread |= dict.fromkeys(self.causes.pop("trainer.kernels"), reason)
+        remarks = [*self.source.remarks, *self.remarks, *self._earlier()]
+        if "policy.model" not in self.values and not any(remark.startswith("name the model") for remark in remarks):
+            remarks.insert(0, "name the model: policy.model")
         run = _load("\n".join(self._tables(self.values)))
         chosen = [choice for choice in chosen_by(run) if not _absent_file(choice[2].use)]
         if problems := option_problems(plugins, chosen, run.origins):
@@ -109,11 +112,7 @@ class Draft:
             *_comment(
                 "The comments name the options that values come from. `rlhf train FILE --dry-run` checks this file."
             ),
-            *(
-                line
-                for remark in [*self.source.remarks, *self.remarks, *self._earlier()]
-                for line in _comment(f"To do: {remark}.")
-            ),
+            *(line for remark in remarks for line in _comment(f"To do: {remark}.")),
             *self._tables(changes),
             *self._comments_on_rest(changes),
         ]

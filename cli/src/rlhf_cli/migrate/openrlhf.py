@@ -159,7 +159,8 @@ def _algorithm(draft: Draft) -> None:
         steps = s["critic.freezing_steps"] + 1
         draft.set("algorithm.critic_warmup", max(steps, 0), "critic.freezing_steps", note="N freezes N + 1 steps")
         model = s["critic.model_name_or_path"] or _critic_model(s)
-        draft.set("critic.model", model, "critic.model_name_or_path")
+        if model is not None:
+            draft.set("critic.model", model, "critic.model_name_or_path")
         checkpointing = "actor.gradient_checkpointing_enable"
         draft.copy("critic.gradient_checkpointing", checkpointing)
         _trainer(draft, "critic.", "critic.")

@@ -169,7 +169,8 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         steps = max(s["trainer.critic_warmup"] - 1, 0)
         draft.set("algorithm.critic_warmup", steps, "trainer.critic_warmup", note="N freezes N - 1 steps")
         model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
-        draft.set("critic.model", model, "critic.model.path")
+        if model is not None:
+            draft.set("critic.model", model, "critic.model.path")
     use, mode = draft.values["algorithm.loss.use"], s[f"{ACTOR}.policy_loss.loss_mode"]
     treatment = mode.removesuffix("_cov")
     if use == "covariance":
