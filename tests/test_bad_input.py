@@ -89,7 +89,7 @@ def test_no_chat_template_where_one_is_needed(shop: Workshop) -> None:
     [
         ("", "empty"),
         ('{"prompt": "1+1=", "response"', "not valid JSON"),
-        ('["1+1=", "2"]', "a row is a JSON object"),
+        ('["1+1=", "2"]', "a row must be a JSON object"),
         ('{"prompt": "", "response": ""}', "the answer is empty"),
         ("{}", "no column 'prompt'"),
         ('{"prompt": "1+1=", "response": null}', "response"),
