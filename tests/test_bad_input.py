@@ -89,7 +89,7 @@ def test_no_chat_template_where_one_is_needed(shop: Workshop) -> None:
     [
         ("", "empty"),
         ('{"prompt": "1+1=", "response"', "not valid JSON"),
-        ('["1+1=", "2"]', "a row is a JSON object"),
+        ('["1+1=", "2"]', "a row must be a JSON object"),
         ('{"prompt": "", "response": ""}', "the answer is empty"),
         ("{}", "no column 'prompt'"),
         ('{"prompt": "1+1=", "response": null}', "response"),
@@ -393,7 +393,7 @@ def test_a_reward_whose_role_is_the_algorithms(shop: Workshop) -> None:
 ENVS = {
     "raises": ("raise ValueError('broken')", "step() raised ValueError: broken"),
     "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 1 s"),
-    "greedy": ("return EnvStep('a', sampling=Sampling(4, 0.0))", "a turn is asked for at temperature 0.0"),
+    "greedy": ("return EnvStep('a', sampling=Sampling(4, 0.0))", "a turn is requested at temperature 0.0"),
     "truncated": ("return EnvStep('a', sampling=Sampling(4, top_k=2))", "with top_k = 2, but [sampling] has top_k = 0"),
 }
 ENV = """

@@ -77,7 +77,7 @@ def test_a_curriculum_that_fails_while_samples_go_on_ends_the_run(shop: Workshop
     )
     run = shop.run_config(config)
     assert run.code != 0
-    assert "of curriculum 'deals' chose str 'x', which is no position" in run.said
+    assert "of curriculum 'deals' chose str 'x', which is not a position" in run.said
 
 
 def test_batches_are_in_submission_order_without_gaps(shop: Workshop) -> None:

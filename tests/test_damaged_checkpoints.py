@@ -119,7 +119,7 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
     "no data": ("sft", "state.json", put("data"), "data: missing."),
     "no order": ("sft", "state.json", put("data/order"), "data.order: missing."),
     "drawn": ("sft", "state.json", put("data/order/drawn", 3), "data.order.drawn: should be a valid list, got int 3."),
-    "drawn of more": ("sft", "state.json", put("data/order/drawn", [1, 2]), "counts the rows drawn of 2 sources"),
+    "drawn of more": ("sft", "state.json", put("data/order/drawn", [1, 2]), "counts the rows drawn from 2 sources"),
     "nan": ("sft", "state.json", put("data/dropped", {"$float": "nan"}), "data.dropped: should be a valid integer"),
     "null data": ("sft", "state.json", lambda state: {**state, "data": None}, "data: missing."),
     "null stream": ("rloo", "state.json", lambda state: {**state, "stream": None}, "stream: missing."),

@@ -137,7 +137,7 @@ def test_recognised_columns_are_printed_and_bad_rows_counted(shop: Workshop) -> 
     for name in ("train 'rows'", "eval 'held'"):
         (note,) = [text for text in run.said.splitlines() if f"data.{name}" in text]
         assert note.endswith("is read as prompt = 'question', response = 'answer'")
-    left_out = "of the first 6 training rows 1 are left out (1 with nothing to learn or malformed), e.g. "
+    left_out = "1 of the first 6 training rows are left out (1 with nothing to learn or malformed), e.g. "
     assert left_out in run.said
     assert "rows.jsonl, line 3: column 'answer': the answer is empty" in run.said
     assert [line["data/bad_rows"] for line in run.lines()] == [1, 2, 3]  # 15 of 18 draws are used
@@ -159,7 +159,7 @@ STEPS = {"prompt": "1+1=", "completions": ["add", "2"], "labels": [True, False]}
 @pytest.mark.parametrize(
     ("algo", "good", "bad", "says"),
     [
-        ("dpo", PAIR, {**PAIR, "rejected": "2"}, "the chosen and the rejected answer are the same, token by token"),
+        ("dpo", PAIR, {**PAIR, "rejected": "2"}, "the chosen and the rejected answer have the same tokens"),
         ("reward_model", PAIR, {**PAIR, "rejected": ""}, "column 'rejected': the answer is empty"),
         ("dpo", PAIR, {**PAIR, "chosen": None}, "column 'chosen': must be text, got NoneType"),
         ("prm", STEPS, {**STEPS, "labels": None}, "column 'labels': must be a list with a label for each step"),

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "prompt": (
         "rloo", {"data": {"prompt": "answer", "input_template": "{prompt}"}},
-        "data.prompt = 'answer': nothing reads it, as data.input_template makes the prompt",
+        "data.prompt = 'answer' has no effect, because data.input_template makes the prompt",
     ),
     "critic's loss": (
         "grpo", {"algorithm": {"value_loss": {"clip": 0.1}}},

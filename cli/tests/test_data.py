@@ -106,7 +106,7 @@ def test_a_pair_as_json(show):
     assert chosen["mask"] == [False, False, True, True, True]
     assert (rejected["name"], rejected["texts"]) == ("rejected", ["a", ":", "d", "<eos>"])
     assert (second["status"], second["sequences"]) == ("refused", [])
-    assert second["why"].startswith("the chosen and the rejected answer are the same")
+    assert second["why"].startswith("the chosen and the rejected answer have the same tokens")
     assert (third["status"], third["why"]) == (
         "left out", "the prompt has 30 tokens; data.max_tokens = 20 leaves no room to answer"
     )  # fmt: skip

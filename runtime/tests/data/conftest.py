@@ -127,7 +127,7 @@ def refusal(load):
             load(tokenizer, form, rows, **section).take(len(rows))
         text = str(error.value)
         assert f"rows.jsonl, line {len(rows)}: " in text
-        assert text.endswith('Correct the row, or set data.bad_rows = "drop" to leave such rows out (counted).')
+        assert text.endswith('Correct the row, or set data.bad_rows = "drop" to drop and count such rows.')
         data = load(tokenizer, form, rows, bad_rows="drop", **section)
         assert [row.index for row in data.take(len(rows))] == [*range(len(good)), 0]
         assert (data.bad_rows, data.dropped) == (1, 0)

@@ -19,13 +19,13 @@ STEPS = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
 @pytest.mark.parametrize(
     ("form", "good", "bad", "message"),
     [
-        ("pairs", [PAIR], {**PAIR, "rejected": "good"}, "the chosen and the rejected answer are the same, token"),
+        ("pairs", [PAIR], {**PAIR, "rejected": "good"}, "the chosen and the rejected answer have the same tokens"),
         ("pairs", [PAIR], {**PAIR, "rejected": ""}, "column 'rejected': the answer is empty"),
         ("pairs", [PAIR], {**PAIR, "chosen": " \n"}, "column 'chosen': the answer is empty"),
         ("pairs", [PAIR], {"prompt": "p", "chosen": "x"}, "no column 'rejected'; columns present: prompt, chosen"),
-        ("prompts", [{"prompt": "p"}], {"prompt": "half: \ud83d"}, "'\\ud83d' (behind "),
+        ("prompts", [{"prompt": "p"}], {"prompt": "half: \ud83d"}, "'\\ud83d' (after "),
         ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": "\ude00 x"},
-         "is half of a character, a surrogate without the other"),
+         "is half of a character (an unpaired surrogate), which is not valid text"),
         ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": ""},
          "column 'response': the answer is empty"),
         ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": None},
@@ -35,22 +35,24 @@ STEPS = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
         ("steps", [STEPS], {**STEPS, "labels": [1]},
          "2 steps in column 'completions', but 1 labels in column 'labels'"),
         ("steps", [STEPS], {**STEPS, "completions": [], "labels": []},
-         "column 'completions': must be a list of the texts of steps, got list []"),
-        ("steps", [STEPS], {**STEPS, "completions": "a"}, "must be a list of the texts of steps, got str 'a'"),
+         "column 'completions': must be a list of step texts, got list []"),
+        ("steps", [STEPS], {**STEPS, "completions": "a"}, "must be a list of step texts, got str 'a'"),
         ("steps", [STEPS], {**STEPS, "completions": ["a", 3]}, "column 'completions', step 2: must be text, got int 3"),
         ("steps", [STEPS], {**STEPS, "labels": None},
          "column 'labels': must be a list with a label for each step, got NoneType"),
-        ("steps", [STEPS], {**STEPS, "labels": [1, None]}, "column 'labels', step 2: a label is true or false, '+' or"),
+        ("steps", [STEPS], {**STEPS, "labels": [1, None]},
+         "column 'labels', step 2: a label must be true or false, '+' or"),
         ("steps", [STEPS], {**STEPS, "labels": [1, 1.5]}, "a number from 0 to 1, got float 1.5"),
         ("steps", [STEPS], {**STEPS, "labels": [1, -1]}, "a number from 0 to 1, got int -1"),
         ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, r"step 2 contains data.step_separator = '\n'"),
-        ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, "'b\\nc'. Name a text that is in no step as data"),
+        ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]},
+         "'b\\nc'. Set data.step_separator to a text that no step contains"),
         ("steps", [STEPS], {**STEPS, "completions": [" ", "b"]},
          r"step 1 has no text before data.step_separator = '\n'"),
         ("prompts", [{"prompt": "p"}], {"prompt": ""}, "the prompt is empty"),
         ("prompts", [{"prompt": "p"}], {"prompt": 7}, "must be text, got int '7'"),
         ("prompts", [{"prompt": "p", "image": None}], {"prompt": "p", "image": "a.png"},
-         "there are images, but the policy is a model of text"),
+         "there are images, but the policy is a text-only model"),
         ("demonstrations", [{"prompt": "p", "response": "r", "system": None}],
          {"prompt": "p", "response": "r", "system": ["s"]}, "column 'system': must be text, got list"),
         ("demonstrations", [{"instruction": "p", "output": "r", "history": []}],
@@ -67,8 +69,8 @@ def test_rows_that_are_left_out_are_noted_and_counted_over_a_resume(load, chars)
     data = load(chars, "pairs", rows, bad_rows="drop")
     assert data.check(1) == ""
     note = data.check(2)
-    assert note.startswith("of the first 2 training rows 1 are left out (1 with nothing to learn or malformed)")
-    assert "rows.jsonl, line 2: the chosen and the rejected answer are the same" in note
+    assert note.startswith("1 of the first 2 training rows are left out (1 with nothing to learn or malformed)")
+    assert "rows.jsonl, line 2: the chosen and the rejected answer have the same" in note
     data.take(3)  # into the third pass
     resumed = load(chars, "pairs", rows, bad_rows="drop")
     resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
@@ -83,7 +85,7 @@ def test_rows_that_are_left_out_are_noted_and_counted_over_a_resume(load, chars)
         ([USER], "a conversation must end with the assistant's answer"),
         ([USER, BOT, USER], "must end with the assistant's answer, got the roles user, assistant, user"),
         ([USER, {**BOT, "content": "yo<eos>\n"}],
-         "message 1 (assistant): the answer holds the end token '<eos>', at which a sample ends"),
+         "message 1 (assistant): the answer contains the end token '<eos>', which ends a sample"),
         ([USER, {"role": "assistant", "content": None}], "content must be text, got 'None'"),
         ([{"role": "User", "content": "hi"}, BOT], "message 0: the role is str 'User'; allowed: system, user"),
         ([USER, {**BOT, "tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]}, BOT],
@@ -105,7 +107,7 @@ PAIRS = {"chosen": [USER, BOT], "rejected": [USER, {**BOT, "content": "no"}]}
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({**PAIRS, "prompt": "ho"}, "whole conversations, which do not repeat the prompt"),
+        ({**PAIRS, "prompt": "ho"}, "whole conversations that do not repeat the prompt"),
         ({**PAIRS, "prompt": "hi", "rejected": [BOT]}, "one answer is a whole conversation"),
         ({"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]}, "the row has no prompt"),
         ({**PAIRS, "chosen": [{"role": "User", "content": "hi"}, BOT]}, "message 0: the role is str 'User'"),
@@ -131,7 +133,7 @@ def test_equal_answers_are_judged_by_their_tokens(load, chat):
     )
     pair = {"prompt": "p", "chosen": "yo", "rejected": "yo "}
     load(chat, "pairs", [pair]).take(1)
-    with pytest.raises(DataError, match="are the same, token by token"):
+    with pytest.raises(DataError, match="have the same tokens, so there is no preference"):
         load(trims, "pairs", [pair]).take(1)
 
 
@@ -176,7 +178,7 @@ def test_evaluation_rows_are_counted_apart(load, chars, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "counts"),
-    [({"rejected": "good"}, "0 are too long and 2 bad"), ({"chosen": "x" * 99}, "2 are too long and 0 bad")],
+    [({"rejected": "good"}, "0 are too long and 2 are bad"), ({"chosen": "x" * 99}, "2 are too long and 0 are bad")],
 )
 def test_an_evaluation_without_a_row_is_refused(load, chars, tmp_path, change, counts):
     """Else a run would train on without ever evaluating."""
@@ -221,7 +223,7 @@ def test_labels_of_both_kinds_may_come_from_two_sources(load, chars, tmp_path):
 def test_every_label_is_looked_at_before_the_run(load, chars, kind):
     rows = [{"prompt": "p", "response": "r", "label": v} for v in (1, 0, 2, 1)]
     with pytest.raises(
-        DataError, match=r"(line 3|row 2): column 'label': a label is .* got int 2\. Correct it, or set"
+        DataError, match=r"(line 3|row 2): column 'label': a label must be .* got int 2\. Correct it, or set"
     ):
         load(chars, "labels", rows, kind)
     data = load(chars, "labels", rows, kind, bad_rows="drop")

@@ -100,19 +100,19 @@ def test_shuffles_depend_on_the_seed_and_the_counters_alone(make):
 @pytest.mark.parametrize(
     ("chosen", "says"),
     [
-        ([0], r"choose\(2, 4\) of curriculum 'says' chose 1 rows, and exactly 2 are needed"),
-        ([0, 1, 2], "chose 3 rows, and exactly 2 are needed"),
+        ([0], r"choose\(2, 4\) of curriculum 'says' chose 1 rows instead of exactly 2"),
+        ([0, 1, 2], "chose 3 rows instead of exactly 2"),
         ([0, 5], "chose row int 5; the data has the positions 0 to 4"),
         ([0, -1], "chose row int -1; the data has the positions 0 to 4"),
         ([0, True], "chose row bool True; the data has"),
-        ([0, 1.0], r"chose float 1\.0, which is no position"),
-        (None, "returned NoneType None, and a sequence of positions is expected"),
+        ([0, 1.0], r"chose float 1\.0, which is not a position"),
+        (None, "returned NoneType None instead of a sequence of positions"),
     ],
 )
 def test_what_a_curriculum_may_not_choose(make, chosen, says):
     data, curriculum = make()
     curriculum.answer = lambda n, step: chosen
-    with pytest.raises(PluginError, match=f"{says}.* This is a fault of the plugin: `rlhf plugins check says`"):
+    with pytest.raises(PluginError, match=f"{says}.* This is a bug in the plugin: `rlhf plugins check says`"):
         data.take(2, 4)
 
 

@@ -104,7 +104,9 @@ def test_rows_without_a_pair_are_bad_rows_among_all_pairs(refusal, load, chat):
 
 def test_all_pairs_need_ranked_answers(read, chat):
     for row in (HELPSTEER3, {"prompt": "q", "chosen": "a", "rejected": "b"}):
-        with pytest.raises(DataError, match=r"data\.pairs = 'all' is for rows with a list of answers .* have none"):
+        with pytest.raises(
+            DataError, match=r"data\.pairs = 'all' is for rows with a list of answers, .* have no such rows"
+        ):
             read(chat, "pairs", [row], pairs="all")
 
 
@@ -123,7 +125,7 @@ def test_two_preferences_ask_which_decides(read, chat):
         assert texts(chat, example)[0] == f"<|user|>q<eos><|assistant|>{answer}<eos>"
     with pytest.raises(DataError, match=r"has no column .*'kinder'"):
         read(chat, "pairs", [row], preference="kinder")
-    with pytest.raises(DataError, match=r"data\.preference = 'better_response_id': nothing reads it"):
+    with pytest.raises(DataError, match=r"data\.preference = 'better_response_id' has no effect"):
         read(chat, "pairs", [row | {"chosen": "a", "rejected": "b"}], preference="better_response_id")
 
 
@@ -131,16 +133,19 @@ def test_two_preferences_ask_which_decides(read, chat):
     ("row", "message"),
     [
         (HELPSTEER3 | {"overall_preference": 0}, r"\(a tie\)"),
-        (HELPSTEER3 | {"overall_preference": None}, "a preference, score or rank is a finite number, got NoneType"),
-        (PKU | {"better_response_id": -1}, "which of 2 answers is better is not known from int -1"),
-        (SHP | {"labels": 2}, "is not known from int 2"),
+        (
+            HELPSTEER3 | {"overall_preference": None},
+            "a preference, score or rank must be a finite number, got NoneType",
+        ),
+        (PKU | {"better_response_id": -1}, "int -1 does not say which of 2 answers is better"),
+        (SHP | {"labels": 2}, "int 2 does not say which of 2 answers is better"),
         (ARENA | {"winner": "tie (bothbad)"}, r"\(a tie\)"),
         (ARENA | {"winner": "both_bad"}, r"\(a tie\)"),
-        (ARENA | {"winner": "gpt-4"}, "is not known from str 'gpt-4'"),
+        (ARENA | {"winner": "gpt-4"}, "str 'gpt-4' does not say which of 2 answers is better"),
         (ARENA | {"conversation_a": talk("q", "x", "q", "bad"), "conversation_b": talk("q", "y", "q", "good")},
          "differ before their last"),
         (KAGGLE | {"winner_model_a": 0, "winner_tie": 1}, r"\(a tie\)"),
-        (KAGGLE | {"response_b": '["bad", "b"]'}, "must be JSON lists of as many turns each"),
+        (KAGGLE | {"response_b": '["bad", "b"]'}, "must be JSON lists with the same number of turns"),
         (KAGGLE | {"response_b": '[null]'}, "must be text"),
         (KAGGLE | {"response_b": "bad"}, "must be JSON lists"),
         (WEBGPT | {"score_0": 0.25}, r"\(a tie\)"),
@@ -167,7 +172,7 @@ def test_the_turns_of_helpsteer2_become_messages(read, chat):
 
 def test_a_preference_that_is_missing_is_not_the_margin(read, chat):
     rows = [SHP, {k: v for k, v in SHP.items() if k != "labels"} | {"score_ratio": 1.0}]
-    with pytest.raises(DataError, match=r"line 2: .* is a finite number, got NoneType"):
+    with pytest.raises(DataError, match=r"line 2: .* must be a finite number, got NoneType"):
         read(chat, "pairs", rows, margin="score_ratio")
 
 

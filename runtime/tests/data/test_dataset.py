@@ -76,7 +76,7 @@ def test_prompts_with_answers_are_read_as_both(write, chars, chat):
 def test_prompts_that_need_answers_are_refused_without(write, chars):
     with pytest.raises(DataError, match=r"(?s)no column 'response'.*learns from the answers of some rows"):
         answered(DataSection(train=(write("a.jsonl", [{"prompt": "x"}]),)), chars)
-    with pytest.raises(DataError, match=r"texts to continue, without prompts"):
+    with pytest.raises(DataError, match=r"texts to continue, but no prompts"):
         answered(DataSection(train=(write("t.jsonl", [{"text": "x"}]),)), chars)
     rows = [
         {"prompt": "ab", "response": "cd"},
@@ -108,7 +108,7 @@ def test_prompts_that_need_answers_are_refused_without(write, chars):
     ],
 )
 def test_data_without_a_usable_row_is_an_error(load, chars, method, form, row, section, last):
-    with pytest.raises(DataError, match=rf"nothing is left to train on\. The last one: {last}"):
+    with pytest.raises(DataError, match=rf"no row is left to train on\. The last one: {last}"):
         method(load(chars, form, [row] * 3, **section), 1)
 
 

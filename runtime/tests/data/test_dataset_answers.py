@@ -67,11 +67,15 @@ def test_columns_that_are_not_there_or_could_be_several_are_refused(tmp_path, ch
         (["a", " "], r"line 1, answer 1: the answer is empty", {"answers that cannot be used": 1}),
         (["a", "b" * 60], r"line 1, answer 1: prompt and answer have 65 tokens, over data\.max_tokens = 32", None),
         ([], r"line 1: column 'response' holds no answer", {"rows whose answers cannot be read": 1}),
-        (3, r"an answer is text or a list of one assistant message, .* got int '3'", None),
-        ([message_of("a", "user")], r"line 1: column 'response': an answer is text or a list of one assistant", None),
+        (3, r"An answer is text, or a list of one assistant message .*; got int '3'", None),
+        (
+            [message_of("a", "user")],
+            r"line 1: column 'response': must be an answer .* An answer is text, or a list of one assistant",
+            None,
+        ),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
-            r"one assistant message, which holds text and calls no tool",
+            r"one assistant message with text and without tool calls",
             None,
         ),
         (["a", None], r"got NoneType 'None'", None),
@@ -79,7 +83,7 @@ def test_columns_that_are_not_there_or_could_be_several_are_refused(tmp_path, ch
 )
 def test_invalid_answers_are_refused_or_counted(tmp_path, chars, value, message, expected):
     rows = [{"prompt": "1+1=", "response": value}]
-    with pytest.raises(DataError, match=rf"{message}.*--data\.(bad_rows|too_long) drop leaves such answers out"):
+    with pytest.raises(DataError, match=rf"{message}.*--data\.(bad_rows|too_long) drop to drop and count such answers"):
         answers(tmp_path, chars, rows, max_tokens=32).group(0, Counter())
     left_out = Counter()
     drops = answers(tmp_path, chars, rows, max_tokens=32, too_long="drop", bad_rows="drop")

@@ -125,7 +125,7 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     prompt_ids = Template(tokenizer, section(**no_thinking)).encode_prompt(row(prompt=TURNS[:3])).ids
     assert last.ids[: len(prompt_ids)] == prompt_ids
     message = refused(lambda: encoded(tokenizer, TURNS, **no_thinking, loss_on="assistant"))
-    assert "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
+    assert "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n', but the chat template writes" in message
     assert "writes message 1 (assistant) after " in message
     conversation = encoded(tokenizer, TURNS, loss_on="assistant")
     assert runs(tokenizer, conversation) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
@@ -136,7 +136,7 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     assert opens != CHATML
     tokenizer = with_template(opens)
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
-    assert "<|im_start|>assistant\\n<think>\\n' before it answers" in message
+    assert "<|im_start|>assistant\\n<think>\\n', but the chat template writes" in message
     assert Template(tokenizer, section()).end_token_ids == (tokenizer.eos_token_id,)  # sampling asks nothing of answers
     response = "<think>\nhm\n</think>\n\n4"
     sequence = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=response)).sequences[0]
@@ -146,8 +146,8 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     assert same_turn != CHATML
     turns = [*TURNS[:1], {"role": "tool", "content": "3"}, TURNS[1]]
     message = refused(lambda: encoded(with_template(same_turn), turns))
-    assert "given '\\n<|im_start|>tool\\n3<|im_end|>\\n' before it answers" in message
-    assert "tool\\n3<|im_end|>\\n<|im_start|>assistant\\n': it would be trained" in message
+    assert "answers after '\\n<|im_start|>tool\\n3<|im_end|>\\n', but the chat template writes" in message
+    assert "tool\\n3<|im_end|>\\n<|im_start|>assistant\\n', so the policy would be trained" in message
 
 
 def test_templates_that_change_the_text_are_refused(with_template):

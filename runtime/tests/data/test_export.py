@@ -129,7 +129,7 @@ def test_equal_rewards_are_refused(rewards, description):
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ("{prompt} good", "does not show the reward"),
+        ("{prompt} good", "does not contain the reward"),
         ("{prompt} {score}", "cannot be filled in: KeyError 'score'"),
         ("{prompt} {reward:x}", "cannot be filled in: ValueError"),
         ("{", "cannot be filled in: ValueError"),

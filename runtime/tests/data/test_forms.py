@@ -43,7 +43,7 @@ def test_labels_of_conversations(read, chat):
 @pytest.mark.parametrize("value", [2, -1, 0.5, "yes", "", None, [True]])
 def test_values_that_are_no_label_are_refused(read, chars, value):
     rows = [{"prompt": "ab", "response": "cd", "label": value}]
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: column 'label': a label is true or false, 1 or 0"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: column 'label': a label must be true or false, 1 or 0"):
         read(chars, "labels", rows)
 
 
@@ -63,7 +63,7 @@ def test_margins(read, chars):
     ]  # fmt: skip
     assert [e.values for e in read(chars, "pairs", rows)[1]] == [{}, {}, {}]  # only where named
     for value in ("much", None, True, "inf"):
-        with pytest.raises(DataError, match="line 1: column 'by': a margin is a finite number, got"):
+        with pytest.raises(DataError, match="line 1: column 'by': a margin must be a finite number, got"):
             read(chars, "pairs", [{**rows[0], "by": value}], margin="by")
     with pytest.raises(DataError, match=r"has no column 'margin'.*--data\.margin"):
         read(chars, "pairs", rows, margin="margin")

@@ -168,15 +168,15 @@ def test_missing_names_on_the_hub_are_reported(hub, client):
     assert "['main', 'more']" in choice
     assert "BuilderConfig 'mian' not found. Available: ['main', 'more']" in subset
     assert "has no split 'tets'; it has train, test. Did you mean 'test'?" in split
-    assert "asks to be read with sep = ';', skiprows = 1, which is not done here" in odd
-    assert "has files like 'notes.txt'; read are jsonl, json, csv, parquet, arrow" in notes
+    assert "must be read with sep = ';', skiprows = 1, which is not supported here" in odd
+    assert "has files like 'notes.txt'; allowed are jsonl, json, csv, parquet, arrow" in notes
     assert "the dataset owner/script@main of the hub, subset None: " in script
     assert (
         f"the dataset 'owner/rows', revision 'v9', of the hub {hub.url}: there is no such branch, tag or commit. "
         "Name one that there is: owner/rows@REVISION."
     ) in revision
     assert none == (
-        "DataError: there is no file or folder owner/none here, so it is taken as a hub name; the dataset "
+        "DataError: no local file or folder owner/none exists, so it is taken as a hub name; the dataset "
         f"'owner/none', revision 'main', of the hub {hub.url}: there is none, or it is private (no token was sent). "
         "Correct the name, or set HF_TOKEN to your token, if it is private."
     )
@@ -218,7 +218,7 @@ def test_other_forms_of_csv_are_refused(hub, client):
     for number, options in enumerate(odd):
         hub.publish("dataset", f"owner/odd-{number}", {"README.md": csv_card(options), "a.csv": "1;2\n3;4\n"})
     for answer in client.ask(hub.url, *(source(path=f"owner/odd-{number}") for number in range(len(odd)))):
-        assert "asks to be read with" in answer["error"], answer
+        assert "must be read with" in answer["error"], answer
     hub.publish("dataset", "owner/few", {"README.md": csv_card({"column_names": ["a"]}), "a.csv": "1,2\n"})
     hub.publish("dataset", "owner/twice", {"README.md": csv_card({"column_names": ["a", "a"]}), "a.csv": "1,2\n"})
     few, duplicate = (

@@ -53,10 +53,10 @@ def test_a_turned_image_of_pil_is_turned_as_its_file_is():
 @pytest.mark.parametrize(
     ("kind", "shape", "message"),
     [
-        ("uint16", (24, 40), "the image has pixels of mode 'I;16'; give 8 bits per colour"),
-        ("float32", (24, 40), "the image has pixels of mode 'F'; give 8 bits per colour"),
-        ("float32", (24, 40, 3), r"an array of shape \(24, 40, 3\) is no image"),
-        ("uint8", (0, 40, 3), r"an array of shape \(0, 40, 3\) is no image"),
+        ("uint16", (24, 40), "the image has the pixel mode 'I;16'; use 8 bits per channel"),
+        ("float32", (24, 40), "the image has the pixel mode 'F'; use 8 bits per channel"),
+        ("float32", (24, 40, 3), r"an array of shape \(24, 40, 3\) is not an image"),
+        ("uint8", (0, 40, 3), r"an array of shape \(0, 40, 3\) is not an image"),
     ],
 )
 def test_pixels_that_would_be_cut_off_at_255_are_refused(kind, shape, message):

@@ -28,9 +28,12 @@ def test_columns_are_found_at_any_place_of_the_template():
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{}", "has the place {} without the name of a column. Write one, e.g. {question}. Literal braces are written"),
-        ("Q: {0}", "has the place {0} without the name of a column"),
-        ("{question} {[0]}", "has the place {[0]} without the name of a column"),
+        (
+            "{}",
+            "has the placeholder {} without a column name. Write a name, e.g. {question}. Literal braces are written",
+        ),
+        ("Q: {0}", "has the placeholder {0} without a column name"),
+        ("{question} {[0]}", "has the placeholder {[0]} without a column name"),
         ("{question", "is not a format string: expected '}' before end of string. Literal braces are written {{"),
         ("{question!z}", "{question!z} has an unknown conversion; allowed: !r, !s, !a."),
         ("Q:", "names no column, so every row would have the same prompt"),

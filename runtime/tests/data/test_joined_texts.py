@@ -92,7 +92,5 @@ def test_a_continuation_with_uncertain_tokens_is_refused():
     backend.model = type(backend.model)({text: i for i, text in enumerate(texts)}, merges)
     template = Template(tokenizer, section())
     message = refused(lambda: template.observations.encode("42"))
-    assert (
-        "writes a space before the texts that it is given, so the tokens of '42' behind '.' cannot be told" in message
-    )
+    assert "adds a space before each text, so the tokens of '42' after '.' cannot be determined" in message
     assert "end the prompt before the space" in message

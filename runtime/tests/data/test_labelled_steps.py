@@ -93,14 +93,14 @@ def test_a_named_prompt_stands_in_place_of_the_one_of_the_set(read, chars):
 @pytest.mark.parametrize(
     ("first", "row", "message"),
     [
-        (PROCESSBENCH, {"label": 3}, "the index of the first of 3 steps that is wrong, or -1 if none is, got 3"),
-        (PROCESSBENCH, {"label": -2}, "or -1 if none is, got -2"),
-        (PROCESSBENCH, {"label": True}, "or -1 if none is, got True"),
-        (PROCESSBENCH, {"label": None}, "or -1 if none is, got None"),
-        (PROCESSBENCH, {"steps": []}, "columns 'problem', 'steps', 'label': must be a list that is not empty"),
-        (PRMBENCH, {"error_steps": [0]}, "a list of the wrong ones of the steps 1 to 3, got list [0]"),
-        (PRMBENCH, {"error_steps": [4]}, "a list of the wrong ones of the steps 1 to 3, got list [4]"),
-        (PRMBENCH, {"error_steps": 2}, "a list of the wrong ones of the steps 1 to 3, got int 2"),
+        (PROCESSBENCH, {"label": 3}, "the index of the first wrong step (of 3), or -1 if no step is wrong, got 3"),
+        (PROCESSBENCH, {"label": -2}, "or -1 if no step is wrong, got -2"),
+        (PROCESSBENCH, {"label": True}, "or -1 if no step is wrong, got True"),
+        (PROCESSBENCH, {"label": None}, "or -1 if no step is wrong, got None"),
+        (PROCESSBENCH, {"steps": []}, "columns 'problem', 'steps', 'label': must be a non-empty list"),
+        (PRMBENCH, {"error_steps": [0]}, "a list of the numbers of wrong steps (1 to 3), got list [0]"),
+        (PRMBENCH, {"error_steps": [4]}, "a list of the numbers of wrong steps (1 to 3), got list [4]"),
+        (PRMBENCH, {"error_steps": 2}, "a list of the numbers of wrong steps (1 to 3), got int 2"),
         (prm800k(completed("a", 1)), prm800k(completed("a", None)), "no step has a label, so nothing can be learnt"),
     ],
 )

@@ -122,7 +122,7 @@ def test_recognised(form, row, columns, conversion):
     if conversations:
         with pytest.raises(
             DataError,
-            match=r"which need a chat template, but none is used; .* or name a file with one as data.chat_template",
+            match=r"which need a chat template, but none is used; .* or set data.chat_template to a file with one",
         ):
             found(form, row)
     else:
@@ -183,7 +183,7 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
     assert "can be read in several ways: (1) " in message
     assert f"({ways}) " in message
     assert f"({ways + 1}) " not in message
-    assert "Name those to use, e.g. --data." in message
+    assert "Name the columns to use, e.g. --data." in message
     columns, _ = found(form, row, chat=True, names=naming)
     assert naming.items() <= columns.items()
 
@@ -280,9 +280,9 @@ def test_dialogues_as_messages(read, chat):
     ("chosen", "rejected", "message"),
     [
         (HH + " a", "\n\nHuman: ho\n\nAssistant: b", "no common prefix that ends with '\\n\\nAssistant:'"),
-        (HH + " a\n\nHuman: x\n\nAssistant: c", HH + " b", "differ before the last answer: chosen goes on with ' a"),
+        (HH + " a\n\nHuman: x\n\nAssistant: c", HH + " b", "differ before the last answer: chosen continues with ' a"),
         (HH, HH + " b", "the answer is empty"),
-        (HH + " a", HH + " a", "the chosen and the rejected answer are the same, token by token"),
+        (HH + " a", HH + " a", "the chosen and the rejected answer have the same tokens"),
         (HH + " a", 3, "columns 'chosen', 'rejected': rejected must be text, got int 3"),
     ],
 )
@@ -323,11 +323,11 @@ def test_rows_of_pairs_may_be_of_different_forms(read, chat, first):
     [
         (
             {"prompt": "other", "chosen": [USER, BOT], "rejected": [USER, NO]},
-            "do not repeat the prompt; name its column",
+            "do not repeat the prompt; name the prompt's column",
         ),
         ({"prompt": "hi", "chosen": [USER, BOT], "rejected": [NO]}, "one answer is a whole conversation"),
         ({"prompt": None, "chosen": [BOT], "rejected": [NO]}, "column 'prompt': must be text or a list"),
-        ({"chosen": [BOT], "rejected": [NO]}, "begin with a message of the assistant, and the row has no prompt"),
+        ({"chosen": [BOT], "rejected": [NO]}, "begin with an assistant message, but the row has no prompt"),
     ],
 )
 @pytest.mark.parametrize("first", [{"prompt": "hi"}, {}])
@@ -348,7 +348,7 @@ def test_conversations_of_turns_and_of_messages_may_be_mixed(read, chat, turns_f
 @pytest.mark.parametrize("prompt", ["hi", [USER]])
 def test_an_answer_that_begins_with_the_prompt_is_refused(read, chat, prompt):
     good = {"prompt": "hi", "response": [BOT]}
-    with pytest.raises(DataError, match=r"line 2: column 'response': it begins with the prompt, .* come twice"):
+    with pytest.raises(DataError, match=r"line 2: column 'response': it begins with the prompt, .* appear twice"):
         read(chat, "demonstrations", [good, {"prompt": prompt, "response": [USER, BOT]}], system="S")
 
 
@@ -386,10 +386,10 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
     ]
     _, plain = read(chars, "demonstrations", rows)
     assert [render(chars, e.sequences[0]) for e in plain] == ["S\n\nq[r<eos>]", "q[r<eos>]"]
-    with pytest.raises(DataError, match="column 'question': the row has a system message of its own and data"):
+    with pytest.raises(DataError, match="column 'question': the row has its own system message, but data"):
         read(chat, "demonstrations", rows[:1], system="T")
     with pytest.raises(
-        DataError, match="a turn is from 'narrator'; known are system, user, assistant, tool, developer, human, gpt"
+        DataError, match="a turn is from 'narrator'; allowed: system, user, assistant, tool, developer, human, gpt"
     ):
         read(chat, "demonstrations", [{"conversations": [{"from": "narrator", "value": "x"}, GPT]}])
 
@@ -448,11 +448,14 @@ def test_steps_of_math_shepherd(read, chars):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input": "1+1? Step 1: a. ки\nStep 2: b.", "label": ["+", "-"]}, "a step without a mark 'ки' after it: 'S"),
+        ({"input": "1+1? Step 1: a. ки\nStep 2: b.", "label": ["+", "-"]}, "a step has no mark 'ки' after it: 'S"),
         ({"input": "1+1? a. ки", "label": "1+1? a. +"}, "no 'Step 1:' before the first mark"),
-        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"].replace("Add", "add")}, "step 1: the labels' text"),
-        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"] + " x"}, "the labels' text goes on after"),
-        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"].replace("+\n", "?\n")}, "step 1: a label is"),
+        (
+            {"input": SHEPHERD["input"], "label": SHEPHERD["label"].replace("Add", "add")},
+            "step 1: the text of the labels differs",
+        ),
+        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"] + " x"}, "the text of the labels continues after"),
+        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"].replace("+\n", "?\n")}, "step 1: a label must be"),
         ({"input": SHEPHERD["input"], "label": ["+"]}, "2 steps in column 'input', but 1 labels in column 'label'"),
     ],
 )  # fmt: skip
@@ -476,7 +479,7 @@ def test_rated_steps(read, chars):
             {"prompt": "Q:", "steps": [{"text": "a", "label": 0.25}, {"text": "b", "label": True}]}]  # fmt: skip
     _, (first, second) = read(chars, "steps", rows)
     assert [first.values["steps"], second.values["steps"]] == [[(3, 1.0), (5, 0.0)], [(3, 0.25), (5, 1.0)]]
-    with pytest.raises(DataError, match=r"a rating is -1 \(wrong\), 0 \(neutral\) or 1 \(right\), got 2"):
+    with pytest.raises(DataError, match=r"a rating must be -1 \(wrong\), 0 \(neutral\) or 1 \(right\), got 2"):
         read(chars, "steps", [{"prompt": "Q:", "steps": [{"text": "a", "rating": 2}]}])
 
 
@@ -519,8 +522,8 @@ def test_a_layout_pickles(chars):
 def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, chars):
     row = {"messages": [USER, BOT], "tools": [], "chat_template_kwargs": None}
     data, _ = read(chat, "demonstrations", [row])
-    (note,) = [n for n in data.notes if "is not given" in n]
-    assert "has the column 'chat_template_kwargs', which the chat template is not given" in note
+    (note,) = [n for n in data.notes if "is not passed" in n]
+    assert "has the column 'chat_template_kwargs', which is not passed to the chat template" in note
     data, _ = read(chars, "demonstrations", [{"prompt": "a", "response": "b", "tools": []}])
     assert data.notes == []
     for videos, notes in ((["a.mp4"], 1), ("a title", 0)):
@@ -540,16 +543,16 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
                 ('{"arguments": {}}', "a tool call must be {id, type, function: {name, arguments}}"),
             )
         ),
-        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": [1]}]}, "a rating is -1"),
-        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": "1"}]}, "a rating is -1"),
+        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": [1]}]}, "a rating must be -1"),
+        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": "1"}]}, "a rating must be -1"),
         ("steps", {"question": {"problem": "p"}, "label": {"steps": [1]}}, "step 1: must have completions"),
         *(
             ("steps", {"question": {"problem": "p"}, "label": {"steps": [step]}}, problem)
             for step, problem in (
-                ({"completions": 5}, "step 1: completions must be"),
-                ({"completions": [1], "chosen_completion": 0}, "step 1: completions must be"),
+                ({"completions": 5}, "step 1: each completion must be"),
+                ({"completions": [1], "chosen_completion": 0}, "step 1: each completion must be"),
                 ({"completions": [], "chosen_completion": -1}, "step 1: no completion was chosen"),
-                ({"human_completion": "x"}, "step 1: completions must be"),
+                ({"human_completion": "x"}, "step 1: each completion must be"),
             )
         ),
     ],

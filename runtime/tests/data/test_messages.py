@@ -64,7 +64,7 @@ def test_other_roles_are_refused_with_the_message(template_with, name):
 def test_a_system_message_of_another_name_is_one(template_with):
     """A second one, from data.system, would stand before it."""
     row = Row({"prompt": [{"role": "developer", "content": "S"}, USER]}, "rows", 0)
-    with pytest.raises(DataError, match="the row has a system message of its own"):
+    with pytest.raises(DataError, match="the row has its own system message"):
         template_with(CHATML, system="T").encode_prompt(row)
 
 
@@ -278,5 +278,5 @@ def test_parts_of_llama_factory_are_those_of_the_chat_api():
     ]
     assert as_template_reads(messages) == as_template_reads(expected)
     for broken in (part("tool_call", "add(1)"), part("tool_call", value), part("reasoning", None)):
-        with pytest.raises(DataError, match="message 0: a part of reasoning is text, and a tool call is JSON as text"):
+        with pytest.raises(DataError, match="message 0: reasoning must be text, and a tool call must be JSON as text"):
             as_template_reads([{"role": "assistant", "content": [broken]}])

@@ -75,8 +75,8 @@ def test_resume_is_exact(make, shares, count):
     [
         ([("a", 8, 0.5), ("b", 7, 0.5)], {}, r"training data 'a' .* changed .*7 rows then, 8 now"),
         ([("a", 7, 0.5, 1), ("b", 7, 0.5)], {}, "changed since the checkpoint"),
-        ([("b", 7, 0.5), ("a", 7, 0.5)], {}, "made with the training data a, b, this run has b, a"),
-        ([("a", 7, 0.4), ("b", 7, 0.6)], {}, r"probabilities = \[0\.5, 0\.5\], this run has \[0\.4, 0\.6\]"),
+        ([("b", 7, 0.5), ("a", 7, 0.5)], {}, "made with the training data a, b, but this run has b, a"),
+        ([("a", 7, 0.4), ("b", 7, 0.6)], {}, r"probabilities = \[0\.5, 0\.5\], but this run has \[0\.4, 0\.6\]"),
         ([("a", 7, 0.5), ("b", 7, 0.5)], {"seed": 1}, "seed = 0"),
         ([("a", 7, 0.5), ("b", 7, 0.5)], {"shuffle": False}, "shuffle = True"),
     ],

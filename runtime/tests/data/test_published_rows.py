@@ -136,7 +136,7 @@ def test_reasoning_that_the_response_does_not_hold_is_noted(read, chat):
     """medical-o1-reasoning-SFT; in Llama-Nemotron-Post-Training-Dataset the column is a switch."""
     for value, notes in (("First, think of it.", 0), ("First, I think of it again.", 1)):
         data = read(chat, "demonstrations", {"Question": "q", "Complex_CoT": value, "Response": "a"})
-        says = "'Complex_CoT', which is not part of the response: data.reasoning can"
+        says = "'Complex_CoT', which is not part of the response: set data.reasoning to it"
         assert len([n for n in data.notes if says in n]) == notes
 
 
@@ -178,19 +178,19 @@ def test_reasoning_that_would_be_lost_is_refused(read, chars, chat, tokenizer_wi
         with pytest.raises(ConfigError, match=f"data.reasoning: {problem}"):
             read(tokenizer, "demonstrations", row, reasoning="r")
     for other, reasoning, problem in (
-        (row, "s", r"has no column 's' of reasoning beside prompt, response"),
-        (row, "response", r"has no column 'response' of reasoning beside prompt, response"),
+        (row, "s", r"has no column 's' for reasoning in addition to prompt, response"),
+        (row, "response", r"has no column 'response' for reasoning in addition to prompt, response"),
         (
             {"messages": [Q, A], "r": "t"},
             "r",
-            r"data.reasoning = 'r': nothing reads it, as the rows are read as messages",
+            r"data.reasoning = 'r' has no effect, because the rows are read as messages",
         ),
     ):
         with pytest.raises(DataError, match=problem):
             read(thinks, "demonstrations", other, reasoning=reasoning)
     for other, problem in (
         ({**row, "r": ["t"]}, "column 'r': must be text, got list"),
-        ({**row, "response": [{**A, "reasoning_content": "u"}]}, "'reasoning_content' of its own, and data.reasoning"),
+        ({**row, "response": [{**A, "reasoning_content": "u"}]}, "its own 'reasoning_content', but data.reasoning"),
     ):
         data = read(thinks, "demonstrations", other, reasoning="r")
         assert problem in data.judge(data.sources["train"][0][0]).text
@@ -202,14 +202,15 @@ def test_naming_another_column_loses_neither_context_nor_system_message(read, ch
     assert text(data, "demonstrations") == INSTRUCTED + ANSWERED.replace("q", "q\n\nc")
     data = read(chat, "demonstrations", row, prompt="question", response="other")
     assert text(data, "demonstrations") == ANSWERED
-    assert "has the column 'system', which is not read where the run file names the prompt" in data.notes[-1]
+    assert "has the column 'system', which is not read if the run file names the prompt" in data.notes[-1]
 
 
 def test_what_is_refused_says_the_option(read, chat, chars):
     with pytest.raises(DataError, match=r"no column 'prompt'.* 'dialog' holds conversations: --data\.messages dialog"):
         read(chat, "demonstrations", {"dialog": [Q, A]})
     advice = (
-        r"need a chat template, but none .* data\.chat_template\. 'dialog' holds conversations: --data\.messages dialog"
+        r"need a chat template, but none .* data\.chat_template to a file with one\. "
+        r"'dialog' holds conversations: --data\.messages dialog"
     )
     with pytest.raises(DataError, match=advice):
         read(chars, "demonstrations", {"dialog": [Q, A]})
@@ -231,7 +232,7 @@ def test_what_is_refused_says_the_option(read, chat, chars):
 @pytest.mark.parametrize("choices", [{"options": ["x"]}, {"choices": {"text": ["x"], "label": ["A"]}}])
 def test_choices_that_the_prompt_does_not_show_are_noted(read, chat, choices):
     """MMLU, ARC, MedQA; a template of input shows them."""
-    note = "which the prompt does not show: data.input_template can"
+    note = "which is not part of the prompt: data.input_template can add it"
     assert note in read(chat, "prompts", {"question": "q", **choices}).notes[-1]
     assert not any(note in n for n in read(chat, "prompts", {"question": "q\nA) x", **choices}).notes)
     data = read(chat, "prompts", {"question": "q", "options": ["x"]}, input_template="{question} {options[0]}")
@@ -257,5 +258,5 @@ def test_a_template_of_input_makes_the_users_message(read, chat, form, row):
 
 def test_a_template_of_input_is_not_for_whole_conversations(read, chat):
     row = {"q": "q", "chosen": [Q, A], "rejected": [Q, {**A, "content": "b"}]}
-    with pytest.raises(DataError, match="no layout of the form 'pairs'"):
+    with pytest.raises(DataError, match="no known layout of the form 'pairs'"):
         read(chat, "pairs", row, input_template="{q}")

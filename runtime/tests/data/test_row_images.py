@@ -115,7 +115,7 @@ def test_a_pair_has_one_prompt_also_where_an_answer_names_a_place(data, chosen):
     """The column's image would be in the chosen answer, and before the text of the rejected one's prompt."""
     row = {"prompt": "look", "chosen": chosen, "rejected": "b", "images": "red.png"}
     with pytest.raises(
-        DataError, match="chosen answer has places for 1 images of column 'images' and the rejected one for 0"
+        DataError, match="chosen answer has placeholders for 1 images of column 'images' and the rejected answer for 0"
     ):
         data([row], "pairs").check(1)
     pairs = data([{**row, "chosen": [IMAGE_ANSWER], "rejected": "b"}], "pairs")
@@ -125,7 +125,7 @@ def test_a_pair_has_one_prompt_also_where_an_answer_names_a_place(data, chosen):
 
 def test_an_answer_that_stands_for_a_sample_holds_no_image(data):
     for answer, images in (("<|image_pad|> a", "red.png"), ([IMAGE_ANSWER], [])):
-        with pytest.raises(DataError, match="line 1: there is an image in the answer, but the answer is used as a sam"):
+        with pytest.raises(DataError, match="line 1: the answer contains an image, but it is used as a sam"):
             data([{"prompt": "look", "response": answer, "images": images}], answers=True).check(1)
 
 
@@ -171,7 +171,7 @@ def test_a_column_fills_parts_and_placeholders_in_their_order(data, family):
     assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [RED, BLUE, BLUE, RED]
     marked = [{"role": "user", "content": [*parts[:2], *(2 * parts[3:])]}]
     rows = data([{"prompt": marked, "images": "red.png"}], family=family)
-    with pytest.raises(DataError, match=r"4 placeholders of images in the text and 2 images; .*'<.*>' in plain text"):
+    with pytest.raises(DataError, match=r"4 placeholders for images in the text, but 2 images; .*'<.*>' in plain text"):
         rows.check(1)
 
 
@@ -239,7 +239,7 @@ REFUSED = {
     "lacking": ("no.png", "image 0: the image '.*no.png' cannot be read: No such file"),
     "corrupt": (url(RED[:-40]), "image 0: the image cannot be read as an image: OSError: image file is truncated"),
     "text": (url(b"hello"), "cannot be read as an image: UnidentifiedImageError: cannot identify image file. Correct"),
-    "far": ("https://host/a.png", "is not downloaded: save the image beside the data"),
+    "far": ("https://host/a.png", "is a URL, and URLs are not downloaded: save the image beside the data"),
     "number": (3, "an image must be a path, a data: URL, bytes, .* got int 3"),
     "thin": (url(drawing(2000, 4)), "the model's processor refuses an image of 2000x4 pixels: ValueError"),
     "many": (["red.png"] * 3, "the row has 3 images, over data.max_images = 2"),
@@ -259,11 +259,11 @@ def test_as_many_placeholders_as_images_are_needed(data):
         (
             USER,
             ["red.png"],
-            r"2 image parts \(or '<image>' in texts\) of the messages hold no image, and column 'images' holds 1",
+            r"2 image parts \(or '<image>' in texts\) of the messages hold no image, but column 'images' holds 1",
         ),
-        ("<image> or <image>?", ["red.png"], "2 image parts .* hold no image, and column 'images' holds 1"),
-        ("<|image_pad|><|image_pad|>", ["red.png"], "2 placeholders of images in the text and 1 image;"),
-        ("<|image_pad|>", [], "1 placeholder of images in the text and 0 images"),
+        ("<image> or <image>?", ["red.png"], "2 image parts .* hold no image, but column 'images' holds 1"),
+        ("<|image_pad|><|image_pad|>", ["red.png"], "2 placeholders for images in the text, but 1 image;"),
+        ("<|image_pad|>", [], "1 placeholder for images in the text, but 0 images"),
     ):
         with pytest.raises(DataError, match=f"line 1: {message}"):
             data([{"prompt": prompt, "images": images}]).check(1)
@@ -272,7 +272,7 @@ def test_as_many_placeholders_as_images_are_needed(data):
 def test_a_run_without_images_refuses_them(data):
     row = {"prompt": "hi", "images": "red.png"}
     for rows, reason in (
-        (data([row], images="the policy is a model of text"), "the policy is a model of text"),
+        (data([row], images="the policy is a text-only model"), "the policy is a text-only model"),
         (data([row], max_images=0), "data.max_images = 0"),
     ):
         with pytest.raises(DataError, match=f"line 1: there are images, but {reason}"):
@@ -289,7 +289,7 @@ def test_physical_tokens_count_and_a_row_is_dropped_whole(data):
 
 def test_a_named_column_of_images_must_exist(data):
     row = {"prompt": "hi", "photo": "red.png"}
-    with pytest.raises(DataError, match=r"no column 'photos' of images.*Did you mean 'photo'"):
+    with pytest.raises(DataError, match=r"no column 'photos' for images.*Did you mean 'photo'"):
         data([row], column="photos")
     rows = data([row], column="photo")
     assert len(rows.template.encode_prompt(*rows.take(1)).images) == 1
@@ -301,9 +301,9 @@ def test_a_column_named_image_is_read_where_the_policy_reads_images(data):
         rows = data([row], form)
         assert rows.has_images
         assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [RED]
-    assert not data([row], images="the policy is a model of text").has_images
+    assert not data([row], images="the policy is a text-only model").has_images
     assert not data([row], max_images=0).has_images
-    for options in ({"images": "the policy is a model of text"}, {"max_images": 0}):
+    for options in ({"images": "the policy is a text-only model"}, {"max_images": 0}):
         for value in ("red.png", [{"path": "red.png"}], "data:image/png;base64,AA"):
             rows = data([{**row, "image": None}, {**row, "image": value}], **options)
             assert len(rows.take(1)) == 1
@@ -341,7 +341,7 @@ def test_the_fingerprint_of_a_run_without_images_reads_no_row(data, monkeypatch)
 
     monkeypatch.setattr(source_layouts, "with_image_files", refuse)
     assert data([{"prompt": "hi"}], max_images=0).fingerprints()
-    assert data([{"prompt": "hi"}], images="the policy is a model of text").fingerprints()
+    assert data([{"prompt": "hi"}], images="the policy is a text-only model").fingerprints()
     with pytest.raises(AssertionError, match="rows are read"):
         data([{"prompt": "hi"}])
 
@@ -395,7 +395,7 @@ def test_a_chat_with_images_goes_on_token_by_token(data):
     full = template.messages.encode([*messages, answer, *question])
     assert [*first.ids, *sampled, *following.ids] == list(full.ids)
     assert [i.data for i in following.images] == [RED]
-    with pytest.raises(DataError, match="only rows of files here may name one"):
+    with pytest.raises(DataError, match="only rows of local files may contain"):
         template.messages.encode([{"role": "user", "content": [{"type": "image", "path": "red.png"}]}])
 
 
@@ -420,9 +420,9 @@ def test_an_image_of_a_tool_stands_between_its_texts(data):
 
 def test_a_placeholder_that_a_program_writes_is_refused(data):
     template = data([{"prompt": "hi"}]).template
-    with pytest.raises(DataError, match="1 placeholder of images in the text and 0 images"):
+    with pytest.raises(DataError, match="1 placeholder for images in the text, but 0 images"):
         template.messages.encode([{"role": "user", "content": "what is <|image_pad|>?"}])
-    with pytest.raises(DataError, match="1 placeholder of images in the text and 0 images"):
+    with pytest.raises(DataError, match="1 placeholder for images in the text, but 0 images"):
         template.observations.encode("what is <|image_pad|>?")
 
 
@@ -450,7 +450,7 @@ def test_objects_of_a_python_program_become_files(models, tmp_path):
     assert [i.size for i in pictures] == [(40, 24), (40, 24), (24, 40), (40, 24)]
     assert pictures[0].tobytes() == pictures[3].tobytes() == opened(RED)[0].tobytes()
     assert images[2].data == BLUE
-    with pytest.raises(DataError, match=r"row 1, 'vectors'.*pixels of mode 'F'; give 8 bits per colour"):
+    with pytest.raises(DataError, match=r"row 1, 'vectors'.*the pixel mode 'F'; use 8 bits per channel"):
         ObjectFiles(tmp_path / "other").rows("train", [{"prompt": "hi"}, {"vectors": numpy.ones((3, 4), "float32")}])
 
 

@@ -87,27 +87,39 @@ def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path)
     ("name", "content", "expected"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n', "a.jsonl, line 2, column 8: not valid JSON"),
-        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "a.jsonl, line 3: a row is a JSON object, got list [1]"),
+        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "a.jsonl, line 3: a row must be a JSON object, got list [1]"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl, line 2: not UTF-8 text"),
         ("a.json", b'[{"a": 1},\n{"a" 2}]', "a.json, line 2, column 6: not valid JSON"),
         ("a.jsonl", b'{"a": 1}\n{"a": ' + b"[" * 100_000, "a.jsonl, line 2: nested too deeply"),
         ("a.json", b"[" * 100_000, "a.json: nested too deeply"),
         ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "a.jsonl, line 1: an integer of more than 4300 digits is not read"),
-        ("a.jsonl", b'{"a": 1}\r{"a": 2}\r', "not valid JSON: Extra data. A row is one line, ended by a line feed"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\r{"a": 2}\r',
+            "not valid JSON: Extra data. Each row must be one line that ends with a line feed",
+        ),
         (
             "a.json",
             b'[{"a": ' + b"9" * 5000 + b"}]",
             "a.json: an integer of more than 4300 digits is not read. Write it",
         ),
-        ("a.jsonl", b'{"a": 1}\n{"a": NaN}\n', "a.jsonl, line 2: NaN is no JSON number"),
-        ("a.jsonl", b'{"a": 1e308}\n{"a": [-1e400]}\n', "a.jsonl, line 2: -1e400 is larger than the largest number"),
+        ("a.jsonl", b'{"a": 1}\n{"a": NaN}\n', "a.jsonl, line 2: NaN is not a JSON number"),
+        (
+            "a.jsonl",
+            b'{"a": 1e308}\n{"a": [-1e400]}\n',
+            "a.jsonl, line 2: -1e400 is larger than the largest 64-bit number",
+        ),
         ("a.json", b'[{"a": 1},\n {"a": 1e999}]', "a.json, row from line 2 on: 1e999 is larger than"),
-        ("a.jsonl", b'{"a": {"b": [1, -Infinity]}}\n', "a.jsonl, line 1: -Infinity is no JSON number"),
-        ("a.jsonl", b'\n{"b": 1, "a": 1, "a": 2}\n', "a.jsonl, line 2: the key 'a' comes twice in one object"),
-        ("a.jsonl", b'{"a": [{"b": 1, "b": 1}]}\n', "a.jsonl, line 1: the key 'b' comes twice in one object"),
-        ("a.json", b'[{"a": "\xc3\xa9"},\n {"a": [1]}\n ,{"a":\n NaN}]', "a.json, row from line 3 on: NaN is no JSON"),
-        ("a.json", b'\n[\n{"a": 1, "a": 2}]', "a.json, row from line 3 on: the key 'a' comes twice"),
-        ("a.json", b'[{"a": 1}, 3]', "a.json, row 1: a row is a JSON object, got int 3"),
+        ("a.jsonl", b'{"a": {"b": [1, -Infinity]}}\n', "a.jsonl, line 1: -Infinity is not a JSON number"),
+        ("a.jsonl", b'\n{"b": 1, "a": 1, "a": 2}\n', "a.jsonl, line 2: the key 'a' appears twice in one object"),
+        ("a.jsonl", b'{"a": [{"b": 1, "b": 1}]}\n', "a.jsonl, line 1: the key 'b' appears twice in one object"),
+        (
+            "a.json",
+            b'[{"a": "\xc3\xa9"},\n {"a": [1]}\n ,{"a":\n NaN}]',
+            "a.json, row from line 3 on: NaN is not a JSON",
+        ),
+        ("a.json", b'\n[\n{"a": 1, "a": 2}]', "a.json, row from line 3 on: the key 'a' appears twice"),
+        ("a.json", b'[{"a": 1}, 3]', "a.json, row 1: a row must be a JSON object, got int 3"),
         ("a.csv", b"a,b\n1,2\n1\n", "a.csv, line 3: 1 cells, but the header has 2"),
         ("a.csv", b"a,a\n1,2\n", "the header names 'a' twice"),
         ("a.csv", b"a,b\n1,\xff\n", "a.csv, line 2: not UTF-8 text"),
@@ -131,7 +143,7 @@ def test_the_error_for_a_missing_file_lists_existing_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}\n")
     message = refused(tmp_path / "trian.jsonl")
     assert "no data file" in message
-    assert "there are: train.jsonl. Did you mean 'train.jsonl'?" in message
+    assert "has the data files train.jsonl. Did you mean 'train.jsonl'?" in message
     assert "does not exist" in refused(tmp_path / "nowhere" / "a.jsonl")
     assert "not one that `datasets` saved (save_to_disk). Name one of its files: train.jsonl." in refused(tmp_path)
 

@@ -69,7 +69,7 @@ def test_template_kwargs_reach_the_template(with_template):
 
 def test_template_kwargs_that_are_not_the_templates_are_refused(chat):
     kwargs = {"enable_thinking": True, "tokenize": True, "add_generation_prompt": False}
-    with pytest.raises(ConfigError, match=r"^data.template_kwargs: add_generation_prompt, tokenize controls how"):
+    with pytest.raises(ConfigError, match=r"^data.template_kwargs: add_generation_prompt, tokenize cannot be set"):
         Template(chat, section(template_kwargs=kwargs))
 
 
@@ -97,7 +97,7 @@ def test_tools_choose_among_templates_as_they_do_for_the_tokenizer(with_template
         ([{"role": "assistant", "content": "x"}], "a prompt must not end with an assistant message"),
         (
             [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],
-            "a system message of its own and data.system",
+            "its own system message, but data.system",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_turns_of_an_environment_keep_the_messages_that_a_template_wrote(chat, c
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "reason"), [({}, "drops its reasoning"), ({"enable_thinking": False}, "writes it otherwise")]
+    ("kwargs", "reason"), [({}, "drops its reasoning"), ({"enable_thinking": False}, "writes it differently")]
 )
 def test_templates_that_rewrite_history_are_refused_for_several_turns(with_template, kwargs, reason):
     template = Template(with_template(THINKING), section(template_kwargs=kwargs))
@@ -222,7 +222,7 @@ def test_a_template_that_refuses_the_messages_says_why(with_template):
     )
     message = refused(lambda: Template(tokenizer, section(system="S")).encode_prompt(row(prompt="x")))
     assert "the chat template refuses the messages (system, user)" in message
-    assert "no system please; change the messages, or name a template that takes them as data.chat_template" in message
+    assert "no system please; change the messages, or set data.chat_template to a template that accepts them" in message
 
 
 def test_end_tokens_of_tokenizer_and_template(chat, with_template, chars):

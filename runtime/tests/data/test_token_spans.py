@@ -128,7 +128,7 @@ def test_a_tag_at_the_end_is_part_of_the_answer(chat, monkeypatch, template, ans
 
 def test_a_tag_at_the_end_that_the_template_leaves_out_is_refused(chat, monkeypatch):
     monkeypatch.setattr(chat, "chat_template", OPENED.replace("m.content +", "m.content.replace('</b>', '') +"))
-    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): '</b>', with which it ends"):
+    with pytest.raises(DataError, match=r"leaves out the end of message 1 \(assistant\): '</b>'\. "):
         Template(chat, section()).encode_demonstration(row(prompt="q", response="<b>x</b>"))
 
 
@@ -149,5 +149,5 @@ def test_without_a_generation_prompt_the_context_of_an_answer_must_be_the_policy
     monkeypatch.setattr(
         chat, "chat_template", asks.replace("'[' + m.content", "('[[' if loop.last else '[') + m.content")
     )
-    with pytest.raises(DataError, match=r"is given .\[\[q\]. before it .* after .\[q\]\(so\) .:"):
+    with pytest.raises(DataError, match=r"answers after .\[\[q\]., but .* after .\[q\]\(so\) ., so"):
         Template(chat, section()).encode_demonstration(row(prompt="q", response="42"))

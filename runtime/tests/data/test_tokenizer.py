@@ -51,11 +51,11 @@ def test_two_tokens_of_one_id(tmp_path):
     vocabulary = content["model"]["vocab"]
     vocabulary["b"] = vocabulary["a"]
     file.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=f"has two tokens of the id {vocabulary['a']}, 'a' and 'b'"):
+    with pytest.raises(ModelError, match=f"has two tokens with the id {vocabulary['a']}, 'a' and 'b'"):
         check_ids(str(tmp_path))
     vocabulary["b"] = content["added_tokens"][0]["id"]
     file.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=f"two tokens of the id {vocabulary['b']}"):
+    with pytest.raises(ModelError, match=f"two tokens with the id {vocabulary['b']}"):
         check_ids(str(tmp_path))
 
 
@@ -97,7 +97,7 @@ def test_stop_strings_with_special_tokens_are_refused(tmp_path):
     check_stops(("eos", "<eo", "\n\n"), tokenizer)
     for stop, token in (("<eos>", "<eos>"), ("a<|user|>", "<|user|>")):
         assert TokenDecoder(str(tmp_path))(tokenizer.encode(stop)) == stop.replace(token, "")
-        with pytest.raises(ConfigError, match=re.escape(f"{stop!r} holds the special token {token!r}.")):
+        with pytest.raises(ConfigError, match=re.escape(f"{stop!r} contains the special token {token!r}.")):
             check_stops((stop,), tokenizer)
 
 
@@ -142,11 +142,11 @@ def test_a_named_chat_template_takes_the_place_of_the_tokenizers_own(tmp_path):
     [
         (
             {"chat_template": "gone.jinja"},
-            r"cannot read '.*gone.jinja'.*It is the path of a file with a Jinja template",
+            r"cannot read '.*gone.jinja'.*It must be the path of a file with a Jinja template",
         ),
         ({"chat_template": "empty.jinja"}, "empty.jinja is empty"),
         ({"chat_template": "broken.jinja"}, "unexpected char"),
-        ({"chat_template": "empty.jinja", "template": "plain"}, "does nothing with data.template = 'plain'"),
+        ({"chat_template": "empty.jinja", "template": "plain"}, "has no effect with data.template = 'plain'"),
     ],
 )
 def test_a_chat_template_that_cannot_be_used_is_refused(tmp_path, options, message):

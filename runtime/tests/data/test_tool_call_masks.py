@@ -121,7 +121,7 @@ def test_pairs_that_differ_in_the_call_only(template_with, text):
     assert '"b": 2}' in chosen
     assert rejected == chosen.replace('"b": 2}', '"b": 3}')
     assert all(s.loss_mask[-1] and s.ids[-1] == 1 for s in pair.sequences)
-    with pytest.raises(DataError, match="the same, token by token"):
+    with pytest.raises(DataError, match="the same tokens, so there is no preference"):
         template_with(text).encode_pair(row(**{**columns, "rejected": columns["chosen"]}))
 
 

@@ -49,10 +49,10 @@ def test_swapped_tokens_are_named(policy, other):
 
     edit(other / "tokenizer.json", swap)
     with pytest.raises(
-        ModelError, match=r"role 'teacher' .* has another tokenizer than the policy .*: 2 of \d+ ids"
+        ModelError, match=r"the tokenizer of role 'teacher' .* differs from the policy's .*: 2 of \d+ ids"
     ) as e:
         check(policy, other)
-    assert "is 'a' to the policy and 'b' there" in str(e.value)
+    assert "is 'a' for the policy and 'b' for the role" in str(e.value)
 
 
 def test_an_embedding_too_small_is_refused_without_a_tokenizer_too(policy, other):
@@ -79,12 +79,12 @@ def test_additional_tokens_of_a_role_are_accepted(policy, other):
 def test_a_tokenizer_without_an_end_token_is_compared_too(policy, other):
     edit(other / "tokenizer_config.json", lambda config: config.pop("eos_token"))
     edit(other / "tokenizer.json", lambda t: t["model"]["vocab"].update(a=t["model"]["vocab"]["b"], b=0))
-    with pytest.raises(ModelError, match="has another tokenizer than the policy"):
+    with pytest.raises(ModelError, match=r"the tokenizer of role .* differs from the policy's"):
         check(policy, other)
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(policy, other):
     for file in other.glob("tokenizer*"):
         file.write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer of role 'teacher' .* cannot be loaded.*Mend it"):
+    with pytest.raises(ModelError, match=r"tokenizer of role 'teacher' .* cannot be loaded.*Fix it"):
         check(policy, other)

@@ -162,7 +162,7 @@ THOUGHT = {**ANSWER, "content": "<think>hm</think>3"}
 def test_what_a_template_may_write_otherwise_is_checked_again(template_with, text, loss_on, other):
     template = template_with(text, loss_on=loss_on)
     encoded(template, TWO)
-    with pytest.raises(DataError, match="it would be trained in a context that it never sees"):
+    with pytest.raises(DataError, match="so the policy would be trained in a context that it never sees"):
         encoded(template, other)
 
 

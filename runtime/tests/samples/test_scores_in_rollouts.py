@@ -169,8 +169,8 @@ def test_waiting_for_rewards_does_not_count_towards_the_deadline_of_the_rollout(
     ("changes", "answer", "message"),
     [
         ({"weights": ()}, None, "the run has no [[reward]]; set --reward NAME"),
-        ({"right": None}, None, "answer 0 of those that the rollout scores has no reward: no [[reward]] applies to it"),
-        ({}, "broken", "answer 1 of those that the rollout scores has no reward: reward 'r0' (file): score() raised"),
+        ({"right": None}, None, "answer 0 that the rollout scores has no reward: no [[reward]] applies to it"),
+        ({}, "broken", "answer 1 that the rollout scores has no reward: reward 'r0' (file): score() raised"),
     ],
 )
 def test_answers_without_a_reward_fail_the_sample(play, changes, answer, message):

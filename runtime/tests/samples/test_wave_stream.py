@@ -86,13 +86,13 @@ def test_batch_k_is_generated_with_version_max_0_k_minus_s(staleness):
 
 def test_a_batch_can_be_taken_for_its_own_step_only():
     s = stream(Recorded(), staleness=1)
-    with pytest.raises(TrainingError, match=r"step 0 was asked for, but none is ready; start\(0\)"):
+    with pytest.raises(TrainingError, match=r"step 0 was requested, but no batch is ready; call start\(0\)"):
         s.take(0)
     s.start(0)
-    with pytest.raises(TrainingError, match="step 1 was asked for, but the oldest that is ready is of step 0"):
+    with pytest.raises(TrainingError, match="step 1 was requested, but the oldest batch that is ready is of step 0"):
         s.take(1)
     s.take(0)
-    with pytest.raises(TrainingError, match="step 0 was asked for, but the oldest that is ready is of step 1"):
+    with pytest.raises(TrainingError, match="step 0 was requested, but the oldest batch that is ready is of step 1"):
         s.take(0)
     assert [g.number for g in s.take(1).groups] == [4, 5, 6, 7]
 

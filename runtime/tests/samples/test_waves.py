@@ -353,7 +353,7 @@ def test_turns_that_a_rollout_drops_count_as_sampled(main):
     [
         (False, 0, ""),
         (False, 1, "returned turn 1, which it asked for with training = False"),
-        (True, 0, "a turn is asked for at temperature 0.0"),
+        (True, 0, "a turn is requested at temperature 0.0"),
     ],
 )
 def test_turns_that_are_not_returned_may_be_greedy(main, training, number, message):
@@ -374,7 +374,7 @@ def test_turns_that_are_not_returned_may_be_greedy(main, training, number, messa
     ("needs_base", "training", "message"),
     [
         (True, False, ""),
-        (True, True, "turns of the base, which are not the policy's and cannot be trained on"),
+        (True, True, "turns of the base model, which are not the policy's and cannot be trained on"),
         (False, False, "it declares needs_base = False; set it to True"),
     ],
 )

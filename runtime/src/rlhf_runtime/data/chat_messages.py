@@ -236,9 +236,8 @@ class ParsedAnswers:
         opened = self._chat.with_tools(tools).text(messages, answer=True)
         if opened == self._chat.text(messages, answer=True):
             raise DataError(
-                "the chat template does not write the descriptions of tools, so the policy would never know of them. "
-                "Use a model whose chat template writes them, or name a file with such a template as "
-                "data.chat_template."
+                "the chat template does not write the descriptions of tools, so the policy would never see them. Use a "
+                "model whose chat template writes them, or set data.chat_template to a file with such a template."
             )
         call_id = "functions.forecast:0" if self._ids_name else _id("", 0)
         answer = {"content": "", "tool_calls": [_call(call_id, "forecast", _PROBE_ARGUMENTS)]}
@@ -248,26 +247,27 @@ class ParsedAnswers:
             if prefix and name and end in before_name:
                 raise DataError(
                     f"the chat template writes the end token {end!r} before a call: {call_text[:200]!r}. A sample ends "
-                    "with it, so tools would never be called. Name a file with a template that writes calls within the "
-                    "answer as data.chat_template."
+                    "with it, so tools would never be called. Set data.chat_template to a file with a template that "
+                    "writes calls within the answer."
                 )
         plain_prefix, plain = self._prefix_and_answer(question, {"content": "Yes."}, tools)
         for token in special_tokens(self._tokenizer) if plain_prefix == opened else ():
             if self._learned is not None and self._learned.visible(token) and token in plain:
                 raise DataError(
                     f"the chat template writes {token!r} in calls and in the answer {plain[:200]!r}, so calls cannot "
-                    "be told from other answers. Add a response_template to tokenizer_config.json, or name a file with "
-                    "another template as data.chat_template."
+                    "be distinguished from other answers. Add a response_template to tokenizer_config.json, or set "
+                    "data.chat_template to a file with another template."
                 )
         message = self.parse(Turn(self._tokens.ids(call_text), sampled=True), self._tokens.ids(prefix), "", tools)
         calls = [call["function"] for call in message.get("tool_calls", ())]
         if [(c["name"], decoded(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
             raise DataError(
-                f"the chat template writes the call forecast(city='Paris', days=3) as {call_text[-200:]!r}; read "
-                f"from this as an answer: {calls or 'no call'}, so tools would never be called. "
-                "Calls are read by the tokenizer's response_template, else in the forms of docs/how-to/tools.md, such "
-                "as JSON with name and arguments in <tool_call> ... </tool_call>. Add a response_template to "
-                "tokenizer_config.json, or name a file with a template that writes calls so as data.chat_template."
+                f"the chat template writes the call forecast(city='Paris', days=3) as {call_text[-200:]!r}. "
+                f"Parsing this as an answer gives {calls or 'no call'}, so tools would never be called. Calls are "
+                "parsed with the tokenizer's response_template or, without one, in the formats of "
+                "docs/how-to/tools.md, such as JSON with name and arguments in <tool_call> ... </tool_call>. Add a "
+                "response_template to tokenizer_config.json, or set data.chat_template to a file with a template that "
+                "writes calls in such a format."
             )
         self._tools_checked = True
 

@@ -98,7 +98,7 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     scores = _scores(meaning, preference, other, answers)
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if best == worst:
-        raise DataError("no answer is better than the others (a tie), so nothing can be preferred")
+        raise DataError("no answer is better than the others (a tie), so there is no preference to learn")
     rest = {f: v for f, v in values.items() if f not in ("answers", "first", "second", *_PREFERENCE)}
     pair = {"chosen": _answer(answers[best]), "rejected": _answer(answers[worst])}
     margin = {"margin": scores[best] - scores[worst]} if of_margin else {}
@@ -119,7 +119,7 @@ PREFERENCES = {
     "index": "the number of the better answer, from 0",
     "count": "the number of the better answer, from 1",
     "first": "1 where the first answer is better, 0 where the second is",
-    "winner": "the better answer is that of model_a or model_b",
+    "winner": "the name of the better answer: model_a or model_b",
     "votes": "the answer with more votes is better; prompt and answers are lists of turns",
     "scores": "the answer with the higher score is better",
     "overall_score": "the answers with the highest and the lowest overall_score",
@@ -161,7 +161,7 @@ def _scores(meaning: str, preference: Any, other: Any, answers: list[Any]) -> li
 
 def _better(index: float, preference: Any, answers: list[Any]) -> list[float]:
     if index not in range(len(answers)):
-        raise DataError(f"which of {len(answers)} answers is better is not known from {brief(preference)}")
+        raise DataError(f"{brief(preference)} does not say which of {len(answers)} answers is better")
     return [float(number == index) for number in range(len(answers))]
 
 
@@ -171,7 +171,7 @@ def _number(value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"a preference, score or rank is a finite number, got {brief(value)}")
+        raise DataError(f"a preference, score or rank must be a finite number, got {brief(value)}")
     return number
 
 
@@ -188,7 +188,7 @@ def _turns(values: Values) -> Values:
     except (KeyError, TypeError, ValueError, RecursionError):
         lengths = set()
     if len(lengths) != 1 or not all(isinstance(v, list) for v in (prompts, *answers)):
-        raise DataError("prompt and answers must be JSON lists of as many turns each")
+        raise DataError("prompt and answers must be JSON lists with the same number of turns")
     if lengths == {1}:
         return {**values, **{f: v[0] for f, v in zip(fields, (prompts, *answers), strict=True)}}
     talks = [[m for turn in zip(prompts, a, strict=True) for m in question_and_answer(*turn)] for a in answers]

@@ -79,7 +79,7 @@ class ChatTemplate:
         if "tools" not in self._template.variables:
             raise DataError(
                 "the row has tools in the column 'tools', but the chat template does not read tools, so the policy "
-                "would not know of them. Use a template that writes tools (data.chat_template), or take the column out"
+                "would not see them. Use a template that writes tools (data.chat_template), or remove the column"
             )
         chat = ChatTemplate(self._tokenizer, {**self._template.kwargs, "tools": [*tools]}, self._template.day)
         _ = chat._head  # it does not depend on the tools, so it is computed once
@@ -233,8 +233,8 @@ class ChatTemplate:
         if is_prefix:  # another end token, or none
             return len(prefix)
         raise DataError(
-            f"the chat template writes message {m} (assistant) otherwise once other messages follow, so where "
-            'its tool calls end cannot be told. Train on the last answer (data.loss_on = "completion"), or mark '
+            f"the chat template writes message {m} (assistant) differently when other messages follow, so the end of "
+            'its tool calls cannot be determined. Train on the last answer (data.loss_on = "completion"), or mark '
             "answers in the template with {% generation %} ... {% endgeneration %}."
         )
 
@@ -271,7 +271,7 @@ class ChatTemplate:
             if is_last and rest and not token:
                 raise DataError(
                     f"the {{% generation %}} block of message {trained[-1]} (assistant) ends before {rest[:60]!r}, "
-                    "which the policy has to write too. Move {% endgeneration %} behind the answer's end token."
+                    "which the policy must also write. Move {% endgeneration %} after the answer's end token."
                 )
             answers = {m: (start, including(token, text, end)) for m, (start, end) in answers.items()}
         return Render(text, answers, marked)
@@ -311,14 +311,14 @@ class ChatTemplate:
                 missing.append("a tool call")
         if missing:
             return (
-                f"the chat template writes no end token after {missing[0]}, without which a policy would not learn to "
-                f"stop. {self.ends.token!r} is added to the last answer of each row and trained on. To end every "
-                "answer, name a template that does as data.chat_template"
+                f"the chat template writes no end token after {missing[0]}, and without one a policy would not learn "
+                f"to stop. {self.ends.token!r} is added to the last answer of each row and trained on. To end every "
+                "answer with an end token, set data.chat_template to a template that writes one"
             )
         if not self.render([_USER, _ANSWER], [1], as_asked=False).marked_end:
             return (
-                f"the {{% generation %}} blocks of the chat template leave out the end token {self.ends.token!r}, "
-                "without which a policy would not learn to stop. It is trained on too"
+                f"the {{% generation %}} blocks of the chat template leave out the end token {self.ends.token!r}. "
+                "It is trained on anyway, because a policy would not learn to stop without it"
             )
         return ""
 
@@ -376,22 +376,22 @@ def _require_texts(
         texts_of_answer = [text for text in texts if text.message == m]
         if not texts_of_answer and not messages[m].get("tool_calls"):
             raise DataError(
-                f"message {m} (assistant) has no text, so where it stands in the chat template's render cannot be "
-                "told. Mark answers in the template with {% generation %} ... {% endgeneration %}."
+                f"message {m} (assistant) has no text, so its position in the output of the chat template cannot be "
+                "determined. Mark answers in the template with {% generation %} ... {% endgeneration %}."
             )
         lost = [text for text in texts_of_answer if sum(text is other for other in order) != 1]
         if not lost:
             continue
         advice = (
             "It rewrites history, e.g. strips the reasoning of earlier answers, so training on all answers would miss "
-            'what they say. Train on the last one (data.loss_on = "completion"), give one row per answer, or use a '
-            "template that keeps them."
+            'this text. Train on the last answer (data.loss_on = "completion"), write one row per answer, or use a '
+            "template that keeps earlier answers unchanged."
         )
         if m == len(messages) - 1:
             fields = ", ".join(key for key in messages[m] if key != "role")
             advice = (
-                f"Use a template that writes all of {fields} (data.chat_template), or rename or remove in the row what "
-                "it does not read."
+                f"Use a template that writes all of {fields} (data.chat_template), or rename or remove the fields of "
+                "the row that it does not read."
             )
         raise DataError(
             f"the chat template leaves out part of message {m} (assistant): {lost[0].text[:60]!r}. {advice}"
@@ -407,7 +407,7 @@ def _never_seen(messages: Sequence[Message], message: int, prompt: str, context:
     window = slice(max(0, difference - 30), difference + 30)
     last = "" if message == len(messages) - 1 else 'Train on the last answer (data.loss_on = "completion"). '
     return DataError(
-        f"the policy is given {prompt[window]!r} before it answers, but the chat template writes message {message} "
-        f"(assistant) after {context[window]!r}: it would be trained in a context that it never sees. {last}Set other "
+        f"the policy answers after {prompt[window]!r}, but the chat template writes message {message} (assistant) "
+        f"after {context[window]!r}, so the policy would be trained in a context that it never sees. {last}Change "
         "data.template_kwargs, or mark answers in the template with {% generation %} ... {% endgeneration %}."
     )

@@ -89,17 +89,17 @@ def without_repeated_prompt(values: Values) -> Values:
     if all(is_whole_N):
         if prompt and not repeats(answers, prompt):
             raise DataError(
-                "the two answers are whole conversations, which do not repeat the prompt; name its column "
-                "(--data.prompt) to put it before them, or take it out"
+                "both answers are whole conversations that do not repeat the prompt; name the prompt's column "
+                "(--data.prompt) to put it before them, or remove the column"
             )
         return {k: v for k, v in values.items() if k != "prompt"}
     if any(is_whole_N):
         raise DataError(
-            "one answer is a whole conversation, which begins with a message of user or system, and the other is not; "
-            "both must be of one form"
+            "one answer is a whole conversation, which begins with a user or system message, and the other is not; "
+            "both must have the same form"
         )
     if "prompt" not in values and any(map(is_messages, answers)):
-        raise DataError("the answers begin with a message of the assistant, and the row has no prompt")
+        raise DataError("the answers begin with an assistant message, but the row has no prompt")
     return values
 
 
@@ -115,7 +115,7 @@ def dialogues(values: Values, chat: bool) -> Values:
     answers = {"chosen": chosen[start:], "rejected": rejected[start:]}
     for name, answer in answers.items():
         if HUMAN in answer or ASSISTANT in answer:
-            raise DataError(f"the dialogues differ before the last answer: {name} goes on with {answer[:60]!r}")
+            raise DataError(f"the dialogues differ before the last answer: {name} continues with {answer[:60]!r}")
     if not chat:
         return {**values, "prompt": chosen[:start], **answers}
     prompt = _spoken(chosen[: start - len(ASSISTANT)])
@@ -261,7 +261,7 @@ def _message(turn: Any) -> dict[str, Any]:
         raise DataError(f"a turn must be {{from, value}}, got {str(turn)[:60]!r}")
     speaker, value = turn["from"], turn["value"]
     if not isinstance(speaker, str) or speaker not in (*ROLES, CALLS):
-        raise DataError(f"a turn is from {speaker!r}; known are {', '.join((*ROLES, CALLS))}")
+        raise DataError(f"a turn is from {speaker!r}; allowed: {', '.join((*ROLES, CALLS))}")
     rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
     if speaker == CALLS:
         return {**rest, "role": "assistant", "content": None, "tool_calls": _calls(value)}
@@ -296,7 +296,7 @@ def _calls(value: Any) -> list[Any]:
 def required_list(values: Values, field: str) -> list[Any]:
     value = values.get(field)
     if not isinstance(value, list) or not value:
-        raise DataError(f"must be a list that is not empty, got {brief(value)}")
+        raise DataError(f"must be a non-empty list, got {brief(value)}")
     return value
 
 

@@ -181,7 +181,7 @@ class TrainData:
             if self._eval and not usable:
                 raise DataError(
                     f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
-                    f"{self.eval_bad_rows} bad. The last one: {self._verdict.text}"
+                    f"{self.eval_bad_rows} are bad. The last one: {self._verdict.text}"
                 )
             self._held_out = usable
         of_sources = itertools.groupby(self._held_out, key=lambda row: row.source)
@@ -218,7 +218,7 @@ class TrainData:
             return ""
         reasons = ", ".join(f"{counts[kind]} {name}" for kind, name in _LEFT_OUT.items() if counts[kind])
         return (
-            f"of the first {checked} training rows {counts.total()} are left out ({reasons}), e.g. "
+            f"{counts.total()} of the first {checked} training rows are left out ({reasons}), e.g. "
             f"{first.rstrip('.')}. `rlhf data preview --check` names all of them."
         )
 
@@ -282,8 +282,8 @@ class TrainData:
 
     def _nothing_left(self, misses: int, verdict: RowVerdict) -> DataError:
         return DataError(
-            f"{misses} rows in a row are over the limits (data.max_tokens = {self.section.max_tokens}, "
-            f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from: nothing is "
+            f"{misses} consecutive rows are over the limits (data.max_tokens = {self.section.max_tokens}, "
+            f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from, so no row is "
             f"left to train on. The last one: {verdict.text}"
         )
 
@@ -296,7 +296,7 @@ class TrainData:
             )  # fmt: skip
             location = self._source(sources, row.source).location(row.index)
             end = "" if verdict.text.endswith((".", "?")) else "."
-            text = f"{location}: {verdict.text}{end} {advice} to leave such rows out (counted)."
+            text = f"{location}: {verdict.text}{end} {advice} to drop and count such rows."
             raise DataError(text) from verdict.error
 
     @staticmethod
@@ -304,7 +304,7 @@ class TrainData:
         for source in sources:
             if source.name == name:
                 return source
-        raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
+        raise DataError(f"no data source {name!r}; the sources are {', '.join(s.name for s in sources)}")
 
 
 _LEFT_OUT = {"too_long": "over the limits", "bad_rows": "with nothing to learn or malformed"}

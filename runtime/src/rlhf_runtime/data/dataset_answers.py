@@ -86,7 +86,7 @@ class DatasetAnswers:
     def _refuse(self, key: str, problem: str, cause: Exception | None = None) -> None:
         """Raise DataError, unless the option ``key`` says to drop such answers."""
         if getattr(self.section, key) == "error":
-            raise DataError(f"{problem}. --data.{key} drop leaves such answers out (counted).") from cause
+            raise DataError(f"{problem}. Set --data.{key} drop to drop and count such answers.") from cause
 
 
 def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
@@ -113,6 +113,6 @@ def _text(value: Any, name: str) -> str:
         if message["role"] == "assistant" and isinstance(text, str) and "tool_calls" not in message:
             return text
     raise DataError(
-        f"column {name!r}: an answer is text or a list of one assistant message, which holds text and calls no "
-        f"tool, and a column holds one or a list of them; got {type(value).__name__} {str(value)[:60]!r}"
+        f"column {name!r}: must be an answer or a list of answers. An answer is text, or a list of one assistant "
+        f"message with text and without tool calls; got {type(value).__name__} {str(value)[:60]!r}"
     )

@@ -103,7 +103,7 @@ def conditional(groups: Groups, condition: str = CONDITION) -> ExportedRows:
     if len(set(rewards)) < 2:
         amount = "1 reward" if len(rewards) == 1 else f"{len(rewards)} rewards{', all equal,' if rewards else ''}"
         raise DataError(
-            f"{amount} cannot be normalised: a reward in the prompt tells answers apart only where they differ. "
+            f"{amount} cannot be normalised: rewards in the prompt distinguish answers only if they differ. "
             "Score with another reward, or draw more samples."
         )
     mean, deviation = math.fsum(rewards) / len(rewards), statistics.stdev(rewards)
@@ -126,7 +126,7 @@ def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Pr
             f"and {{reward}}, e.g. {CONDITION!r}"
         ) from None
     if not shows:
-        raise ConfigError(f"the condition {condition!r} does not show the reward; e.g. {CONDITION!r}")
+        raise ConfigError(f"the condition {condition!r} does not contain the reward; use e.g. {CONDITION!r}")
     if isinstance(prompt, str):
         return text
     text = text.strip()

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.errors import DataError, brief
 
-ALLOWED = "a path, a data: URL, bytes, {bytes, path} or an image of PIL"
+ALLOWED = "a path, a data: URL, bytes, {bytes, path} or a PIL image"
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Formats of Pillow that are kept. Images in other formats are converted to PNG, because programs get them as ``data:``
 URLs."""
@@ -53,7 +53,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         image.load()
         upright = image.getexif().get(_ORIENTATION, 1) == 1
         if image.mode.startswith(_WIDE):
-            raise DataError(f"{_image_label(value)} has pixels of mode {image.mode!r}; give 8 bits per colour")
+            raise DataError(f"{_image_label(value)} has the pixel mode {image.mode!r}; use 8 bits per channel")
         if data and image.mode == "RGB" and image.format in FORMATS and upright and getattr(image, "n_frames", 1) == 1:
             return data
         file = io.BytesIO()
@@ -63,7 +63,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         raise
     except Exception as error:  # of many classes: from PIL, from its decoders, or about too many pixels
         if shape := getattr(value, "shape", None):
-            raise DataError(f"an array of shape {shape} is no image: {error}") from None
+            raise DataError(f"an array of shape {shape} is not an image: {error}") from None
         reason = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise DataError(f"{_image_label(value)} cannot be read as an image: {type(error).__name__}: {reason}") from None
     return file.getvalue()
@@ -126,7 +126,9 @@ def _content(value: Any, folder: Path | None) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise DataError(f"{value[:80]!r} is not downloaded: save the image beside the data and give its path")
+        raise DataError(
+            f"{value[:80]!r} is a URL, and URLs are not downloaded: save the image beside the data and give its path"
+        )
     if isinstance(value, str) and value.startswith("data:"):
         head, _, encoded = value.partition(",")
         try:
@@ -140,7 +142,8 @@ def _content(value: Any, folder: Path | None) -> bytes:
         raise DataError(f"an image must be {ALLOWED}, got {brief(value)}")
     if folder is None:
         raise DataError(
-            f"{path[:80]!r} is a path, and only rows of files here may name one; give the image as bytes or a data: URL"
+            f"{path[:80]!r} is a path, which only rows of local files may contain; give the image as bytes or a data: "
+            f"URL"
         )
     file = folder / Path(path).expanduser()
     try:

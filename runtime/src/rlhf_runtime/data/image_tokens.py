@@ -52,8 +52,8 @@ class ImageTokens:
         positions = [i for i, token in enumerate(ids) if token == self.placeholder] if self.placeholder in ids else []
         if len(positions) != len(images):
             raise DataError(
-                f"{_plural(len(positions), 'placeholder')} of images in the text and {_plural(len(images), 'image')}"
-                f"; each image has one placeholder{self._spelt()}"
+                f"{_plural(len(positions), 'placeholder')} for images in the text, but {_plural(len(images), 'image')}"
+                f"; each image needs one placeholder{self._spelt()}"
             )
         if not images:
             return ids, list(mask), ()
@@ -75,7 +75,7 @@ class ImageTokens:
 
     def _spelt(self) -> str:
         if self.placeholder < 0:
-            return ". The config.json of the model names none"
+            return ". The model's config.json defines no placeholder"
         return f", which is {self.text!r} in plain text and a part {{type: image}} in messages"
 
     @cached_property
@@ -84,15 +84,15 @@ class ImageTokens:
         token = getattr(processor, "image_token", None)
         if not isinstance(token, str) or processor.tokenizer.convert_tokens_to_ids(token) != self.placeholder:
             raise DataError(
-                f"images cannot be encoded for {self.model}: its processor marks an image with {token!r}, its "
-                f"config.json with token {self.placeholder}"
+                f"images cannot be encoded for {self.model}: its processor marks an image with {token!r}, but "
+                f"its config.json with token {self.placeholder}"
             )
         image_ids, between = (_processed(processor, text, 64, 64) for text in (token, f"a{token}b"))
         front, after = (processor.tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("a", "b"))
         if between != (*front, *image_ids, *after):
             raise DataError(
-                f"images cannot be encoded for {self.model}: which tokens its processor writes for an image depends "
-                "on the text beside it"
+                f"images cannot be encoded for {self.model}: the tokens that its processor writes for an image depend "
+                "on the surrounding text"
             )
         return processor
 
@@ -104,7 +104,7 @@ class ImageTokens:
 def image_tokens(model: str, trust_remote_code: bool = False) -> ImageTokens | str:
     """The tokens of images for a model, or a text that says why the model can have no images."""
     if not reads_images(model):
-        return f"the policy {model} is a model of text"
+        return f"the policy {model} is a text-only model"
     return ImageTokens(model, trust_remote_code)
 
 
@@ -122,8 +122,9 @@ def check_image_tokens(policy: ImageTokens, specs: Iterable[ModelSpec]) -> None:
             if policy_ids != role_ids:
                 raise ModelError(
                     f"role {spec.role.name!r} ({spec.path}) reads an image of {width}x{height} pixels as "
-                    f"{len(role_ids)} tokens, and the policy ({policy.model}) as {len(policy_ids)} or others. Every "
-                    "role reads the policy's tokens, so its processor must be of the same family and settings."
+                    f"{len(role_ids)} tokens, which differ from the {len(policy_ids)} tokens of the policy "
+                    f"({policy.model}). Every role reads the policy's tokens, so its processor must be of the same "
+                    "family and have the same settings."
                 )
 
 

@@ -29,8 +29,8 @@ def template_columns(template: str) -> tuple[str, ...]:
         name = re.split(r"[.\[]", field, maxsplit=1)[0]
         if not name or name.isdigit():
             raise ConfigError(
-                f"{option} has the place {{{field}}} without the name of a column. Write one, e.g. {{question}}. "
-                f"{BRACES}"
+                f"{option} has the placeholder {{{field}}} without a column name. Write a name, e.g. "
+                f"{{question}}. {BRACES}"
             )
         if conversion not in (None, "r", "s", "a"):
             raise ConfigError(f"{option}: {{{field}!{conversion}}} has an unknown conversion; allowed: !r, !s, !a.")

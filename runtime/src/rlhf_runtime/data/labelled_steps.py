@@ -37,7 +37,7 @@ def marked_steps(values: Values, chat: bool) -> Values:
     text = text_value(values, "steps")
     *pieces, rest = text.split(MARK)
     if not pieces or rest.strip():
-        raise DataError(f"a step without a mark {MARK!r} after it: {rest.strip()[:60]!r}")
+        raise DataError(f"a step has no mark {MARK!r} after it: {rest.strip()[:60]!r}")
     labels = values.get("step_labels")
     if isinstance(labels, str):
         labels = _labels_in_place(pieces, labels)
@@ -62,14 +62,14 @@ def prm800k(values: Values, chat: bool) -> Values:
     is left out."""
     question, label = values.get("prompt"), values.get("steps")
     if not isinstance(question, Mapping) or not isinstance(label, Mapping) or not isinstance(label.get("steps"), list):
-        raise DataError("must have question.problem and label.steps, as PRM800K has")
+        raise DataError("must have question.problem and label.steps, as in PRM800K")
     texts, labels = list[Any](), list[Any]()
     for number, step in enumerate(label["steps"], 1):
         if not isinstance(step, Mapping):
             raise DataError(f"step {number}: must have completions, got {brief(step)}")
         completions, human = step.get("completions") or [], step.get(_HUMAN_COMPLETION)
         if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in (*completions, human or {})):
-            raise DataError(f"step {number}: completions must be {{text, rating}} each, got {brief(completions)}")
+            raise DataError(f"step {number}: each completion must be {{text, rating}}, got {brief(completions)}")
         chosen = step.get("chosen_completion")
         completion = completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else human
         if completion is None and number == len(label["steps"]) and (completions or texts):
@@ -89,7 +89,7 @@ def first_wrong(values: Values, chat: bool) -> Values:
     steps, index = required_list(values, "steps"), values.get("step_labels")
     if not is_index(index) or not -1 <= index < len(steps):
         raise DataError(
-            f"the label must be the index of the first of {len(steps)} steps that is wrong, or -1 if none is, "
+            f"the label must be the index of the first wrong step (of {len(steps)}), or -1 if no step is wrong, "
             f"got {index!r}"
         )
     labels: list[Any] = [1] * len(steps) if index == -1 else [1] * index + [0] + [NO_LABEL] * (len(steps) - index - 1)
@@ -100,7 +100,7 @@ def wrong_steps(values: Values, chat: bool) -> Values:
     """The numbers of all wrong steps, from 1 (PRMBench, Song et al. 2025, arXiv:2501.03124)."""
     steps, numbers = required_list(values, "steps"), values.get("step_labels")
     if not isinstance(numbers, list) or not all(is_index(n) and 1 <= n <= len(steps) for n in numbers):
-        raise DataError(f"must be a list of the wrong ones of the steps 1 to {len(steps)}, got {brief(numbers)}")
+        raise DataError(f"must be a list of the numbers of wrong steps (1 to {len(steps)}), got {brief(numbers)}")
     return {**values, "step_labels": [int(number not in numbers) for number in range(1, len(steps) + 1)]}
 
 
@@ -108,18 +108,18 @@ def _labels_in_place(pieces: list[str], text: str) -> list[str]:
     labels, position = list[str](), 0
     for number, piece in enumerate(pieces, 1):
         if not text.startswith(piece, position):
-            raise DataError(f"step {number}: the labels' text differs from the steps' before the mark")
+            raise DataError(f"step {number}: the text of the labels differs from the text of the steps before the mark")
         position += len(piece)
         labels.append(text[position : position + 1])
         position += 1
     if text[position:].strip():
-        raise DataError(f"the labels' text goes on after the last step: {text[position : position + 60]!r}")
+        raise DataError(f"the text of the labels continues after the last step: {text[position : position + 60]!r}")
     return labels
 
 
 def _rating(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | None) or value not in RATINGS:
-        raise DataError(f"a rating is -1 (wrong), 0 (neutral) or 1 (right), got {value!r}")
+        raise DataError(f"a rating must be -1 (wrong), 0 (neutral) or 1 (right), got {value!r}")
     return RATINGS[value]
 
 

@@ -126,7 +126,7 @@ class JsonSource(Source):
         self._rows = [{str(n): v for n, v in enumerate(r)} if isinstance(r, list) else r for r in self._rows]
         for i, row in enumerate(self._rows):
             if not isinstance(row, dict):
-                raise DataError(f"{path}, row {i}: a row is a JSON object, got {_short(row)}")
+                raise DataError(f"{path}, row {i}: a row must be a JSON object, got {_short(row)}")
         super().__init__(section, list(dict.fromkeys(itertools.chain.from_iterable(self._rows))), fingerprint)
 
     def rows(self) -> int:
@@ -187,14 +187,14 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:
-        advice = ". A row is one line, ended by a line feed" if error.msg == "Extra data" else ""
+        advice = ". Each row must be one line that ends with a line feed" if error.msg == "Extra data" else ""
         raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}{advice}") from None
     except NotStrictError as error:
         raise DataError(f"{path}, line {number}: {error}") from None
     except ValueError:  # an integer of more digits than Python reads
         raise DataError(f"{path}, line {number}: {_LONG_INTEGER}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: a row is a JSON object, got {_short(row)}")
+        raise DataError(f"{path}, line {number}: a row must be a JSON object, got {_short(row)}")
     return row
 
 
@@ -258,9 +258,11 @@ def _missing(path: Path) -> str:
         return f"no data file {path}: the folder {folder} does not exist"
     siblings = sorted(p.name for p in folder.iterdir() if file_kind(p) is not None)
     listing = (
-        f"are: {', '.join(siblings[:20])}.{did_you_mean(path.name, siblings)}" if siblings else "are no data files."
+        f"has the data files {', '.join(siblings[:20])}.{did_you_mean(path.name, siblings)}"
+        if siblings
+        else "has no data files."
     )
-    return f"no data file {path}. In {folder} there {listing}"
+    return f"no data file {path}. The folder {folder} {listing}"
 
 
 FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
@@ -327,7 +329,7 @@ def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Sour
         folder = download("dataset", dataset, commit, [glob.escape(name) for name in names])
     except HubError as error:
         raise DataError(
-            f"there is no file or folder {section.path} here, so it is taken as a hub name; {error}"
+            f"no local file or folder {section.path} exists, so it is taken as a hub name; {error}"
         ) from error
     parts = []
     for name in names:
@@ -371,8 +373,8 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
     other = [name for name in names if file_kind(Path(name)) is None]
     if other:
         raise DataError(
-            f"{title}, split {section.split!r}, has files like {other[0]!r}; read are {', '.join(FILE_KINDS)}, the "
-            "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
+            f"{title}, split {section.split!r}, has files like {other[0]!r}; allowed are {', '.join(FILE_KINDS)}, "
+            "the first three also with .gz. Load it with `datasets`, save it with save_to_disk, and name that folder."
         )
     defaults = type(builder.config)()
     options = {
@@ -385,8 +387,8 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
     if form is None:
         set_here = sorted(f"{name} = {value!r}" for name, value in options.items())
         raise DataError(
-            f"{title} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
-            "name the folder of its save_to_disk."
+            f"{title} must be read with {', '.join(set_here)}, which is not supported here. Load it with `datasets`, "
+            "save it with save_to_disk, and name that folder."
         )
     return names, form
 

@@ -130,7 +130,7 @@ def _without_parts(label: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         texts = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
         tool_calls = [STRICT.decode(call) for call in calls]
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{label}: a part of reasoning is text, and a tool call is JSON as text: {error}") from None
+        raise DataError(f"{label}: reasoning must be text, and a tool call must be JSON as text: {error}") from None
     rest = [p for p in parts if p not in value_parts]
     return {**message, **texts, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *tool_calls]}
 
@@ -141,7 +141,7 @@ def _is_trained(label: str, message: Mapping[str, Any]) -> bool:
         if value not in (0, 1):
             raise DataError(
                 f"{label}: {field} is {brief(value)}; allowed: 1, and 0 for a message that is not trained on. Other "
-                "weights are not known"
+                "weights are not supported"
             )
     return all(weights.values())
 

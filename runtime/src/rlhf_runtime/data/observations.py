@@ -70,12 +70,12 @@ class Observations:
             _, answer_mark, following = text.rpartition(mark(1))
             is_kept = self._as_sampled or text.startswith(prompt + answer)
             if not (is_kept and answer_mark and mark(2) in following):
-                change = "drops its reasoning" if "think" in answer else "writes it otherwise"
+                change = "drops its reasoning" if "think" in answer else "writes it differently"
                 raise DataError(
                     "the chat template rewrites history: once a message follows an answer, it "
                     f"{change}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
-                    "trained on a context that the template never shows it. Give the tokenizer a chat template that "
-                    "keeps earlier answers as they were, or other data.template_kwargs; or accept that context: "
+                    "trained on a context that the template never writes. Use a chat template that keeps earlier "
+                    "answers unchanged, change data.template_kwargs, or accept that context with "
                     'data.earlier_answers = "sampled".'
                 )
             if answer == mark(1):

@@ -135,7 +135,7 @@ class Prompts:
         if self.chat is None:
             raise DataError(
                 "the rollout encodes messages, which needs a chat template, but prompts are plain text. Use a "
-                "tokenizer with a chat template, or name a file with one as data.chat_template."
+                "tokenizer with a chat template, or set data.chat_template to a file with one."
             )
         ends = self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))
         return ChatMessages(self.tokenizer, self.chat, self.tokens, self.images, ends)
@@ -225,9 +225,9 @@ class Prompts:
             return messages
         if messages[0]["role"] == "system" or (row_system and self.section.system is not None):
             raise DataError(
-                f"{cells.name(field)}: the row has a system message of its own and "
-                f"{'a column of system messages' if self.section.system is None else 'data.system'} is set too; "
-                "remove one"
+                f"{cells.name(field)}: the row has its own system message, but "
+                f"{'a column of system messages' if self.section.system is None else 'data.system'} is also "
+                "set; remove one of the two"
             )
         return [{"role": "system", "content": row_system or self.section.system}, *messages]
 
@@ -275,8 +275,8 @@ def _check(chat: ChatTemplate, tools: Tools) -> None:
         if mark(number) not in text and json.dumps(mark(number))[1:-1] not in text:
             raise DataError(
                 f"column {TOOLS!r}: the chat template leaves out the tool {tool.get('function', tool)['name']!r}, so "
-                "the policy would not know of it. Use a template that writes tools (data.chat_template), or take the "
-                "column out"
+                "the policy would not see it. Use a template that writes tools (data.chat_template), or remove the "
+                "column"
             )
 
 

@@ -55,7 +55,7 @@ def all_pairs(sources: list[Source]) -> list[Source]:
     if not any(ranked):
         names = ", ".join(repr(source.name) for source in sources)
         raise DataError(
-            "data.pairs = 'all' is for rows with a list of answers that have a rank or a score each (UltraFeedback, "
-            f"Nectar); the sources {names} have none. Remove it."
+            "data.pairs = 'all' is for rows with a list of answers, each with a rank or a score (UltraFeedback, "
+            f"Nectar); the sources {names} have no such rows. Remove the option."
         )
     return [RankedPairs(source) if has else source for source, has in zip(sources, ranked, strict=True)]

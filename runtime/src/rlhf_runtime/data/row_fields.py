@@ -114,7 +114,9 @@ class Cells:
         """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""
         label = as_label(value := self.value("label"))
         if label is None:
-            raise DataError(f"{self.name('label')}: a label is true or false, 1 or 0, '+' or '-', got {brief(value)}")
+            raise DataError(
+                f"{self.name('label')}: a label must be true or false, 1 or 0, '+' or '-', got {brief(value)}"
+            )
         return label
 
     def margin(self) -> float:
@@ -125,14 +127,14 @@ class Cells:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(f"{self.name('margin')}: a margin is a finite number, got {brief(value)}")
+            raise DataError(f"{self.name('margin')}: a margin must be a finite number, got {brief(value)}")
         return number
 
     def steps(self) -> list[str]:
         """The texts of a solution's steps."""
         value, name = self.value("steps"), self.name("steps")
         if not isinstance(value, list) or not value:
-            raise DataError(f"{name}: must be a list of the texts of steps, got {brief(value)}")
+            raise DataError(f"{name}: must be a list of step texts, got {brief(value)}")
         for number, text in enumerate(value, 1):
             if not isinstance(text, str):
                 raise DataError(f"{name}, step {number}: must be text, got {brief(text)}")
@@ -152,7 +154,7 @@ class Cells:
             hard = as_label(item)
             if hard is None and (not isinstance(item, int | float) or not 0 <= item <= 1):
                 raise DataError(
-                    f"{name}, step {number}: a label is true or false, '+' or '-', or a number from 0 to 1, "
+                    f"{name}, step {number}: a label must be true or false, '+' or '-', or a number from 0 to 1, "
                     f"got {brief(item)}"
                 )
             labels.append(float(item if hard is None else hard))

@@ -21,7 +21,7 @@ from rlhf_runtime.data.row_fields import Cells
 from rlhf_runtime.data.sources import ONE_IMAGE, Source
 from rlhf_runtime.data.tokenizer import decoder_of
 
-NO_IMAGES = "the policy is a model of text"
+NO_IMAGES = "the policy is a text-only model"
 COMMON_MARK = "<image>"
 """The placeholder of an image in data sets for several models (LLaVA's, ShareGPT4V, verl's)."""
 MARKED = object()
@@ -83,8 +83,8 @@ class RowImages:
                 images[n] = image
         elif None in images:
             raise DataError(
-                f"{images.count(None)} image parts (or {COMMON_MARK!r} in texts) of the messages hold no image, and "
-                f"{cells.name('images')} holds {len(column)}; they must be equal"
+                f"{images.count(None)} image parts (or {COMMON_MARK!r} in texts) of the messages hold no image, but "
+                f"{cells.name('images')} holds {len(column)} images; the two numbers must be equal"
             )
         else:  # :meth:`ImageTokens.place` will say how a placeholder is spelt
             images = [*(image for image in images if image is not MARKED), *column]
@@ -159,7 +159,7 @@ class RowImages:
 
     def _require(self) -> None:
         if self.tokens is None:
-            raise DataError(f"there are images, but {self._reason}. Leave the images out, or use an image-text model")
+            raise DataError(f"there are images, but {self._reason}. Remove the images, or use an image-text model")
 
     def _check_count(self, files: list[bytes]) -> list[bytes]:
         if len(files) > self.limit:

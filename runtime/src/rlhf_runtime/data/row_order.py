@@ -34,7 +34,7 @@ class RowOrder:
         self.seed, self.shuffle = seed, shuffle
         probabilities = [s.probability for s in sources if s.probability is not None]
         if probabilities and (len(probabilities) != len(sources) or abs(sum(probabilities) - 1) > 1e-6):
-            raise DataError(f"probabilities are given for all sources or for none and sum to 1, got {probabilities}")
+            raise DataError(f"probabilities must be set for all sources or for none, and sum to 1, got {probabilities}")
         self._cumulative = np.cumsum(probabilities) if probabilities else None
         # A pool is a set of rows with one permutation: each source alone, or all sources concatenated.
         self._pools = [[s] for s in self.sources] if probabilities else [self.sources]
@@ -73,8 +73,8 @@ class RowOrder:
         sources = {s.name: s.fingerprint for s in self.sources}
         if list(saved) != list(sources):
             raise CheckpointError(
-                f"the checkpoint was made with the training data {', '.join(saved)}, this run has "
-                f"{', '.join(sources)}. Give it the same data, or start a new run."
+                f"the checkpoint was made with the training data {', '.join(saved)}, but this run has "
+                f"{', '.join(sources)}. Use the same data, or start a new run."
             )
         for source in self.sources:
             if saved[source.name] != source.fingerprint:
@@ -87,13 +87,14 @@ class RowOrder:
         for key in ("seed", "shuffle", "probabilities"):
             if state[key] != identity[key]:
                 raise CheckpointError(
-                    f"the checkpoint's order of rows was made with {key} = {state[key]}, this run has {identity[key]}"
+                    f"the checkpoint's order of rows was made with {key} = {state[key]}, but this run has "
+                    f"{identity[key]}"
                 )
         counts = list(state["drawn"])
         if len(counts) != len(self._pools):
             raise CheckpointError(
-                f"the checkpoint's order of rows counts the rows drawn of {len(counts)} sources, this run draws from "
-                f"{len(self._pools)}. Restore state.json from a copy, or start a new run."
+                f"the checkpoint's order of rows counts the rows drawn from {len(counts)} sources, but this run draws "
+                f"from {len(self._pools)}. Restore state.json from a copy, or start a new run."
             )
         self._positions = counts
 
@@ -217,10 +218,10 @@ class ChosenOrder(RowOrder):
         with boundary(PluginError, f"choose() of {self._name}"):
             chosen = self.curriculum.choose(n, step)
         if not isinstance(chosen, Sequence) and not hasattr(chosen, "__array__"):
-            raise self._refused(n, step, f"returned {brief(chosen)}, and a sequence of positions is expected")
+            raise self._refused(n, step, f"returned {brief(chosen)} instead of a sequence of positions")
         positions = [self._position(value, n, step) for value in chosen]
         if len(positions) != n:
-            raise self._refused(n, step, f"chose {len(positions)} rows, and exactly {n} are needed")
+            raise self._refused(n, step, f"chose {len(positions)} rows instead of exactly {n}")
         if step != self._step:
             self._step, self._batch = step, set()
         for position in positions:
@@ -269,7 +270,7 @@ class ChosenOrder(RowOrder):
         try:
             position = operator.index(value)  # type: ignore[arg-type]  # numpy's integers, too
         except TypeError:
-            raise self._refused(n, step, f"chose {brief(value)}, which is no position") from None
+            raise self._refused(n, step, f"chose {brief(value)}, which is not a position") from None
         if isinstance(value, bool) or not 0 <= position < len(self.rows):
             raise self._refused(
                 n, step, f"chose row {brief(value)}; the data has the positions 0 to {len(self.rows) - 1}"
@@ -278,6 +279,6 @@ class ChosenOrder(RowOrder):
 
     def _refused(self, n: int, step: int, problem: str) -> PluginError:
         return PluginError(
-            f"choose({n}, {step}) of {self._name} {problem}. This is a fault of the plugin: `rlhf plugins check "
-            f"{self.curriculum.name}` shows it; report it to its author."
+            f"choose({n}, {step}) of {self._name} {problem}. This is a bug in the plugin: `rlhf plugins check "
+            f"{self.curriculum.name}` shows it; report it to the plugin's author."
         )

@@ -99,20 +99,20 @@ def check_labels(sources: Sequence[Source], columns: Sequence[str], drop: bool) 
             label = as_label(value)
             counts[label] += 1
             if label is None and not drop:
-                advice = 'Correct it, or set data.bad_rows = "drop" to leave such rows out (counted).'
+                advice = 'Correct it, or set data.bad_rows = "drop" to drop and count such rows.'
                 if all(as_label(other) is None for other in source.values(column)):
                     advice = (
-                        "No value of the column is a label: write true or false in their place, or name another column "
-                        "with --data.label."
+                        "No value of the column is a label: write true or false instead, or name another column with "
+                        "--data.label."
                     )
                 raise DataError(
-                    f"{source.location(index)}: column {column!r}: a label is true or false, 1 or 0, '+' or '-', got "
-                    f"{brief(value)}. {advice}"
+                    f"{source.location(index)}: column {column!r}: a label must be true or false, 1 or 0, '+' or '-', "
+                    f"got {brief(value)}. {advice}"
                 )
     if not (counts[True] and counts[False]):
-        neither = f" and {counts[None]} values that are no labels" if counts[None] else ""
+        neither = f", and {counts[None]} values are not labels" if counts[None] else ""
         raise DataError(
             f"the training data has labels of one kind only: {counts[True]} rows are labelled true and "
             f"{counts[False]} false{neither}. Learning from labels needs both; is {columns[0]!r} the right column? "
-            "Name another with --data.label."
+            "Name another column with --data.label."
         )

@@ -68,8 +68,8 @@ def set_layouts(
         unread = [c for c in _OF_TEMPLATES if c in source.columns and c not in source.layout.columns.values()]
         if unread and template.chat is not None:
             notes.append(
-                f"{title} has the column {' and '.join(map(repr, unread))}, which the chat template is not given: "
-                "it gets data.template_kwargs, the same for all rows"
+                f"{title} has the column {' and '.join(map(repr, unread))}, which is not passed to the "
+                "chat template: the template gets data.template_kwargs, the same for all rows"
             )
         notes += [f"{title} has the column {n}" for n in _unused(source.read(0), layout, section, str(prompt))]
     raise_problems("the data cannot be read", problems or _unread(sources, section), DataError)
@@ -85,11 +85,11 @@ def _unused(row: Mapping[str, Any], layout: SourceLayout, section: DataSection, 
         if isinstance(value, list | Mapping) and column in _MEDIA:
             yield f"{column!r}: models here read text and images only"
         if isinstance(value, list | Mapping) and column in _CHOICES and not (section.input_template or "\n" in prompt):
-            yield f"{column!r}, which the prompt does not show: data.input_template can"
+            yield f"{column!r}, which is not part of the prompt: data.input_template can add it"
         if isinstance(value, str) and column in SYSTEMS and has_names and section.input_template is None:
-            yield f"{column!r}, which is not read where the run file names the prompt"
+            yield f"{column!r}, which is not read if the run file names the prompt"
         if isinstance(value, str) and len(value) > 20 and GENERATED.search(column) and "response" in layout.columns:
-            yield f"{column!r}, which is not part of the response: data.reasoning can name it, or join the two"
+            yield f"{column!r}, which is not part of the response: set data.reasoning to it, or join the two columns"
 
 
 def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> list[str]:
@@ -99,7 +99,7 @@ def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> li
     unread = {f: c for f, c in named_columns(section).items() if layouts and f not in fields}
     has_template = section.input_template is not None
     return [
-        f"data.{field} = {column!r}: nothing reads it, as "
+        f"data.{field} = {column!r} has no effect, because "
         + ("data.input_template makes the prompt. " if has_template else f"the rows are read as {layouts[0]}. ")
         + "Remove it."
         for field, column in unread.items()
@@ -126,9 +126,9 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
         check_template(section.input_template, columns, {**fields, **first})
     if "text" in layout.columns and (section.template == "chat" or section.system is not None):
         key = "system" if section.system is not None else 'template = "chat"'
-        raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
+        raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} does not apply to them")
     if "text" in layout.columns and answered:
-        raise DataError("has texts to continue, without prompts to answer.")
+        raise DataError("has texts to continue, but no prompts to answer.")
     image_columns = {"images", ONE_IMAGE} & {*layout.columns, *layout.columns.values()}
     if ONE_IMAGE in source.columns and not image_columns:  # a run without images refuses rows that have one
         layout = replace(layout, columns={**layout.columns, "images": ONE_IMAGE})
@@ -192,7 +192,7 @@ def recognise(
     if layouts:
         ways = "; ".join(f"({i}) {layout}" for i, layout in enumerate(layouts, 1))
         names = {f: c for f, c in layouts[0].columns.items() if f in FIELDS}
-        advice = f"Name those to use, e.g. {' '.join(f'--data.{f} {c}' for f, c in names.items())}."
+        advice = f"Name the columns to use, e.g. {' '.join(f'--data.{f} {c}' for f, c in names.items())}."
         rivals = [layout.columns for layout in layouts if names.items() <= layout.columns.items()]
         contexts = [columns["context"] for columns in rivals if "context" in columns]
         if len(contexts) > 1:  # no option names the context
@@ -247,7 +247,7 @@ class _Case:
         if is_read or (unnamed and not self.chat):
             return (
                 f"has conversations, which need a chat template, but none is used; {self.present()} Use a tokenizer "
-                f"with a chat template, or name a file with one as data.chat_template.{'' if is_read else unnamed}"
+                f"with a chat template, or set data.chat_template to a file with one.{'' if is_read else unnamed}"
             )
         needed = {"pairs": ("chosen", "rejected"), "steps": ("steps", "step_labels"), "labels": ("response", "label")}
         fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
@@ -272,8 +272,8 @@ class _Case:
             )
         types = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
         return (
-            f"has no layout of the form {self.form!r} that is known; {self.present()} {types} The documentation's page "
-            "on data lists them."
+            f"has no known layout of the form {self.form!r}; {self.present()} {types} The documentation page on data "
+            "lists the known layouts."
         )
 
     def _is_read(self, field: str) -> bool:
@@ -322,8 +322,8 @@ class _Case:
                     yield from self._join([*self._prompts()], [answers.columns])
                 elif prompt and not convert.repeats(values, prompt):
                     raise DataError(
-                        "has whole conversations to compare and a column 'prompt' that they do not repeat; name it "
-                        "(--data.prompt prompt) to put it before them, or take it out"
+                        "has whole conversations to compare and a column 'prompt' that they do not repeat; name the "
+                        "column (--data.prompt prompt) to put it before them, or remove it"
                     )
                 elif self.chat and self.prompt != "made":
                     columns = {"prompt": "prompt"} if "prompt" in self.columns else {}
@@ -478,7 +478,9 @@ class _Case:
             elif field in self.user_columns:
                 layout = replace(layout, columns=columns)
                 advice = f"{did_you_mean(column, self.columns)} Name the right one with --data.{field}."
-                raise DataError(f"has no column {column!r} of {field} beside {layout}; {self.present()}{advice}")
+                raise DataError(
+                    f"has no column {column!r} for {field} in addition to {layout}; {self.present()}{advice}"
+                )
         free = self.chat and TOOLS in self.columns and TOOLS not in columns.values()
         if free and "text" not in columns and not is_complete:
             columns[TOOLS] = TOOLS

@@ -19,19 +19,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         duplicate = next(name for name in names if names.count(name) > 1)
         raise NotStrictError(
-            f"the key {duplicate!r} comes twice in one object, and only one of its values would be read"
+            f"the key {duplicate!r} appears twice in one object, and only one of its values would be read"
         )
     return table
 
 
 def _constant(text: str) -> NoReturn:
-    raise NotStrictError(f"{text} is no JSON number, and nothing can be computed from it. Write null, or leave it out")
+    raise NotStrictError(f"{text} is not a JSON number, and nothing can be computed from it. Write null, or omit it")
 
 
 def _number(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise NotStrictError(f"{text} is larger than the largest number of 64 bits, and would be read as infinity")
+        raise NotStrictError(f"{text} is larger than the largest 64-bit number, and would be read as infinity")
     return number
 
 

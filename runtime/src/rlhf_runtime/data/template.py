@@ -63,7 +63,7 @@ class Template(Prompts):
         contains an image, whose tokens no policy samples."""
         if [image.start for image in sequence.images] != [image.start for image in self.encode_prompt(row).images]:
             raise DataError(
-                "there is an image in the answer, but the answer is used as a sample, which holds no images"
+                "the answer contains an image, but it is used as a sample, and sampled answers contain no images"
             )
         return sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
 
@@ -99,19 +99,22 @@ class Template(Prompts):
             free = [self.images.places_in(answer) for answer in answers]
             if free[0] != free[1]:  # one prompt would get the images of the column, the other none
                 raise DataError(
-                    f"the chosen answer has places for {free[0]} images of {cells.name('images')} and the rejected one "
-                    f"for {free[1]}, so only one of their prompts would hold the column's images. Name the places in "
-                    "the prompt, or give each image of an answer in its part {type: image, image: ...}"
+                    f"the chosen answer has placeholders for {free[0]} images of {cells.name('images')} and the "
+                    f"rejected answer for {free[1]}, so only one of their prompts would hold the column's images. Put "
+                    "the placeholders into the prompt, or write each image of an answer in its part "
+                    "{type: image, image: ...}"
                 )
         fronts = [answer[:-1] if isinstance(answer, list) else [] for answer in answers]
         if self.section.loss_on == "completion" and fronts[0] != fronts[1]:
             raise DataError(
                 f"the chosen and the rejected {'conversation' if is_whole else 'messages'} differ before their last "
-                'answers, and only those are trained on; set data.loss_on = "assistant" to train on all that the '
-                "assistant says"
+                'answers, but only the last answers are trained on; set data.loss_on = "assistant" to train on all '
+                "assistant messages"
             )
         if sequences[0].ids == sequences[1].ids:
-            raise DataError("the chosen and the rejected answer are the same, token by token: nothing can be preferred")
+            raise DataError(
+                "the chosen and the rejected answer have the same tokens, so there is no preference to learn"
+            )
         values = {"margin": cells.margin()} if "margin" in cells.layout.columns else {}
         return Example(row, [replace(s, role=role) for role, s in enumerate(sequences)], values)
 
@@ -132,14 +135,14 @@ class Template(Prompts):
         if len(texts) != len(labels):
             raise DataError(
                 f"{len(texts)} steps in {cells.name('steps')}, but {len(labels)} labels in "
-                f"{cells.name('step_labels')}; every step has one"
+                f"{cells.name('step_labels')}; every step needs one label"
             )
         for number, text in enumerate(texts, 1):
             if (count := self._step_ends.count(text + separator)) != 1:
-                advice = ". Name a text that is in no step as data.step_separator" if count else ""
+                advice = ". Set data.step_separator to a text that no step contains" if count else ""
                 raise DataError(
                     f"{cells.name('steps')}: step {number} {'contains' if count else 'has no text before'} "
-                    f"data.step_separator = {separator!r}, so where it ends could not be told from its tokens: "
+                    f"data.step_separator = {separator!r}, so its end could not be determined from the tokens: "
                     f"{text[:60]!r}{advice}"
                 )
         sequence = self._continued(cells, "".join(text + separator for text in texts))
@@ -147,8 +150,8 @@ class Template(Prompts):
         ends = [first + i for i in self._step_ends(sequence.ids[first:])]
         if len(set(ends)) != len(texts):
             raise DataError(
-                f"{len(texts)} steps, but {len(set(ends))} step ends among the tokens: this tokenizer does not give "
-                f"data.step_separator = {separator!r} back; choose another"
+                f"{len(texts)} steps, but {len(set(ends))} step ends among the tokens: this tokenizer does not "
+                f"reproduce data.step_separator = {separator!r}; choose another separator"
             )
         labelled = [(end, label) for end, label in zip(ends, labels, strict=True) if label is not None]
         return Example(row, [sequence], {"steps": labelled})
@@ -172,8 +175,8 @@ class Template(Prompts):
         messages = [m for m in question if m["role"] != "system"]
         if messages and [m for m in answer if m["role"] != "system"][: len(messages)] == messages:
             raise DataError(
-                f"{cells.name(field)}: it begins with the prompt, which would come twice. Take the prompt out of "
-                "it, or use the column as a whole conversation (--data.messages)"
+                f"{cells.name(field)}: it begins with the prompt, which would then appear twice. Remove the prompt "
+                "from it, or use the column as a whole conversation (--data.messages)"
             )
         return self._conversation([*question, *answer], cells)
 
@@ -201,8 +204,8 @@ class Template(Prompts):
             return answer
         if present := [f for f in REASONING if f in answer[-1]]:
             raise DataError(
-                f"{cells.name(field)}: the answer has {present[0]!r} of its own, and data.reasoning names a column "
-                "too; remove one"
+                f"{cells.name(field)}: the answer has its own {present[0]!r}, but data.reasoning also names a "
+                "column; remove one of the two"
             )
         return [*answer[:-1], {**answer[-1], self._reasoning: cells.text("reasoning")}]
 
@@ -306,8 +309,8 @@ def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, label: str) 
         text = text.removesuffix(eos_token)
     if wrong := next((end for end in (eos_token, chat.ends.token) if end in text), None):
         raise DataError(
-            f"{label}: the answer holds the end token {wrong!r}, at which a sample ends, and the chat template ends "
-            "answers itself. Take it out of the text"
+            f"{label}: the answer contains the end token {wrong!r}, which ends a sample, but the chat template ends "
+            "answers itself. Remove the token from the text"
         )
 
 
@@ -317,7 +320,7 @@ def _check_weights(untrained: set[int], answers: Sequence[int], loss_on: str) ->
     if wrong := [i for i in trained if i in untrained]:
         raise DataError(
             f"message {wrong[0]} (assistant) has the weight 0, but data.loss_on = {loss_on!r} trains on it. Set "
-            'data.loss_on = "assistant", which leaves such messages out, or take the weight out'
+            'data.loss_on = "assistant", which leaves such messages out, or remove the weight'
         )
     if answers and untrained.issuperset(answers):
         raise DataError("every answer has the weight 0; there is nothing to learn from")

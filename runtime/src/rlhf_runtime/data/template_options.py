@@ -26,7 +26,7 @@ def named_template(section: DataSection) -> str:
     path = Path(section.chat_template or "").expanduser()
     if section.template == "plain":
         raise ConfigError(
-            f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
+            f"data.chat_template = {str(path)!r} has no effect with data.template = 'plain'; remove one of the two"
         )
     try:
         with path.open("rb") as file:  # which may be endless
@@ -34,11 +34,11 @@ def named_template(section: DataSection) -> str:
         text = content[:LARGEST].decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"data.chat_template: cannot read {str(path)!r}: {error}. It is the path of a file with a Jinja template, "
-            "such as chat_template.jinja beside a model."
+            f"data.chat_template: cannot read {str(path)!r}: {error}. It must be the path of a file with a Jinja "
+            "template, such as chat_template.jinja beside a model."
         ) from None
     if len(content) > LARGEST:
-        raise ConfigError(f"data.chat_template: {path} has more than {LARGEST:,} bytes; a template has some thousands")
+        raise ConfigError(f"data.chat_template: {path} has more than {LARGEST:,} bytes; a template has a few thousand")
     if not text.strip():
         raise ConfigError(f"data.chat_template: {path} is empty")
     return text
@@ -53,8 +53,8 @@ def uses_chat(tokenizer: Any, section: DataSection) -> bool:
     has = bool(tokenizer.chat_template)
     if section.template == "chat" and not has:
         raise ConfigError(
-            "data.template = 'chat', but the tokenizer has no chat template. Name a file with one as "
-            'data.chat_template, or use data.template = "plain".'
+            "data.template = 'chat', but the tokenizer has no chat template. Set data.chat_template to a file "
+            'with one, or use data.template = "plain".'
         )
     chat = has and section.template != "plain"
     only_chat = {
@@ -82,7 +82,7 @@ def check_options(text: Callable[..., str], section: DataSection) -> None:
     with suppress(DataError):  # the error about the first row says what the template refuses
         if section.system and mark(0) not in text([{"role": "system", "content": mark(0)}, user], answer=True):
             raise ConfigError(
-                "data.system: the chat template leaves out system messages, so it would change nothing. Put the text "
+                "data.system: the chat template leaves out system messages, so it would have no effect. Put the text "
                 "into the prompts, or use a template that writes system messages: see data.chat_template."
             )
         tools = section.template_kwargs.get("tools")
@@ -91,7 +91,7 @@ def check_options(text: Callable[..., str], section: DataSection) -> None:
             if isinstance(name, str) and name not in text([user], answer=True):
                 raise ConfigError(
                     f"data.template_kwargs: the chat template leaves out the tool {name!r}, so the policy would not "
-                    "know of it. Use a template that writes tools: see data.chat_template."
+                    "see it. Use a template that writes tools: see data.chat_template."
                 )
 
 

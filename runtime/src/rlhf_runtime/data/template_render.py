@@ -121,7 +121,7 @@ class TemplateRender:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise DataError(
                 f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}; change the "
-                "messages, or name a template that takes them as data.chat_template"
+                "messages, or set data.chat_template to a template that accepts them"
             ) from error
         finally:
             _day.reset(token)
@@ -141,14 +141,14 @@ class TemplateRender:
     def _check_kwargs(self) -> None:
         if reserved := sorted(_NOT_OF_TEMPLATES & set(self.kwargs)):
             raise ConfigError(
-                f"data.template_kwargs: {', '.join(reserved)} controls how the template is applied, which is fixed "
-                "here; allowed are variables that the template itself reads (enable_thinking, tools, ...)."
+                f"data.template_kwargs: {', '.join(reserved)} cannot be set, because the way in which the template is "
+                "applied is fixed; allowed are variables that the template itself reads (enable_thinking, tools, ...)."
             )
         names = sorted(self.variables - _NOT_OF_TEMPLATES - {"raise_exception", _CLOCK})
         for name in self.kwargs:
             if name not in names:
                 raise ConfigError(
-                    f"data.template_kwargs: the chat template does not read {name!r}, so it would change nothing. It "
+                    f"data.template_kwargs: the chat template does not read {name!r}, so it would have no effect. It "
                     f"reads: {', '.join(names) or 'no variables'}.{did_you_mean(name, names)} Correct or remove it."
                 )
 
@@ -181,8 +181,8 @@ def _variables(templates: str | Mapping[str, str]) -> frozenset[str]:
             tree = environment.parse(_GENERATION_TAGS.sub(r"{#\1 \2#}", source))
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}. Correct it, or name a "
-                "file with another as data.chat_template."
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}. Correct it, or set "
+                "data.chat_template to a file with another template."
             ) from error
         names |= meta.find_undeclared_variables(tree)
     return frozenset(names)
@@ -236,8 +236,8 @@ def try_template(source: str, render: Callable[[Sequence[Mapping[str, Any]]], st
     }.get(code)
     if problem is not None:
         raise ConfigError(
-            f"the chat template {problem} for a conversation of three words, so it is not used. Take the template that "
-            "the model was published with, or name a file with another as data.chat_template."
+            f"the chat template {problem} for a conversation of three words, so it is not used. Use the template that "
+            "the model was published with, or set data.chat_template to a file with another template."
         )
     _passed.add(source)
 

@@ -39,8 +39,8 @@ class TextTokens:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{text[error.start]!r} (behind {text[max(0, error.start - 20) : error.start]!r}) is half of a "
-                "character, a surrogate without the other, which is no text"
+                f"{text[error.start]!r} (after {text[max(0, error.start - 20) : error.start]!r}) is half of a "
+                "character (an unpaired surrogate), which is not valid text"
             ) from None
         encoding = self.tokenizer(text, add_special_tokens=False, **options)
         if self._rows is not None and max(encoding["input_ids"], default=0) >= self._rows:
@@ -74,8 +74,8 @@ class TextTokens:
             if ids[: len(front)] == front:
                 return ids[len(front) :]
         raise DataError(
-            f"this tokenizer writes a space before the texts that it is given, so the tokens of {text[:60]!r} behind "
-            f"{prefix[-60:]!r} cannot be told; end the prompt before the space, so that the answer starts with it"
+            f"this tokenizer adds a space before each text, so the tokens of {text[:60]!r} after {prefix[-60:]!r} "
+            f"cannot be determined; end the prompt before the space, so that the answer starts with it"
         )
 
     @cached_property

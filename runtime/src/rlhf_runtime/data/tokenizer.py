@@ -91,8 +91,8 @@ def check_ids(path: str, trust_remote_code: bool = False) -> None:
     for token, number in [*pairs, *((added["content"], added["id"]) for added in content.get("added_tokens", []))]:
         if names.setdefault(number, token) != token:
             raise ModelError(
-                f"{file} has two tokens of the id {number}, {names[number]!r} and {token!r}. Each token needs an id of "
-                "its own: correct the file, or take the published one."
+                f"{file} has two tokens with the id {number}, {names[number]!r} and {token!r}. Each token needs its "
+                "own id: correct the file, or use the published one."
             )
 
 
@@ -126,9 +126,9 @@ def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
     for stop in stops:
         for token in special_tokens_in(stop, tokenizer):
             raise ConfigError(
-                f"sampling.stop: {stop!r} holds the special token {token!r}. The text of an answer has no special "
-                "tokens, so this would stop nothing. Answers already end at the end tokens of tokenizer, chat template "
-                "and generation_config.json; add the token to eos_token_id there, or leave it out here."
+                f"sampling.stop: {stop!r} contains the special token {token!r}. The text of an answer has no special "
+                "tokens, so this would never stop an answer. Answers already end at the end tokens of tokenizer, chat "
+                "template and generation_config.json; add the token to eos_token_id there, or remove it here."
             )
 
 
@@ -205,8 +205,9 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, specs: Iterable[ModelS
         if other:
             i, token = other[0]
             raise ModelError(
-                f"{role} has another tokenizer than the policy ({policy.path}): {len(other)} of {len(policy_ids)} ids "
-                f"are other tokens, e.g. {i} is {token!r} to the policy and {name_of[i]!r} there. {remedy}"
+                f"the tokenizer of {role} differs from the policy's ({policy.path}): {len(other)} of {len(policy_ids)} "
+                f"ids are other tokens, e.g. id {i} is {token!r} for the policy and {name_of[i]!r} for the role. "
+                f"{remedy}"
             )
 
 
@@ -221,8 +222,8 @@ def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the tokenizer of role {spec.role.name!r} ({spec.path}) cannot be loaded, so nobody knows whether it is "
-            f"the policy's: {type(error).__name__}: {error}. Mend it, or copy the policy's files there."
+            f"the tokenizer of role {spec.role.name!r} ({spec.path}) cannot be loaded, so it cannot be compared "
+            f"with the policy's tokenizer: {type(error).__name__}: {error}. Fix it, or copy the policy's files there."
         ) from error
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return vocabulary

@@ -85,8 +85,8 @@ def tail_length(piece: str, tail: str, trained: int) -> int:
         position += len(piece) - position - len(piece[position:].lstrip())
         if not piece.startswith(character, position):
             raise DataError(
-                f"the chat template leaves out part of message {trained} (assistant): {tail.strip()!r}, with which "
-                "it ends. Mark answers in the template with {% generation %} ... {% endgeneration %}."
+                f"the chat template leaves out the end of message {trained} (assistant): {tail.strip()!r}. "
+                "Mark answers in the template with {% generation %} ... {% endgeneration %}."
             )
         position += 1
     return position
@@ -185,5 +185,5 @@ def _left_out(message: int, messages: Sequence[Message], trained: Collection[int
     place = ", or writes it where it is not trained on" if message in trained else ""
     return DataError(
         f"the chat template leaves out part of message {message} ({role}): {part}{place}. Use a template that writes "
-        "it (data.chat_template), or leave it out."
+        "it (data.chat_template), or remove it from the message."
     )

@@ -120,7 +120,7 @@ class ContinuousStream(Stream):
         """Wait for the batch of ``step``. Raises the error of a sample if that error ends the run."""
         if step != self.batches_taken:
             raise TrainingError(
-                f"the batch of step {step} was asked for, but the next one is of step {self.batches_taken}"
+                f"the batch of step {step} was requested, but the next batch is of step {self.batches_taken}"
             )
         ready = self._run(self._take(step))
         if (seconds := self.pool.idle()) is not None and seconds[1] > 0:

@@ -108,8 +108,8 @@ class Failures:
         if len(causes) > NOTED * self._expected and not self._noted:
             self._noted = True
             self._note(
-                f"{len(causes)} of the latest {self._expected} {self._label}s failed. Mean rewards are those of the "
-                "others, so a policy that makes its reward fail would look better; see the metric "
+                f"{len(causes)} of the latest {self._expected} {self._label}s failed. Mean rewards include only "
+                "the others, so a policy that makes its reward fail would look better; see the metric "
                 f"{self._metric}."
             )
 
@@ -118,7 +118,7 @@ class Failures:
         if len(self.causes) < 2:
             return ""
         lines = [f"\n  {count}: {cause}" for cause, count in self.causes.most_common()]
-        return f"{self.failed} {self._label}s failed, N standing for any number:{''.join(lines)}"
+        return f"{self.failed} {self._label}s failed; N stands for any number:{''.join(lines)}"
 
     def __str__(self) -> str:
         """``3 of 64 samples failed (4.7 %)``; empty if none failed."""

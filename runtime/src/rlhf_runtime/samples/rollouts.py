@@ -142,7 +142,8 @@ class Rollouts:
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
                 f"sample {describe(failed)}\n"
-                'The run stops because stream.on_failed_sample is "abort"; "drop_sample" or "drop_group" lets it go on.'
+                'The run stops because stream.on_failed_sample is "abort"; "drop_sample" or "drop_group" lets it '
+                "continue."
             )
         if settings.failures is not None:
             for trajectory in one_of_each_sample(group):

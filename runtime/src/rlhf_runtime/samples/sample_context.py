@@ -149,12 +149,12 @@ class SampleContext(RolloutContext):
             )
         if base and training:
             raise RolloutError(
-                "the rollout asks for turns of the base, which are not the policy's and cannot be trained on; ask for "
-                "them with training = False"
+                "the rollout asks for turns of the base model, which are not the policy's and cannot be trained on; "
+                "ask for them with training = False"
             )
         if base and not self._needs_base:
             raise RolloutError(
-                "the rollout asks for turns of the base, but it declares needs_base = False; set it to True"
+                "the rollout asks for turns of the base model, but it declares needs_base = False; set it to True"
             )
         for _, sampling in requests:
             check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
@@ -183,8 +183,8 @@ class SampleContext(RolloutContext):
         for number, turn in enumerate(turns):
             if turn.logprobs is not None and any(turn.logprobs is other.logprobs for other in self._side_turns):
                 raise RolloutError(
-                    f"the rollout returned turn {number}, which it asked for with training = False; leave that out for "
-                    "turns to return"
+                    f"the rollout returned turn {number}, which it asked for with training = False; omit training = "
+                    "False for turns that it returns"
                 )
 
     def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int, base: bool) -> GenerationRequest:
@@ -235,7 +235,7 @@ class SampleContext(RolloutContext):
             reward, _ = combine(self._scorer.rewards, trajectory, steps_placed=False)
             if trajectory.reward is None or reward is None:
                 cause = trajectory.error.removeprefix("RewardError: ") or "no [[reward]] applies to it"
-                raise RewardError(f"answer {number} of those that the rollout scores has no reward: {cause}")
+                raise RewardError(f"answer {number} that the rollout scores has no reward: {cause}")
             rewards.append(reward)
         return rewards
 
@@ -291,14 +291,14 @@ def _check_distribution(sampling: Sampling, run: Sampling) -> None:
     for field, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(sampling, field) not in (neutral, getattr(run, field)):
             raise RolloutError(
-                f"a turn is asked for with {field} = {getattr(sampling, field)}, but [sampling] has {field} = "
+                f"a turn is requested with {field} = {getattr(sampling, field)}, but [sampling] has {field} = "
                 f"{getattr(run, field)}. Training would treat the turn as if all tokens had been allowed. A rollout or "
                 "an environment may change max_new_tokens, temperature and stop"
             )
     if not sampling.temperature > 0:
         raise RolloutError(
-            f"a turn is asked for at temperature {sampling.temperature}. Greedy decoding draws nothing at random, so "
-            "the turn has no log-probs to train on. Give a temperature above 0"
+            f"a turn is requested at temperature {sampling.temperature}. Greedy decoding draws nothing at "
+            "random, so the turn has no log-probs to train on. Use a temperature above 0"
         )
 
 

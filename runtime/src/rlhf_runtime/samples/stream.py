@@ -102,7 +102,7 @@ class RecordedStream(Stream):
     def take(self, step: int) -> ReadyBatch:
         if step != self.batches_taken:
             raise TrainingError(
-                f"the batch of step {step} was asked for, but the next one is of step {self.batches_taken}"
+                f"the batch of step {step} was requested, but the next batch is of step {self.batches_taken}"
             )
         groups = read_groups(self._file(step + 1), self._find)
         self.batches_taken += 1
@@ -111,7 +111,7 @@ class RecordedStream(Stream):
             raise TrainingError(
                 f"{self._file(step + 1)} records tokens of version {version} for step {step + 1}. With this run's "
                 f"stream.staleness and stream.round they must be of version {step - self._oldest} or newer: the file "
-                "is of another step or another run."
+                "belongs to another step or another run."
             )
         return ReadyBatch(groups, version)
 
@@ -219,10 +219,8 @@ class WaveStream(Stream):
         step."""
         oldest = self.generated - len(self.ready)
         if not self.ready or oldest != step:
-            oldest_ready = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
-            raise TrainingError(
-                f"the batch of step {step} was asked for, but {oldest_ready}; start({step}) comes before it"
-            )
+            oldest_ready = f"the oldest batch that is ready is of step {oldest}" if self.ready else "no batch is ready"
+            raise TrainingError(f"the batch of step {step} was requested, but {oldest_ready}; call start({step}) first")
         batch = self.ready.popleft()
         if self.row_order is not None:
             self.row_order.tell(batch.finished)
