@@ -426,7 +426,7 @@ def test_answers_beyond_the_constant_are_refused():
     ("make", "message"),
     [
         (lambda: PPOLoss.Config(aggregation="seq_sum_constant"), "needs max_length"),
-        (lambda: PPOLoss.Config(max_length=3), "do not read it"),
+        (lambda: PPOLoss.Config(max_length=3), "do not use it"),
         (lambda: PPOLoss.Config(dual_clip=1.0), "greater than 1"),
         (lambda: GSPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
         (lambda: CISPO.Config(clip_low=0.0, clip_high=0.0), "use the loss 'reinforce'"),

@@ -107,7 +107,7 @@ class DistillOnPolicy(_Distillation):
         alpha = getattr(loss.config, "alpha", 1.0)
         if alpha < 1:
             raise ConfigError(
-                f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by "
+                f"algorithm.loss.alpha = {alpha} gives the cross-entropy to the student's own samples the weight "
                 f"{1 - alpha:g}; its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given "
                 "answers."
             )
