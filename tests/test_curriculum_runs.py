@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "one source": (
         "rloo",
         {"curriculum": {"use": "adaptive_mixing"}},
-        "curriculum adaptive_mixing mixes data sources, and data.train has one with rows to train on: 'data'.",
+        "curriculum adaptive_mixing mixes data sources, but data.train has only one with rows to train on: 'data'.",
     ),
     "order": (
         "rloo",
@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "band": (
         "rloo",
         {"curriculum": {"use": "pass_rate", "low": 0.9, "high": 0.1}},
-        "the band has no room: low = 0.9 must be below high = 0.1",
+        "the band is empty: low = 0.9 must be below high = 0.1",
     ),
     "column": (
         "rloo",

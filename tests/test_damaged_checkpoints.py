@@ -210,7 +210,7 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
     name, change, says = TENSORS[case]
     run = resumed(trained, shop, "sft", retensor(f"roles/policy/{name}.safetensors", change))
     refused(
-        run, f"{name}.safetensors does not hold what a run saves:", says, "Restore it from a copy, remove the folder"
+        run, f"{name}.safetensors does not contain what a run saves:", says, "Restore it from a copy, remove the folder"
     )
 
 
@@ -221,7 +221,7 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
             "",
             "(char 0). Restore it from a copy, or delete it: a resume makes it from the checkpoints",
         ),
-        ("[]", "best.json does not hold what a run saves:\n  the file: should be a valid dictionary, got list []."),
+        ("[]", "best.json does not contain what a run saves:\n  the file: should be a valid dictionary, got list []."),
         ('{"step": "2"}', "step: should be a valid integer, got str '2'."),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_damaged_pointer_to_the_best_is_refused(
             "",
             "(char 0). Restore it from a copy, or delete it: a resume then looks up the commits",
         ),
-        ("1", "manifest.json does not hold what a run saves:\n  the file: should be a valid dictionary, got int 1."),
+        ("1", "manifest.json does not contain what a run saves:\n  the file: should be a valid dictionary, got int 1."),
         ('{"schema": 2, "starts": []}', "is version int 2, this release reads version 1. Continue with the release"),
         ('{"starts": [{"hub": {"a": 1}}]}', "starts.0.hub.a: should be a valid string, got int 1."),
     ],

@@ -299,7 +299,10 @@ def test_self_teachers_that_do_not_fit_are_refused(shop: Workshop) -> None:
         return shop.run(ONLINE, "run", **self_taught(shop, loss, rows, **options))
 
     refused(run({}, weights="live"), "head that is lent once", "--algorithm.loss.top_k 100")
-    refused(run({}, weights="base", context=None, template=None, share=0.5), "share = 0.5 is of weights = 'averaged'")
+    refused(
+        run({}, weights="base", context=None, template=None, share=0.5),
+        "share = 0.5 applies only to weights = 'averaged'",
+    )
     refused(run({"top_k": 5}, PROMPTS, weights="live"), "no column 'privileged_context'")
     refused(run({}), "no model is named for the role 'teacher'")
     game = {"env": {"use": "number_game"}, "rollout": {"use": "multi_turn"}}

@@ -54,9 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "critic's loss": (
         "grpo", {"algorithm": {"value_loss": {"clip": 0.1}}},
-        "algorithm.value_loss.clip = 0.1 is of a critic",
+        "algorithm.value_loss.clip = 0.1 is an option of the critic",
     ),
-    "KL": ("grpo", {"algorithm": {"kl": {"where": "loss"}}}, "where set, but coef = 0 turns the KL off"),
+    "KL": ("grpo", {"algorithm": {"kl": {"where": "loss"}}}, "coef = 0 turns the KL off: set coef, or remove where"),
     "credit": (
         "sft", {"data": {"eval": "TRAIN"}, "reward": [{"use": "REWARD", "credit": "step"}]},
         "credit = 'step' is of training, and sft learns from demonstrations",

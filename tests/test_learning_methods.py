@@ -111,8 +111,8 @@ def test_gdpo_is_a_member_of_a_run_with_several_algorithms(shop: Workshop) -> No
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [
-        ({}, "needs two or more, got 1"),
-        ({"shaping": {"stop_properly": 0.5}}, "algorithm.shaping changes the sum of the rewards"),
+        ({}, "needs at least two rewards, got 1"),
+        ({"shaping": {"stop_properly": 0.5}}, "remove the options that change the sum: algorithm.shaping"),
     ],
 )
 def test_gdpo_refuses_one_reward_and_options_of_the_sum(shop: Workshop, algorithm: dict[str, Any], says: str) -> None:
@@ -165,8 +165,8 @@ def standardised(value: float, values: list[float]) -> float:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rollout": None, "env": None}, "gives credit to single turns, but each answer is one turn"),
-        ({"env": {"max_turns": 1}}, "gives credit to single turns, but each answer is one turn"),
+        ({"rollout": None, "env": None}, "assigns credit to individual turns, but each answer is one turn"),
+        ({"env": {"max_turns": 1}}, "assigns credit to individual turns, but each answer is one turn"),
         ({"env": {"credit": "step"}}, "compares sums of rewards over whole trajectories"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_killed_and_resumed_run_ends_with_equal_weights(forks: Any, shop: Work
         ({"algorithm": {"demonstrations_per_group": 3}}, "set --sampling.samples_per_prompt 4 or more"),
         ({"algorithm": {"loss": {"correction": {"preset": "tis"}}}}, "for which the generator reports no log-probs"),
         ({"data": {"response": "solution"}}, "no column 'solution'"),
-        ({"algorithm": {"teacher": {"coef": 1.0, "task": False}}}, "teacher.task = false leaves out the reward"),
+        ({"algorithm": {"teacher": {"coef": 1.0, "task": False}}}, "teacher.task = false does not use the reward"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(shop: Workshop, options: dict[str, Any], message: str) -> None:

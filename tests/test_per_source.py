@@ -119,7 +119,10 @@ def test_members_are_options_of_the_run(shop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"members": {"math": {"sources": ["maths"]}}}, "'maths' is no source of data.train; there are 'math', 'chat'"),
+        (
+            {"members": {"math": {"sources": ["maths"]}}},
+            "'maths' is not a source of data.train; its sources are 'math', 'chat'",
+        ),
         ({"members": {"chat": None}}, "no member trains on 'chat' of data.train"),
         ({"members": {"chat": {"sources": ["chat", "math"]}}}, "'math' is named by both 'math' and 'chat'"),
         ({"members": {"chat": {"use": "gone"}}}, "'gone'"),

@@ -49,7 +49,9 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     "environment of workers": (
         "sft", {"launcher": {"use": "processes", "env": {"A=B": "1"}}}, "'A=B' = '1' is no environment variable",
     ),
-    "transport": ("grpo", VLLM | {"sync": {"transport": "store"}}, "with launcher 'local' weights are handed over"),
+    "transport": (
+        "grpo", VLLM | {"sync": {"transport": "store"}}, "launcher 'local' passes weights within one process",
+    ),
     "second copies": (
         "sft", {"trainer": {"use": "deepspeed", "stage": 3, "hpz_partition_size": 2}},
         "hpz_partition_size = 2 does not divide the 1 ranks of role 'policy'",
@@ -217,7 +219,10 @@ def test_an_observer_with_an_impossible_folder_is_refused_before_models_are_load
     for words in (("train", path, "--dry-run"), ("train", path)):
         code, text = execute(*words)
         assert code == 2
-        assert f"observer '{use}', {option}: {shop.data / 'below'} cannot be a folder, as {shop.data} is a file" in text
+        assert (
+            f"observer '{use}', {option}: {shop.data / 'below'} cannot be a folder, because {shop.data} is a file"
+            in text
+        )
 
 
 def test_a_missing_login_is_refused_before_models_are_loaded(shop, tmp_path, monkeypatch):

@@ -80,9 +80,10 @@ def test_records_of_another_model_fail_the_sample_with_its_cause(moe: Workshop) 
     larger = Workshop(moe.folder, model_path("qwen3_moe", **{**SIZES, "num_experts": 8}), moe.data)
     refused = larger.run("grpo", "other", **REPLAY, **recording(first))
     assert refused.code == 1
-    assert "its record is of a model with 2 layers of 4 experts, 2 for each token; the policy has 2 layers of 8" in (
-        refused.said.replace("\n", " ")
-    )
+    assert (
+        "its record of experts comes from a model with 2 layers of 4 experts, 2 for each token; the policy has 2 "
+        "layers of 8"
+    ) in refused.said.replace("\n", " ")
     larger.train("grpo", "off", **recording(first))
 
 

@@ -122,11 +122,11 @@ def test_a_served_teacher_that_does_not_fit_is_refused(shop: Workshop, teacher: 
         weighted = [{"use": "teacher", "urls": [server.url], "weight": 0.5}]
         refused(run("reinforce_pp", reward=weighted), "weight = 0.5", "would do nothing")
         other_source = [{"use": "teacher", "urls": [server.url], "sources": ["other"]}]
-        refused(run("reinforce_pp", reward=other_source), "the rows of 'data' have none")
+        refused(run("reinforce_pp", reward=other_source), "the rows of 'data' have no teacher")
         assert not server.asked
     other = tiny_model(tiny_tokenizer(tmp_path / "other", chars="0123456789+= abc"), seed=5)
     with TeacherServer.of_model(other) as server:
-        refused(shop.run("reinforce_pp", "run", **served(server)), "another vocabulary than the policy")
+        refused(shop.run("reinforce_pp", "run", **served(server)), "a different vocabulary from the policy's")
 
 
 def two_sources(shop: Workshop) -> dict[str, Any]:
@@ -166,9 +166,9 @@ def test_teachers_of_sources_that_do_not_fit_are_refused(shop: Workshop, teacher
         changes = alone(teacher, data=two_sources(shop), algorithm={"teacher": {"roles": roles}})
         return shop.run("reinforce_pp", "run", **changes)
 
-    refused(run(esy="teacher"), "'esy' is no source of data.train", "'easy', 'hard'")
-    refused(run(easy="teacher"), "the rows of 'hard' have none")
-    refused(run(easy="teacher", hard="reference"), "reference has another task")
+    refused(run(esy="teacher"), "'esy' is not a source of data.train", "'easy', 'hard'")
+    refused(run(easy="teacher"), "the rows of 'hard' have no teacher")
+    refused(run(easy="teacher", hard="reference"), "reference already has a task")
     refused(run(easy="teacher", hard="second"), "no model is named for the role 'second'")
 
 
@@ -246,10 +246,10 @@ def test_contexts_that_do_not_fit_are_refused(shop: Workshop) -> None:
     refused(run(PROMPTS), "no column 'privileged_context'")
     refused(run(context=None), "the teacher would be the policy itself")
     refused(run(template="so"), "{context}")
-    refused(run(share=0.1), "share = 0.1 is of weights = 'averaged'")
+    refused(run(share=0.1), "share = 0.1 applies only to weights = 'averaged'")
     refused(run(roles={"context": "teacher"}), "weights = 'live'")
     numbers = [{**row, "privileged_context": 4} for row in PROMPTS]
-    assert "is no text, got int 4" in run(numbers).said
+    assert "must hold text, got int 4" in run(numbers).said
 
 
 def test_members_read_a_server_and_no_context(shop: Workshop, teacher: Path) -> None:
@@ -307,7 +307,7 @@ def test_vllm_teaches(tmp_path: Path) -> None:
             return await reward.score(Group(row, 0, samples))
 
         results = asyncio.run(score(model))
-        with pytest.raises(ConfigError, match="another vocabulary than the policy"):
+        with pytest.raises(ConfigError, match="a different vocabulary from the policy's"):
             asyncio.run(score(other))
     plain = model_score(model)
     for result, answer in zip(results, answers, strict=True):

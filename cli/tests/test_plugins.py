@@ -166,7 +166,10 @@ def test_show_an_unknown_name(installed, site, capsys):
         "rlhf: 'rlhf-plugin-probe' is a distribution. Name one of its plugins: probe (--kind reward)\n"
     )
     text = "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed."
-    assert err == f"{text} Plugins of this project are in rlhf-kit; one of this name would be in rlhf-plugin-prob.\n"
+    assert (
+        err
+        == f"{text} The plugins of this project are in rlhf-kit; a plugin of this name would be in rlhf-plugin-prob.\n"
+    )
     site.distribution("rlhf-kit", requires=["rlhf-plugin-xyz"])
     assert run(capsys, "show", "xyz")[2].endswith("what is installed. Try: pip install rlhf-plugin-xyz\n")
     assert run(capsys, "show", "zyx")[2].endswith("what is installed.\n")

@@ -151,7 +151,7 @@ def test_environment_by_name_only():
 
 
 def test_a_finding_that_is_not_ok_must_have_a_remedy():
-    with pytest.raises(ValueError, match="says nothing about what to do"):
+    with pytest.raises(ValueError, match="does not say what to do"):
         Finding("x", "warn", "something")
 
 

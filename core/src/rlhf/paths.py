@@ -49,7 +49,9 @@ def require_possible(folder: Path, option: str) -> None:
         if place.is_dir():
             return
         if place.exists():
-            raise ConfigError(f"{option}: {folder} cannot be a folder, as {place} is a file. Name another.")
+            raise ConfigError(
+                f"{option}: {folder} cannot be a folder, because {place} is a file. Choose another folder."
+            )
 
 
 def path_argument(text: str) -> Path:

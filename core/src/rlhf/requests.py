@@ -50,7 +50,7 @@ def check_request(i: int, request: GenerationRequest, vocabulary: int, has_base:
     if request.base and not has_base:
         raise ConfigError(
             f"request {i} is for the policy's base, which this generator does not have. Train adapters "
-            "(--trainer.lora.rank 16); an engine needs them beside its base (--sync.adapters alone)."
+            "(--trainer.lora.rank 16); an engine must keep them separate from its base (--sync.adapters alone)."
         )
     if not 0 <= request.seed < 2**64:
         raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")

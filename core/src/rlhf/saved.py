@@ -49,7 +49,7 @@ def validated(model: type[M], value: Any, path: Path | str) -> M:
 
 def refuse(path: Path | str, *problems: str) -> NoReturn:
     """Raises CheckpointError: the content of the file ``path`` was not written by a run."""
-    raise CheckpointError("\n  ".join([f"{path} does not hold what a run saves:", *problems, WAY_OUT]))
+    raise CheckpointError("\n  ".join([f"{path} does not contain what a run saves:", *problems, WAY_OUT]))
 
 
 def _line(error: Any) -> str:

@@ -62,7 +62,7 @@ def test_a_batch_has_the_column_if_a_sample_has_a_record():
     assert batch.tok["experts"][:, 0, 1].tolist() == [-1] * 4 + [0, 1, 2, 3, 4, 5, 6, 7, -1]
     assert "experts" not in assemble([Group(row, 0, samples[:1])]).tok
     samples[0].turns[1].experts = record(0, 3, FINE)
-    with pytest.raises(TrainingError, match="records of experts of different models"):
+    with pytest.raises(TrainingError, match="records of experts come from different models"):
         assemble([Group(row, 0, samples)])
 
 
@@ -76,7 +76,10 @@ def test_a_batch_has_the_column_if_a_sample_has_a_record():
             {"experts": record(0, 3, FINE)},
             "with 1 layers of 300 experts, 1 for each token; the policy has 2 layers of 8",
         ),
-        ({"experts": record_of(np.full((2, 2, 2), 8), MODEL)}, "names an expert that is none of the 8"),
+        (
+            {"experts": record_of(np.full((2, 2, 2), 8), MODEL)},
+            "names an expert that does not exist; the model has 8 per layer",
+        ),
     ],
 )
 def test_records_that_cannot_be_right_are_refused(change, words):

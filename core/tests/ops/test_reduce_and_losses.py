@@ -261,10 +261,10 @@ def test_a_loss_that_breaks_its_declarations_is_refused(call, columns, message):
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ({"t": "token_mean"}, r'must give e.g. \{"policy": Reduce\("token_mean"\)\}'),
-        (Reduce(), "must give"),
-        ({"t": Reduce(), "u": "token_mean"}, "must give"),
-        ({"t": Reduce("mean")}, "no Reduce.'mean'.; allowed are token_mean, seq_mean_token_mean"),
+        ({"t": "token_mean"}, r'must return, e.g., \{"policy": Reduce\("token_mean"\)\}'),
+        (Reduce(), "must return"),
+        ({"t": Reduce(), "u": "token_mean"}, "must return"),
+        ({"t": Reduce("mean")}, "unknown reduction Reduce.'mean'.; allowed are token_mean, seq_mean_token_mean"),
     ],
 )
 def test_unknown_reductions_are_refused(terms, message):
@@ -406,5 +406,5 @@ def test_entropy_of_certainty_is_zero_not_nan():
 def test_resolve_head():
     assert resolve_head("logprobs", "other").over == "other"
     assert resolve_head("scores", "other").over == "last_token"
-    with pytest.raises(KeyError, match="no model output 'logprob'"):
+    with pytest.raises(KeyError, match="unknown model output 'logprob'"):
         resolve_head("logprob")

@@ -115,7 +115,7 @@ def test_a_class_of_a_file_pickles_and_another_process_resolves_the_same(site, w
 def test_one_of_several_candidates_must_be_named(site, write):
     path = write("two.py", "def a(prompt, completion, row): ...\ndef b(prompt, completion, row): ...")
     with pytest.raises(
-        PluginInvalid, match=r"the file defines 2 of that kind; pick one: file:.*two.py:a, file:.*two.py:b"
+        PluginInvalid, match=r"the file defines 2 plugins of this kind; pick one: file:.*two.py:a, file:.*two.py:b"
     ):
         site.plugins().resolve("reward", f"file:{path}")
 
@@ -229,7 +229,7 @@ def test_the_error_for_a_file_that_no_adapter_recognises_lists_the_adapters(site
     with pytest.raises(
         PluginInvalid,
         match=r"The file defines: nothing\. No installed adapter \(dead, foreign\) recognises it\. "
-        r"Adapters that could not be asked: adapter 'dead' \(rlhf-plugin-dead 0\.1\.0\) failed to import",
+        r"Adapters that could not be used: adapter 'dead' \(rlhf-plugin-dead 0\.1\.0\) failed to import",
     ):
         site.plugins().resolve("reward", f"file:{write('x.py', 'NUMBER = 1')}")
 

@@ -162,7 +162,7 @@ def test_a_misspelt_name_gets_a_suggestion_and_no_advice_to_install(site, publis
 def test_only_a_distribution_that_exists_is_suggested_for_installation(site):
     for reference in ("math", "x", "rlhf-plugin-math/math", "http://h/s"):
         assert "pip" not in not_found(site, reference), "what exists is unknown where `rlhf-kit` is not installed"
-    assert not_found(site, "math").endswith("in rlhf-kit; one of this name would be in rlhf-plugin-math.")
+    assert not_found(site, "math").endswith("in rlhf-kit; a plugin of this name would be in rlhf-plugin-math.")
     site.add("rlhf-kit", {}, requires=PUBLISHED)
     assert not_found(site, "math") == "no reward named 'math'. Installed: none. Try: pip install rlhf-plugin-math"
     assert not_found(site, "number_game", "env").endswith("Try: pip install rlhf-plugin-number-game")
@@ -407,7 +407,7 @@ def test_an_import_that_does_not_end_is_named_and_ended(site, monkeypatch, capsy
         (body(THING).replace("rlhf_register_reward()", "rlhf_register_reward(extra)"), PluginInvalid,
          r"Argument\(s\) {'extra'} are declared in the hookimpl but can not be found in the hookspec"),
         (body(THING).replace("@hookimpl\n", ""), PluginInvalid,
-         "has no hook 'rlhf_register_reward'. The function is there, but is not marked: write '@hookimpl'"),
+         "has no hook 'rlhf_register_reward'. The function exists but is not marked as a hook: write '@hookimpl'"),
         ("x = 1", PluginInvalid, r"has no hook 'rlhf_register_reward'. Define it there: @hookimpl def"),
         (body(THING, "1 / 0"), PluginInvalid, "rlhf_register_reward raised ZeroDivisionError: division by zero"),
         (body(THING, "__import__('no_such_thing')"), PluginImportFailed, "rlhf_register_reward failed to import: Mod"),

@@ -173,5 +173,5 @@ def test_a_subclass_that_lays_out_its_batch_itself_must_apply_it() -> None:
         def assemble(self, examples):
             return None, {}
 
-    with pytest.raises((ConfigError, PluginInvalid), match=r"echo_coef: set, but Own.assemble"):
+    with pytest.raises((ConfigError, PluginInvalid), match=r"echo_coef would have no effect: Own.assemble"):
         Own(PolicyGradientConfig(echo_coef=LAMBDA), {"advantage": GroupNorm(), "loss": PPOLoss()})

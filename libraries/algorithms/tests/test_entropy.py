@@ -57,7 +57,7 @@ def test_an_update_carries_the_factor_and_a_step_adapts_it() -> None:
 
 def test_a_target_without_a_bonus_is_refused() -> None:
     parts = {"advantage": LeaveOneOut(), "loss": PPOLoss()}
-    with pytest.raises(ConfigError, match=r"entropy.target = 0.5 needs an entropy bonus"):
+    with pytest.raises(ConfigError, match=r"entropy.target = 0.5 adapts the coefficient of the entropy bonus"):
         Bonus(PolicyGradientConfig(entropy=EntropyConfig(target=0.5)), parts)
     with pytest.raises(ValidationError, match="set target too"):
         EntropyConfig(step=0.1)

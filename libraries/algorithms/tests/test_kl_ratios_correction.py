@@ -259,20 +259,20 @@ def test_mis_is_one_sided_as_published():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "tis", "level": "token"}, "preset 'tis' already says level, mode and statistic"),
-        ({"preset": "tis", "mode": "mask"}, "preset 'tis' already says level, mode and statistic"),
+        ({"preset": "tis", "level": "token"}, "preset 'tis' already sets level, mode and statistic"),
+        ({"preset": "tis", "mode": "mask"}, "preset 'tis' already sets level, mode and statistic"),
         ({"level": "token"}, "a correction needs both, or a preset"),
         ({"mode": "mask"}, "a correction needs both, or a preset"),
-        ({"low": 0.4}, "no correction is on"),
-        ({"high": 4.0}, "no correction is on"),
+        ({"low": 0.4}, "no correction is enabled"),
+        ({"high": 4.0}, "no correction is enabled"),
         ({"preset": "mis", "low": 5.0}, r"low < high, got \[5.0, 3.0\]"),
-        ({"preset": "kpop", "statistic": "tv"}, "preset 'kpop' already says"),
-        ({"statistic": "tv", "high": 0.1}, "no correction is on"),
+        ({"preset": "kpop", "statistic": "tv"}, "preset 'kpop' already sets"),
+        ({"statistic": "tv", "high": 0.1}, "no correction is enabled"),
         ({**MASKED, "statistic": "tv"}, "needs high"),
         ({**MASKED, "statistic": "tv", "high": 1.0}, "nothing would be masked"),
-        ({**MASKED, "statistic": "binary_kl", "high": 0.1, "low": 0.01}, "an upper end only"),
+        ({**MASKED, "statistic": "binary_kl", "high": 0.1, "low": 0.01}, "only an upper bound"),
         ({"level": "token", "mode": "truncate", "statistic": "tv", "high": 0.1}, "a divergence is not a weight"),
-        ({"level": "sequence_product", "mode": "mask", "statistic": "binary_kl", "high": 0.1}, "it has no product"),
+        ({"level": "sequence_product", "mode": "mask", "statistic": "binary_kl", "high": 0.1}, "has no product"),
     ],
 )
 def test_incomplete_or_contradictory_corrections_are_refused(options, message):

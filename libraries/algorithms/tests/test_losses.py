@@ -426,13 +426,13 @@ def test_answers_beyond_the_constant_are_refused():
     ("make", "message"),
     [
         (lambda: PPOLoss.Config(aggregation="seq_sum_constant"), "needs max_length"),
-        (lambda: PPOLoss.Config(max_length=3), "do not read it"),
+        (lambda: PPOLoss.Config(max_length=3), "do not use it"),
         (lambda: PPOLoss.Config(dual_clip=1.0), "greater than 1"),
         (lambda: GSPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
         (lambda: CISPO.Config(clip_low=0.0, clip_high=0.0), "use the loss 'reinforce'"),
-        (lambda: CorrectionConfig(preset="tis", level="token"), "already says level, mode and statistic"),
+        (lambda: CorrectionConfig(preset="tis", level="token"), "already sets level, mode and statistic"),
         (lambda: CorrectionConfig(level="token"), "needs both"),
-        (lambda: CorrectionConfig(low=0.1), "no correction is on"),
+        (lambda: CorrectionConfig(low=0.1), "no correction is enabled"),
         (lambda: CorrectionConfig(preset="tis", low=6.0), "low < high"),
     ],
 )

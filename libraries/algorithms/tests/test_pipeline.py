@@ -226,9 +226,9 @@ def test_an_advantage_that_is_not_finite_is_fatal():
         def returns(self, R_NA, mask_NA, values_NA, boot_N):
             return R_NA, R_NA[:, :1]
 
-    with pytest.raises(TrainingError, match=r"advantage 'centered' must give finite advantages"):
+    with pytest.raises(TrainingError, match=r"advantage 'centered' must return finite advantages"):
         credit(two(), Broken())
-    with pytest.raises(TrainingError, match=r"must give finite returns of shape \(2, 3\), got shape \(2, 1\)"):
+    with pytest.raises(TrainingError, match=r"must return finite returns of shape \(2, 3\), got shape \(2, 1\)"):
         credit(two(), Lost())
 
 
@@ -237,7 +237,7 @@ def test_an_advantage_that_returns_one_tensor_is_refused():
         def returns(self, R_NA, mask_NA, values_NA, boot_N):
             return R_NA
 
-    with pytest.raises(TrainingError, match=r"'centered' must give .advantages, returns., .*got Tensor"):
+    with pytest.raises(TrainingError, match=r"'centered' must return .advantages, returns., .*got Tensor"):
         credit(two(), One())
 
 

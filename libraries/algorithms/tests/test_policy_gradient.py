@@ -162,7 +162,7 @@ def test_options_of_a_reward_that_is_left_out_are_refused():
         {"kl": KLConfig(coef=0.1)},
         {"shaping": ShapingConfig(stop_properly=0)},
     ):
-        with pytest.raises(ValidationError, match=r"teacher.task = false leaves out the reward"):
+        with pytest.raises(ValidationError, match=r"teacher.task = false does not use the reward"):
             build(teacher=TeacherConfig(coef=1.0, task=False), **options)
     with pytest.raises(ValidationError, match="coef = 0 turns off"):
         TeacherConfig(task=False)
@@ -224,7 +224,7 @@ def test_options_that_do_not_fit_the_batches_are_refused_before_the_run(config, 
 
 @pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}, {"normalise_values": True}])
 def test_options_of_a_critic_need_one(field):
-    with pytest.raises(ConfigError, match="does not use; leave it out"):
+    with pytest.raises(ConfigError, match="does not use; remove this option"):
         build(**field)
 
 
@@ -465,18 +465,18 @@ def test_setting_one_field_of_kl_keeps_the_presets_other_fields(options, coef, w
     ("make", "message"),
     [
         (lambda: KLConfig(coef=0.1, where="loss", estimator="k1"), "zero expected gradient"),
-        (lambda: KLConfig(coef=0.1, where="loss", before_baseline=True), "would do nothing"),
+        (lambda: KLConfig(coef=0.1, where="loss", before_baseline=True), "has no effect with where = 'loss'"),
         (lambda: KLConfig(target=0.1), "coef > 0"),
         (lambda: KLConfig(coef=0.1, horizon=5.0), "set target too"),
         (lambda: KLConfig(coef=-0.1), "greater than or equal to 0"),
         (lambda: KLConfig(coef=0.1, unbiased=True), "k3 as a loss, got estimator 'k1' with where = 'reward'"),
         (lambda: KLConfig(coef=0.1, where="loss", estimator="k2", unbiased=True), "got estimator 'k2'"),
-        (lambda: KLConfig(snapshot_every=2), "coef = 0 does without"),
-        (lambda: KLConfig(coef=0.1, snapshot_share=0.5), "every snapshot_every steps, which is not set"),
-        (lambda: PolicyGradientConfig(mask_truncated=True, bootstrap_truncated=True), "leave one of them out"),
+        (lambda: KLConfig(snapshot_every=2), "coef = 0 uses no reference"),
+        (lambda: KLConfig(coef=0.1, snapshot_share=0.5), "every snapshot_every steps, but snapshot_every is not set"),
+        (lambda: PolicyGradientConfig(mask_truncated=True, bootstrap_truncated=True), "remove one of the two"),
         (lambda: KLConfig(coef=0.1, target=0.0), "greater than 0"),
-        (lambda: ShapingConfig(overlong_buffer=3), "belong together"),
-        (lambda: ShapingConfig(overlong_factor=0.5), "does nothing without"),
+        (lambda: ShapingConfig(overlong_buffer=3), "must be set together"),
+        (lambda: ShapingConfig(overlong_factor=0.5), "has no effect without"),
         (lambda: ShapingConfig(overlong_buffer=9, overlong_max=8), "above overlong_max"),
         (lambda: ShapingConfig(stop_properly=1.5), "less than or equal to 1"),
         (lambda: PolicyGradientConfig(reward_clip=(1.0, -1.0)), "low < high"),

@@ -137,9 +137,9 @@ def test_rewards_that_teach_are_a_column():
     ("group", "words"),
     [
         (sample(0, answered(3), Turn([1, 2, 5], False, fresh=True), answered(4)), "context was rewritten"),
-        (sample(0, Turn([5], False), answered(4)), "wrote another prompt than the row's"),
+        (sample(0, Turn([5], False), answered(4)), "wrote a different prompt from the row's"),
         (sample(0, Turn([5], False, images=(Image(b"", 0, 1, ()),)), answered(4)), "has images"),
-        (sample(0, answered(3), hint=7), "'hint' is no text, got int 7"),
+        (sample(0, answered(3), hint=7), "'hint' must hold text, got int 7"),
     ],
 )
 def test_samples_that_have_no_place_for_a_context_are_refused(group, words):
@@ -162,11 +162,11 @@ def test_contexts_that_no_run_has_are_refused():
     ("options", "words"),
     [
         ({"coef": 0.0, "weights": "base"}, "coef = 0 turns the teacher off"),
-        ({"weights": "base", "roles": {"a": "first"}}, "roles are models of their own"),
-        ({"roles": {"a": "policy"}}, "policy has another task"),
+        ({"weights": "base", "roles": {"a": "first"}}, "roles are separate models, but weights = 'base' is set"),
+        ({"roles": {"a": "policy"}}, "policy already has a task"),
         ({"template": "{context}!"}, "context, which is not set"),
-        ({"weights": "live", "context": "hint", "template": "x"}, "place {context}"),
-        ({"share": 0.5}, "is of weights = 'averaged'"),
+        ({"weights": "live", "context": "hint", "template": "x"}, "must contain {context}"),
+        ({"share": 0.5}, "applies only to weights = 'averaged'"),
     ],
 )
 def test_options_of_a_teacher_that_do_nothing_are_refused(options, words):

@@ -95,8 +95,11 @@ def test_gate_of_vespo_by_hand():
     [
         (lambda: DPPO.Config(correction=CORRECTIONS[0]), "in its own ratio"),
         (lambda: VESPO.Config(correction=CORRECTIONS[0]), "in its own ratio"),
-        (lambda: Covariance.Config(kl_coef=0.5), "does not read kl_coef"),
-        (lambda: Covariance.Config(treatment="kl", clip_low=0.1), "does not read clip_low"),
+        (lambda: Covariance.Config(kl_coef=0.5), "does not use all options that are set; remove kl_coef"),
+        (
+            lambda: Covariance.Config(treatment="kl", clip_low=0.1),
+            "does not use all options that are set; remove clip_low",
+        ),
         (lambda: Covariance.Config(low=5.0, high=1.0), "must be below high"),
         (lambda: GMPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
     ],

@@ -83,7 +83,9 @@ def test_an_engine_has_a_device_for_each_of_its_workers():
 def test_idle_gpus_of_an_engine_are_refused_and_idle_cores_are_not():
     idle = {"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=2)}
     check_workers(idle, "cpu")
-    with pytest.raises(ConfigError, match=r"4 GPUs and 2 workers .*: 2 would stand idle\. Set .*devices = 2,"):
+    with pytest.raises(
+        ConfigError, match=r"4 GPUs but only 2 workers .*, so 2 GPUs would be idle\. Set .*devices = 2,"
+    ):
         check_workers(idle, "cuda")
     check_workers({"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=4)}, "cuda")
     check_workers({"policy": Place(1, 4), GENERATOR: Place(1, 4)}, "cuda")

@@ -181,7 +181,9 @@ def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():
         list(minibatches(data, Update("policy", "loss", minibatches=9), 0, 0))
 
 
-@pytest.mark.parametrize(("output", "message"), [("values", "does not give 'values'"), ("rubbish", "no model output")])
+@pytest.mark.parametrize(
+    ("output", "message"), [("values", "does not give 'values'"), ("rubbish", "unknown model output")]
+)
 def test_an_output_that_the_head_does_not_give_is_refused(output, message):
     with pytest.raises(TrainingError, match=message):
         role(1, 10).annotate(batch(), [Annotation("policy", output, "x")])

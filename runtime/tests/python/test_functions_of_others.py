@@ -150,7 +150,7 @@ def test_one_function_of_a_file_needs_no_name_and_helpers_do_not_count(tmp_path)
     path.write_text("def reward_func(completions, **kwargs): return [0.5] * len(completions)\n")
     assert [r.value for r in scored(f"file:{path}", group("2"))] == [0.5], "not one of OpenRLHF's"
     path.write_text(TRL)
-    with pytest.raises(PluginInvalid, match=r"defines 3 of that kind; pick one: .*:accuracy_reward"):
+    with pytest.raises(PluginInvalid, match=r"defines 3 plugins of this kind; pick one: .*:accuracy_reward"):
         Plugins.discover().resolve("reward", f"file:{path}")
 
 
@@ -187,7 +187,7 @@ def test_the_columns_that_a_function_needs_are_declared_with_the_option_that_nam
         (lambda completions: [], {"arguments": {"k": 1}}, r"arguments\.k: .*has no parameter 'k'; it has completions"),
         (lambda completions: [], {"arguments": {"completions": []}}, r"arguments\.completions: .*from the run"),
         (lambda completions, a: [], {"arguments": {"a": 1}, "columns": {"a": "b"}}, r"columns\.a and arguments\.a"),
-        (lambda completions, trainer_state: [], {}, r"parameter 'trainer_state', which rewards are not given"),
+        (lambda completions, trainer_state: [], {}, r"parameter 'trainer_state', which rlhf does not pass to rewards"),
     ],
 )
 def test_options_that_a_function_cannot_take_are_refused_before_the_start(function, options, message):

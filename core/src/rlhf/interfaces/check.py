@@ -35,7 +35,7 @@ class Finding:
         if self.status not in STATUSES:
             raise ValueError(f"the finding {self.name!r} has the status {self.status!r}; allowed are {STATUSES}")
         if self.status in ("warn", "fail") and not self.remedy:
-            raise ValueError(f"the finding {self.name!r} is {self.status!r} and says nothing about what to do")
+            raise ValueError(f"the finding {self.name!r} is {self.status!r} but does not say what to do")
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,8 @@ class TakesTensors(Ability):
             images: the images of each sequence (capability ``images``); empty: no sequence has images.
         """
         raise CapabilityError(
-            f"generator {type(self).__name__} reports no log-probs of given tokens, with which a sync of weights is "
-            "proven. Set --sync.canaries 0."
+            f"generator {type(self).__name__} does not report log-probs of given tokens, which are needed to prove a "
+            "weight sync. Set --sync.canaries 0."
         )
 
     def stale(self, bucket: Bucket) -> list[str]:

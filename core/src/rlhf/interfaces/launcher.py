@@ -47,10 +47,10 @@ def check_workers(places: Mapping[str, Place], device: str) -> None:
     place = places.get(GENERATOR)
     if device == "cuda" and place is not None and place.workers is not None and place.workers < place.devices:
         raise ConfigError(
-            f"[placement.generator]: an engine has devices = {place.devices} GPUs and {place.workers} workers (its "
-            f"tensor x pipeline parallel parts), one on each: {place.devices - place.workers} would stand idle. Set "
-            f"placement.generator.devices = {place.workers}, with more ranks for more engines, or raise the "
-            f"generator's parallel sizes to {place.devices} in all."
+            f"[placement.generator]: each engine has devices = {place.devices} GPUs but only {place.workers} workers "
+            f"(tensor x pipeline parallel size), one per GPU, so {place.devices - place.workers} GPUs would be idle. "
+            f"Set placement.generator.devices = {place.workers}, with more ranks for more engines, or raise the "
+            f"generator's parallel sizes to a product of {place.devices}."
         )
 
 
@@ -176,8 +176,8 @@ class Launcher(Component):
     def _check_transport(cls, transport: str) -> None:
         if transport != "auto":
             raise ConfigError(
-                f"sync.transport = {transport!r}: with launcher {cls.name!r} weights are handed over in one process. "
-                "Leave it out."
+                f"sync.transport = {transport!r}: launcher {cls.name!r} passes weights within one process. Remove "
+                "sync.transport."
             )
 
     @abstractmethod

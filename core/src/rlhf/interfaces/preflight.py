@@ -37,7 +37,7 @@ class TrainerPreflight(Preflight):
     def precision_on_processor(cls) -> Precision:
         """Meaning of ``dtype = "auto"`` on the CPU of this machine. A run calls this once and passes the result to
         every rank (``ModelSpec.on_processor``)."""
-        return Precision(False, "fp32 on cpu: the trainer offers no other arithmetic there")
+        return Precision(False, "fp32 on cpu: the trainer supports no other precision there")
 
     @classmethod
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:

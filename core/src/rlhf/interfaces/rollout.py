@@ -160,7 +160,7 @@ class RolloutContext(ABC):
         Raises RolloutError: the arguments are not allowed here.
         """
         if base:
-            raise RolloutError("this context has no base of the policy to sample from")
+            raise RolloutError("this context cannot sample from the policy's base")
         return [await self.generate(turns, sampling, n) for n, (turns, sampling) in enumerate(requests, first_number)]
 
     async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:

@@ -123,7 +123,7 @@ class Batch:
             if name in level:
                 return level[name]
         present = sorted({*self.tok, *self.seq, *self.unit})
-        raise KeyError(f"no column {name!r} in the batch; there are {present}")
+        raise KeyError(f"the batch has no column {name!r}; its columns are {present}")
 
     def with_column(self, level: ColumnLevel, name: str, values: Tensor, over: str | None = "loss_mask") -> Batch:
         """Add or replace a column. Token columns are zeroed where the mask ``over`` is False (None: keep all)."""

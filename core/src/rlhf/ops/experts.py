@@ -50,7 +50,7 @@ def check_records(turns: Sequence[Turn], model: ExpertLayers | None) -> None:
         if not record.token_bytes or len(record.choices) % record.token_bytes or record.tokens >= max(tokens, 1):
             raise ValueError(
                 f"turn {number}: its record of experts has {len(record.choices)} bytes, {record.token_bytes} for each "
-                f"token; allowed: at most {max(tokens, 1) - 1} whole tokens, those before the turn's last one"
+                f"token; allowed: at most {max(tokens, 1) - 1} whole tokens, those before the turn's last token"
             )
         if model is None:
             continue
@@ -60,11 +60,15 @@ def check_records(turns: Sequence[Turn], model: ExpertLayers | None) -> None:
         )
         if sizes != allowed:
             raise ValueError(
-                f"turn {number}: its record is of a model with {_layout(sizes)}; the policy has {_layout(allowed)}. "
-                "Records of another model cannot be replayed: set trainer.router_replay = false, or sample again."
+                f"turn {number}: its record of experts comes from a model with {_layout(sizes)}; the policy has "
+                f"{_layout(allowed)}. Records of another model cannot be replayed: set trainer.router_replay = false, "
+                "or sample again."
             )
         if record.tokens and not 0 <= choices_of(record).min() <= choices_of(record).max() < model.experts:
-            raise ValueError(f"turn {number}: its record names an expert that is none of the {model.experts}")
+            raise ValueError(
+                f"turn {number}: its record names an expert that does not exist; the model has {model.experts} per "
+                "layer"
+            )
 
 
 def _layout(sizes: tuple[int, int, int]) -> str:
@@ -98,7 +102,9 @@ def expert_column(turns: Sequence[Turn]) -> Tensor | None:
         return None
     shapes = {(record.layers, record.chosen) for _, record in records}
     if len(shapes) > 1:
-        raise ValueError(f"records of experts of different models: (layers, experts of a token) are {sorted(shapes)}")
+        raise ValueError(
+            f"the records of experts come from different models: their (layers, experts per token) are {sorted(shapes)}"
+        )
     column_NLK = np.full((ends[-1], *shapes.pop()), UNKNOWN, np.int16)
     for end, record in reversed(records):
         column_NLK[end - 1 - record.tokens : end - 1] = choices_of(record)

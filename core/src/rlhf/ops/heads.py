@@ -104,7 +104,9 @@ def resolve_head(output: str | Head, over: str | None = None) -> Head:
     if isinstance(output, Head):
         return output
     if output not in BUILTIN:
-        message = f"no model output {output!r}; built in are {sorted(BUILTIN)}; others are given as a Head"
+        message = (
+            f"unknown model output {output!r}; built-in outputs are {sorted(BUILTIN)}; any other output must be a Head"
+        )
         if len(output) == 1:
             message += '. A string in place of a tuple is read letter by letter: write ("logprobs",)'
         raise KeyError(message)

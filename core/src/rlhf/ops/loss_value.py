@@ -33,12 +33,12 @@ def masks(loss: Loss) -> tuple[str, ...]:
     terms = loss.reduce()
     if not isinstance(terms, Mapping) or not all(isinstance(r, Reduce) for r in terms.values()):
         raise TrainingError(
-            f'reduce() of loss {loss.name!r} must give e.g. {{"policy": Reduce("token_mean")}}, got {terms}'
+            f'reduce() of loss {loss.name!r} must return, e.g., {{"policy": Reduce("token_mean")}}, got {terms}'
         )
     for reduce in terms.values():
         if reduce.method not in LEVEL:
             raise TrainingError(
-                f"loss {loss.name!r}: there is no Reduce({reduce.method!r}); allowed are {', '.join(LEVEL)}"
+                f"loss {loss.name!r}: unknown reduction Reduce({reduce.method!r}); allowed are {', '.join(LEVEL)}"
             )
     mask, *other_masks = dict.fromkeys(reduce.over for reduce in terms.values())
     if other_masks:
@@ -46,8 +46,8 @@ def masks(loss: Loss) -> tuple[str, ...]:
         for term, reduce in terms.items():
             if reduce.over != mask and (reduce.over not in heads or LEVEL[reduce.method] != "tok"):
                 raise TrainingError(
-                    f"loss {loss.name!r}: the term {term!r} is over {reduce.over!r}, not over {mask!r} as the first "
-                    f"term. It needs a Head(..., over={reduce.over!r}) in outputs(), which has "
+                    f"loss {loss.name!r}: the term {term!r} is over {reduce.over!r}, but the first term is over "
+                    f"{mask!r}. It needs a Head(..., over={reduce.over!r}) in outputs(), which has "
                     f"{', '.join(sorted(heads)) or 'none of its own'}, and a reduction per token, got {reduce.method!r}"
                 )
     return (mask, *other_masks)

@@ -44,7 +44,9 @@ def pack(units: Sequence[UnitData]) -> Batch:
     """
     sequences = [s for u in units for s in u.sequences]
     if not sequences or any(not u.sequences for u in units) or any(len(s.ids) == 0 for s in sequences):
-        raise ValueError("pack needs at least one unit; each unit at least one sequence; each sequence one token")
+        raise ValueError(
+            "pack() needs at least one unit, each unit at least one sequence, and each sequence at least one token"
+        )
     names = set(sequences[0].tok)
     for s in sequences:
         if set(s.tok) != names:

@@ -58,10 +58,10 @@ def check_abilities(kind: str, cls: type[Any], label: str) -> None:
         listing = ", ".join(f"{name} for {' and '.join(parts)}" for name, parts in reasons.items())
         problems.append(
             f" Write class {cls.__name__}({', '.join(bases)}), with the classes of rlhf.interfaces for what it can do "
-            f"({listing}), and remove such words from `capabilities`."
+            f"({listing}), and remove the quoted words from `capabilities`."
         )
     if pool:
-        problems.append(f" Remove {', '.join(pool)}, of a launcher's rlhf.interfaces.EnginePool.")
+        problems.append(f" Remove {', '.join(pool)}, which only a launcher's rlhf.interfaces.EnginePool has.")
     raise PluginInvalid(
         f"{label}: {cls.__module__}.{cls.__qualname__} has methods or capabilities that nothing would use."
         + "".join(problems)

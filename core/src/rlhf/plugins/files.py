@@ -123,7 +123,7 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
         concrete = [f for f in members if _is_function(f) and form_of_function(f)]
     if len(concrete) > 1:
         choices = ", ".join(f"file:{source.path}:{c.__name__}" for c in concrete)
-        raise PluginInvalid(f"{label}: the file defines {len(concrete)} of that kind; pick one: {choices}")
+        raise PluginInvalid(f"{label}: the file defines {len(concrete)} plugins of this kind; pick one: {choices}")
     return component_of(concrete[0], kind, concrete[0].__name__, source.name, module, label) if concrete else None
 
 
@@ -162,7 +162,7 @@ def nothing_usable(label: str, kind: str, module: ModuleType, adapters: list[str
     """The message for a file without a usable component: what was expected and what the file defines. ``broken``:
     adapters that failed, and why."""
     adapter_note = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
-    failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
+    failed = f" Adapters that could not be used: {'; '.join(broken)}." if broken else ""
     return f"{label}: expected {expected(kind)}. The file defines: {_defined(module)}.{adapter_note}{failed}"
 
 

@@ -23,8 +23,8 @@ def not_found(reference: Reference, entries: Sequence[Entry], how_to_install: Ca
     if distribution == IN_PROCESS:
         return (
             f"{kind} {reference.text!r} is a function or class of the Python process that started the run, and this "
-            "process has none of that name. Give it to rlhf.train again, or put it into a file and name the file: "
-            "'file:PATH.py'."
+            "process has no function or class of that name. Pass it to rlhf.train again, or put it into a file and "
+            "name the file: 'file:PATH.py'."
         )
     if distribution is not None:
         offered = [e for e in entries if canonicalize_name(e.distribution) == canonicalize_name(distribution)]

@@ -67,12 +67,12 @@ def parse_reference(kind: str, text: str) -> Reference:
     if scheme == "file":
         match = _FILE.fullmatch(rest)
         if match is None:
-            raise ConfigError(f"{kind} {text!r}: after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got {rest!r}")
+            raise ConfigError(f"{kind} {text!r}: expected PATH.py or PATH.py:ATTRIBUTE after 'file:', got {rest!r}")
         return Reference(kind, text, "file", path=match["path"], attribute=match["attribute"])
     if scheme == "python":
         match = _MODULE.fullmatch(rest)
         if match is None:
-            raise ConfigError(f"{kind} {text!r}: after 'python:' comes MODULE:ATTRIBUTE, got {rest!r}")
+            raise ConfigError(f"{kind} {text!r}: expected MODULE:ATTRIBUTE after 'python:', got {rest!r}")
         return Reference(kind, text, "python", path=match["module"], attribute=match["attribute"])
     if scheme in _SCHEME_KINDS:
         if kind not in _SCHEME_KINDS[scheme]:

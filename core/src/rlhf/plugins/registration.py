@@ -89,7 +89,7 @@ def pick(classes: list[type[Any]], kind: str, name: str, label: str) -> type[Any
         )
     offered = ", ".join(f"{cls.__name__} (name = {cls.name!r})" for cls in classes) or "none"
     raise PluginInvalid(
-        f"{label} registers no {kind} class with name = {name!r}, as its entry point is called. It registers: {offered}"
+        f"{label} registers no {kind} class with name = {name!r}, the name of its entry point. It registers: {offered}"
     )
 
 
@@ -180,5 +180,7 @@ def _explain(cause: PluginValidationError, module: ModuleType) -> str:
 
 def _forgotten(module: ModuleType, hook: str) -> str:
     if hasattr(module, hook):
-        return "The function is there, but is not marked: write '@hookimpl' (from rlhf import hookimpl) above it."
+        return (
+            "The function exists but is not marked as a hook: write '@hookimpl' (from rlhf import hookimpl) above it."
+        )
     return f"Define it there: @hookimpl def {hook}(): return [YourClass]"

@@ -124,7 +124,7 @@ class Plugins:
         """
         problems = [problem for item in manifest if (problem := self._difference(item))]
         if problems:
-            raise PluginVersionMismatch("the plugins here are not those of the run: " + "; ".join(problems))
+            raise PluginVersionMismatch("the installed plugins differ from those of the run: " + "; ".join(problems))
 
     def check_requirements(self, texts: Iterable[str]) -> None:
         """Check ``run.requires``; see :func:`rlhf.plugins.requirements.check_requirements`."""
@@ -138,7 +138,7 @@ class Plugins:
         if any(canonicalize_name(e.distribution) == name for e in self._entries):
             return ""
         if not packages:
-            return f" Plugins of this project are in {META}; one of this name would be in {distribution}."
+            return f" The plugins of this project are in {META}; a plugin of this name would be in {distribution}."
         return f" Try: pip install {pip_words(distribution, path=self._path)}" if name in packages else ""
 
     # ------------------------------------------------------------------------------------- installed

@@ -126,8 +126,8 @@ class ColumnFunction(Reward):
             raise ConfigError(f"columns.{duplicates[0]} and arguments.{duplicates[0]} are both set. Remove one.")
         if missing := [n for n in self._needed if n in NOT_PASSED and n not in columns and n not in arguments]:
             raise ConfigError(
-                f"{self.label} has the parameter {missing[0]!r}, which rewards are not given here. Give it a default, "
-                "None for instance, and do without."
+                f"{self.label} has the parameter {missing[0]!r}, which rlhf does not pass to rewards. Give it a "
+                "default such as None, and do not rely on it."
             )
 
     def columns(self) -> Mapping[str, str]:
@@ -143,7 +143,7 @@ class ColumnFunction(Reward):
         """{parameter: value} for the columns of a row and the configured arguments."""
         if clash := [name for name in self.samples if name in row.columns]:
             raise RewardError(
-                f"{self.label}: the data has a column {clash[0]!r}, which is the name of an argument with the samples. "
+                f"{self.label}: the data has a column {clash[0]!r}, but the argument of this name holds the samples. "
                 "Rename the column."
             )
         names = [*self.config.columns, *self.default_columns]

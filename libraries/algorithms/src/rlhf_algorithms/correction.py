@@ -115,11 +115,15 @@ class CorrectionConfig(ComponentConfig):
     def _consistent(self) -> Self:
         c = self.scheme
         if self.preset is not None and (self.level is not None or self.mode is not None or self.statistic != "ratio"):
-            raise ValueError(f"preset {self.preset!r} already says level, mode and statistic; give either it or those")
+            raise ValueError(
+                f"preset {self.preset!r} already sets level, mode and statistic; set either preset or these three"
+            )
         if (self.level is None) != (self.mode is None):
             raise ValueError(f"level = {self.level!r} and mode = {self.mode!r}: a correction needs both, or a preset")
         if not self.active and (self.low, self.high, self.statistic) != (0.5, 5.0, "ratio"):
-            raise ValueError("a band or a statistic is given but no correction is on; give a preset, or level and mode")
+            raise ValueError(
+                "a band or a statistic is set, but no correction is enabled; set preset, or level and mode"
+            )
         if c.statistic != "ratio":
             self._check_divergence(c)
         if self.low >= self.high:
@@ -131,11 +135,11 @@ class CorrectionConfig(ComponentConfig):
         if c.mode != "mask" or c.level == "sequence_product":
             raise ValueError(
                 f"statistic = {c.statistic!r} with level = {c.level!r} and mode = {c.mode!r}: a divergence is not a "
-                "weight, so nothing is truncated to it, and it has no product; use mode = 'mask' with level = 'token' "
-                "or 'sequence_mean'"
+                "weight, so it cannot be used for truncation and has no product; use mode = 'mask' with level = "
+                "'token' or 'sequence_mean'"
             )
         if self.low != 0:
-            raise ValueError(f"low = {self.low}: a divergence has an upper end only; leave low out")
+            raise ValueError(f"low = {self.low}: a divergence has only an upper bound; remove low")
         if "high" not in self.model_fields_set:
             raise ValueError(f"statistic = {c.statistic!r} needs high, the largest divergence that is trained on")
         if c.statistic == "tv" and self.high >= 1:

@@ -76,11 +76,11 @@ class KLController:
         if self.target is not None and n:
             if 0.2 * n >= self.horizon:
                 raise TrainingError(
-                    f"adaptive KL: a batch of {n} trajectories against a horizon of {self.horizon:g} could turn the "
+                    f"adaptive KL: a batch of {n} trajectories against a horizon of {self.horizon:g} could make the "
                     f"coefficient negative; the horizon must be above {0.2 * n:g}. Set algorithm.kl.horizon"
                 )
             if not math.isfinite(kl):
-                raise TrainingError(f"adaptive KL: the measured KL is {kl}, it must be a finite number")
+                raise TrainingError(f"adaptive KL: the measured KL is {kl}; it must be a finite number")
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.beta *= 1.0 + error * n / self.horizon
         return self.beta

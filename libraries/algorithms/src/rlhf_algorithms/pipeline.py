@@ -183,7 +183,7 @@ def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | N
     estimates = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
     if not isinstance(estimates, tuple) or len(estimates) != 2:
         raise TrainingError(
-            f"returns() of advantage {advantage.name!r} must give (advantages, returns), two tensors of shape "
+            f"returns() of advantage {advantage.name!r} must return (advantages, returns), two tensors of shape "
             f"{tuple(mask_UA.shape)}, got {type(estimates).__name__}"
         )
     flat: list[Tensor] = []
@@ -194,7 +194,7 @@ def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | N
             flat.append(expand(block, estimate_UA.float()))
         if estimate_UA.shape != mask_UA.shape or not all(edge.isfinite() for edge in flat[-1].aminmax()):
             raise TrainingError(
-                f"advantage {advantage.name!r} must give finite {label} of shape {tuple(mask_UA.shape)}, got shape "
+                f"advantage {advantage.name!r} must return finite {label} of shape {tuple(mask_UA.shape)}, got shape "
                 f"{tuple(estimate_UA.shape)} with {int((~estimate_UA.isfinite()).sum())} values that are not finite"
             )
     return flat
@@ -219,7 +219,7 @@ def add_turn_credit(batch: Batch, advantage: Advantage, r_U: Tensor, advantages_
     credit_M = advantage.turn_credit(reward_M, state_M, unit_M)
     if credit_M.shape != unit_M.shape or not bool(credit_M.isfinite().all()):
         raise TrainingError(
-            f"turn_credit() of advantage {advantage.name!r} must give {len(unit_M)} finite values, got shape "
+            f"turn_credit() of advantage {advantage.name!r} must return {len(unit_M)} finite values, got shape "
             f"{tuple(credit_M.shape)} with {int((~credit_M.isfinite()).sum())} values that are not finite"
         )
     credit_N = torch.zeros(batch.tokens).masked_scatter_(mask_N, credit_M[turn_A].float())

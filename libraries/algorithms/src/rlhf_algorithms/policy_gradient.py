@@ -87,12 +87,13 @@ class PolicyGradient(Algorithm[Group]):
         if self._remembers and kl.before_baseline:
             raise ConfigError(
                 "algorithm.kl.before_baseline = true changes the rewards by the KL, which the running statistics of "
-                f"the advantage {self.advantage.name!r} do not contain; leave it out"
+                f"the advantage {self.advantage.name!r} do not contain; remove this option"
             )
         if self._remembers and replaces(type(self), PolicyGradient, "finish"):
             raise ConfigError(
                 f"{type(self).__name__}.finish() of algorithm {self.name!r} replaces the method that updates the "
-                f"running statistics of the advantage {self.advantage.name!r}; choose another, or call super().finish()"
+                f"running statistics of the advantage {self.advantage.name!r}; choose another advantage, or call "
+                "super().finish()"
             )
         if self.advantage.needs_values and not self.config.teacher.task:
             raise ConfigError(
@@ -108,7 +109,8 @@ class PolicyGradient(Algorithm[Group]):
                 if getattr(self.config, field):
                     raise ConfigError(
                         f"algorithm.{field} = {getattr(self.config, field)} needs a critic, which the advantage "
-                        f"{self.advantage.name!r} does not use; leave it out, or choose an advantage that reads values"
+                        f"{self.advantage.name!r} does not use; remove this option, or choose an advantage that reads "
+                        "values"
                     )
             self._check_value_loss()
 
@@ -118,8 +120,8 @@ class PolicyGradient(Algorithm[Group]):
         options = {"shaping": bool(self.config.shaping.shapers()), "kl.before_baseline": kl.before_baseline}
         if names := [f"algorithm.{name}" for name, is_set in options.items() if is_set]:
             raise ConfigError(
-                f"{' and '.join(names)} changes the sum of the rewards, but the advantage {self.advantage.name!r} "
-                "reads each reward by itself; leave it out"
+                f"the advantage {self.advantage.name!r} reads each reward separately and not their sum; remove the "
+                f"options that change the sum: {' and '.join(names)}"
             )
 
     def _entropy_start(self) -> float:
@@ -130,9 +132,9 @@ class PolicyGradient(Algorithm[Group]):
         start = getattr(self.loss.config, "entropy_coef", None)
         if not start or start < 0:
             raise ConfigError(
-                f"algorithm.entropy.target = {self.config.entropy.target} needs an entropy bonus whose coefficient it "
-                f"adapts, but algorithm.loss.entropy_coef is {start}: set it to a number above 0, where the "
-                "coefficient starts"
+                f"algorithm.entropy.target = {self.config.entropy.target} adapts the coefficient of the entropy bonus, "
+                f"but algorithm.loss.entropy_coef is {start}: set it to a number above 0, the coefficient's initial "
+                "value"
             )
         return float(start)
 
@@ -145,8 +147,9 @@ class PolicyGradient(Algorithm[Group]):
         options = [n for n in type(defaults).model_fields if getattr(part.config, n) != getattr(defaults, n)]
         if options:
             raise ConfigError(
-                f"algorithm.value_loss.{options[0]} = {getattr(part.config, options[0])!r} is of a critic, which the "
-                f"advantage {self.advantage.name!r} does not use; leave it out, or choose an advantage with values"
+                f"algorithm.value_loss.{options[0]} = {getattr(part.config, options[0])!r} is an option of the critic, "
+                f"which the advantage {self.advantage.name!r} does not use; remove it, or choose an advantage with "
+                "values"
             )
 
     def _check(self) -> None:
@@ -194,37 +197,38 @@ class PolicyGradient(Algorithm[Group]):
         if reads(self.advantage, "sources") and len(self.run.weights) < 2:
             names = ", ".join(self.run.weights) or "none"
             problems.append(
-                f"algorithm.advantage.use = {self.advantage.name!r} treats each reward by itself and needs two or "
-                f"more, got {len(self.run.weights)} ({names}; without those with credit = 'step'). Add a reward, or "
-                "use the advantage group_norm."
+                f"algorithm.advantage.use = {self.advantage.name!r} treats each reward separately and needs at least "
+                f"two rewards, got {len(self.run.weights)} ({names}; without those with credit = 'step'). Add a "
+                "reward, or use the advantage group_norm."
             )
         if self.config.echo_coef is not None and not shape.observations:
             problems.append(
                 f"algorithm.echo_coef = {self.config.echo_coef} trains on what an environment or a tool says after an "
-                "answer, but a sample of this run is one prompt and one answer. Name an environment (--env.use, with "
-                "env.max_turns above 1) or a rollout with tools, or leave it out."
+                "answer, but a sample of this run is one prompt and one answer. Set an environment (--env.use, with "
+                "env.max_turns above 1) or a rollout with tools, or remove algorithm.echo_coef."
             )
         if reads_turns(self.advantage) and not shape.observations:
             problems.append(
-                f"algorithm.advantage.use = {self.advantage.name!r} gives credit to single turns, but each answer is "
-                "one turn. Set --rollout.use to a rollout with several (multi_turn with an [env] whose max_turns is 2 "
-                "or more, tools, agent), or use the advantage group_norm."
+                f"algorithm.advantage.use = {self.advantage.name!r} assigns credit to individual turns, but each "
+                "answer is one turn. Set --rollout.use to a rollout with several turns (multi_turn with an [env] whose "
+                "max_turns is 2 or more, tools, agent), or use the advantage group_norm."
             )
         if self.config.minibatches > shape.trajectories:
             problems.append(
                 f"algorithm.minibatches = {self.config.minibatches}: a batch has {shape.trajectories} samples, so some "
-                f"would be empty. Set --algorithm.minibatches {shape.trajectories} or less."
+                f"minibatches would be empty. Set --algorithm.minibatches {shape.trajectories} or less."
             )
         if self.config.kl.target is not None and 0.2 * shape.trajectories >= self.config.kl.horizon:  # KLController
             problems.append(
                 f"algorithm.kl.horizon = {self.config.kl.horizon:g}: a batch has {shape.trajectories} samples, which "
-                f"could turn the coefficient negative. Set --algorithm.kl.horizon above {0.2 * shape.trajectories:g}."
+                f"could make the coefficient negative. Set --algorithm.kl.horizon above {0.2 * shape.trajectories:g}."
             )
         if shaping.overlong_max is not None and shaping.overlong_max - shaping.overlong_buffer >= shape.most_tokens:
             problems.append(
-                f"algorithm.shaping: punishment begins above overlong_max - overlong_buffer = "
+                "algorithm.shaping: the penalty begins above overlong_max - overlong_buffer = "
                 f"{shaping.overlong_max - shaping.overlong_buffer} tokens, but no answer has more than "
-                f"{shape.most_tokens}: it would do nothing. Set --algorithm.shaping.overlong_max {shape.most_tokens}."
+                f"{shape.most_tokens} tokens, so it would have no effect. Set --algorithm.shaping.overlong_max "
+                f"{shape.most_tokens}."
             )
         return problems
 

@@ -52,21 +52,23 @@ class KLConfig(ComponentConfig):
                 "regularise nothing; use 'k2' or 'k3', or where = 'reward'"
             )
         if self.where == "loss" and self.before_baseline:
-            raise ValueError("before_baseline concerns KL in the reward; with where = 'loss' it would do nothing")
+            raise ValueError("before_baseline applies to KL in the reward; it has no effect with where = 'loss'")
         idle = [n for n in ("where", "estimator", "before_baseline") if getattr(self, n) != _default(KLConfig, n)]
         if self.coef == 0 and idle:
-            raise ValueError(f"{' and '.join(idle)} set, but coef = 0 turns the KL off: set coef, or leave this out")
+            raise ValueError(f"coef = 0 turns the KL off: set coef, or remove {' and '.join(idle)}")
         if self.target is not None and self.coef == 0:
-            raise ValueError("target needs coef > 0 to start from: an adaptive coefficient only multiplies")
+            raise ValueError(
+                "target needs coef > 0 as the initial value: the adaptive coefficient is only ever multiplied"
+            )
         if self.horizon != 10_000 and self.target is None:
-            raise ValueError("horizon is for the adaptive coefficient; set target too, or leave it out")
+            raise ValueError("horizon applies only to the adaptive coefficient; set target too, or remove horizon")
         if self.unbiased and (self.where != "loss" or self.chosen != "k3"):
             raise ValueError(
-                f"unbiased = true is for k3 as a loss, got estimator {self.chosen!r} with where = {self.where!r}; set "
-                "where = 'loss' and leave estimator out, or leave this out"
+                f"unbiased = true applies only to k3 as a loss, got estimator {self.chosen!r} with where = "
+                f"{self.where!r}; set where = 'loss' and remove estimator, or remove unbiased"
             )
         if self.snapshot_every is not None and self.coef == 0:
-            raise ValueError("snapshot_every copies the policy to the reference, which coef = 0 does without")
+            raise ValueError("snapshot_every copies the policy to the reference, but coef = 0 uses no reference")
         require_every(self.snapshot_every, self.snapshot_share)
         return self
 
@@ -90,7 +92,7 @@ class EntropyConfig(ComponentConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.target is None and (self.step, self.high) != (0.005, 1.0):
-            raise ValueError("step and high are for the adaptive coefficient; set target too, or leave them out")
+            raise ValueError("step and high apply only to the adaptive coefficient; set target too, or remove them")
         return self
 
 
@@ -114,15 +116,19 @@ class TeacherModelConfig(ComponentConfig):
     def _of_one_model(self) -> Self:
         if self.weights == "live" and self.context is None:
             raise ValueError(
-                "weights = 'live' without context: the teacher would be the policy itself, and teach nothing. Name a "
-                "column that only the teacher reads as context, or choose other weights"
+                "weights = 'live' needs context: without it, the teacher would be the policy itself and teach nothing. "
+                "Set context to a column that only the teacher reads, or choose other weights"
             )
         if self.weights != "averaged" and self.share != _default(TeacherModelConfig, "share"):
-            raise ValueError(f"share = {self.share:g} is of weights = 'averaged', got {self.weights!r}; leave it out")
+            raise ValueError(
+                f"share = {self.share:g} applies only to weights = 'averaged', got {self.weights!r}; remove share"
+            )
         if self.context is None and self.template != _default(TeacherModelConfig, "template"):
-            raise ValueError("template is the text of context, which is not set; set it, or leave template out")
+            raise ValueError("template formats the context, which is not set; set context, or remove template")
         if "{context}" not in self.template:
-            raise ValueError(f"template must have the place {{context}} for the column's text, got {self.template!r}")
+            raise ValueError(
+                f"template must contain {{context}}, the placeholder for the column's text, got {self.template!r}"
+            )
         return self
 
 
@@ -142,14 +148,16 @@ class TeacherConfig(TeacherModelConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.task and self.coef == 0:
-            raise ValueError("task = false leaves the credit to the teacher, which coef = 0 turns off; set coef")
+            raise ValueError("task = false takes all credit from the teacher, which coef = 0 turns off; set coef")
         idle = [n for n in ("weights", "roles", "context") if getattr(self, n) != _default(TeacherConfig, n)]
         if self.coef == 0 and idle:
-            raise ValueError(f"{' and '.join(idle)} set, but coef = 0 turns the teacher off: set coef, or leave it out")
+            raise ValueError(f"coef = 0 turns the teacher off: set coef, or remove {' and '.join(idle)}")
         if self.weights != "role" and self.roles:
-            raise ValueError(f"roles are models of their own, got weights = {self.weights!r}; leave one of them out")
+            raise ValueError(f"roles are separate models, but weights = {self.weights!r} is set; remove one of the two")
         if reserved := sorted({"policy", "critic", "reference"} & set(self.roles.values())):
-            raise ValueError(f"roles: {', '.join(reserved)} has another task in the run; name the role otherwise")
+            raise ValueError(
+                f"roles: {', '.join(reserved)} already has a task in the run; choose another name for the role"
+            )
         return self
 
 
@@ -172,9 +180,9 @@ class ShapingConfig(ComponentConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.overlong_buffer is None) != (self.overlong_max is None):
-            raise ValueError("overlong_buffer and overlong_max belong together: give both or none")
+            raise ValueError("overlong_buffer and overlong_max must be set together: set both or neither")
         if self.overlong_factor != 1 and self.overlong_buffer is None:
-            raise ValueError("overlong_factor does nothing without overlong_buffer and overlong_max")
+            raise ValueError("overlong_factor has no effect without overlong_buffer and overlong_max")
         if self.overlong_buffer and self.overlong_max and self.overlong_buffer > self.overlong_max:
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above overlong_max {self.overlong_max}")
         return self
@@ -282,14 +290,17 @@ class PolicyGradientConfig(ComponentConfig):
         }
         if not self.teacher.task and (names := [name for name, is_set in options.items() if is_set]):
             raise ValueError(
-                f"teacher.task = false leaves out the reward, which {' and '.join(names)} changes; leave it out"
+                "teacher.task = false does not use the reward; remove the options that change it: "
+                f"{' and '.join(names)}"
             )
         return self
 
     @model_validator(mode="after")
     def _truncated(self) -> Self:
         if self.mask_truncated and self.bootstrap_truncated:
-            raise ValueError("bootstrap_truncated is for samples that mask_truncated leaves out; leave one of them out")
+            raise ValueError(
+                "bootstrap_truncated applies to samples that mask_truncated excludes; remove one of the two"
+            )
         return self
 
 
@@ -327,7 +338,9 @@ def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfi
     ``super()`` or its class names the option in ``applies``."""
     for owner in _up_to(cls, base):
         if unknown := sorted(set(vars(owner).get("applies", ())) - IS_SET.keys()):
-            raise ConfigError(f"{owner.__name__}.applies names {unknown}; there are {', '.join(IS_SET)}")
+            raise ConfigError(
+                f"{owner.__name__}.applies names unknown options {unknown}; allowed are {', '.join(IS_SET)}"
+            )
     for method, options in APPLIED_BY.items():
         replaced = _replaced(cls, base, method)
         if replaced is None:
@@ -336,9 +349,9 @@ def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfi
         lost = [option for option in options if IS_SET[option](config) and option not in applied_options]
         if lost:
             raise ConfigError(
-                f"algorithm.{', algorithm.'.join(lost)}: set, but {owner.__name__}.{method}() of algorithm "
-                f"{cls.name!r} replaces the method that applies {'it' if len(lost) == 1 else 'them'}, without effect. "
-                f"Leave it out. If the override applies it, its author writes {owner.__name__}.applies = {tuple(lost)}."
+                f"algorithm.{', algorithm.'.join(lost)} would have no effect: {owner.__name__}.{method}() of algorithm "
+                f"{cls.name!r} replaces the method that applies {'it' if len(lost) == 1 else 'them'}. Remove the "
+                f"option. If the override applies it, its author writes {owner.__name__}.applies = {tuple(lost)}."
             )
 
 

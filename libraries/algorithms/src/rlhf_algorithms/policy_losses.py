@@ -52,7 +52,7 @@ class PolicyLossConfig(ComponentConfig):
         if (self.aggregation == "seq_sum_constant") != (self.max_length is not None):
             raise ValueError(
                 f"max_length = {self.max_length} with aggregation = {self.aggregation!r}: 'seq_sum_constant' needs "
-                "max_length (the most tokens an answer may have), the other aggregations do not read it"
+                "max_length (the most tokens an answer may have); the other aggregations do not use it"
             )
         return self
 

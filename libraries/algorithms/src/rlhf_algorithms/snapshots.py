@@ -26,8 +26,8 @@ def require_every(every: int | None, share: float) -> None:
     """Raise ValueError if ``snapshot_share`` is set but ``snapshot_every`` is not."""
     if share < 1 and every is None:
         raise ValueError(
-            f"snapshot_share = {share:g} is read every snapshot_every steps, which is not set: set it, or leave this "
-            "out"
+            f"snapshot_share = {share:g} is used every snapshot_every steps, but snapshot_every is not set: set it, or "
+            "remove snapshot_share"
         )
 
 

@@ -65,20 +65,20 @@ class Teacher:
         options = [name for name, is_set in of_roles.items() if is_set]
         if run.teachers and options:
             raise ConfigError(
-                f"algorithm.teacher.{', '.join(options)}: is of a teacher that the run holds, but reward "
-                f"{', '.join(map(repr, run.teachers))} gives the log-probs of a teacher. Remove one of them"
+                f"algorithm.teacher.{', '.join(options)} configures a teacher that the run holds, but reward "
+                f"{', '.join(map(repr, run.teachers))} already gives the log-probs of a teacher. Remove one of the two"
             )
         if config.context is not None and (ENV in run.weights or ENV in run.step_sources):
             raise ConfigError(
                 f"algorithm.teacher.context = {config.context!r} is added to a row's prompt, but an environment writes "
-                "the prompts of this run. Leave it out, or run without [env]"
+                "the prompts of this run. Remove algorithm.teacher.context, or run without [env]"
             )
         if not run.sources:  # not in a run
             return
         if unknown := [source for source in config.roles if source not in run.sources]:
             raise ConfigError(
-                f"algorithm.teacher.roles: {', '.join(map(repr, unknown))} is no source of data.train; there are "
-                f"{', '.join(map(repr, run.sources))}. A source's name is its `name`, or the stem of its file"
+                f"algorithm.teacher.roles: {', '.join(map(repr, unknown))} is not a source of data.train; its sources "
+                f"are {', '.join(map(repr, run.sources))}. A source's name is its `name`, or the stem of its file"
             )
         counts = {source: self._teachers_of(source) for source in run.sources}
         if sources := [source for source, count in counts.items() if count > 1]:
@@ -88,8 +88,8 @@ class Teacher:
             )
         if not config.task and (untaught := [source for source, count in counts.items() if count == 0]):
             raise ConfigError(
-                f"algorithm.teacher.task = false leaves the credit to the teacher, and the rows of "
-                f"{', '.join(map(repr, untaught))} have none. Name one, or learn from a reward too (task = true)"
+                "algorithm.teacher.task = false takes all credit from the teacher, but the rows of "
+                f"{', '.join(map(repr, untaught))} have no teacher. Set one, or also learn from a reward (task = true)"
             )
 
     def _teachers_of(self, source: str) -> int:
@@ -265,17 +265,19 @@ class Teacher:
         """The teacher's prompt, which contains a column of the row. None if the row has no text in this column."""
         config, row, name = self.config, sample.row, name_of(sample)
         if self.opening is None:
-            raise TrainingError("algorithm.teacher.context needs the prompts of a run, which only a run has")
+            raise TrainingError("algorithm.teacher.context needs the prompts of a run and works only in a run")
         text = row.get(config.context or "")
         if text is None or text == "":
             return None
         if not isinstance(text, str):
-            raise TrainingError(f"{name}: algorithm.teacher.context = {config.context!r} is no text, got {brief(text)}")
+            raise TrainingError(
+                f"{name}: the column algorithm.teacher.context = {config.context!r} must hold text, got {brief(text)}"
+            )
         prompt_ids = [i for turn in sample.turns[: _first(sample)] for i in turn.ids]
         if any(turn.images for turn in sample.turns) or prompt_ids != list(self.opening(row, "")):
             raise TrainingError(
-                f"{name}: algorithm.teacher.context is added to a row's prompt of text, but this sample has images, or "
-                "its rollout wrote another prompt than the row's. Leave it out, or use another rollout"
+                f"{name}: algorithm.teacher.context is added to a row's text prompt, but this sample has images, or "
+                "its rollout wrote a different prompt from the row's. Remove the option, or use another rollout"
             )
         return self.opening(row, config.template.replace("{context}", text))
 
@@ -292,8 +294,8 @@ def _answer(sample: Trajectory) -> list[Turn]:
     turns = sample.turns[first : last + 1]
     if any(turn.fresh for turn in turns):
         raise TrainingError(
-            f"{name_of(sample)}: its context was rewritten between turns, and algorithm.teacher.context is for samples "
-            "of one context. Leave it out, or use another rollout"
+            f"{name_of(sample)}: its context was rewritten between turns, and algorithm.teacher.context supports only "
+            "samples with one context. Remove the option, or use another rollout"
         )
     return turns
 

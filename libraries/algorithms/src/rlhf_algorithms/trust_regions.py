@@ -39,8 +39,8 @@ class AgainstGeneratorConfig(PolicyLossConfig):
     def _uncorrected(self) -> Self:
         if self.correction.active:
             raise ValueError(
-                "correction weighs by the ratio of trainer and generator, which this loss has in its own ratio; leave "
-                "it out"
+                "correction weights by the ratio of trainer and generator, which this loss already includes in its own "
+                "ratio; remove correction"
             )
         return self
 
@@ -177,7 +177,9 @@ class CovarianceConfig(PPOConfig):
         options = ("kl_coef",) if self.treatment == "clip" else ("low", "high", "clip_low", "clip_high", "dual_clip")
         idle = [name for name in options if getattr(self, name) != type(self).model_fields[name].default]
         if idle:
-            raise ValueError(f"treatment = {self.treatment!r} does not read {' and '.join(idle)}; leave it out")
+            raise ValueError(
+                f"treatment = {self.treatment!r} does not use all options that are set; remove {' and '.join(idle)}"
+            )
         return self
 
 

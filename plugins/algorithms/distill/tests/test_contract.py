@@ -64,7 +64,7 @@ def test_given_answers_are_learnt_from_and_lengths_are_of_sampled_ones():
         (
             {"teacher": {"weights": "averaged"}, "hidden": "bf16"},
             {"top_k": 5},
-            "hidden = 'bf16' is of a teacher's hidden",
+            "hidden = 'bf16' applies to a teacher's hidden",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_a_vocabulary_that_is_padded_further_is_compared_where_both_have_tokens(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta": 0.3}, "beta = 0.3 is read by divergence = 'jsd' only, got 'forward_kl'"),
+        ({"beta": 0.3}, "beta = 0.3 applies only to divergence = 'jsd', got 'forward_kl'"),
         ({"divergence": "jsd", "beta": 1.0}, "less than 1"),
         ({"alpha": 0.0}, "greater than 0"),
         ({"temperature": 0.0}, "greater than 0"),

@@ -9,7 +9,7 @@ from rlhf_plugin_dpo import DPO, DPOLoss, OnlineDPO
 
 REFUSED = {
     "no type": ({"loss_type": []}, "at least one loss type"),
-    "twice the same": ({"loss_type": ["ipo", "ipo"]}, "each once"),
+    "twice the same": ({"loss_type": ["ipo", "ipo"]}, "each only once"),
     "unknown": ({"loss_type": "kto"}, "sigmoid"),
     "too few weights": ({"loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "one number for each of"),
     "exo_pair unsmoothed": ({"loss_type": "exo_pair"}, "label_smoothing above 0"),
@@ -25,11 +25,11 @@ REFUSED = {
     "divergence": ({"loss_type": ["sigmoid", "aot"], "f_divergence": "forward_kl"}, "aot need reverse_kl"),
     "divergence from nothing": (
         {"f_divergence": "forward_kl", "reference_free": True},
-        "cancels in the margin of reverse_kl only",
+        "cancels only in the margin of reverse_kl",
     ),
     "alpha unread": ({"f_alpha": 0.2}, "alpha_divergence"),
-    "wpo of no pair": ({"loss_type": ["sft", "ipo"], "wpo": True}, "sft has no value of a pair alone"),
-    "wpo of ranks": ({"loss_type": "aot", "wpo": True}, "aot has no value of a pair alone"),
+    "wpo of no pair": ({"loss_type": ["sft", "ipo"], "wpo": True}, "sft has no value for a single pair"),
+    "wpo of ranks": ({"loss_type": "aot", "wpo": True}, "aot has no value for a single pair"),
     "ld_alpha unread": ({"loss_type": "sft", "ld_alpha": 0.5}, "which sft does not read"),
     "ld_alpha above 1": ({"ld_alpha": 1.5}, "less than or equal to 1"),
     "beta of 0": ({"beta": 0.0}, "greater than 0"),
@@ -65,7 +65,7 @@ def test_a_snapshot_needs_a_reference(algorithm):
     loss = DPOLoss(DPOLoss.Config(reference_free=True))
     with pytest.raises(ConfigError, match=r"algorithm\.snapshot_every = 2 copies the policy to the reference, which"):
         algorithm(algorithm.Config(snapshot_every=2), {"loss": loss})
-    with pytest.raises(ValidationError, match=r"snapshot_share = 0\.5 is read every snapshot_every steps"):
+    with pytest.raises(ValidationError, match=r"snapshot_share = 0\.5 is used every snapshot_every steps"):
         algorithm.Config(snapshot_share=0.5)
     with pytest.raises(ValidationError, match="greater than 0"):
         algorithm.Config(snapshot_every=2, snapshot_share=0)

@@ -329,5 +329,5 @@ def test_the_reference_is_updated_after_the_policy(algorithm):
     kinds = [[type(u) for u in kto.updates(step)] for step in range(4)]
     assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
     assert kto.updates(1)[1] == Snapshot("reference", "policy", 0.6)
-    with pytest.raises(ValidationError, match="every snapshot_every steps, which is not set"):
+    with pytest.raises(ValidationError, match="every snapshot_every steps, but snapshot_every is not set"):
         algorithm.Config(snapshot_share=0.5)

@@ -187,7 +187,7 @@ REFUSED = {
     "demonstrations alone": ({"a": (("math",), member("sft"))}, "every member learns from demonstrations"),
     "a copied reference": (
         {"a": (("math",), member("grpo", kl={"coef": 0.1, "snapshot_every": 1}))},
-        "copies no weights (leave out kl.snapshot_every",
+        "copies no weights (remove kl.snapshot_every",
     ),
     "other passes": (
         {"a": (("math",), GRPO), "b": (("chat",), member("rloo", minibatches=2))},
@@ -206,7 +206,9 @@ def test_members_that_cannot_share_a_step_are_refused(members: dict[str, Any], m
 def test_sources_must_be_those_of_the_run() -> None:
     run = RunOptions(sources=("math", "chat"))
     assert "no member trains on 'chat' of data.train" in refused(run, a=(("math",), GRPO))
-    assert "'code' is no source of data.train; there are 'math', 'chat'" in refused(run, a=(("math", "code"), GRPO))
+    assert "'code' is not a source of data.train; its sources are 'math', 'chat'" in refused(
+        run, a=(("math", "code"), GRPO)
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,10 @@ def test_sources_must_be_those_of_the_run() -> None:
         ({}, "at least 1 item"),
         ({"a": {"use": "grpo", "sources": []}}, "at least 1 item"),
         ({"a": {"use": "grpo", "sources": ["x"], "weight": 0.0}}, "greater than 0"),
-        ({"a": {"use": "grpo", "sources": ["x"], "weight_end": 0.5}}, "weight_end and weight_steps belong together"),
+        (
+            {"a": {"use": "grpo", "sources": ["x"], "weight_end": 0.5}},
+            "weight_end and weight_steps must be set together",
+        ),
         ({"policy": {"use": "grpo", "sources": ["x"]}}, "the name 'policy' is not allowed"),
         ({"a/b": {"use": "grpo", "sources": ["x"]}}, "the name 'a/b' is not allowed"),
         (

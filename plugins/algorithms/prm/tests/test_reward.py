@@ -212,7 +212,7 @@ def test_the_separator_is_that_of_the_models_training(model) -> None:
     assert step_ends(";") == [[start + 1]]
     contradicted = ProcessReward(ProcessReward.Config(model=model(**CLASSES, step_separator="\n\n"), separator="\n"))
     with pytest.raises(
-        ConfigError, match=r"separator = '\\n', but .* steps that end with '\\n\\n' .* Leave separator out"
+        ConfigError, match=r"separator = '\\n', but .* steps that end with '\\n\\n' .* Remove separator"
     ):
         contradicted.roles()
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
         ProcessReward(ProcessReward.Config(model=model(**lm))).roles()
     with pytest.raises(ConfigError, match=r"label_tokens: 'good' must be one token .* 4 \("):
         score(group("a;"), model=model(**lm), label_tokens=("good", "-"))
-    with pytest.raises(ConfigError, match="has two classes and no label_tokens"):
+    with pytest.raises(ConfigError, match="has two classes and does not use label_tokens"):
         score(group("a;"), model=model(), label_tokens=("+", "-"))
     classifier = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     with pytest.raises(ModelError, match=r"has 1 labels; .* --reward model:PATH"):

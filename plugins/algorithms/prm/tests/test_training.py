@@ -169,7 +169,7 @@ def test_label_tokens_must_be_single_and_different() -> None:
     ("config", "message"),
     [
         ({"head": "lm"}, "needs label_tokens"),
-        ({"label_tokens": ("+", "-")}, 'read with head = "lm" only'),
+        ({"label_tokens": ("+", "-")}, 'read only with head = "lm"'),
         ({"head": "lm", "label_tokens": ("+",)}, "label_tokens"),
     ],
 )

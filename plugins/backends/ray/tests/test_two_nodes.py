@@ -46,7 +46,10 @@ def test_a_run_spreads_over_two_nodes_and_reports_a_lost_node(tmp_path):
 
     differs = results["differs"]
     assert differs["error"] == "PluginVersionMismatch"
-    assert f"node {ADDRESSES[1]}: the plugins here are not those of the run: trainer 'torch'" in differs["message"]
+    assert (
+        f"node {ADDRESSES[1]}: the installed plugins differ from those of the run: trainer 'torch'"
+        in differs["message"]
+    )
     assert "is version 9.9.9 here" in differs["message"]
     assert f"node {ADDRESSES[0]}" not in differs["message"]
 

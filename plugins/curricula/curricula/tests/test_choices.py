@@ -98,7 +98,7 @@ def test_the_share_of_draws_that_explore():
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.8, 0.2)])
 def test_a_band_without_room_is_refused(low, high):
-    with pytest.raises(ValidationError, match=f"the band has no room: low = {low:g} must be below high = {high:g}"):
+    with pytest.raises(ValidationError, match=f"the band is empty: low = {low:g} must be below high = {high:g}"):
         PassRate.Config(low=low, high=high)
 
 
@@ -210,7 +210,7 @@ def test_rows_are_drawn_by_the_shares_and_each_source_is_passed_through():
 
 
 def test_one_source_and_too_large_a_least_share_are_refused():
-    with pytest.raises(ConfigError, match=r"data\.train has one with rows to train on: 'only'\. Name several, or"):
+    with pytest.raises(ConfigError, match=r"data\.train has only one with rows to train on: 'only'\. Add sources, or"):
         mixing({"only": 3})
     with pytest.raises(ConfigError, match=r"min_share = 0\.5: 2 sources .* nothing to adapt\. Set it below 0\.5\."):
         mixing({"one": 3, "two": 3}, min_share=0.5)
@@ -241,7 +241,7 @@ def test_state_of_other_data_is_refused():
         (easy_to_hard([1, 2, 3]), easy_to_hard([1, 2, 3, 4])),
         (mixing({"a": 1, "b": 1}), mixing({"a": 1, "c": 1})),
     ):
-        with pytest.raises(ValueError, match=r"values were saved, and the data has 4 rows|is of the sources"):
+        with pytest.raises(ValueError, match=r"values were saved, but the data has 4 rows|belongs to the sources"):
             other.load_state_dict(source.state_dict())
 
 

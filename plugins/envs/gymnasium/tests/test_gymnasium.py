@@ -134,11 +134,14 @@ class Wide(gymnasium.Env):
         ({"id": "LunarLander-v3"}, r'DependencyNotInstalled: .*pip install "gymnasium\[box2d\]"'),
         ({"id": "no_such_module:Game-v0"}, "No module named 'no_such_module'"),
         ({"id": "FrozenLake-v1", "kwargs": {"foo": 1}}, "unexpected keyword argument 'foo'"),
-        ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "human"}}, "'view' decides it; remove it"),
+        (
+            {"id": "FrozenLake-v1", "kwargs": {"render_mode": "human"}},
+            "'view' sets the render mode; remove it from kwargs",
+        ),
         ({"id": "CartPole-v1", "view": "ansi"}, "does not draw text"),
-        ({"id": "Wide-v0"}, "an array of 72 values is too long as text, at most 64"),
+        ({"id": "Wide-v0"}, "an array of 72 values is too long to write as text; at most 64"),
         ({"id": "FrozenLake-v1", "actions": ("a", "b")}, r"has 4 actions; got the names \['a', 'b'\]"),
-        ({"id": "FrozenLake-v1", "actions": ("a", "b", "c", "A")}, "Give each its own"),
+        ({"id": "FrozenLake-v1", "actions": ("a", "b", "c", "A")}, "Give each action its own name"),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_the_run(config, message) -> None:

@@ -150,5 +150,5 @@ def test_a_row_of_another_form_and_a_wrong_address_are_refused() -> None:
             play(server.url, columns={"prompt": "x"})
         with pytest.raises(EnvError, match="the row cannot be written as JSON"):
             play(server.url, columns=row(start=float("nan")))
-    with pytest.raises(ValidationError, match="is not an address of the web"):
+    with pytest.raises(ValidationError, match="is not a web address"):
         NemoGym.Config(url="h:1")

@@ -17,7 +17,7 @@ NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap 
 
 
 def pytest_itemcollected(item):
-    item.add_marker(pytest.mark.linux("programs run in a sandbox of Linux"))
+    item.add_marker(pytest.mark.linux("programs run in a Linux sandbox"))
 
 
 @pytest.fixture(scope="session", params=[pytest.param("bwrap", marks=NO_BWRAP), "sandlock"])

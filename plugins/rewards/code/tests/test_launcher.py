@@ -74,7 +74,9 @@ def no_bwrap(monkeypatch, tmp_path):
 
 def test_a_sandbox_that_lets_programs_out_is_refused(no_bwrap) -> None:
     no_bwrap('while [ "$1" != --seccomp ]; do shift; done; shift 2; exec "$@"')
-    with pytest.raises(ConfigError, match=r"'bwrap' let a program do what it must not: read, write, .* Install"):
+    with pytest.raises(
+        ConfigError, match=r"'bwrap' allowed a program to do what it must prevent: read, write, .* Install"
+    ):
         asyncio.run(CodeReward(CodeReward.Config(sandbox="bwrap")).setup(RewardContext()))
 
 
@@ -194,7 +196,7 @@ def test_what_is_not_installed_is_named_before_the_run(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"bwrap and sandlock is not installed. .*pip install sandlock"):
         CodeReward(CodeReward.Config())
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match=r"this is darwin. Train in a virtual machine or container with Linux"):
+    with pytest.raises(ConfigError, match=r"this system is darwin. Train in a virtual machine or container with Linux"):
         CodeReward(CodeReward.Config())
 
 
@@ -223,7 +225,9 @@ def test_wrong_options(options) -> None:
         CodeReward.Config(**options)
 
 
-@pytest.mark.parametrize(("python", "message"), [("python3", "no absolute path"), ("/bin/true", "does not run Python")])
+@pytest.mark.parametrize(
+    ("python", "message"), [("python3", "not an absolute path"), ("/bin/true", "does not run Python")]
+)
 def test_an_interpreter_that_is_none(python: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CodeReward(CodeReward.Config(interpreter=python))
@@ -246,7 +250,7 @@ def test_a_score_before_setup_is_refused() -> None:
 
 def test_the_filter_needs_a_known_machine() -> None:
     assert len(seccomp_filter("aarch64")) % 8 == 0
-    with pytest.raises(ValueError, match="no filter of system calls for riscv64"):
+    with pytest.raises(ValueError, match="no system call filter for riscv64"):
         seccomp_filter("riscv64")
 
 

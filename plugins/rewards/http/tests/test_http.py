@@ -150,7 +150,7 @@ def test_a_server_that_fails_is_left_out_and_named_once(server, other, failure, 
     assert len(other.asked) == (failure != "closed"), "not asked again while it is left out"
     [line] = caplog.messages
     assert f"reward 'http': {url}: " in line
-    assert "It is left out for 30 s." in line
+    assert "The server is not used for 30 s." in line
 
 
 def test_a_server_that_answers_again_is_used_again(server) -> None:

@@ -108,7 +108,7 @@ def value(number):
     ("change", "words"),
     [
         (shortened, r"sequence 1: 4 log-probs for 5 tokens"),
-        (other_token, r"sequence 1: the log-prob of token 3 must be of 6, got one of 99"),
+        (other_token, r"sequence 1: the log-prob of token 3 must be for 6, got one for 99"),
         (value(0.5), "token 3 is float 0.5; allowed: a finite number up to 0"),
         (value(None), r"token 3 is .*None"),
         (value(math.nan), r"token 3 is .*nan"),
@@ -149,7 +149,7 @@ def test_every_server_is_probed_before_the_first_sample(server) -> None:
     assert [type(question["prompt"]) for question in server.asked] == [str, list]
     with (
         TeacherServer(lambda text: [*text.encode()[:20], 0, *text.encode()[20:]], token_score) as other,
-        pytest.raises(ConfigError, match=r"another vocabulary than the policy.*they differ at token 20"),
+        pytest.raises(ConfigError, match=r"a different vocabulary from the policy's.*they differ at token 20"),
     ):
         setup(reward(server.url, other.url))
     server.change = lambda choices: choices[0]["prompt_logprobs"].pop()

@@ -41,7 +41,7 @@ def test_a_range_a_floor_and_a_ceiling() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "give `low`, `high` or both"),
+        ({}, "set `low`, `high` or both"),
         ({"low": 9, "high": 3}, "low <= high, got low = 9, high = 3"),
         ({"high": 3, "per_token": 0.0}, "per_token"),
         ({"low": -1}, "low"),

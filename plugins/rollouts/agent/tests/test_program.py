@@ -79,7 +79,7 @@ def test_the_reward_is_what_the_function_returns(lab, program, returns, returns_
             f"{ASKS}import sys; print('bye'); sys.exit(0)",
             "ended before its function returned. The end of its output:\nbye",
         ),
-        ("print('x')", "ended without an answer of the policy. It must ask the endpoint"),
+        ("print('x')", "ended without an answer from the policy. It must send requests to the endpoint"),
         ("import missing_module", "No module named 'missing_module'"),
     ],
 )
@@ -179,10 +179,10 @@ def test_many_samples_each_with_its_own_key(lab, program, wire):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({}, "give program = 'file:PATH.py:FUNCTION' or command"),
-        ({"program": "file:a.py:run", "command": ("x",)}, "one of the two"),
+        ({}, "set exactly one of program = 'file:PATH.py:FUNCTION' and command"),
+        ({"program": "file:a.py:run", "command": ("x",)}, "exactly one of"),
         ({"program": "a.py"}, "program is 'a.py'; allowed: 'file:PATH.py:FUNCTION'"),
-        ({"command": ("x",), "python": "python3"}, "python is for program"),
+        ({"command": ("x",), "python": "python3"}, "python applies only to program"),
         ({"command": ()}, "at least 1 item"),
         ({"program": "file:a.py:run", "concurrency": 0}, "greater than 0"),
     ],
@@ -199,9 +199,9 @@ def test_options_that_fit_no_program_are_refused(options, error):
         ({"program": "file:{folder}/agent.py:walk"}, "defines no 'walk'; it defines run"),
         ({"program": "file:{folder}/broken.py:run"}, "cannot read .* as Python"),
         ({"program": "file:{folder}/none.py:run"}, "cannot read .*none.py': No such file or directory. Give the path"),
-        ({"program": "file:{folder}/agent.py:run", "python": "no-python"}, "'no-python' is no program"),
+        ({"program": "file:{folder}/agent.py:run", "python": "no-python"}, "'no-python' is not a program"),
         ({"program": "file:{folder}/agent.py:run", "environment": ("UNSET_X",)}, "UNSET_X is not set"),
-        ({"command": ("no-such-program",)}, "no program 'no-such-program' is found"),
+        ({"command": ("no-such-program",)}, "the program 'no-such-program' was not found"),
     ],
 )
 def test_what_is_missing_is_found_before_the_run(tmp_path, options, error):

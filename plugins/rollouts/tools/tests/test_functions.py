@@ -83,7 +83,7 @@ def test_the_schema_is_made_of_the_signature_and_the_docstring() -> None:
         ("not_a_function", "the file has no function of this name"),
         ("undocumented", "has no docstring"),
         ("untyped", "parameter 'a' has no type hint"),
-        ("several", "parameter 'a' is one that a policy cannot give by its name"),
+        ("several", "parameter 'a' cannot be passed by name, but a policy passes every argument by name"),
         ("unusual", "has a type that JSON cannot hold"),
         ("unknown", "type hints cannot be read: NameError: name 'Missing' is not defined"),
     ],
@@ -94,14 +94,14 @@ def test_a_function_that_cannot_be_a_tool_is_refused(name, message) -> None:
 
 
 def test_references_are_checked(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"'add' is no function; write 'file:PATH.py:NAME'"):
+    with pytest.raises(ConfigError, match=r"'add' is not a function; write 'file:PATH.py:NAME'"):
         FunctionSource.of("add")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         FunctionSource.of(f"file:{tmp_path}/none.py:add")
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(PluginImportFailed, match="ZeroDivisionError"):
         PythonFunction(FunctionSource.of(f"file:{tmp_path}/broken.py:add"))
-    with pytest.raises(ValidationError, match="there is no tool"):
+    with pytest.raises(ValidationError, match="no tools are configured"):
         ToolsConfig()
     with pytest.raises(ValidationError, match="names the same function twice"):
         ToolsConfig(functions=("file:a.py:f", "file:a.py:f"))

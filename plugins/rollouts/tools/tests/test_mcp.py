@@ -119,7 +119,7 @@ def test_what_a_server_does_wrong_is_told() -> None:
             assert (await ask(box, "lie")).startswith(lie + "'lie': Invalid structured content")
             assert (await ask(box, "omit")).startswith(lie + "'omit': Tool omit has an output schema but did not")
             assert await ask(box, "slow") == "Error: 'slow' took longer than 1 s and was stopped"
-            with pytest.raises(RolloutError, match="input schema of 'far' that refers to what is not in it"):
+            with pytest.raises(RolloutError, match="input schema of 'far' that refers to something outside it"):
                 await ask(box, "far", '{"n": 1}')
 
     with over_http("bad") as (url, _):
@@ -168,8 +168,8 @@ def test_a_server_that_dies_fails_all_calls_under_way_and_must_not_change(tmp_pa
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        ("input", {}, r"input schema of 'broken' that is no JSON schema: \$.properties.n.type: 'integr'"),
-        ("output", {}, "output schema of 'broken' that is no JSON schema"),
+        ("input", {}, r"input schema of 'broken' that is not a JSON schema: \$.properties.n.type: 'integr'"),
+        ("output", {}, "output schema of 'broken' that is not a JSON schema"),
         ("good", {"tools": ("triple",)}, "tools names triple; the server has double, structured"),
         ("good", {"functions": True}, "mine.py:double and MCP server 'one' both have a tool 'double'"),
     ],
@@ -219,8 +219,8 @@ def test_a_server_that_cannot_be_used_is_a_failed_sample(server, error, message,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give either command or url"),
-        ({"command": ("x",), "url": "http://x"}, "give either command or url"),
+        ({}, "set either command or url"),
+        ({"command": ("x",), "url": "http://x"}, "set either command or url"),
         ({"url": "ftp://x"}, "must begin with http"),
         ({"url": "http://x", "env": ("A",)}, "env is for a server that the run starts"),
     ],

@@ -100,7 +100,7 @@ def test_a_row_that_names_no_example(lab):
     assert "index is 4, but the split 'train' has 4 examples" in failed[0].error
     assert "the row's column index is '1'" in failed[1].error
     assert "the row's column split is 'test'" in failed[2].error
-    assert "example 0 of 'train' has another prompt than the row" in failed[3].error
+    assert "example 0 of 'train' has a different prompt from the row's" in failed[3].error
     assert good.error == ""
 
 

@@ -17,11 +17,14 @@ def check(**options):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"python": "envs/none/bin/python"}, "none/bin/python' is no program. Make one with `rlhf plugins isolate ver"),
-        ({"python": sys.executable}, "has no package verifiers. Make one with"),
-        ({}, "has no package verifiers"),
-        ({"python": "/bin/true"}, "has no package verifiers"),
-        ({"python": "/bin/false"}, "is no Python that starts"),
+        (
+            {"python": "envs/none/bin/python"},
+            "none/bin/python' is not a program. Create an environment with `rlhf plugins isolate ver",
+        ),
+        ({"python": sys.executable}, "does not have the package verifiers. Create an environment with"),
+        ({}, "does not have the package verifiers"),
+        ({"python": "/bin/true"}, "does not have the package verifiers"),
+        ({"python": "/bin/false"}, "is not a Python interpreter that starts"),
         ({"environment": ("UNSET_X",)}, "UNSET_X is not set"),
     ],
 )
@@ -34,7 +37,9 @@ def test_another_version_is_refused(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 0.4.0\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"has verifiers 0.4.0; needed is verifiers<0.4,>=0.3.1. Later versions have"):
+    with pytest.raises(
+        ConfigError, match=r"has verifiers 0.4.0, but verifiers<0.4,>=0.3.1 is required. Later versions have"
+    ):
         check(python=str(python))
     assert "0.3.1" in required().specifier
 

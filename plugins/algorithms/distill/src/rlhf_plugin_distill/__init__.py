@@ -107,7 +107,7 @@ class DistillOnPolicy(_Distillation):
         alpha = getattr(loss.config, "alpha", 1.0)
         if alpha < 1:
             raise ConfigError(
-                f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by "
+                f"algorithm.loss.alpha = {alpha} gives the cross-entropy to the student's own samples the weight "
                 f"{1 - alpha:g}; its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given "
                 "answers."
             )
@@ -125,13 +125,13 @@ class DistillOnPolicy(_Distillation):
         if not isinstance(loss, Distill) or loss.config.top_k is None:
             raise ConfigError(
                 f"algorithm.teacher.weights = {weights!r} changes the teacher's output head in each step, but the "
-                "whole distribution is computed with a head that is lent once. Let it send its most probable tokens "
-                "(--algorithm.loss.top_k 100 of the loss 'distill'), or set --algorithm.teacher.weights base"
+                "whole distribution is computed with a head that is lent once. Let the teacher send its most probable "
+                "tokens (--algorithm.loss.top_k 100 of the loss 'distill'), or set --algorithm.teacher.weights base"
             )
         if self.config.hidden != "fp32":
             raise ConfigError(
-                f"algorithm.hidden = {self.config.hidden!r} is of a teacher's hidden states, and one with weights = "
-                f"{weights!r} sends its most probable tokens; leave it out"
+                f"algorithm.hidden = {self.config.hidden!r} applies to a teacher's hidden states, but a teacher with "
+                f"weights = {weights!r} sends its most probable tokens; remove algorithm.hidden"
             )
 
     def needs(self) -> Needs:

@@ -35,7 +35,7 @@ class DistillConfig(ComponentConfig):
     def _consistent(self) -> DistillConfig:
         if self.beta is not None and self.divergence != "jsd":
             raise ValueError(
-                f"beta = {self.beta} is read by divergence = 'jsd' only, got {self.divergence!r}: leave it out"
+                f"beta = {self.beta} applies only to divergence = 'jsd', got {self.divergence!r}: remove beta"
             )
         return self
 

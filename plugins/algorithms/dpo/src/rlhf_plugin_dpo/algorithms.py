@@ -126,7 +126,8 @@ class PairwiseAlgorithm(Algorithm[Any]):
         if self.config.snapshot_every is not None and not self.reads_reference:
             raise ConfigError(
                 f"algorithm.snapshot_every = {self.config.snapshot_every} copies the policy to the reference, which "
-                f"the loss {self.loss.name!r} configured like this does not read; leave it out, or use a reference"
+                f"the loss {self.loss.name!r} with its current options does not read; remove algorithm.snapshot_every, "
+                "or use a reference"
             )
 
     @property

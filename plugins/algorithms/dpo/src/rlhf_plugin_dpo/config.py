@@ -84,11 +84,13 @@ class DPOConfig(ComponentConfig):
     def _consistent(self) -> Self:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"loss_type needs at least one loss type and each once, got {list(names)}")
+            raise ValueError(f"loss_type needs at least one loss type, each only once, got {list(names)}")
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
             raise ValueError(f"loss_weights needs one number for each of {list(names)}, got {list(self.loss_weights)}")
         if "exo_pair" in names and self.label_smoothing == 0:
-            raise ValueError("exo_pair needs label_smoothing above 0 (its paper's is 1e-3): it takes its logarithm")
+            raise ValueError(
+                "exo_pair needs label_smoothing above 0 (1e-3 in its paper), because the loss takes its logarithm"
+            )
         other_losses = [n for n in names if n not in MARGIN_ONLY]
         if self.f_divergence != "reverse_kl" and other_losses:
             raise ValueError(
@@ -97,17 +99,19 @@ class DPOConfig(ComponentConfig):
             )
         if self.f_divergence != "reverse_kl" and self.reference_free:
             raise ValueError(
-                f"f_divergence = {self.f_divergence!r} does not go with reference_free: the probability that a uniform "
-                "reference gives an answer cancels in the margin of reverse_kl only, and 0 in place of its logarithm "
-                "makes the scores of long answers exp(40). Use reverse_kl, or a reference"
+                f"f_divergence = {self.f_divergence!r} cannot be combined with reference_free: the probability that a "
+                "uniform reference gives an answer cancels only in the margin of reverse_kl, and 0 in place of its "
+                "logarithm makes the scores of long answers exp(40). Use reverse_kl, or a reference"
             )
         unweighted = [n for n in names if n in (*SORTED, "sft")]
         if self.wpo and unweighted:
             raise ValueError(
-                f"wpo weighs pairs, and {', '.join(unweighted)} has no value of a pair alone; remove one of both"
+                f"wpo weights pairs, but {', '.join(unweighted)} has no value for a single pair; remove one of the two"
             )
         if self.ld_alpha is not None and names == ("sft",):
-            raise ValueError(f"ld_alpha = {self.ld_alpha:g} weighs log-ratios, which sft does not read; leave it out")
+            raise ValueError(
+                f"ld_alpha = {self.ld_alpha:g} weights log-ratios, which sft does not read; remove ld_alpha"
+            )
         self._refuse_idle(names)
         return self
 

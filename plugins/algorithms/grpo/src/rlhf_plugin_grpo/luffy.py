@@ -24,7 +24,10 @@ class LuffyConfig(PolicyGradientConfig):
     @model_validator(mode="after")
     def _scored(self) -> Self:
         if not self.teacher.task:
-            raise ValueError("teacher.task = false leaves out the reward, which the answers in the data need; set true")
+            raise ValueError(
+                "teacher.task = false does not use the reward, which the answers in the data need; set teacher.task = "
+                "true"
+            )
         return self
 
 

@@ -41,7 +41,7 @@ class Member(ComponentConfig):
     @model_validator(mode="after")
     def _check(self) -> Member:
         if (self.weight_end is None) != (self.weight_steps is None):
-            raise ValueError("weight_end and weight_steps belong together: give both or none")
+            raise ValueError("weight_end and weight_steps must be set together: set both or neither")
         return self
 
     def weight_at(self, step: int) -> float:
@@ -68,7 +68,7 @@ class PerSourceConfig(ComponentConfig):
                 if source in owner:
                     names = f"both {owner[source]!r} and {name!r}" if owner[source] != name else f"{name!r} twice"
                     raise ValueError(
-                        f"members: the source {source!r} is named by {names}; a source has one member. Remove one"
+                        f"members: the source {source!r} is named by {names}; a source has only one member. Remove one"
                     )
                 owner[source] = name
         return self
@@ -117,7 +117,7 @@ class PerSource(Algorithm[Group]):
         if all(member.data != "prompts" for member in self.members.values()):
             raise ConfigError(
                 "algorithm.members: every member learns from demonstrations, so nothing is sampled. Add one that "
-                "learns from samples, or use the algorithm of the demonstrations alone"
+                "learns from samples, or use only the algorithm of the demonstrations"
             )
         self._check_updates(0)
         self.annotations(0)  # refuses outputs that cannot be joined
@@ -135,7 +135,7 @@ class PerSource(Algorithm[Group]):
             return
         if unknown := [source for source in self._owner if source not in sources]:
             raise ConfigError(
-                f"algorithm.members: {', '.join(map(repr, unknown))} is no source of data.train; there are "
+                f"algorithm.members: {', '.join(map(repr, unknown))} is not a source of data.train; its sources are "
                 f"{', '.join(map(repr, sources))}. A source's name is its `name`, or the stem of its file"
             )
         if missing := [source for source in sources if source not in self._owner]:
@@ -217,8 +217,8 @@ class PerSource(Algorithm[Group]):
                 if head.over != "loss_mask" or head.columns:
                     raise ConfigError(
                         f"member {name!r}: its algorithm {member.name!r} reads {head.name!r} of the role {a.role!r}, "
-                        "which is not of tokens under loss_mask alone; per_source cannot join it. Leave out the "
-                        "member's option that needs this role"
+                        "which is not computed from the tokens under loss_mask alone; per_source cannot join it. "
+                        "Remove the member's option that needs this role"
                     )
                 output = replace(head, name=f"{name}/{head.name}", over=f"{name}/loss_mask")
                 annotations.append(replace(a, output=output, column=f"{name}/{a.column}"))
@@ -324,12 +324,15 @@ def check_member(name: str, member: Algorithm) -> None:
             member.data not in ("prompts", "demonstrations"),
             f"learns from {member.data}; members learn from samples (prompts) or demonstrations",
         ),
-        (member.has_members, "has members itself; a member has none"),
-        (bool(roles), f"trains {', '.join(roles)}; members train the policy alone. Use one without a critic"),
-        (not needs.reward or needs.demonstration_share > 0, "learns from samples without a reward; members need one"),
+        (member.has_members, "has members itself; a member cannot have members"),
+        (bool(roles), f"trains {', '.join(roles)}; members train only the policy. Use an algorithm without a critic"),
+        (
+            not needs.reward or needs.demonstration_share > 0,
+            "learns from samples without a reward; members need a reward",
+        ),
         (
             needs.demonstrations_per_group > 0,
-            "takes samples of each group from the data; members cannot. Use one member's algorithm alone",
+            "takes samples of each group from the data; members cannot. Use only one member's algorithm",
         ),
         (bool(needs.loans), "computes with the output head of another role; members cannot"),
     )
@@ -364,8 +367,8 @@ def policy_update(name: str, member: Algorithm, updates: Sequence[Any]) -> Updat
         return updates[0]
     names = ", ".join(f"{type(u).__name__}({u.role!r})" for u in updates) or "nothing"
     raise ConfigError(
-        f"member {name!r}: algorithm {member.name!r} does {names} in a step; a member does one update of the policy "
-        "and copies no weights (leave out kl.snapshot_every, snapshot_every)"
+        f"member {name!r}: algorithm {member.name!r} plans {names} in a step; a member makes one update of the policy "
+        "and copies no weights (remove kl.snapshot_every, snapshot_every)"
     )
 
 

@@ -34,7 +34,9 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
     tok |= {f"{name}/loss_mask": torch.zeros(joined.tokens, dtype=torch.bool) for name in member_units}
     for name, b in parts.items():
         if PART in b.unit or any("/" in column for column in (*b.tok, *b.seq, *b.unit)):
-            raise TrainingError(f"member {name!r} makes a column {PART!r}, or one with '/' in its name")
+            raise TrainingError(
+                f"member {name!r} creates a column named {PART!r} or with '/' in its name; neither is allowed"
+            )
         for table, columns, start, size in (
             (tok, b.tok, token, joined.tokens),
             (seq, b.seq, sequence, joined.sequences),

@@ -51,9 +51,13 @@ class LossOfMembers(Loss):
                     heads[output.name] = output
                     continue
                 if head == "scores" or (isinstance(output, Head) and (output.columns or output.over != "loss_mask")):
-                    raise _unfit(name, loss, f"reads the output {head!r}, which is not of tokens under loss_mask alone")
+                    raise _unfit(
+                        name,
+                        loss,
+                        f"reads the output {head!r}, which is not computed from the tokens under loss_mask alone",
+                    )
                 if heads.setdefault(head, output) != output:
-                    raise _unfit(name, loss, f"means another output by {head!r} than another member")
+                    raise _unfit(name, loss, f"uses {head!r} for a different output than another member")
         self._outputs = tuple(heads.values())
 
     @property
@@ -142,6 +146,6 @@ def _spread(values: Tensor, keep: Tensor) -> Tensor:
 
 def _unfit(name: str, loss: Loss, reason: str) -> ConfigError:
     return ConfigError(
-        f"member {name!r}: the loss {loss.name!r} {reason}, which per_source cannot join. Leave out its option that "
-        "does, or use another loss"
+        f"member {name!r}: the loss {loss.name!r} {reason}, which per_source cannot join. Remove the option that "
+        "causes this, or use another loss"
     )

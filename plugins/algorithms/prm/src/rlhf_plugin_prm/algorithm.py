@@ -36,7 +36,7 @@ class ProcessRewardModelConfig(ComponentConfig):
         if self.head == "lm" and self.label_tokens is None:
             raise ValueError('head = "lm" needs label_tokens: the texts for right and for wrong, e.g. ["+", "-"]')
         if self.head == "classes" and self.label_tokens is not None:
-            raise ValueError('label_tokens are read with head = "lm" only; set that, or leave them out')
+            raise ValueError('label_tokens are read only with head = "lm"; set it, or remove label_tokens')
         return self
 
 

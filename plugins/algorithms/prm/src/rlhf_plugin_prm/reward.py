@@ -107,7 +107,10 @@ class ProcessReward(Reward):
         labels = self.config.label_tokens
         if self._head == CLASSES:
             if labels is not None:
-                raise ConfigError(f"reward {self.name!r}: {self.config.model!r} has two classes and no label_tokens")
+                raise ConfigError(
+                    f"reward {self.name!r}: {self.config.model!r} has two classes and does not use label_tokens; "
+                    "remove them"
+                )
         elif labels is None and label_ids(self._settings) is None:
             raise ConfigError(
                 f"reward {self.name!r}: {self.config.model!r} is a language model whose config.json does not say which "
@@ -116,7 +119,7 @@ class ProcessReward(Reward):
 
     async def setup(self, context: RewardContext) -> None:
         if context.tokens is None:
-            raise RewardError(f"reward {self.name!r} needs the policy's tokenizer, which this run does not give")
+            raise RewardError(f"reward {self.name!r} needs the policy's tokenizer, which this run does not provide")
         self._context, self._ends = context, StepEnds(context.tokens.decode, self._separator)
         self._separator_ids = context.tokens.encode(self._separator)
         self._step_head = step_logits()
@@ -266,7 +269,7 @@ def separator_of(settings: dict[str, Any], model: str, separator: str | None) ->
     if separator is not None and separator != trained:
         raise ConfigError(
             f"reward 'prm': separator = {separator!r}, but {model!r} was trained on steps that end with {trained!r} "
-            f"({STEP_SEPARATOR} in its config.json), and was not trained to be read after other text. Leave separator "
-            "out, or train a model on such steps with data.step_separator."
+            f"({STEP_SEPARATOR} in its config.json), and was not trained to be read after other text. Remove "
+            "separator, or train a model on such steps with data.step_separator."
         )
     return trained

@@ -46,8 +46,8 @@ class AdaptiveMixing(Curriculum):
         names = [source.name for source in rows.sources]
         if len(names) < 2:
             raise ConfigError(
-                f"curriculum adaptive_mixing mixes data sources, and data.train has one with rows to train on: "
-                f"{names[0]!r}. Name several, or remove [curriculum]."
+                "curriculum adaptive_mixing mixes data sources, but data.train has only one with rows to train on: "
+                f"{names[0]!r}. Add sources, or remove [curriculum]."
             )
         if self.config.min_share * len(names) >= 1:
             raise ConfigError(
@@ -97,7 +97,9 @@ class AdaptiveMixing(Curriculum):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for key in ("values", "drawn"):
             if list(state[key]) != list(self._values):
-                raise ValueError(f"{key} is of the sources {list(state[key])}, this run has {list(self._values)}")
+                raise ValueError(
+                    f"{key} belongs to the sources {list(state[key])}, but this run has {list(self._values)}"
+                )
         self._values, self._row_counts = dict(state["values"]), dict(state["drawn"])
 
     def _pick(self) -> RowSource:

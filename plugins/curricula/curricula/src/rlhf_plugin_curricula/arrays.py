@@ -19,5 +19,5 @@ def from_text(text: str, like: NDArray[Any]) -> NDArray[Any]:
     length."""
     stored = np.frombuffer(base64.b64decode(text, validate=True), like.dtype.newbyteorder("<"))
     if len(stored) != len(like):
-        raise ValueError(f"{len(stored)} values were saved, and the data has {len(like)} rows")
+        raise ValueError(f"{len(stored)} values were saved, but the data has {len(like)} rows")
     return stored.astype(like.dtype)

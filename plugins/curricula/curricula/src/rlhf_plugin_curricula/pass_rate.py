@@ -45,7 +45,7 @@ class PassRate(Curriculum):
         @model_validator(mode="after")
         def _has_room(self) -> PassRate.Config:
             if self.low >= self.high:
-                raise ValueError(f"the band has no room: low = {self.low:g} must be below high = {self.high:g}")
+                raise ValueError(f"the band is empty: low = {self.low:g} must be below high = {self.high:g}")
             return self
 
     def setup(self, rows: TrainingRows, seed: int, total_steps: int) -> None:

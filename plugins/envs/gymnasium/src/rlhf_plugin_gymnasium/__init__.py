@@ -50,7 +50,9 @@ class GymnasiumConfig(ComponentConfig):
         actions, _ = inspect(self.id, kwargs, self.view)
         names = {name.casefold() for name in self.actions}
         if self.actions and (len(self.actions) != actions or len(names) != actions or "" in names):
-            raise ValueError(f"{self.id} has {actions} actions; got the names {list(self.actions)}. Give each its own")
+            raise ValueError(
+                f"{self.id} has {actions} actions; got the names {list(self.actions)}. Give each action its own name"
+            )
         return self
 
 
@@ -128,7 +130,7 @@ def inspect(id: str, kwargs_text: str, view: str) -> tuple[int, bool]:
     """(number of actions, whether the environment draws text). Raises ValueError if it cannot be played as text."""
     kwargs = json.loads(kwargs_text)
     if "render_mode" in kwargs:
-        raise ValueError("kwargs.render_mode: 'view' decides it; remove it")
+        raise ValueError("kwargs.render_mode: the option 'view' sets the render mode; remove it from kwargs")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an old version: the error says so
@@ -169,7 +171,9 @@ def cannot_be_text(space: gymnasium.Space[Any]) -> str:
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         size = math.prod(space.shape)
         return (
-            "" if size <= LARGEST else f"an array of {size} values is too long as text, at most {LARGEST} are written"
+            ""
+            if size <= LARGEST
+            else f"an array of {size} values is too long to write as text; at most {LARGEST} are allowed"
         )
     return f"{type(space).__name__} spaces are not written as text"
 

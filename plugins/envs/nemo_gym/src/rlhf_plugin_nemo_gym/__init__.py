@@ -35,7 +35,7 @@ class NemoGymConfig(ComponentConfig):
     @classmethod
     def _web_address(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not an address of the web: it must begin with http:// or https://")
+            raise ValueError(f"{url!r} is not a web address: it must begin with http:// or https://")
         return url.rstrip("/")
 
 

@@ -30,7 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rlhf_plugin_reasoning_gym", description=__doc__)
     parser.add_argument("task", help="name of the task; composite mixes several")
     parser.add_argument("--rows", type=int, default=1000, help="number of questions (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first question; each next one is 1 more")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="seed of the first question; it grows by 1 with each further question"
+    )
     parser.add_argument("--config", default="{}", help="the task's own options as JSON")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.rows)

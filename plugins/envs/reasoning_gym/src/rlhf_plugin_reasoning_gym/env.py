@@ -27,7 +27,7 @@ class ReasoningGymConfig(AnswerConfig):
         if self.task is not None:
             check(self.task, self.task_config)
         elif self.task_config:
-            raise ValueError("task_config is set without a task. Set task, or give the rows both as columns")
+            raise ValueError("task_config is set without a task. Set task, or add both to the rows as columns")
         return self
 
 
@@ -48,7 +48,7 @@ class ReasoningGym(Env):
         task, task_config = row.get("task"), row.get("task_config")
         location = f"row {row.index} of source {row.source!r}"
         if task is None and c.task is None:
-            raise EnvError(f"{location} has no column 'task', and [env] sets no task. Set one of them")
+            raise EnvError(f"{location} has no column 'task', and [env] sets no task. Set one of the two")
         if task_config is not None and (task is None or not isinstance(task_config, Mapping)):
             value = brief(task_config) if task is not None else "a task_config without a task"
             raise EnvError(

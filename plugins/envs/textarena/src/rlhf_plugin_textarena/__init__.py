@@ -166,7 +166,7 @@ def _check(id: str, kwargs_text: str, players: int) -> None:
 
 def _cause(id: str, players: int, error: Exception) -> str:
     if isinstance(error, AssertionError) and "player" in str(error).lower():  # TextArena's only check of the number
-        return _refusal(id) if players == 1 else f"{id!r} cannot be played by two ({error}). Remove 'opponent'"
+        return _refusal(id) if players == 1 else f"{id!r} cannot be played by two players ({error}). Remove 'opponent'"
     if isinstance(error, LookupError) and "NLTK" in str(error):
         return f"{id!r} needs word lists of NLTK: python -m nltk.downloader words averaged_perceptron_tagger_eng"
     if isinstance(error, SyntaxError):
@@ -176,8 +176,8 @@ def _cause(id: str, players: int, error: Exception) -> str:
 
 def _refusal(id: str) -> str:
     return (
-        f"{id!r} is a game for several players. Games for two need opponent = 'file:opponent.py', or 'self' for "
-        "self-play; games for more cannot be played"
+        f"{id!r} is a game for several players. Games for two players need opponent = 'file:opponent.py', or 'self' "
+        "for self-play; games for more players are not supported"
     )
 
 

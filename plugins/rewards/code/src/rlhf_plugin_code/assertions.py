@@ -88,7 +88,7 @@ class Assertions:
                 waiting = Verdict("not run", "another test had failed")
                 break
         else:
-            waiting = Verdict("not run", f"its calls hang on the results of others in more than {ROUNDS} steps")
+            waiting = Verdict("not run", f"its calls depend on the results of other calls in more than {ROUNDS} steps")
         return [waiting if verdict.word == "unanswered" else verdict for verdict in evaluation.verdicts]
 
     async def _evaluate(self, answers: dict[Call, tuple[str, str]]) -> TestResults | str:
@@ -123,4 +123,4 @@ def _answer(reply: str | Verdict) -> tuple[str, str]:
     try:
         return "raised", str(json.loads(text))
     except (ValueError, RecursionError):
-        return "error", f"an answer that is no text: {text[:60]!r}"
+        return "error", f"an answer that is not text: {text[:60]!r}"

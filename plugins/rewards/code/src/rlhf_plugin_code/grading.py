@@ -67,7 +67,7 @@ def _verdict(answer: str, test: CallTest, tolerance: float) -> Verdict:
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return Verdict("error", f"an answer that is no JSON: {text[:60]!r}")
+        return Verdict("error", f"an answer that is not JSON: {text[:60]!r}")
     if kind != "=":
         return Verdict("error", printable(value))
     if any(matches(value, expected, tolerance) for expected in test.expected):
@@ -122,4 +122,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON value")
+    raise ValueError(f"{constant} is not a JSON value")

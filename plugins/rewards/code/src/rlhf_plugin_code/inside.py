@@ -133,7 +133,7 @@ def _main():  # type: ignore[no-untyped-def]
             return "[" + ",".join([text(item) for item in value]) + "]"
         if kind is dict and all(type(key) is str for key in value):
             return "{" + ",".join([quote(key) + ":" + text(item) for key, item in value.items()]) + "}"
-        raise TypeError("the answer holds a " + kind.__name__ + " that is no JSON value")
+        raise TypeError("the answer holds a " + kind.__name__ + " that is not a JSON value")
 
     def function_named(name):  # type: ignore[no-untyped-def]
         if hasattr(module, name):

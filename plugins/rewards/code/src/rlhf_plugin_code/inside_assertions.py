@@ -50,7 +50,7 @@ def _evaluate():  # type: ignore[no-untyped-def]
                 try:
                     value = unpack(ast.literal_eval(text), classes)  # noqa: F821
                 except Exception:
-                    raise NoAnswer("error", "an answer that is no value") from None
+                    raise NoAnswer("error", "an answer that is not a value") from None
                 last[0] = self.name + "() returned " + repr(value)[:60]
                 return value
             if word == "raised":

@@ -58,7 +58,7 @@ def _current() -> tuple[str, str, str]:
 
 def _query(python: str) -> tuple[str, str, str]:
     if not os.path.isabs(python):
-        raise ConfigError(f"reward 'code': interpreter = {brief(python)} is no absolute path of an interpreter")
+        raise ConfigError(f"reward 'code': interpreter = {brief(python)} is not an absolute path of an interpreter")
     try:
         done = subprocess.run([python, "-I", "-c", ASK], capture_output=True, timeout=60, check=True)
         program, prefix, base = json.loads(done.stdout)

@@ -91,7 +91,7 @@ def _assertions(row: Row, texts: Sequence[str], label: str) -> AssertionTests:
     """The layout of MBPP and AceCode."""
     for n, text in enumerate(texts):
         if not _python(text, ast.Assert):
-            raise RewardError(f"{label}, test {n} is {brief(text)}: no assertion in Python. {LAYOUTS}")
+            raise RewardError(f"{label}, test {n} is {brief(text)}, which is not an assertion in Python. {LAYOUTS}")
     parts = [*(row.columns.get("test_imports") or ()), row.columns.get("test_setup_code") or ""]
     setup = "\n".join(_text(text, "reward 'code': columns test_imports and test_setup_code") for text in parts)
     return AssertionTests(tuple(texts), code=False, setup=setup)
@@ -139,7 +139,7 @@ def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
         else:
             raise RewardError(f"{test_label} is {brief(case)}. {LAYOUTS}")
     if stdin and calls:
-        raise RewardError(f"{label} mixes tests by standard input and calls of functions. Give one kind in a row.")
+        raise RewardError(f"{label} mixes tests by standard input and calls of functions. Use one kind per row.")
     return stdin or calls
 
 
@@ -150,7 +150,9 @@ def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
     name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
     if calls != bool(name):
-        raise RewardError(f"{label} is {brief(case)}: a call has its function's name (fn_name or metadata.func_name).")
+        raise RewardError(
+            f"{label} is {brief(case)}: a call needs its function's name (fn_name or metadata.func_name)."
+        )
     if not calls:
         return StdinTest(_lines(case["input"], f"{label}, input"), _lines(case["output"], f"{label}, output"))
     if "testtype" not in case:
@@ -173,7 +175,7 @@ def _columns(value: Mapping[str, Any], label: str) -> list[StdinTest] | list[Cal
     if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
         sizes = [f"{len(v)} values" if _is_list(v) else brief(v) for v in (inputs, outputs)]
         raise RewardError(
-            f"{label} holds {sizes[0]} as inputs and {sizes[1]} as outputs. Give two lists of one length."
+            f"{label} holds {sizes[0]} as inputs and {sizes[1]} as outputs. Give two lists of the same length."
         )
     pairs = list(enumerate(zip(inputs, outputs, strict=True)))
     if name is None:
@@ -191,7 +193,7 @@ def _columns(value: Mapping[str, Any], label: str) -> list[StdinTest] | list[Cal
 
 def _call(function: Any, arguments: Any, expected: Any, label: str) -> CallTest:
     if not isinstance(function, str) or not function.isidentifier():
-        raise RewardError(f"{label}: the function is {brief(function)}. Give its name.")
+        raise RewardError(f"{label}: the function is {brief(function)}. Give the function's name.")
     if not _is_list(arguments):
         raise RewardError(f"{label}: the arguments are {brief(arguments)}. Give a list.")
     return CallTest(function, _json(arguments, f"{label}, args"), (_json(expected, f"{label}, expected"),))
@@ -216,4 +218,4 @@ def _json(value: Any, label: str) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RewardError(f"{label} is {brief(value)}, which is no JSON value: {error}") from None
+        raise RewardError(f"{label} is {brief(value)}, which is not a JSON value: {error}") from None

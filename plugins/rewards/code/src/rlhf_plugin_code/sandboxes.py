@@ -38,7 +38,7 @@ def candidates(choice: Choice) -> list[str]:
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError(
-            f"reward 'code': programs run in a sandbox of Linux, and this is {sys.platform}. Train in a virtual "
+            f"reward 'code': programs run in a Linux sandbox, but this system is {sys.platform}. Train in a virtual "
             "machine or container with Linux, or use another reward."
         )
     if choice == "limits":
@@ -70,7 +70,9 @@ async def working(names: Sequence[str], python: Interpreter, limits: ProgramLimi
                 return launcher
             if not succeeded:
                 return launcher
-            failures.append(f"the sandbox {name!r} let a program do what it must not: {', '.join(succeeded)}")
+            failures.append(
+                f"the sandbox {name!r} allowed a program to do what it must prevent: {', '.join(succeeded)}"
+            )
         if launcher is not None:
             launcher.close()
     raise ConfigError(f"reward 'code': no sandbox works on this machine. {'; '.join(failures)}. {REMEDY}")

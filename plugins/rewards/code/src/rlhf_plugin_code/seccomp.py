@@ -56,7 +56,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     """
     machine = machine or platform.machine()
     if machine not in MACHINES:
-        raise ValueError(f"no filter of system calls for {machine}; there is one for {' and '.join(MACHINES)}")
+        raise ValueError(f"there is no system call filter for {machine}; supported are {' and '.join(MACHINES)}")
     column, arch, clone, prlimit, sendto, prctl = MACHINES[machine]
     denied = [number for numbers in DENIED.values() if (number := numbers[column]) is not None]
     refuse = (RETURN, 0, 0, ERRNO | errno.EPERM)

@@ -38,7 +38,7 @@ class FormatConfig(ComponentConfig):
     @model_validator(mode="after")
     def _one_form(self) -> FormatConfig:
         if (self.template is None) == (self.pattern is None):
-            raise ValueError("give exactly one of `template` and `pattern`")
+            raise ValueError("set exactly one of `template` and `pattern`")
         if self.template is not None:
             AnswerTemplate.parse(self.template)
         if self.pattern is not None:

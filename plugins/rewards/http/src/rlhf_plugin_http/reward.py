@@ -58,7 +58,9 @@ class HttpReward(Reward):
         if not self.config.special_tokens:
             return trajectory.prompt_text, trajectory.completion
         if self._tokens is None:
-            raise RewardError("reward 'http': special_tokens = true needs the policy's tokenizer, which this run lacks")
+            raise RewardError(
+                "reward 'http': special_tokens = true needs the policy's tokenizer, which this run does not provide"
+            )
         turns = trajectory.turns
         first = next((n for n, turn in enumerate(turns) if turn.sampled), len(turns))
         prompt, rest = ([i for turn in part for i in turn.ids] for part in (turns[:first], turns[first:]))

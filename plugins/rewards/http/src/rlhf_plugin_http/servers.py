@@ -40,7 +40,7 @@ class ServersConfig(ComponentConfig):
     def _web_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is not an address of the web: it must begin with http:// or https://")
+                raise ValueError(f"{url!r} is not a web address: it must begin with http:// or https://")
         if len(set(urls)) != len(urls):
             raise ValueError("the same address is given twice")
         return urls
@@ -93,7 +93,9 @@ class Servers:
                     text = f"{url}: {f'no answer in {self._config.timeout:g} s' if slow else str(error) or repr(error)}"
                     failures.append(text)
                     if self._order.failed(url) and len(self._config.urls) > 1:
-                        _LOG.warning("reward %r: %s. It is left out for %g s.", self._reward, text, self._config.rest)
+                        _LOG.warning(
+                            "reward %r: %s. The server is not used for %g s.", self._reward, text, self._config.rest
+                        )
                 else:
                     self._order.answered(url)
                     return url, body

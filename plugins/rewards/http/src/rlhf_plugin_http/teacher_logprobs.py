@@ -54,7 +54,7 @@ class TeacherReward(Reward):
 
     async def setup(self, context: RewardContext) -> None:
         if context.tokens is None:
-            raise ConfigError("reward 'teacher' needs the policy's tokenizer, which this run lacks")
+            raise ConfigError("reward 'teacher' needs the policy's tokenizer, which this run does not provide")
         ids = context.tokens.encode(PROBE)
         await asyncio.gather(*(self._probe(url, ids) for url in self.config.urls))
 
@@ -95,15 +95,16 @@ class TeacherReward(Reward):
                 return
         except (RewardError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"reward 'teacher': {url} cannot score the policy's tokens: {error}. It must be a server of vLLM, or "
-                "one that knows prompt_logprobs at /v1/completions with prompts of token ids; `urls` end in /v1."
+                f"reward 'teacher': {url} cannot score the policy's tokens: {error}. It must be a vLLM server, or "
+                "another server that supports prompt_logprobs at /v1/completions with prompts of token ids; `urls` end "
+                "in /v1."
             ) from error
         pairs = enumerate(zip_longest(teacher_ids, ids[1:]), 1)
         place = next(n for n, (teacher_id, token) in pairs if teacher_id != token)
         raise ConfigError(
-            f"reward 'teacher': the model of {url} has another vocabulary than the policy. Of a text that is "
-            f"{len(ids)} tokens for the policy it makes {len(teacher_ids) + 1}; they differ at token {place}. Name a "
-            "teacher with the policy's tokenizer."
+            f"reward 'teacher': the model of {url} has a different vocabulary from the policy's. A text of {len(ids)} "
+            f"policy tokens has {len(teacher_ids) + 1} tokens there; they differ at token {place}. Use a teacher with "
+            "the policy's tokenizer."
         )
 
 
@@ -113,7 +114,9 @@ def _sequences(trajectory: Trajectory) -> Iterator[tuple[list[int], list[Place]]
     places: list[Place] = []
     for number, turn in enumerate(trajectory.turns):
         if turn.images:
-            raise RewardError("reward 'teacher' sends tokens of text, and the sample has images; use a role as teacher")
+            raise RewardError(
+                "reward 'teacher' sends only text tokens, but the sample has images; use a role as teacher"
+            )
         if turn.fresh and places:
             yield ids[: places[-1][2] + 1], places
         if turn.fresh:
@@ -121,8 +124,8 @@ def _sequences(trajectory: Trajectory) -> Iterator[tuple[list[int], list[Place]]
         if turn.sampled:
             if turn.temperature != 1:
                 raise RewardError(
-                    f"reward 'teacher': turn {number} was sampled at temperature {turn.temperature:g}, and a server "
-                    "gives log-probs at temperature 1. Set sampling.temperature 1, or use a role as teacher"
+                    f"reward 'teacher': turn {number} was sampled at temperature {turn.temperature:g}, but a server "
+                    "returns log-probs at temperature 1. Set sampling.temperature 1, or use a role as teacher"
                 )
             places += [(number, token, len(ids) + token) for token in range(len(turn.ids))]
         ids += turn.ids
@@ -170,7 +173,7 @@ def _values(places: Sequence[Any], ids: Sequence[int], server: str) -> list[floa
     for n, (place, token) in enumerate(zip(places[1:], ids[1:], strict=True), 1):
         if not isinstance(place, Mapping) or str(token) not in place:
             keys = ", ".join(map(str, place)) if isinstance(place, Mapping) else brief(place)
-            raise RewardError(f"{server}: the log-prob of token {n} must be of {token}, got one of {keys[:80]}")
+            raise RewardError(f"{server}: the log-prob of token {n} must be for {token}, got one for {keys[:80]}")
         logprob = place[str(token)]
         value: Any = logprob.get("logprob") if isinstance(logprob, Mapping) else logprob
         if type(value) not in (int, float) or not -math.inf < value <= ABOVE_0:

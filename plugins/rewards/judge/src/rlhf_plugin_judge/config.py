@@ -63,13 +63,13 @@ class JudgeConfig(ComponentConfig):
     @model_validator(mode="after")
     def _check(self) -> JudgeConfig:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url {self.url!r} is not an address of the web: it must begin with http:// or https://")
+            raise ValueError(f"url {self.url!r} is not a web address: it must begin with http:// or https://")
         if not self.criteria:
-            raise ValueError("criteria is empty: there is nothing to judge by")
+            raise ValueError("criteria is empty; at least one criterion is needed")
         if unknown := sorted(self.weights.keys() - self.criteria.keys()):
             raise ValueError(f"weights names {', '.join(unknown)}; the criteria are {', '.join(self.criteria)}")
         if self.mode == "pairwise" and self.weights:
-            raise ValueError("mode = 'pairwise' asks which answer is better as a whole; remove weights")
+            raise ValueError("mode = 'pairwise' compares answers as a whole; remove weights")
         if self.mode == "pairwise" and self.scale != SCALE:
             raise ValueError("mode = 'pairwise' has no scores; remove scale")
         if self.scale[0] >= self.scale[1]:

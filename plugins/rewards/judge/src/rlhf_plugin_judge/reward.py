@@ -55,7 +55,7 @@ class JudgeReward(Reward):
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         if config is None:
-            raise ConfigError("reward 'judge' needs `url` and `model`: which server and which model judges")
+            raise ConfigError("reward 'judge' needs `url` and `model`: the judge's server and model")
         super().__init__(config)
         c: JudgeConfig = self.config
         self.per_sample = c.mode == "rubric"
@@ -203,7 +203,7 @@ class Cache:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"reward 'judge': cache = {folder!r} cannot be made: {error}") from None
+                raise ConfigError(f"reward 'judge': cache = {folder!r} cannot be created: {error}") from None
 
     def get(self, key: str) -> Any:
         """A judgement; None if it is not there, or its file is damaged."""

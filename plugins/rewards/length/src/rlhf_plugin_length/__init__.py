@@ -25,7 +25,7 @@ class LengthConfig(ComponentConfig):
     @model_validator(mode="after")
     def _range(self) -> LengthConfig:
         if self.low is None and self.high is None:
-            raise ValueError("give `low`, `high` or both: without a range nothing is penalised")
+            raise ValueError("set `low`, `high` or both: without a range nothing is penalised")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"the range needs low <= high, got low = {self.low}, high = {self.high}")
         return self

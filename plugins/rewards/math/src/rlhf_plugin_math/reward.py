@@ -82,7 +82,7 @@ class MathReward(Reward):
         if any(isinstance(v, bool) or not isinstance(v, str | int | float) for v in values):
             raise RewardError(
                 f"column {column!r} holds {type(value).__name__} {value!r}; allowed: text or a number, or a list of "
-                "them. A value inside of an object has a dotted name: NAME.ground_truth"
+                "them. A value inside an object has a dotted name: NAME.ground_truth"
             )
         marked = [(str(v), extract_answer(str(v), ("boxed", "hash", "tag", "answer_is"))) for v in values]
         return [text if answer is None else answer for text, answer in marked]

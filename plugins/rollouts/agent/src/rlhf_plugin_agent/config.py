@@ -30,11 +30,11 @@ class AgentConfig(ProgramConfig):
     @model_validator(mode="after")
     def _one_program(self) -> AgentConfig:
         if (self.program is None) == (self.command is None):
-            raise ValueError("give program = 'file:PATH.py:FUNCTION' or command = [...], one of the two")
+            raise ValueError("set exactly one of program = 'file:PATH.py:FUNCTION' and command = [...]")
         if self.program is not None and not _PROGRAM.fullmatch(self.program):
             raise ValueError(f"program is {self.program!r}; allowed: 'file:PATH.py:FUNCTION'")
         if self.command is not None and self.python is not None:
-            raise ValueError("python is for program; a command names its own")
+            raise ValueError("python applies only to program; a command names its own interpreter")
         return self
 
     @property
@@ -51,7 +51,7 @@ def check_program(config: AgentConfig) -> None:
     if config.command is not None:
         if shutil.which(config.command[0]) is None:
             raise ConfigError(
-                f"rollout.command: no program {config.command[0]!r} is found. Give its path, or install it."
+                f"rollout.command: the program {config.command[0]!r} was not found. Give its path, or install it."
             )
         return
     path, function = config.function
@@ -70,4 +70,4 @@ def check_program(config: AgentConfig) -> None:
             f"rollout.program: {path} defines no {function!r}; it defines {', '.join(symbols) or 'nothing'}"
         )
     if config.python is not None and shutil.which(os.path.expanduser(config.python)) is None:
-        raise ConfigError(f"rollout.python: {config.python!r} is no program. Give the path of a Python.")
+        raise ConfigError(f"rollout.python: {config.python!r} is not a program. Give the path of a Python interpreter.")

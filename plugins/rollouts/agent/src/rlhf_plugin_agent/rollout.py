@@ -68,8 +68,8 @@ class Agent(Rollout):
             last.finish = "length"
         if last is None:
             raise RolloutError(
-                "the program ended without an answer of the policy. It must ask the endpoint whose address and key "
-                "it is given (base_url and api_key, or OPENAI_BASE_URL and OPENAI_API_KEY)"
+                "the program ended without an answer from the policy. It must send requests to the endpoint whose "
+                "address and key it receives (base_url and api_key, or OPENAI_BASE_URL and OPENAI_API_KEY)"
             )
         last.reward = reward
         return turns

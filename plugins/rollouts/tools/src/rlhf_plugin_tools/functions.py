@@ -40,7 +40,7 @@ class FunctionSource:
         """Read ``file:PATH:NAME``. Raises ConfigError."""
         match = REFERENCE.fullmatch(reference)
         if match is None:
-            raise ConfigError(f"rollout.functions: {reference!r} is no function; write 'file:PATH.py:NAME'")
+            raise ConfigError(f"rollout.functions: {reference!r} is not a function; write 'file:PATH.py:NAME'")
         file = SourceFile.read(match["path"])
         return cls(file.path, file.text, match["name"])
 
@@ -64,7 +64,9 @@ class PythonFunction:
         doc = docstring_parser.parse(function.__doc__ or "")
         description = "\n\n".join(filter(None, (doc.short_description, doc.long_description)))
         if not description:
-            raise ConfigError(f"{label} has no docstring. It is what the policy is told about the tool: write one")
+            raise ConfigError(
+                f"{label} has no docstring. The policy sees the docstring as the description of the tool: write one"
+            )
         self._arguments = _arguments(function, {p.arg_name: p.description or "" for p in doc.params}, label)
         try:
             parameters = self._arguments.json_schema(schema_generator=_WithoutTitles)
@@ -95,10 +97,12 @@ def _arguments(function: Callable[..., Any], descriptions: dict[str, str], label
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{label}: parameter {name!r} is one that a policy cannot give by its name")
+            raise ConfigError(
+                f"{label}: parameter {name!r} cannot be passed by name, but a policy passes every argument by name"
+            )
         if name not in hints:
             raise ConfigError(
-                f"{label}: parameter {name!r} has no type hint; the policy is told the types of arguments"
+                f"{label}: parameter {name!r} has no type hint; the policy sees the types of all arguments"
             )
         optional = parameter.default is not parameter.empty
         extra = {"default": parameter.default} if optional and _plain(parameter.default) else None

@@ -179,9 +179,9 @@ class McpTool(Tool):
                 validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 raise ConfigError(
-                    f"{server.label} declares an {direction} schema of {tool.name!r} that is no JSON schema: "
-                    f"{error.json_path}: {error.message}. Correct the server, or leave the tool out with "
-                    "`tools` in the server's table."
+                    f"{server.label} declares an {direction} schema of {tool.name!r} that is not a JSON schema: "
+                    f"{error.json_path}: {error.message}. Correct the server, or exclude the tool with `tools` in the "
+                    "server's table."
                 ) from None
         self._input = validator_for(tool.input_schema)(tool.input_schema, registry=Registry())
         self.schema = schema_of(tool.name, tool.description or "", tool.input_schema)
@@ -207,7 +207,7 @@ class McpTool(Tool):
             problem = best_match(self._input.iter_errors(keywords))
         except Unresolvable as error:
             raise RolloutError(
-                f"{self.source} declares an input schema of {self.name!r} that refers to what is not in it: {error}"
+                f"{self.source} declares an input schema of {self.name!r} that refers to something outside it: {error}"
             ) from None
         if problem is not None:
             raise invalid_arguments(self.name, [(problem.absolute_path, problem.message)])

@@ -24,11 +24,11 @@ class McpServer(ComponentConfig):
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:
         if bool(self.command) == (self.url is not None):
-            raise ValueError("give either command or url")
+            raise ValueError("set either command or url")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
         if self.url is not None and self.env:
-            raise ValueError("env is for a server that the run starts; remove it or give command in place of url")
+            raise ValueError("env is for a server that the run starts; remove it, or set command instead of url")
         return self
 
 
@@ -51,7 +51,9 @@ class ToolsConfig(ComponentConfig):
     @model_validator(mode="after")
     def _some_tool(self) -> ToolsConfig:
         if not self.functions and not self.mcp:
-            raise ValueError('there is no tool: give functions = ["file:PATH.py:NAME"] or a table [rollout.mcp.NAME]')
+            raise ValueError(
+                'no tools are configured: set functions = ["file:PATH.py:NAME"] or a table [rollout.mcp.NAME]'
+            )
         if len(set(self.functions)) != len(self.functions):
             raise ValueError("functions names the same function twice")
         return self

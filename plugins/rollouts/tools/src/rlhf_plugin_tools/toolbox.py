@@ -55,7 +55,7 @@ class Toolbox:
                 if other is not tool:
                     raise ConfigError(
                         f"rollout 'tools': {other.source} and {tool.source} both have a tool {tool.name!r}. Rename "
-                        "one, or leave one out with `tools` in the server's table."
+                        "one, or exclude one with `tools` in the server's table."
                     )
         except BaseException:
             await self.close()

@@ -26,7 +26,7 @@ def main() -> None:
     try:
         config = VerifiersConfig(id=options.id, args=json.loads(options.args), python=options.python)
         if options.first < 0 or (options.rows is not None and options.rows < 1):
-            raise ValueError("--first is at least 0 and --rows at least 1")
+            raise ValueError("--first must be at least 0 and --rows at least 1")
         check_python(config)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))

@@ -42,19 +42,21 @@ def check_python(config: VerifiersConfig) -> None:
     check_environment(config)
     python = own_python(config.python)
     if shutil.which(python) is None:
-        raise ConfigError(f"rollout.python: {python!r} is no program. {_MAKE}")
+        raise ConfigError(f"rollout.python: {python!r} is not a program. {_MAKE}")
     command = [python, "-I", "-c", _VERSION]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     requirement = required()
     if result.returncode:
-        raise ConfigError(f"rollout.python: {python!r} is no Python that starts: {result.stderr.strip()[-300:]}")
+        raise ConfigError(
+            f"rollout.python: {python!r} is not a Python interpreter that starts: {result.stderr.strip()[-300:]}"
+        )
     version = result.stdout.strip()
     if not version:
-        raise ConfigError(f"rollout.python: {python!r} has no package verifiers. {_MAKE}")
+        raise ConfigError(f"rollout.python: {python!r} does not have the package verifiers. {_MAKE}")
     if version not in requirement.specifier:
         raise ConfigError(
-            f"rollout.python: {python!r} has verifiers {version}; needed is {requirement}. Later versions have no "
-            f"load_environment. {_MAKE}"
+            f"rollout.python: {python!r} has verifiers {version}, but {requirement} is required. Later versions have "
+            f"no load_environment. {_MAKE}"
         )
 
 
@@ -67,6 +69,6 @@ def required() -> Requirement:
 
 
 _MAKE = (
-    "Make one with `rlhf plugins isolate verifiers --kind rollout --output envs/verifiers --with PACKAGE`, where "
-    "PACKAGE is the environment's, and set python = 'envs/verifiers/bin/python'."
+    "Create an environment with `rlhf plugins isolate verifiers --kind rollout --output envs/verifiers --with "
+    "PACKAGE`, where PACKAGE is the environment's, and set python = 'envs/verifiers/bin/python'."
 )

@@ -121,7 +121,7 @@ class Player:
             raise Refused(f"index is {index}, but the split {split!r} has {len(examples)} examples")
         example: dict[str, Any] = examples[index]
         if prompt and prompt != text_of(example["prompt"]):
-            raise Refused(f"example {index} of {split!r} has another prompt than the row. Write the rows again")
+            raise Refused(f"example {index} of {split!r} has a different prompt from the row's. Write the rows again")
         return example
 
     def examples(self, split: str) -> Any:

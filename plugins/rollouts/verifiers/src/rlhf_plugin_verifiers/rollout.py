@@ -62,7 +62,7 @@ class Verifiers(Rollout):
         last = next((turn for turn in reversed(turns) if turn.sampled), None)
         if last is None:
             cause = "its prompt has data.max_tokens tokens or more" if session.out_of_tokens else "it ended without one"
-            raise RolloutError(f"the environment got no answer of the policy: {cause}")
+            raise RolloutError(f"the environment received no answer from the policy: {cause}")
         if session.out_of_tokens and played["truncated"]:
             last.finish = "length"
         last.reward = played["reward"]
