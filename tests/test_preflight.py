@@ -299,12 +299,15 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, "Error while deserializing header"),
     "a pickle": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "has its weights in pytorch_model.bin only, which is not read",
+        "has its weights only in pytorch_model.bin, which rlhf does not read",
     ),
     "a tensor less": (without("model.norm.weight"), "lacks 1 weights of a Qwen3ForCausalLM"),
     "more layers": (configured(num_hidden_layers=3, layer_types=None), "weights of a Qwen3ForCausalLM"),
-    "no name of a class": (configured(architectures=[None]), "architectures is [None]; allowed is a list of names"),
-    "no list of classes": (configured(architectures=5), "architectures is 5; allowed is a list of names"),
+    "no name of a class": (
+        configured(architectures=[None]),
+        "architectures is [None], but must be a list of class names",
+    ),
+    "no list of classes": (configured(architectures=5), "architectures is 5, but must be a list of class names"),
     "integers": (
         lambda folder: integers(folder / "model.safetensors", "model.norm.weight"),
         "says that 'model.norm.weight' holds integers (I32)",

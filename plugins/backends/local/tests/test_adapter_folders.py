@@ -220,7 +220,7 @@ def test_other_bases_and_options_are_refused_before_anything_is_loaded(tmp_path,
     refused(ModelError, "adapter of another base .*width")
 
     name_base(str(tmp_path / "gone"))
-    refused(ModelError, "adapter of .*gone, and there is no such folder")
+    refused(ModelError, "adapter of .*gone, but this folder does not exist")
     name_base(None)
     refused(ModelError, "names no base")
     (adapter / "adapter_config.json").write_text("{")
