@@ -35,7 +35,7 @@ def nothing_written(run: Finished) -> bool:
 
 def test_a_missing_model(shop: Workshop) -> None:
     run = shop.run("sft", "run", policy={"model": str(shop.model.parent / "modle")})
-    refused(run, "modle: there is no such folder", "there are: ", "model", code=1)
+    refused(run, "modle does not exist", "there are: ", "model", code=1)
     assert nothing_written(run)
 
 

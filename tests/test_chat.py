@@ -92,4 +92,4 @@ def test_what_cannot_be_answered_is_said(chat, models, tmp_path: Path) -> None:
     code, _, err = chat("Hello\n", tmp_path)
     assert (code, "has not written a model yet" in err) == (2, True), err
     code, _, err = chat("Hello\n", tmp_path / "gone")
-    assert (code, "no model" in err) == (1, True), err
+    assert (code, "gone does not exist" in err) == (1, True), err

@@ -102,7 +102,7 @@ def test_an_adapter_without_its_base_is_refused_before_the_start(shop):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "/models/gone"}))
     run = shop.run("sft", "run", "--dry-run", policy={"model": str(folder)})
-    assert (run.code, "adapter of /models/gone, and there is no such folder" in run.said) == (1, True), run.said
+    assert (run.code, "adapter of /models/gone, but this folder does not exist" in run.said) == (1, True), run.said
     run = shop.run("sft", "run", "--dry-run", policy={"model": str(first.path / "model" / "adapter")},
                    trainer={"lora": {"rank": 8}})  # fmt: skip
     assert (run.code, "trainer.lora.rank is 8" in run.said) == (2, True), run.said

@@ -76,8 +76,8 @@ def test_an_adapter_of_another_base_is_refused_and_nothing_is_written(say: Say, 
     foreign(tmp_path / "adapter", base, target_modules=["q_proj"])
     new = tmp_path / "new"
     for words, message in (
-        (("--base", other), "is an adapter of another base"),
-        (("--base", "/models/gone"), "there is no such folder"),
+        (("--base", other), "is an adapter of a different base"),
+        (("--base", "/models/gone"), "this folder does not exist"),
     ):
         code, _, err = say("merge", tmp_path / "adapter", new, *words)
         assert (code, message in err) == (1, True), err

@@ -35,7 +35,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     "engines elsewhere": (
         "grpo", ON_RAY, "generator 'transformers' samples from a trainer's module in the same process",
     ),
-    "no engines": ("grpo", {"launcher": {"use": "simulated"}}, "which launcher 'simulated' gives to no generator"),
+    "no engines": ("grpo", {"launcher": {"use": "simulated"}}, "which launcher 'simulated' does not provide"),
     "one rank": (
         "sft", ON_RAY | {"placement": {"policy": {"ranks": 2}}}, "role 'policy' asks for 2. Use --trainer.use fsdp",
     ),
@@ -73,7 +73,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "rows and layers over ranks": (
         "sft", {"trainer": {"use": "deepspeed", "sequence_parallel": 2, "tensor_parallel": 2}},
-        "tensor_parallel = 2 does not go with sequence_parallel = 2, which divides the same heads over ranks",
+        "tensor_parallel = 2 cannot be combined with sequence_parallel = 2, which divides the same heads over ranks",
     ),
     "temperature": ("grpo", VLLM | {"sampling": {"temperature": 0.001}}, "sampling.temperature is 0.001; it must be 0"),
     "cache": ("grpo", {"generator": {"max_cache_tokens": 6}}, "do not fit into generator.max_cache_tokens = 6"),
@@ -82,11 +82,11 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "adapters of no layer": (
         "sft", {"trainer": {"lora": {"rank": 2, "targets": ["q_prj"]}}},
-        "no linear layer is called q_prj; there are down_proj, ... v_proj. Did you mean 'q_proj'?",
+        "no linear layer is called q_prj; allowed: down_proj, ... v_proj. Did you mean 'q_proj'?",
     ),
     "adapters of no layer, of a critic": (
         "ppo", {"critic": {"trainer": {"lora": {"rank": 2, "targets": ["c_attn"]}}}},
-        "no linear layer is called c_attn; there are",
+        "no linear layer is called c_attn; allowed:",
     ),
     "no experts": (
         "sft", {"trainer": {"aux_loss_coef": 0.1}}, "aux_loss_coef = 0.1: Qwen3ForCausalLM has no experts to balance",
@@ -299,24 +299,27 @@ def integers(file: Path, name: str) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no file": (lambda folder: (folder / "model.safetensors").unlink(), "there is no file model.safetensors"),
-    "no part": (indexed, "there is no file model-00001-of-00002.safetensors"),
+    "no file": (lambda folder: (folder / "model.safetensors").unlink(), "the file model.safetensors is missing"),
+    "no part": (indexed, "the file model-00001-of-00002.safetensors is missing"),
     "cut": (cut, "Error while deserializing header"),
     "a pickle": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "has its weights in pytorch_model.bin only, which is not read",
+        "has its weights only in pytorch_model.bin, which rlhf does not read",
     ),
     "a tensor less": (without("model.norm.weight"), "lacks 1 weights of a Qwen3ForCausalLM"),
     "more layers": (configured(num_hidden_layers=3, layer_types=None), "weights of a Qwen3ForCausalLM"),
-    "no name of a class": (configured(architectures=[None]), "architectures is [None]; allowed is a list of names"),
-    "no list of classes": (configured(architectures=5), "architectures is 5; allowed is a list of names"),
+    "no name of a class": (
+        configured(architectures=[None]),
+        "architectures is [None], but must be a list of class names",
+    ),
+    "no list of classes": (configured(architectures=5), "architectures is 5, but must be a list of class names"),
     "integers": (
         lambda folder: integers(folder / "model.safetensors", "model.norm.weight"),
-        "says that 'model.norm.weight' holds integers (I32)",
+        "stores 'model.norm.weight' as integers (I32)",
     ),
     "a classifier": (
         configured(architectures=["Qwen3ForSequenceClassification"]),
-        "is a Qwen3ForSequenceClassification, which writes no text",
+        "is a Qwen3ForSequenceClassification, which does not generate text",
     ),
 }  # fmt: skip
 
@@ -360,7 +363,7 @@ def test_a_run_refuses_a_language_model_as_reward_model(shop, reward, monkeypatc
         code, text = execute(*words)
         assert code == 1, text
         assert "is a Qwen3ForCausalLM, which has no trained 'scalar' head, and this run does not train the role" in text
-        assert "Name a sequence-classification model with 1 label" in text
+        assert "Use a sequence-classification model with 1 label" in text
 
 
 def test_score_and_eval_refuse_a_language_model_as_reward_model(shop, monkeypatch):

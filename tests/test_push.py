@@ -54,7 +54,7 @@ def test_a_model_is_uploaded_into_a_private_repository(push: Push, model: Path) 
         done = push(hub, model, "owner/new")
         assert done.returncode == 0, done.stderr
         assert f"{hub.url}/owner/new" in done.stdout
-        assert "adapter/ is left out" in done.stderr
+        assert "adapter/ is not uploaded" in done.stderr
         repository = hub.repositories["model", "owner/new"]
         files = repository.commits[repository.refs["main"]]
         contents = {
@@ -75,14 +75,14 @@ def test_a_model_is_uploaded_into_a_private_repository(push: Push, model: Path) 
 def test_what_cannot_be_uploaded_is_refused_before_a_request(push: Push, model: Path, tmp_path: Path) -> None:
     with LoopbackHub() as hub:
         for words, token, message in (
-            ((tmp_path / "not_looked_at", "owner/new"), None, "no token of the hub"),
-            ((model, "new"), TOKEN, "Name it as owner/name"),
-            ((tmp_path, "owner/new"), TOKEN, "is no folder of a model"),
-            ((model / "adapter", "owner/new"), TOKEN, "names a folder of this machine"),
+            ((tmp_path / "not_looked_at", "owner/new"), None, "no hub token"),
+            ((model, "new"), TOKEN, "Write it as owner/name"),
+            ((tmp_path, "owner/new"), TOKEN, "is not a model's folder"),
+            ((model / "adapter", "owner/new"), TOKEN, "is a folder on this machine"),
         ):
             done = push(hub, *words, token=token)
             assert (done.returncode, message in done.stderr) == (2, True), done.stderr
         assert hub.requests == []
         done = push(hub, model, "owner/new")
-        assert (done.returncode, "the hub did not take" in done.stderr) == (1, True), done.stderr
+        assert (done.returncode, "as owner/new failed: " in done.stderr) == (1, True), done.stderr
         assert TOKEN not in done.stderr + done.stdout, "the hub's answer repeats the token"

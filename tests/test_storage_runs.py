@@ -38,7 +38,7 @@ def test_a_run_with_a_quantised_reference(shop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer": {"quantization": "int8"}}, "role 'policy' is trained, and quantised"),
+        ({"trainer": {"quantization": "int8"}}, "role 'policy' is trained, but quantised"),
         ({"policy": {"storage": "bf16"}}, "storage = 'bf16' and dtype = 'fp32'"),
         ({"policy": {"storage": "fp16"}}, "policy.storage"),
         (
@@ -48,7 +48,7 @@ def test_a_run_with_a_quantised_reference(shop: Workshop) -> None:
             },
             "the algorithm copies other weights to role 'reference'",
         ),
-        ({"trainer": {"export_masters": True}}, "is stored in fp32, which is what is exported in any case"),
+        ({"trainer": {"export_masters": True}}, "is stored in fp32, so its fp32 weights are always exported"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_start(shop: Workshop, changes, message) -> None:

@@ -78,7 +78,7 @@ def test_a_model_that_is_not_here_is_said_before_anything_heavy_is_imported(comm
     (tmp_path / "model").mkdir()
     code, heavy, message = imported(command, *MISSING[command], stream="stderr")
     assert (code, heavy) == (1, "")
-    assert message == "rlhf: no model ./nodel: there is no such folder. In . there are: model. Did you mean 'model'?\n"
+    assert message == "rlhf: the model folder ./nodel does not exist. In . there are: model. Did you mean 'model'?\n"
 
 
 def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_imported(tmp_path, monkeypatch):
@@ -92,14 +92,14 @@ def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_im
         "there is no folder tiny-nodel here, so it is taken as a hub name; the model 'tiny-nodel', revision 'main'"
         in message
     )
-    assert message.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
+    assert message.endswith("or use a folder or file. Did you mean 'tiny-model'?\n")
 
 
 def test_a_file_as_model_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert main(["generate", "--model", "model.safetensors", "--prompt", "x"]) == 1
-    assert "no model model.safetensors: it is a file. A model is a folder with config.json" in capsys.readouterr().err
+    assert "model.safetensors is a file, not a model. A model is a folder with config.json" in capsys.readouterr().err
 
 
 def test_an_empty_prompt_is_named_as_the_flag(capsys):

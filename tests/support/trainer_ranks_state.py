@@ -122,7 +122,7 @@ class StateOfRanks(RankTests):
             (saved / name for name in self.files[:2]),
         )
         second.write_bytes(first.read_bytes())
-        lacks = r"does not hold the \d+ elements of 'model.embed_tokens.weight' \(weight\)"
+        lacks = r"does not have each of the \d+ elements of 'model.embed_tokens.weight' \(weight\)"
         if layout != [*self.cases.layouts][-1]:  # a rank may have whole tensors alone
             lacks += r"|is of another model: missing \['model"
         with pytest.raises(CheckpointError, match=lacks):

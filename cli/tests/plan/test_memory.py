@@ -60,7 +60,7 @@ def test_each_zero_stage_divides_the_state(size):
         (Storage(optimizer_ranks=4), "optimizer", "x 8 bytes / 4 ranks"),
         (Storage(layer_ranks=2), "optimizer", "of layers in 2 parts x 8 bytes"),
         (Storage(layer_ranks=2, optimizer_ranks=4), "optimizer", "of layers in 2 parts x 8 bytes / 4 ranks"),
-        (Storage(weight_ranks=8, second_ranks=2), "weights", "x 4 bytes / 8 ranks, and once more over 2 ranks"),
+        (Storage(weight_ranks=8, second_ranks=2), "weights", "x 4 bytes / 8 ranks, plus a second copy over 2 ranks"),
     ],
 )
 def test_the_arithmetic_names_only_ranks_that_divide(size, storage, part, text):

@@ -293,7 +293,7 @@ def test_a_reference_that_the_run_loads_is_planned(layout, changes):
 
 def test_adapters_beside_no_layer_are_refused(layout):
     targets = {**LORA, "trainer.lora.targets": '["qkv"]'}
-    with pytest.raises(ConfigError, match=r"no linear layer is called qkv; there are down_proj, gate_proj"):
+    with pytest.raises(ConfigError, match=r"no linear layer is called qkv; allowed: down_proj, gate_proj"):
         layout(targets)
     with pytest.raises(ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer"):
         layout(LORA, model="gpt2")

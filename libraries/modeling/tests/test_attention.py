@@ -129,7 +129,7 @@ def test_a_call_without_lengths_is_refused(tmp_path):
 
 def test_a_mask_is_refused():
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(ModelError, match="asks for a mask"):
+    with pytest.raises(ModelError, match="needs a mask"):
         PackedAttention([3])(None, q, q, q, torch.ones(3, 3))
     with pytest.raises(ModelError, match="attention sinks"):
         PackedAttention([3])(None, q, q, q, None, s_aux=torch.zeros(2))

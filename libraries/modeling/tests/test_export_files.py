@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
     ("fields", "mended", "changes"),
     [
         ({"temperature": 0.6, "top_p": 0.9}, {"do_sample": True}, ["set do_sample = True"]),
-        ({"do_sample": False, "temperature": 0.5}, {"temperature": None}, ["leave out temperature = 0.5"]),
-        ({"pad_token_id": -1}, {"pad_token_id": None}, ["leave out pad_token_id = -1"]),
+        ({"do_sample": False, "temperature": 0.5}, {"temperature": None}, ["omit temperature = 0.5"]),
+        ({"pad_token_id": -1}, {"pad_token_id": None}, ["omit pad_token_id = -1"]),
         (
             {"pad_token_id": -1, "temperature": 0.6, "length_penalty": 2.0},
             {"pad_token_id": None, "length_penalty": None, "do_sample": True},
-            ["set do_sample = True", "leave out length_penalty = 2.0, pad_token_id = -1"],
+            ["set do_sample = True", "omit length_penalty = 2.0, pad_token_id = -1"],
         ),
         ({"output_scores": True, "num_beams": 2, "early_stopping": True}, {"output_scores": None}, None),
         ({"do_sample": True, "temperature": 0.6}, {}, []),

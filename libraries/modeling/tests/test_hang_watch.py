@@ -47,7 +47,7 @@ def test_a_stand_in_for_a_hang_under_nccl_prints_role_rank_call_and_stack(monkey
 
     with collective(SPEC, "accumulate", 0.2):
         exchange_that_hangs()
-    assert "role 'critic', rank 1 of 4: accumulate() has not moved" in errors.text
+    assert "role 'critic', rank 1 of 4: accumulate() has made no progress" in errors.text
     assert "trainer.timeout (0.2 s)" in errors.text
     assert "in exchange_that_hangs" in errors.text
 

@@ -31,7 +31,7 @@ def plain(tmp_path_factory):
         ("lfm2", "Lfm2ForCausalLM cannot be divided over ranks (it has recurrent or convolutional layers)"),
         ("phi3 with longrope", "the frequencies of its rotary embedding depend on the length of the whole sequence"),
         ("bloom", "BloomForCausalLM does not take an attention function"),
-        ("gpt_oss", "it has attention sinks, which packed attention does not have"),
+        ("gpt_oss", "it has attention sinks, which packed attention does not support"),
     ],
 )
 def test_the_config_shows_what_is_refused(tmp_path, kind, reason):
@@ -53,12 +53,12 @@ def test_ranks_and_heads_must_be_divisible(plain):
 
 def test_the_probe_refuses_what_the_config_does_not_show(tmp_path, plain):
     tiny_architecture(tmp_path, "gpt_oss")
-    with pytest.raises(CapabilityError, match="attention sinks, which packed attention does not have"):
+    with pytest.raises(CapabilityError, match="attention sinks, which packed attention does not support"):
         require_divisible(load_model(spec(tmp_path), CPU), spec(tmp_path), 2)
     model = load_model(spec(plain), CPU)
     require_divisible(model, spec(plain), 2)
     with pytest.raises(CapabilityError, match="does not divide the 2 attention heads"):
         require_divisible(model, spec(plain), 4)
     model.module.model.norm.register_forward_hook(lambda module, inputs, out: out + out.roll(1, 1))
-    with pytest.raises(CapabilityError, match="other parts of its layers than attention depend on other tokens"):
+    with pytest.raises(CapabilityError, match="parts of its layers other than attention depend on other tokens"):
         require_divisible(model, spec(plain), 2)

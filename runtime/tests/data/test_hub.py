@@ -172,12 +172,12 @@ def test_missing_names_on_the_hub_are_reported(hub, client):
     assert "has files like 'notes.txt'; allowed are jsonl, json, csv, parquet, arrow" in notes
     assert "the dataset owner/script@main of the hub, subset None: " in script
     assert (
-        f"the dataset 'owner/rows', revision 'v9', of the hub {hub.url}: there is no such branch, tag or commit. "
-        "Name one that there is: owner/rows@REVISION."
+        f"the dataset 'owner/rows', revision 'v9', of the hub {hub.url}: this branch, tag or commit does not exist. "
+        "Use one that exists: owner/rows@REVISION."
     ) in revision
     assert none == (
         "DataError: no local file or folder owner/none exists, so it is taken as a hub name; the dataset "
-        f"'owner/none', revision 'main', of the hub {hub.url}: there is none, or it is private (no token was sent). "
+        f"'owner/none', revision 'main', of the hub {hub.url} does not exist or is private (no token was sent). "
         "Correct the name, or set HF_TOKEN to your token, if it is private."
     )
 
@@ -248,7 +248,7 @@ def test_private_and_gated_need_a_token_that_is_never_shown(hub, client):
     hub.publish("dataset", "owner/secret", {"a.jsonl": lines(FIRST)}, token=TOKEN)
     hub.publish("dataset", "owner/gated", {"a.jsonl": lines(FIRST)}, gated=True)
     private, gated = source(path="owner/secret"), source(path="owner/gated")
-    assert "or it is private (no token was sent)" in client.ask(hub.url, private)[0]["error"]
+    assert "does not exist or is private (no token was sent)" in client.ask(hub.url, private)[0]["error"]
     wrong, barred = client.ask(hub.url, private, gated, HF_TOKEN=TOKEN + "x")
     assert (
         "(the token of HF_TOKEN or `hf auth login` was sent). Correct the name, or set HF_TOKEN to a token that"
@@ -268,14 +268,14 @@ def test_without_a_network_the_cache_is_used_and_reported(hub, client):
     )
     assert len(hub.requests) == count
     assert (hit["rows"], hit["fingerprint"], hit["notes"]) == (reference["rows"], reference["fingerprint"], [])
-    assert "HF_HUB_OFFLINE forbids to ask for it" in none["error"]
+    assert "HF_HUB_OFFLINE forbids its download" in none["error"]
     assert "the dataset 'owner/rows', revision 'main'" in miss["error"]
     dead = "http://127.0.0.1:9"  # the discard port: refused
     fallback, none = client.ask(dead, source(subset="main"), source(path="owner/none"))
     assert fallback["rows"] == reference["rows"]
     assert "the hub cannot be reached: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
     assert f"the dataset 'owner/none', revision 'main', of the hub {dead} could not be read: " in none["error"]
-    assert "Look at the network, HF_ENDPOINT and proxies, or give a folder or file." in none["error"]
+    assert "Check the network, HF_ENDPOINT and proxies, or use a folder or file." in none["error"]
 
 
 def test_a_hub_that_does_not_answer_times_out(client):
@@ -311,7 +311,7 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     assert not hub.asked("*consolidated*")
     assert sorted(p.name for p in Path(divided["folder"]).iterdir()) == ["config.json", *sorted(parts)]
     assert "owner/pickled@" in pickled["error"]
-    assert "has its weights in pytorch_model.bin only, which is not read" in pickled["error"]
+    assert "has its weights only in pytorch_model.bin, which rlhf does not read" in pickled["error"]
     for error, name in ((pickled["error"], "pickled"), (gguf["error"], "gguf")):
         assert f"`hf download owner/{name} --local-dir {name}`" in error
         assert "rlhf convert" in error
@@ -323,7 +323,9 @@ def test_pickled_weights_of_a_folder_are_refused_too(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"p")
     assert model_folder(str(tmp_path)) == str(tmp_path)  # its tokenizer can be read
-    with pytest.raises(ModelError, match=r"has its weights in pytorch_model\.bin only, which is not read: unpickling"):
+    with pytest.raises(
+        ModelError, match=r"has its weights only in pytorch_model\.bin, which rlhf does not read: unpickling"
+    ):
         model_folder(str(tmp_path), weights=True)
     (tmp_path / "model.safetensors").write_bytes(b"w")
     assert model_folder(str(tmp_path), weights=True) == str(tmp_path)

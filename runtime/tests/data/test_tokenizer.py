@@ -29,7 +29,7 @@ def test_loads(tmp_path):
 def test_missing_folder_names_those_beside_it(tmp_path):
     tiny_tokenizer(tmp_path / "model")
     message = refused(tmp_path / "modle")
-    assert "there is no such folder" in message
+    assert "modle does not exist" in message
     assert "there are: model." in message
 
 

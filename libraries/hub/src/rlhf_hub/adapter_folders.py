@@ -58,7 +58,7 @@ def adapter_of(path: str) -> AdapterFolder | None:
     except (OSError, ValueError, RecursionError) as cause:
         raise ModelError(f"{file} cannot be read: {cause}. Copy the adapter again.") from cause
     if not isinstance(config, dict):
-        raise ModelError(f"{file} holds no JSON object. Copy the adapter again.")
+        raise ModelError(f"{file} does not contain a JSON object. Copy the adapter again.")
     return AdapterFolder(folder, config)
 
 
@@ -69,13 +69,13 @@ def require_base(adapter: AdapterFolder) -> None:
     looks_local = place.is_absolute() or base.startswith((".", "~")) or base.count("/") > 1
     if looks_local and not place.is_dir():
         raise ModelError(
-            f"{adapter.folder} is an adapter of {base}, and there is no such folder. Copy the base there, or merge the "
-            f"adapter into a copy of its base: rlhf merge {adapter.folder} NEW_FOLDER --base BASE"
+            f"{adapter.folder} is an adapter of {base}, but this folder does not exist. Copy the base there, or merge "
+            f"the adapter into a copy of its base: rlhf merge {adapter.folder} NEW_FOLDER --base BASE"
         )
     if not (adapter.folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(f"the adapter {adapter.folder} lacks {ADAPTER_WEIGHTS}. Copy it again.")
     if place.is_dir() and adapter_of(base) is not None:
         raise ModelError(
-            f"the base of the adapter {adapter.folder} is an adapter itself: {base}. Merge that one first (rlhf "
-            "merge), and name the new folder as the base."
+            f"the base of the adapter {adapter.folder} is itself an adapter: {base}. Merge that adapter first (rlhf "
+            "merge), and use the new folder as the base."
         )

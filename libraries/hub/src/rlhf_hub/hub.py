@@ -139,22 +139,23 @@ def explain(kind: Kind, repo: HubName, error: BaseException) -> str:
         chain.append(cause)
     if any(isinstance(e, errors.OfflineModeIsEnabled) for e in chain) or constants.HF_HUB_OFFLINE:
         return (
-            f"{label} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to ask "
-            "for it. Unset HF_HUB_OFFLINE, copy a cache that has it (HF_HUB_CACHE), or give a folder or file."
+            f"{label} is missing or incomplete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids its "
+            "download. Unset HF_HUB_OFFLINE, copy a cache that has it (HF_HUB_CACHE), or use a folder or file."
         )
     if isinstance(error, errors.GatedRepoError):
-        return f"{label} is open only to users whom its owner accepts, and {note}. Ask on its page, and set HF_TOKEN."
+        return (
+            f"{label} is open only to users whom its owner accepts, and {note}. Request access on its page, and set "
+            "HF_TOKEN."
+        )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{label}: there is no such branch, tag or commit. Name one that there is: {repo.name}@REVISION."
+        return f"{label}: this branch, tag or commit does not exist. Use one that exists: {repo.name}@REVISION."
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
         advice = "a token that may read it" if token else "your token, if it is private"
-        return f"{label}: there is none, or it is private ({note}). Correct the name, or set HF_TOKEN to {advice}."
+        return f"{label} does not exist or is private ({note}). Correct the name, or set HF_TOKEN to {advice}."
     failure = redact(f"{type(chain[-1]).__name__}: {chain[-1]}".strip())
     if isinstance(error, errors.HfHubHTTPError):
         return f"{label} could not be read: {failure}. Try again later."
-    return (
-        f"{label} could not be read: {failure}. Look at the network, HF_ENDPOINT and proxies, or give a folder or file."
-    )
+    return f"{label} could not be read: {failure}. Check the network, HF_ENDPOINT and proxies, or use a folder or file."
 
 
 def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
@@ -174,7 +175,7 @@ def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
             raise HubError(explain(kind, repo, error)) from error
         if not isinstance(error, OfflineModeIsEnabled):
             notes.append(
-                f"the hub cannot be reached: {kind} {repo} is assumed to be {folder.name}, as when it was downloaded"
+                f"the hub cannot be reached: {kind} {repo} is assumed to be {folder.name}, the downloaded commit"
             )
         return folder.name
     with suppress(OSError):  # a cache that is not writable suffices as long as the hub can be reached

@@ -47,7 +47,7 @@ def other_format(path: str) -> OtherFormat | None:
         if is_gguf(place):
             return OtherFormat(f"{path} is a GGUF file; a model is a folder with safetensors", _command(path))
         needs = "a model is a folder with config.json, safetensors and tokenizer"
-        return OtherFormat(f"no model {path}: it is a file", needs)
+        return OtherFormat(f"{path} is a file, not a model", needs)
     if not place.is_dir() or not os.access(place, os.R_OK):
         return None
     names = sorted(entry.name for entry in place.iterdir())
@@ -86,7 +86,7 @@ def _other_weights(names: Sequence[str]) -> str | None:
 
 def _describe_weights(weights: str) -> str:
     reason = "unpickling can run code" if weights.endswith(PICKLES) else "a model is a folder with safetensors"
-    return f"its weights in {weights} only, which is not read: {reason}"
+    return f"its weights only in {weights}, which rlhf does not read: {reason}"
 
 
 def _command(source: str) -> str:
@@ -95,4 +95,4 @@ def _command(source: str) -> str:
     target = target[: -len(GGUF)] if target.lower().endswith(GGUF) else f"{target}-safetensors"
     while Path(target).expanduser().exists():
         target += "-safetensors"
-    return f"convert it, and name the new folder: rlhf convert {shlex.quote(source)} {shlex.quote(target)}"
+    return f"convert it, and use the new folder: rlhf convert {shlex.quote(source)} {shlex.quote(target)}"

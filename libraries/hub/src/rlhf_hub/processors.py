@@ -50,7 +50,7 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
     if not isinstance(processor, ProcessorMixin):  # transformers returns a tokenizer if there is nothing else
         files = "processor_config.json or preprocessor_config.json"
         raise ModelError(
-            f"{path} holds no processor of images. Copy {files} beside the model (`processor.save_pretrained(folder)`)."
+            f"{path} has no image processor. Copy {files} to the model's folder (`processor.save_pretrained(folder)`)."
         )
     return processor
 

@@ -40,7 +40,7 @@ def require_folder(path: str) -> None:
     if not folder.exists():
         siblings = _folders(folder.parent)
         note = f" In {folder.parent} there are: {', '.join(siblings[:20])}." if siblings else ""
-        raise ModelError(f"no model {path}: there is no such folder.{note}{did_you_mean(folder.name, siblings)}")
+        raise ModelError(f"the model folder {path} does not exist.{note}{did_you_mean(folder.name, siblings)}")
     if (adapter := adapter_of(path)) is not None:
         require_base(adapter)
 
@@ -128,8 +128,8 @@ def require_files(folder: Path) -> None:
             largest = TEMPLATE_BYTES if path.suffix == ".jinja" else SETTINGS_BYTES
             if pattern != "*.safetensors" and facts.st_size > largest:
                 raise ModelError(
-                    f"{path} has {facts.st_size:,} bytes; a file of a model's settings has at most {largest:,}. Remove "
-                    "it, or copy the model again."
+                    f"{path} has {facts.st_size:,} bytes, but a settings file of a model may have at most {largest:,}. "
+                    "Remove it, or copy the model again."
                 )
 
 
@@ -194,7 +194,7 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
     except Exception as cause:  # of many kinds: no such folder or name, no network, no JSON
         raise ModelError(f"{asker}: the config.json of {model!r} cannot be read: {cause}") from cause
     if not settings:
-        raise ModelError(f"{asker}: there is no config.json in {model!r}; give a folder or a hub name")
+        raise ModelError(f"{asker}: {model!r} has no config.json. Use the folder or hub name of a model")
     require_names(settings.get("architectures"), model)
     return dict(settings)
 
@@ -228,7 +228,7 @@ def require_names(architectures: object, model: str) -> None:
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     ):
         raise ModelError(
-            f"the config.json of {model!r}: architectures is {architectures!r}; allowed is a list of names of classes, "
+            f"the config.json of {model!r}: architectures is {architectures!r}, but must be a list of class names, "
             'such as ["Qwen3ForCausalLM"]'
         )
 

@@ -23,8 +23,8 @@ def require_token() -> None:
 
     if huggingface_hub.get_token() is None:
         raise ConfigError(
-            "there is no token of the hub, so nothing can be uploaded. Set HF_TOKEN to one that may write, or log in: "
-            "hf auth login"
+            "there is no hub token, so nothing can be uploaded. Set HF_TOKEN to a token with write permission, or log "
+            "in: hf auth login"
         )
 
 
@@ -43,20 +43,20 @@ def push(folder: Path, repo: str, private: bool, note: Callable[[str], None]) ->
     require_token()
     name = hub_name(repo)
     if name is None or "/" not in name.name or "@" in repo:
-        raise ConfigError(f"REPO {repo!r} is no repository of a hub. Name it as owner/name.")
+        raise ConfigError(f"REPO {repo!r} is not the name of a hub repository. Write it as owner/name.")
     _require_model(folder)
     left_out = [".*", "**/.*"]
     if _names_folder(folder / ADAPTER):
         left_out.append(f"{ADAPTER}/*")
         note(
-            f"{ADAPTER}/ is left out: its base is a folder of this machine. Set base_model_name_or_path in "
+            f"{ADAPTER}/ is not uploaded: its base is a folder on this machine. Set base_model_name_or_path in "
             f"{folder / ADAPTER / ADAPTER_CONFIG} to the base's name on a hub to upload it"
         )
     client = huggingface_hub.HfApi()
     try:
         url = client.create_repo(name.name, private=private, exist_ok=True)
         if private and not client.repo_info(name.name).private:
-            raise HubError(f"the repository {name.name} exists and is public. Say --public to upload to it.")
+            raise HubError(f"the repository {name.name} exists and is public. Use --public to upload to it.")
         client.upload_folder(
             repo_id=name.name, folder_path=folder, ignore_patterns=left_out, commit_message="Upload a model by rlhf"
         )
@@ -64,8 +64,8 @@ def push(folder: Path, repo: str, private: bool, note: Callable[[str], None]) ->
         raise
     except Exception as error:  # of the client or its transport
         raise HubError(
-            f"the hub did not take {folder} as {name.name}: {redact(f'{type(error).__name__}: {error}')}. Look at the "
-            "name, and whether the token may write there."
+            f"the upload of {folder} as {name.name} failed: {redact(f'{type(error).__name__}: {error}')}. Check the "
+            "name, and that the token may write there."
         ) from error
     return str(url)
 
@@ -75,12 +75,12 @@ def _require_model(folder: Path) -> None:
     weights = any(folder.glob("*.safetensors"))
     if not weights or not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
-            f"{folder} is no folder of a model: it needs config.json or {ADAPTER_CONFIG}, and *.safetensors. Of a run, "
-            "name its model/."
+            f"{folder} is not a model's folder: it needs config.json or {ADAPTER_CONFIG}, and *.safetensors. For a "
+            "run, use its folder model/."
         )
     if _names_folder(folder):
         raise ConfigError(
-            f"the adapter {folder} names a folder of this machine as its base, which nobody else has. Set "
+            f"the base of the adapter {folder} is a folder on this machine, which nobody else can read. Set "
             f"base_model_name_or_path in its {ADAPTER_CONFIG} to the base's name on a hub, or merge it: rlhf merge"
         )
 

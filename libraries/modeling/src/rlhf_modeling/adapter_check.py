@@ -36,7 +36,7 @@ def check_adapter(spec: ModelSpec, lora: LoraOptions | None) -> None:
     if adapter is None:
         return
     if importlib.util.find_spec("peft") is None:
-        raise ModelError(f"{spec.path} is an adapter, which peft reads: pip install peft")
+        raise ModelError(f"{spec.path} is an adapter, which needs the package peft: pip install peft")
     require_base(adapter)
     module = require_same_base(adapter, spec)
     if lora is not None:
@@ -46,7 +46,7 @@ def check_adapter(spec: ModelSpec, lora: LoraOptions | None) -> None:
 def separable_adapters(lora: LoraOptions, spec: ModelSpec) -> LowRankAdapters:
     """See :meth:`rlhf.interfaces.Trainer.adapters`."""
     reasons = {
-        "use_dora: the rows are scaled after the sum": lora.use_dora,
+        "use_dora: the rows are scaled after the adapter is added": lora.use_dora,
         "modules_to_save: weights of the base change too": lora.modules_to_save,
         "vision: engines take adapters of the text part only": lora.vision,
     }
@@ -55,7 +55,7 @@ def separable_adapters(lora: LoraOptions, spec: ModelSpec) -> LowRankAdapters:
     try:
         module = skeleton(base_of(spec), spec.trust_remote_code, spec.images)
     except Exception:  # any exception: loading the model reports it better
-        refused = "transformers builds no such model from its config alone, so that its layers' names are not known"
+        refused = "transformers cannot build this model from its config alone, so the names of its layers are not known"
         return LowRankAdapters(lora.rank, scaling(lora), merged_only=refused)
     head: Any = module.get_output_embeddings()
     names = matching([name for name, _ in adaptable(module, head)], lora.targets, type(module).__name__)
@@ -75,8 +75,9 @@ def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | No
         content = weights_of(Path(model_folder(base, weights=True)))
         if content != recorded:
             raise ModelError(
-                f"{adapter.folder} is an adapter of another base than {base}: the weights there have the hash "
-                f"{content[:12]}, and it was trained on {recorded[:12]}. Name the base that it was trained on."
+                f"{adapter.folder} is an adapter of a different base than {base}: the weights of that base have the "
+                f"hash {content[:12]}, but the adapter was trained on weights with the hash {recorded[:12]}. Specify "
+                "the base that it was trained on."
             )
     try:
         module = skeleton(base, spec.trust_remote_code, spec.images)
@@ -90,10 +91,10 @@ def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | No
         inner = shape[1] if factor == "A.weight" else shape[0]
         outer = layers.get(layer, (0, 0))[1 if factor == "A.weight" else 0]
         if inner != outer:
-            expected = f"has {outer} there" if layer in layers else "has no such layer"
+            expected = f"has a layer of width {outer}" if layer in layers else "has no such layer"
             raise ModelError(
-                f"{adapter.folder} is an adapter of another base than {base}: its {name!r} is for a layer of width "
-                f"{inner}, and that model {expected}. Name the base that it was trained on."
+                f"{adapter.folder} is an adapter of a different base than {base}: its {name!r} is for a layer of width "
+                f"{inner}, but that base {expected}. Specify the base that it was trained on."
             )
     return module
 
@@ -102,11 +103,11 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
     """Raises ConfigError if ``trainer.lora`` does not match the adapter, ModelError if the adapter is of another
     kind."""
     config = adapter.config
-    merge = f"or merge it first and train a new one: rlhf merge {adapter.folder} NEW_FOLDER"
+    merge = f"or merge the adapter first and train a new one: rlhf merge {adapter.folder} NEW_FOLDER"
     if config.get("peft_type") != "LORA" or any(config.get(name) for name in _OTHER_FORM):
         raise ModelError(
-            f"the adapter {adapter.folder} (peft_type {config.get('peft_type')!r}) is of a form that no run trains: "
-            f"allowed is LORA of one rank. Leave trainer.lora out, {merge}"
+            f"the adapter {adapter.folder} (peft_type {config.get('peft_type')!r}) cannot be trained: only LORA with "
+            f"the same rank in all layers is supported. Remove trainer.lora, {merge}"
         )
     options: dict[str, Any] = {
         "rank": lora.rank, "alpha": alpha(lora), "use_rslora": lora.use_rslora, "use_dora": lora.use_dora
@@ -120,7 +121,7 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
     for name, value in of_adapter.items():
         if options[name] != value:
             raise ConfigError(
-                f"trainer.lora.{name} is {options[name]}, and the adapter {adapter.folder} of role "
+                f"trainer.lora.{name} is {options[name]}, but the adapter {adapter.folder} of role "
                 f"{spec.role.name!r} has {value}. Set trainer.lora.{name} = {str(value).lower()}, {merge}"
             )
     if module is None:
@@ -133,13 +134,13 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
     if differing := sorted(layers ^ adapters):
         ends = sorted({name.rpartition(".")[2] for name in adapters})
         raise ConfigError(
-            f"trainer.lora.targets names {len(layers)} layers, and the adapter {adapter.folder} of role "
-            f"{spec.role.name!r} has {len(adapters)}; one of them lacks {differing[0]!r}. Set trainer.lora.targets = "
-            f"{ends}, {merge}"
+            f"trainer.lora.targets selects {len(layers)} layers, but the adapter {adapter.folder} of role "
+            f"{spec.role.name!r} has {len(adapters)}; only one of the two has {differing[0]!r}. Set "
+            f"trainer.lora.targets = {ends}, {merge}"
         )
     modules = {name.rpartition(".")[0].rpartition(".")[2] for name in saved_whole(shapes)} - {"score"}
     if modules and not lora.modules_to_save:
         raise ConfigError(
-            f"the adapter {adapter.folder} of role {spec.role.name!r} has modules that were trained whole. Set "
+            f"the adapter {adapter.folder} of role {spec.role.name!r} has fully trained modules. Set "
             f"trainer.lora.modules_to_save = {sorted(modules)}, {merge}"
         )

@@ -143,8 +143,8 @@ def continue_adapter(model: LoadedModel, adapter: AdapterFolder) -> None:
     wrong = [name for name in tensors.keys() & targets.keys() if tensors[name].shape != targets[name].shape]
     if problem := sorted(lacking) or sorted(unknown) or sorted(wrong):
         raise ModelError(
-            f"the adapter {adapter.folder} is not one of the layers that trainer.lora names, e.g. {problem[0]!r}. Set "
-            "its options to those of the adapter, or merge it: rlhf merge"
+            f"the adapter {adapter.folder} does not match the layers that trainer.lora selects, e.g. {problem[0]!r}. "
+            "Set the options of trainer.lora to those of the adapter, or merge the adapter: rlhf merge"
         )
     for name, tensor in tensors.items():
         if name in targets:
@@ -158,8 +158,8 @@ def merge_adapter(module: PreTrainedModel, adapter: AdapterFolder) -> PreTrained
     merged = merge_in_place(with_adapter_of(module, adapter))
     if tied and not tie(merged):
         raise ModelError(
-            f"the adapter {adapter.folder} changes the embedding and not the head, which {adapter.base} ties. Merge it "
-            f"first, and name the new folder: rlhf merge {adapter.folder} NEW_FOLDER"
+            f"the adapter {adapter.folder} changes the embedding but not the head, and {adapter.base} ties these two. "
+            f"Merge it first and use the new folder: rlhf merge {adapter.folder} NEW_FOLDER"
         )
     return merged
 
@@ -201,7 +201,7 @@ def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
     try:
         import peft
     except ImportError:
-        raise ModelError(f"{adapter.folder} is an adapter, which peft reads: pip install peft") from None
+        raise ModelError(f"{adapter.folder} is an adapter, which needs the package peft: pip install peft") from None
     require_base(adapter)
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter.folder))
@@ -215,8 +215,8 @@ def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
         ) from cause
     if differing := sorted(names ^ tensors_of(adapter).keys()):
         raise ModelError(
-            f"the adapter {adapter.folder} does not fit {type(module).__name__} of {adapter.base}: one of them lacks "
-            f"{differing[0]!r}. Name the base that it was trained on."
+            f"the adapter {adapter.folder} does not fit {type(module).__name__} of {adapter.base}: only one of the two "
+            f"has {differing[0]!r}. Specify the base that it was trained on."
         )
     return model
 

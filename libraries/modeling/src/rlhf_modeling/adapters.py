@@ -73,14 +73,14 @@ def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -
     Raises ConfigError if there is no linear layer, or a target matches none. ``model`` is for the message.
     """
     if not linear:
-        raise ConfigError(f"trainer.lora: {model} has no linear layer to put an adapter beside")
+        raise ConfigError(f"trainer.lora: {model} has no linear layers, so it cannot have adapters")
     last_names = {name: name.rpartition(".")[2] for name in linear}
     if targets is None:
         return list(linear)
     if unknown := sorted(set(targets) - set(last_names.values())):
         names = sorted(set(last_names.values()))
         raise ConfigError(
-            f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {', '.join(names)}."
+            f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; allowed: {', '.join(names)}."
             + "".join(did_you_mean(name, names) for name in unknown)
         )
     return [name for name, last in last_names.items() if last in targets]
@@ -106,16 +106,16 @@ def saved_modules(
     if unknown := sorted(set(names) - set(last_names.values())):
         choices = sorted({last for last in last_names.values() if not last.isdecimal()})
         raise ConfigError(
-            f"trainer.lora.modules_to_save: no module is called {', '.join(unknown)}; there are {', '.join(choices)}."
+            f"trainer.lora.modules_to_save: no module is called {', '.join(unknown)}; allowed: {', '.join(choices)}."
             + "".join(did_you_mean(name, choices) for name in unknown)
-            + (" The role's own head is trained in any case." if own_head is not None else "")
+            + (" The role's own head is always trained." if own_head is not None else "")
         )
     saved = [name for name, last in last_names.items() if last in names]
     for name in saved:
         if clash := [layer for layer in adapted if f"{layer}.".startswith(f"{name}.")]:
             raise ConfigError(
-                f"trainer.lora.modules_to_save: {name} is to be trained whole, but {clash[0]} gets an adapter. Leave "
-                "it out here, or set trainer.lora.targets to other layers."
+                f"trainer.lora.modules_to_save: {name} would be fully trained, but {clash[0]} gets an adapter. Remove "
+                "the name from this list, or set trainer.lora.targets to other layers."
             )
     return saved
 

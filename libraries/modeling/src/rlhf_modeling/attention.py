@@ -204,8 +204,8 @@ class PackedAttention:
         self._check(module, q, k, mask, s_aux, is_causal, dropout)
         if unknown := sorted(n for n, x in arguments.items() if isinstance(x, Tensor) and n not in HARMLESS):
             raise ModelError(
-                f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
-                "does not read"
+                f"{type(module).__name__} passes {', '.join(unknown)} to its attention function, which packed "
+                "attention does not support"
             )
         on_cpu, dtype = q.device.type == "cpu", self.computes(q, v)
         options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
@@ -253,8 +253,10 @@ class PackedAttention:
     ) -> None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if mask is not None or s_aux is not None or not causal:
-            request = "a mask" if mask is not None else "attention sinks" if s_aux is not None else "no causal order"
-            raise ModelError(f"{type(module).__name__} asks for {request}, which packed attention does not have")
+            request = (
+                "a mask" if mask is not None else "attention sinks" if s_aux is not None else "non-causal attention"
+            )
+            raise ModelError(f"{type(module).__name__} needs {request}, which packed attention does not support")
         if q.shape[0] != 1 or q.shape[2] != self.tokens or k.shape[2] != self.tokens:
             raise ModelError(
                 f"packed attention is set up for one row of {self.tokens} tokens but got queries {tuple(q.shape)} and "
@@ -262,8 +264,8 @@ class PackedAttention:
             )
         if dropout and self._place is not None:
             raise ModelError(
-                f"{type(module).__name__} asks for dropout = {dropout} on shared prefixes, whose sequences would share "
-                "its mask; set trainer.shared_prefixes = false"
+                f"{type(module).__name__} uses dropout = {dropout} on shared prefixes, so sequences would share one "
+                "dropout mask. Set trainer.shared_prefixes = false"
             )
 
     def _plan(self, short: int, device: torch.device) -> tuple[Buckets | None, SequenceRuns | None]:

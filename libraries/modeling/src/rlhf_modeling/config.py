@@ -141,28 +141,28 @@ class TrainingConfig(ComponentConfig):
                 raise ValueError(f"{name} = {value} has no effect with optimizer = {self.optimizer!r}")
         if self.export_masters and self.lora is not None:
             raise ValueError(
-                "export_masters does not go with lora: only the adapters have masters, the model that they are merged "
-                "into has none. Leave one of them out."
+                "export_masters cannot be combined with lora: only the adapters have masters, and the model that they "
+                "are merged into does not. Remove one of the two options."
             )
         if self.freeze_vision and self.lora is not None:
             raise ValueError(
-                "freeze_vision has no effect with lora, which trains adapters only, of the text part unless "
-                "lora.vision is set: leave it out"
+                "freeze_vision has no effect with lora, which trains only adapters (of the text part, unless "
+                "lora.vision is set): remove freeze_vision"
             )
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} both set the warm-up: "
-                "give one of them"
+                "set only one of them"
             )
         if self.min_lr_ratio is not None and self.schedule not in ("cosine_with_min", "wsd"):
             raise ValueError(
                 f"min_lr_ratio = {self.min_lr_ratio} has no effect with schedule = {self.schedule!r}: "
-                "set schedule = 'cosine_with_min' or 'wsd', or leave it out"
+                "set schedule = 'cosine_with_min' or 'wsd', or remove min_lr_ratio"
             )
         if self.decay_ratio is not None and self.schedule != "wsd":
             raise ValueError(
                 f"decay_ratio = {self.decay_ratio} has no effect with schedule = {self.schedule!r}: "
-                "set schedule = 'wsd' or leave it out"
+                "set schedule = 'wsd' or remove decay_ratio"
             )
         return self
 

@@ -25,8 +25,8 @@ def prepare_determinism(device: torch.device) -> None:
     value = os.environ.setdefault(CUBLAS, FIXED[0]) if device.type == "cuda" else FIXED[0]
     if value not in FIXED:
         raise CapabilityError(
-            f"trainer.deterministic needs {CUBLAS} = {' or '.join(FIXED)} in the environment, which has {value!r}: "
-            "unset it, or leave the option out."
+            f"trainer.deterministic needs {CUBLAS} = {' or '.join(FIXED)} in the environment, got {value!r}. Unset the "
+            "variable, or remove the option."
         )
 
 
@@ -51,8 +51,8 @@ def determinism(chosen: bool) -> Iterator[None]:
         if "deterministic" not in text:
             raise
         raise CapabilityError(
-            f"trainer.deterministic: the model or the loss needs {text.partition(' does not have')[0]}, of which torch "
-            "has no deterministic form here. Leave the option out."
+            f"trainer.deterministic: the model or the loss needs {text.partition(' does not have')[0]}, which has no "
+            "deterministic implementation in torch here. Remove the option."
         ) from cause
     finally:
         torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])

@@ -41,7 +41,7 @@ class ExpertBalance:
         if not routers:
             raise CapabilityError(
                 f"trainer.aux_loss_coef = {coef:g}: {type(module).__name__} has no experts to balance "
-                "(transformers names no routers of it). Leave the option out."
+                "(transformers declares no routers for it). Remove the option."
             )
         for router in routers:
             router.register_forward_hook(self._record)
@@ -68,7 +68,7 @@ class ExpertBalance:
         layers, self._last = self._last, []
         if TOKEN_SHARE not in batch.unit:
             raise TrainingError(
-                f"a trainer with aux_loss_coef needs the unit column {TOKEN_SHARE!r} of its micro-batches"
+                f"a trainer with aux_loss_coef needs the unit column {TOKEN_SHARE!r} in its micro-batches"
             )
         return load_balance(layers, part) * batch.unit[TOKEN_SHARE].sum()
 

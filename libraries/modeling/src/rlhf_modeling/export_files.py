@@ -51,18 +51,18 @@ def try_export(
     except Exception as cause:  # of many kinds: the model may have custom code
         if disk_is_full(cause):  # not a fault of the model; the run reports a full disk when it writes its own files
             return (
-                f"the files of an export could not be tried before the first step: {tempfile.gettempdir()}: {cause}. "
-                "The disk is full: free some space there, or set TMPDIR to a folder on another disk",
+                f"the export could not be tested before the first step: {tempfile.gettempdir()}: {cause}. The disk is "
+                "full: free some space there, or set TMPDIR to a folder on another disk",
             )
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} could not be exported after its training: its config "
             f"or tokenizer cannot be written: {type(cause).__name__}: {cause}\n"
-            "Change these files in the model's folder, or name another model."
+            "Change these files in the model's folder, or use another model."
         ) from cause
     if not changes:
         return ()
     return (
-        f"the {GENERATION_CONFIG} of {spec.path!r} has values that transformers does not write; exports "
+        f"the {GENERATION_CONFIG} of {spec.path!r} has values that transformers refuses to write; exports "
         f"{' and '.join(changes)}",
     )
 
@@ -133,7 +133,7 @@ def mend_generation(config: GenerationConfig) -> list[str]:
     if samples:
         config.do_sample = True
     words = ", ".join(f"{name} = {value!r}" for name, value in left_out.items())
-    return (["set do_sample = True"] if samples else []) + ([f"leave out {words}"] if words else [])
+    return (["set do_sample = True"] if samples else []) + ([f"omit {words}"] if words else [])
 
 
 def _writable(config: GenerationConfig, **changes: Any) -> bool:

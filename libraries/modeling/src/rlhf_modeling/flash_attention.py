@@ -78,9 +78,9 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, lines: Lines, o
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
     """Why the kernel is not available in this process. Empty if it is available for layers that :func:`fits`."""
     if device.type != "cuda":
-        return "it runs on GPUs"
+        return "it runs only on GPUs"
     if dtype != torch.bfloat16:
-        return f"it computes in bf16, this role in {str(dtype).removeprefix('torch.')}"
+        return f"it computes in bf16, but this role computes in {str(dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Ampere"
     try:
@@ -102,11 +102,11 @@ def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
     """Raises CapabilityError if ``trainer.attention`` names a kernel that is not available in this process."""
     if kernel == "auto":
         return
-    problem = f"this role is on {device.type!r}, and the option chooses a GPU's kernel" if device.type != "cuda" else ""
+    problem = f"this role is on {device.type!r}, but the option chooses a GPU kernel" if device.type != "cuda" else ""
     if kernel == "flash":
         problem = problem or why_not(device, torch.bfloat16 if bf16 else torch.float32)
     if problem:
-        raise CapabilityError(f"trainer.attention = {kernel!r} is not available: {problem}. Leave it out.")
+        raise CapabilityError(f"trainer.attention = {kernel!r} is not available: {problem}. Remove the option.")
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:

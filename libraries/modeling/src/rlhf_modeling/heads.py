@@ -72,8 +72,8 @@ def compute(
         index_A = positions(batch.host, group[0])
         if position == "before" and bool((batch.host.position_N[index_A] == 0).any()):
             raise TrainingError(
-                f"head {group[0].name!r} reads what predicts a token, but the mask {over!r} covers the first token of "
-                "a sequence, which nothing predicts"
+                f"head {group[0].name!r} reads the position before each token, but the mask {over!r} covers the first "
+                "token of a sequence, which has no position before it"
             )
         source_A = index_A - 1 if position == "before" else index_A
         if place_N is not None:
@@ -189,8 +189,8 @@ def head_of_role(
         return head
     if absent := [lender for lender in head.lenders if lender not in borrowed]:
         raise TrainingError(
-            f"head {head.name!r} computes with the output head of {', '.join(absent)}, which role {role!r} was not "
-            "lent: the algorithm must declare it in Needs.loans"
+            f"head {head.name!r} uses the output head of {', '.join(absent)}, which was not lent to role {role!r}: the "
+            "algorithm must declare it in Needs.loans"
         )
     return replace(head, constants={**head.constants, **{lender: borrowed[lender] for lender in head.lenders}})
 
@@ -210,8 +210,8 @@ def comparable_head(head: OutputHead, lender: str, rows: int, spec: ModelSpec, t
     common = min(rows, head.vocabulary)
     if rows != head.vocabulary and common < tokens:
         raise ModelError(
-            f"role {lender!r} gives logits for {head.vocabulary} tokens and role {spec.role.name!r} ({spec.path!r}) "
-            f"for {rows}, of a tokenizer with {tokens}. They cannot be compared: name a model with the same tokenizer "
-            f"for {lender!r}."
+            f"role {lender!r} has logits for {head.vocabulary} tokens, but role {spec.role.name!r} ({spec.path!r}) has "
+            f"logits for {rows}, with a tokenizer of {tokens} tokens. They cannot be compared: use a model with the "
+            f"same tokenizer for {lender!r}."
         )
     return head.first(common)

@@ -38,7 +38,7 @@ def disagreement(kinds: Iterable[LayerKind], device: torch.device) -> str:
         q, k, v = (torch.empty(1, heads, 1, size, device="meta") for heads, size in kind.shapes)
         if not fits(q, k, v, options):
             continue
-        layers = f"{kind.heads} heads of {kind.size}, {kind.key_heads} for keys, window {kind.window}"
+        layers = f"{kind.heads} heads of size {kind.size}, {kind.key_heads} key heads, window {kind.window}"
         try:
             problem = compare(kind, device, *kernels(device, options))
         except Exception as cause:  # any exception: the kernel may not take this device or these sizes

@@ -40,7 +40,7 @@ def check_kernels(kernels: Kernels, device: str) -> None:
     ``cuda``) does not have. Loading the model checks whether they support its layers."""
     problem = liger.why_not(device) if kernels == "liger" else ""
     if problem:
-        raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Leave it out.")
+        raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Remove the option.")
 
 
 def use_kernels(model: KernelModel, kernels: Kernels, bf16: bool = False) -> None:
@@ -56,8 +56,8 @@ def use_kernels(model: KernelModel, kernels: Kernels, bf16: bool = False) -> Non
     elif kernels == "own" and not _fuse(model):
         name, kinds = type(model.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
         raise CapabilityError(
-            f"trainer.kernels = 'own': not all layers of {name} can be fused (those of {kinds} can, with SiLU and "
-            "without dropout in attention). Leave it out."
+            f"trainer.kernels = 'own': not all layers of {name} can be fused (supported: layers of {kinds}, with SiLU "
+            "and without dropout in attention). Remove the option."
         )
     elif kernels == "auto" and not (bf16 and _takes_liger(model)):
         _fuse(model)
@@ -88,9 +88,9 @@ def check_liger(model: KernelModel, modules: list[nn.Module], bf16: bool) -> Non
         difference = float((got_NH - want_NH).norm() / want_NH.norm())
         if not difference < (AGREE_IN_BF16 if low else AGREE):
             raise CapabilityError(
-                f"trainer.kernels = 'liger': {type(model.module).__name__} computes something else with Liger's "
-                f"kernels (hidden states differ by {difference:.1e}, norm-wise, in {'bf16' if low else 'fp32'}). Leave "
-                "it out."
+                f"trainer.kernels = 'liger': {type(model.module).__name__} computes different results with Liger's "
+                f"kernels (hidden states differ by {difference:.1e}, norm-wise, in {'bf16' if low else 'fp32'}). "
+                "Remove the option."
             )
     for module, forward in zip(modules, forwards, strict=True):
         module.forward = forward

@@ -62,7 +62,7 @@ def why_not(device: str) -> str:
             it takes seconds instead of microseconds.
     """
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"Liger's kernels run on GPUs, and this role is on {device!r}"
+        return f"Liger's kernels run on GPUs, but this role is on {device!r}"
     if importlib.util.find_spec("liger_kernel") is None:
         return f"the package liger-kernel is not installed: {INSTALL}"
     return ""
@@ -93,15 +93,15 @@ def _supported_layers(model: PreTrainedModel) -> tuple[Kind, list[Any]]:
     if len(layers) != count:
         names = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         raise CapabilityError(
-            f"trainer.kernels = 'liger': {model_name} has {count} layers, of which {len(layers)} are of a kind that is "
-            f"known ({names}). Leave it out."
+            f"trainer.kernels = 'liger': {model_name} has {count} layers, but only {len(layers)} are of a supported "
+            f"kind ({names}). Remove the option."
         )
     kind = LAYERS[type(layers[0]).__name__]
     activation = type(ACT2FN[kind.activation])
     if other := {type(m.mlp.act_fn) for m in layers} - {activation}:
         raise CapabilityError(
-            f"trainer.kernels = 'liger': gates of {model_name} use {other.pop().__name__}, the kernel computes "
-            f"{activation.__name__}. Leave it out."
+            f"trainer.kernels = 'liger': the gates of {model_name} use {other.pop().__name__}, but the kernel computes "
+            f"{activation.__name__}. Remove the option."
         )
     return kind, layers
 
@@ -137,7 +137,7 @@ def _rotating(attention: Any) -> Any:
     if ROTARY not in plain.__code__.co_names:
         raise CapabilityError(
             f"trainer.kernels = 'liger': {type(attention).__name__} of the installed transformers does not call "
-            f"{ROTARY}. Leave it out."
+            f"{ROTARY}. Remove the option."
         )
     names = {**plain.__globals__, ROTARY: liger_rope}
     forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)

@@ -245,7 +245,7 @@ def _explained(
     s: Storage, a: Arithmetic, part: ModelSize, parameters: int, trained: int, quantized: float
 ) -> dict[str, str]:
     saving = f", less {quantized / 1e6:.4g} MB that quantised layers save" if quantized else ""
-    second = f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
+    second = f", plus a second copy over {s.second_ranks} ranks" if s.second_ranks else ""
     layers = f"{a.tokens} computed tokens x {len(part.layers)} layers"
     if part.tower is not None and a.trains_vision:
         layers += f", {patches(part.tower, a)} patches of images x {part.tower.layers} layers"
@@ -254,10 +254,10 @@ def _explained(
         "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
         "optimizer": product(trained, s.optimizer_bytes, s.optimizer_ranks, s.layer_ranks),
         "activations": layers
-        + (", inputs only, and one layer whole" if a.checkpointing else "")
-        + (", in host memory but two inputs" if a.offloads else ""),
+        + (", only their inputs, and one whole layer" if a.checkpointing else "")
+        + (", all but two inputs in host memory" if a.offloads else ""),
         "logits": f"chunks of at most {a.logits} logits x 4 bytes, several copies",
-        "allocator": f"{FREED[a.device]:.0%} of what comes and goes"
+        "allocator": f"{FREED[a.device]:.0%} of temporary memory"
         + (", and gradients that were freed" if a.device == "cpu" else ""),
     }
 

@@ -142,20 +142,21 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     if outputs is None:
         if classifies:  # with a tied head transformers would load it without an error
             raise ModelError(
-                f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but "
-                "the role needs a language model. Name the language model that it was made from."
+                f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which does not generate "
+                "text, but the role needs a language model. Use the language model from which it was trained."
             )
         return language_model(config, spec.images), False
     if classifies and config.num_labels != outputs:
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
-            f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
+            f"is {kind!r} ({outputs}). Use a model with num_labels = {outputs}, or a causal language model to start "
+            "with a new head."
         )
     if not classifies and not spec.role.trained and not _has_head(adapter_of(spec.path)):
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} is a {', '.join(architectures) or config.model_type}, "
             f"which has no trained {kind!r} head, and this run does not train the role: its output would be random. "
-            f"Name a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
+            f"Use a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
         )
     return classifier(config, spec.images) or _classification(architectures), not classifies
 
@@ -193,8 +194,8 @@ def require_floats(spec: ModelSpec, config: Any, headers: Mapping[str, Header]) 
     ]
     if wrong:
         raise ModelError(
-            f"the model {spec.path!r} of role {spec.role.name!r}: the file of weights says that {wrong[0]!r} holds "
-            f"integers ({headers[wrong[0]].dtype}). Weights are floating-point numbers. {EXPECTED}"
+            f"the model {spec.path!r} of role {spec.role.name!r}: the weights file stores {wrong[0]!r} as integers "
+            f"({headers[wrong[0]].dtype}). Weights must be floating-point numbers. {EXPECTED}"
         )
 
 
@@ -260,7 +261,7 @@ def take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMod
         or type(head).forward is not nn.Linear.forward
     ):
         raise ModelError(
-            f"{label} is not a body with one linear "
+            f"{label} does not consist of a body and one linear "
             f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
         )
     text = module.config.get_text_config()

@@ -169,7 +169,7 @@ def _check_state(
         if name not in parameters:
             refuse(source, f"{full_name}: this model has no parameter {name!r}.")
         if key not in keys[name]:
-            refuse(source, f"{full_name}: unknown; the optimizer keeps {', '.join(keys[name])} of this parameter.")
+            refuse(source, f"{full_name}: unknown; the optimizer stores {', '.join(keys[name])} for this parameter.")
         p = parameters[name]
         shape, dtype = (torch.Size(), torch.float32) if key == "step" else (p.shape, p.dtype)
         if (value.shape, value.dtype) != (shape, dtype):

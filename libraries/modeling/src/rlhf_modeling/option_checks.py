@@ -41,36 +41,36 @@ def check_training(config: TrainingConfig, spec: ModelSpec, choice: str, device:
         require_images(spec, read_config(spec))
     if spec.storage == "bf16" and config.kernels == "liger":
         raise ConfigError(
-            f"role {spec.role.name!r} has storage = 'bf16' and trainer.kernels = 'liger', which takes norms' "
-            "weights in fp32 only: leave one of them out."
+            f"role {spec.role.name!r} has storage = 'bf16' and trainer.kernels = 'liger', which supports only fp32 "
+            "weights of norms. Remove one of the two options."
         )
     if config.export_masters and spec.role.trained and spec.storage == "fp32":
         raise ConfigError(
-            f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "
-            "case. Leave it out, or set it in the trainer section of a role with storage = 'bf16'."
+            f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, so its fp32 weights are always "
+            "exported. Remove the option, or set it in the trainer section of a role with storage = 'bf16'."
         )
     if config.offload_activations and spec.role.trained and not spec.gradient_checkpointing:
         raise ConfigError(
-            f"trainer.offload_activations moves what gradient checkpointing keeps, and role {spec.role.name!r} has "
-            "gradient_checkpointing = false: set it to true in the role's section, or offload_activations = false in "
-            "the role's section of the trainer."
+            "trainer.offload_activations moves the activations that gradient checkpointing keeps, but role "
+            f"{spec.role.name!r} has gradient_checkpointing = false. Set it to true in the role's section, or set "
+            "offload_activations = false in the role's section of the trainer."
         )
     if config.quantization is not None and spec.role.trained:
         raise ConfigError(
-            f"trainer.quantization = {config.quantization!r}: role {spec.role.name!r} is trained, and quantised "
-            "weights cannot be. Set it in the trainer section of a frozen role, or train adapters over quantised "
-            "weights: trainer.lora.quantization."
+            f"trainer.quantization = {config.quantization!r}: role {spec.role.name!r} is trained, but quantised "
+            "weights cannot be trained. Set the option in the trainer section of a frozen role, or train adapters over "
+            "quantised weights: trainer.lora.quantization."
         )
     if config.quantization is not None and spec.replaced:
         raise ConfigError(
             f"trainer.quantization = {config.quantization!r}: the algorithm copies other weights to role "
-            f"{spec.role.name!r}, and quantised weights cannot be replaced. Leave it out for this role, or the "
-            "algorithm's option that copies the weights."
+            f"{spec.role.name!r}, but quantised weights cannot be replaced. Remove the option for this role, or remove "
+            "the algorithm's option that copies the weights."
         )
     if config.kernels == "liger" and is_image_text(spec):
         raise ConfigError(
-            f"trainer.kernels = 'liger' was not compared with image-text models, and role {spec.role.name!r} has one: "
-            "leave it out."
+            f"trainer.kernels = 'liger' has not been verified for image-text models, but role {spec.role.name!r} has "
+            "one. Remove the option."
         )
     if spec.role.trained and spec.total_updates:
         RateSchedule(config, spec.total_updates)

@@ -92,8 +92,8 @@ def checkpoint_gradients(module: PreTrainedModel, inputs: HostInputs | None) -> 
         (enable or module.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": contexts})
     except ValueError as cause:
         raise CapabilityError(
-            f"{type(module).__name__} cannot compute its layers again in the backward pass: transformers has no "
-            "gradient checkpointing for it. Set gradient_checkpointing = false."
+            f"{type(module).__name__} cannot recompute its layers in the backward pass: transformers has no gradient "
+            "checkpointing for it. Set gradient_checkpointing = false."
         ) from cause
     if inputs is None:
         return

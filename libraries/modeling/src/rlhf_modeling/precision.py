@@ -38,13 +38,13 @@ def choose_precision(dtype: str, device: torch.device, on_processor: Precision |
         raise ConfigError(f"dtype = {dtype!r} is not known: use 'auto', 'fp32' or 'bf16'")
     if dtype == "bf16":
         _require_bf16(device, "dtype", "Set dtype = 'fp32'")
-    return Precision(dtype == "bf16", f"{dtype} on {device.type}: asked for")
+    return Precision(dtype == "bf16", f"{dtype} on {device.type}: as requested")
 
 
 def precision_of(spec: ModelSpec, device: torch.device) -> Precision:
     """The precision in which a role's model computes. Weights that are stored in bf16 are used in bf16."""
     if spec.storage == "bf16" and spec.dtype == "auto":
-        _require_bf16(device, "storage", "Leave storage out")
+        _require_bf16(device, "storage", "Remove the option")
         return Precision(True, f"bf16 on {device.type}: the weights are stored in bf16")
     return choose_precision(spec.dtype, device, spec.on_processor)
 
@@ -54,7 +54,7 @@ def _without_bf16() -> str:
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
     major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and bf16 arithmetic needs 8.0"
+    return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, but bf16 arithmetic needs 8.0"
 
 
 def _require_bf16(device: torch.device, option: str, cure: str) -> None:

@@ -40,7 +40,9 @@ def read(spec: ModelSpec, label: str, reader: Any, **options: Any) -> Any:
     Raises ModelError if the folder does not exist or its files cannot be read.
     """
     if looks_local(spec.path) and not Path(spec.path).expanduser().exists():
-        raise ModelError(f"no folder {spec.path!r} for the {label} of role {spec.role.name!r}. {EXPECTED}")
+        raise ModelError(
+            f"the folder {spec.path!r} for the {label} of role {spec.role.name!r} does not exist. {EXPECTED}"
+        )
     place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
     if label == TOKENIZER:
         place = tokenizer_folder(spec.path, code=spec.trust_remote_code)
@@ -71,7 +73,7 @@ def headers_of(place: str, **_: Any) -> dict[str, Header]:
     headers = {}
     for name in names:
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"there is no file {name}")
+            raise FileNotFoundError(f"the file {name} is missing")
         with safe_open(folder / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118 (not a mapping)
                 part = file.get_slice(key)

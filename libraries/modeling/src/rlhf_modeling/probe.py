@@ -50,13 +50,13 @@ def probe(model: LoadedModel, spec: ModelSpec) -> None:
             ) from cause
         if not all(bool(hidden.isfinite().all()) for hidden in truth):
             raise ModelError(
-                f"{_name(model, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
-                "hold NaN or infinity. Use another checkpoint of it."
+                f"{_name(model, spec)} computes hidden states that are not finite numbers: its weights are damaged, or "
+                "contain NaN or infinity. Use another checkpoint of this model."
             )
         if wrong(_hidden(model, rows[1][:8]), truth[1][:8]):
             raise ModelError(
-                f"{_name(model, spec)} is not causal: what it computes for a token depends on later tokens, so its "
-                "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
+                f"{_name(model, spec)} is not causal: the hidden states of a token depend on later tokens, so its "
+                "log-probs would see the answer. Use a decoder-only model (for BERT, set is_decoder in its config)."
             )
         if model.kind == "lm" and not find_logit_scale(model, rows[2], truth[2]):  # few tokens: these are whole logits
             raise ModelError(
@@ -144,8 +144,8 @@ def _choose_attention(model: LoadedModel, rows: list[Tensor], want_NH: Tensor) -
     share = share_off(model.hidden(ids_N, ids_N, lens), want_NH)
     if share > MOST_OFF:
         raise ModelError(
-            f"{type(model.module).__name__} gives other hidden states for sequences of equal length in one call than "
-            f"for each by itself ({share:.0%} of a probe's tokens). Use another model."
+            f"{type(model.module).__name__} computes different hidden states for sequences of equal length in one call "
+            f"than for each sequence alone ({share:.0%} of a probe's tokens). Use another model."
         )
 
 
@@ -166,7 +166,7 @@ def _check_images(model: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> No
     try:
         hidden = packed_with_text(model, rows, *image_sequence(model, rows))
         share = max(share_off(got_TH, want_TH) for got_TH in hidden)
-        reason = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
+        reason = f"{share:.0%} of a probe's tokens get different hidden states" if share > MOST_OFF else ""
     except Exception as cause:  # any exception: the model's code is not ours
         reason = _describe(cause)
     if reason:
@@ -181,7 +181,7 @@ def _attempt(model: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor)
         share = share_off(compute(), want_NH)
     except Exception as cause:  # any exception: some classes of transformers expect other arguments or shapes
         return _describe(cause)
-    return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
+    return f"{share:.0%} of a probe's tokens get different hidden states" if share > MOST_OFF else ""
 
 
 def _describe(cause: Exception) -> str:
@@ -218,16 +218,16 @@ def _write_notes(model: LoadedModel, spec: ModelSpec, reason: str) -> None:
     notes, name = [], type(model.module).__name__
     if model.layout == "alone":
         notes.append(
-            f"{name} cannot be computed packed ({reason}). Sequences of each length go through it in a call of their "
-            "own: the same numbers, slower."
+            f"{name} cannot be computed packed ({reason}). Sequences of each length are computed in a separate call: "
+            "the numbers are the same, but this is slower."
         )
     elif model.layout == "packed" and not model.boundaries:
-        notes.append(f"{name}: a prefix that sequences share is computed once for each of them ({reason}).")
+        notes.append(f"{name}: a prefix that sequences share is computed separately for each of them ({reason}).")
     if model.noisy and (noise := noise_settings(model.module)):
         settings = ", ".join(f"{key} = {value:g}" for key, value in noise.items())
         notes.append(
             f"{name} draws noise while it is trained ({settings} in its config): gradients depend on how batches are "
-            "divided into micro-batches, and prefixes that sequences share are computed once for each of them."
+            "divided into micro-batches, and prefixes that sequences share are computed separately for each of them."
         )
     model.notes = tuple(f"{spec.role.name}: {note}" for note in notes)
 

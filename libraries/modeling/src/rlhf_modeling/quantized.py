@@ -104,13 +104,13 @@ def require_quantization(option: str, kind: Format, device: torch.device) -> Non
         option: the option that needs it, for the message.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{option} needs bitsandbytes: pip install bitsandbytes, or leave it out")
+        raise ConfigError(f"{option} needs bitsandbytes: pip install bitsandbytes, or remove the option")
     try:
         _quantized(torch.ones(2, 64, device=device), kind)
     except Exception as cause:  # any exception: a library without kernels for this device may raise anything
         raise ConfigError(
             f"{option}: bitsandbytes cannot quantise on {device.type} here "
-            f"({type(cause).__name__}: {cause}). Leave it out."
+            f"({type(cause).__name__}: {cause}). Remove the option."
         ) from cause
 
 

@@ -28,7 +28,7 @@ class RateSchedule:
             )
             raise ConfigError(
                 f"{option} needs the number of optimizer steps of the run, which is not known here (total_updates = "
-                f"{total}). Use schedule = 'constant' with warmup_steps, or give the run a length."
+                f"{total}). Use schedule = 'constant' with warmup_steps, or set the length of the run."
             )
         self.shape = config.schedule
         self.total = total
@@ -45,8 +45,8 @@ class RateSchedule:
             )
         if self.shape == "wsd" and self.warmup + self.decay > total:
             raise ConfigError(
-                f"schedule = 'wsd' of {total} optimizer steps: {self.warmup} of warm-up and {self.decay} of decay are "
-                "more than that. Make warmup_steps (warmup_ratio) or decay_ratio smaller."
+                f"schedule = 'wsd': the run has {total} optimizer steps, fewer than the {self.warmup} of warm-up and "
+                f"{self.decay} of decay together. Make warmup_steps (warmup_ratio) or decay_ratio smaller."
             )
 
     def factor(self, step: int) -> float:

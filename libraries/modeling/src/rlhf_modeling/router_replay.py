@@ -100,8 +100,8 @@ class _Choice(TorchFunctionMode):
         own_MK = result[1]
         if own_MK.shape != self.choices_MK.shape:
             raise TrainingError(
-                f"records of experts for {tuple(self.choices_MK.shape)} [tokens, experts of a token] do not fit a "
-                f"router that chooses {tuple(own_MK.shape)}"
+                f"the recorded experts have the shape {tuple(self.choices_MK.shape)} [tokens, experts per token], but "
+                f"the router chooses experts of the shape {tuple(own_MK.shape)}"
             )
         indices_MK = torch.where(self.choices_MK < 0, own_MK, self.choices_MK)
         return torch.return_types.topk((args[0].gather(-1, indices_MK), indices_MK))
@@ -113,8 +113,8 @@ def expert_layers(module: nn.Module) -> ExpertLayers:
     model, routers = type(module).__name__, _routers(module)
     if not routers:
         raise CapabilityError(
-            f"trainer.router_replay: {model} has no experts (transformers names no routers of it). Leave the option "
-            "out."
+            f"trainer.router_replay: {model} has no experts (transformers declares no routers for it). Remove the "
+            "option."
         )
     config: Any = module.config
     hidden = config.get_text_config().hidden_size
@@ -123,8 +123,8 @@ def expert_layers(module: nn.Module) -> ExpertLayers:
     numbers = [re.search(r"\blayers\.(\d+)\.", name) for name, _ in routers]
     if len(sizes) > 1 or None in numbers:
         raise CapabilityError(
-            f"trainer.router_replay: the layers of {model} have different numbers of experts, or no numbers. Leave the "
-            "option out."
+            f"trainer.router_replay: the layers of {model} have different numbers of experts, or are not numbered. "
+            "Remove the option."
         )
     [(experts, chosen)] = sizes
     return ExpertLayers(tuple(int(n[1]) for n in numbers if n is not None), experts, chosen)
@@ -160,7 +160,7 @@ def _sizes(router: nn.Module, model: str, hidden: int) -> tuple[int, int]:
         fits = False
     if not fits:
         raise CapabilityError(
-            f"trainer.router_replay: {type(router).__name__} of {model} is no router whose choices can be replaced: it "
-            "must return (logits, weights, indices) and choose by one torch.topk. Leave the option out."
+            f"trainer.router_replay: {type(router).__name__} of {model} is not a router whose choices can be replaced. "
+            "It must return (logits, weights, indices) and choose with one torch.topk. Remove the option."
         )
     return int(experts), int(chosen)

@@ -55,7 +55,7 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
         if used and not has_vision(module):
             raise ConfigError(
                 f"trainer.{name}: {type(module).__name__} ({spec.path!r}, role {spec.role.name!r}) has no vision "
-                "tower. Leave it out."
+                "tower. Remove the option."
             )
     if lora is not None:
         head = module.get_output_embeddings()
@@ -66,7 +66,7 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     if config.aux_loss_coef and not any(isinstance(m, tuple(router_classes(module))) for m in module.modules()):
         raise CapabilityError(
             f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "
-            "(transformers names no routers of it). Leave the option out."
+            "(transformers declares no routers for it). Remove the option."
         )
 
 
@@ -77,15 +77,15 @@ def replayed_layers(config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | N
         return None
     if spec.images or is_image_text(spec):
         raise CapabilityError(
-            f"trainer.router_replay is for models of text, and role {spec.role.name!r} has an image-text model: "
-            "engines number the tokens of images in ways of their own. Leave the option out."
+            f"trainer.router_replay supports only text models, but role {spec.role.name!r} has an image-text model: "
+            "engines number the tokens of images differently. Remove the option."
         )
     try:
         module = skeleton(spec.path, spec.trust_remote_code)
     except Exception as cause:  # any exception: the config may have any content
         raise CapabilityError(
             f"trainer.router_replay: transformers cannot build {spec.path!r} from its config alone, so its routers are "
-            f"not known ({type(cause).__name__}: {cause}). Leave the option out."
+            f"not known ({type(cause).__name__}: {cause}). Remove the option."
         ) from cause
     return expert_layers(module)
 

@@ -58,7 +58,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as cause:
-        raise CheckpointError(f"no readable {FACTS} in {str(path)!r}: {cause}. Is this a trainer's folder?") from cause
+        raise CheckpointError(f"cannot read {FACTS} in {str(path)!r}: {cause}. Is this a trainer's folder?") from cause
     if isinstance(facts, dict) and facts.get("format") != FORMAT:
         raise CheckpointError(f"{str(path / FACTS)!r} has format {facts.get('format')!r}; this version reads {FORMAT}")
     validated(SavedFacts, facts, path / FACTS)
@@ -108,7 +108,7 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], label:
         if tensor.shape != source[name].shape:
             raise CheckpointError(
                 f"{label} is of another model: {name!r} has shape {tuple(source[name].shape)}, "
-                f"here {tuple(tensor.shape)}"
+                f"expected {tuple(tensor.shape)}"
             )
     for name, tensor in target.items():
         tensor.copy_(source[name])

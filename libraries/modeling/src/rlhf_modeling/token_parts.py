@@ -145,8 +145,8 @@ class PartAttention(PackedAttention):
 def heads_refused(name: str, heads: int, ranks: int) -> str:
     allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
     return (
-        f"sequence_parallel = {ranks} does not divide the {heads} attention heads of {name}, each of which is computed "
-        f"on one rank. Use a divisor: {allowed}."
+        f"sequence_parallel = {ranks} does not divide the {heads} attention heads of {name}. Every head is computed on "
+        f"one rank. Use a divisor: {allowed}."
     )
 
 

@@ -154,15 +154,15 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         model, kernel, name = self.loaded_model, self.config.attention, type(self.loaded_model.module).__name__
         if kernel != "auto" and model.layout == "alone":
             raise CapabilityError(
-                f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {name} is "
-                "computed. Leave it out."
+                f"trainer.attention = {kernel!r} chooses a kernel for packed attention, but {name} is computed without "
+                "packed attention. Remove the option."
             )
         model.attention = kernel
         dtype = torch.bfloat16 if self.precision.bf16 else torch.float32
         if kernel == "sdpa" or why_not(self.device, dtype) or not (problem := disagreement(model.layers, self.device)):
             return
         if kernel == "flash":
-            raise CapabilityError(f"trainer.attention = 'flash': for layers of {name} {problem}. Leave it out.")
+            raise CapabilityError(f"trainer.attention = 'flash': for layers of {name} {problem}. Remove the option.")
         model.attention = "sdpa"
         model.notes += (f"{self.spec.role.name}: attention of {name} is 'sdpa', because with 'flash' {problem}.",)
 

@@ -119,18 +119,24 @@ def test_liger_kernels(tmp_path):
 
 def test_kernels_that_are_not_available_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(CapabilityError, match="Liger's kernels run on GPUs, and this role is on 'cpu'"):
+    with pytest.raises(CapabilityError, match="Liger's kernels run on GPUs, but this role is on 'cpu'"):
         trainer(spec(tmp_path), stage=3, kernels="liger")
-    with pytest.raises(ValueError, match="kernels = 'own' does not go with stage 3: fused layers read weights where"):
+    with pytest.raises(
+        ValueError, match="kernels = 'own' cannot be combined with stage 3: fused layers read weights without"
+    ):
         DeepSpeedTrainerConfig(stage=3, kernels="own")
 
 
 @pytest.mark.parametrize("options", [{"stage": 3}, {"tensor_parallel": 2}])
 def test_quantised_layers_are_refused_where_weights_are_divided(options):
     [(name, value)] = options.items()
-    with pytest.raises(ValueError, match=rf"lora.quantization does not go with {name} = {value}: .* Use stage 0, 1 or"):
+    with pytest.raises(
+        ValueError, match=rf"lora.quantization cannot be combined with {name} = {value}: .* Use stage 0, 1 or"
+    ):
         DeepSpeedTrainerConfig(**options, lora={"rank": 2, "quantization": "nf4"})
-    with pytest.raises(ValueError, match=rf"[^.]quantization does not go with {name} = {value}: .* Use stage 0, 1 or"):
+    with pytest.raises(
+        ValueError, match=rf"[^.]quantization cannot be combined with {name} = {value}: .* Use stage 0, 1 or"
+    ):
         DeepSpeedTrainerConfig(**options, quantization="nf4")
 
 

@@ -163,8 +163,11 @@ class TestOneReplica(DividedLayers):
         assert first == second
         heads = "does not divide Qwen3ForCausalLM's num_attention_heads = 3, num_key_value_heads = 1: use"
         assert heads in first["heads"]
-        assert "has dropout or other noise, and its ranks would draw the same for different heads" in first["dropout"]
-        layers = "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind whose division is known (Gemma2"
+        assert (
+            "has dropout or other noise, and its ranks would draw the same noise for different heads"
+            in first["dropout"]
+        )
+        layers = "Olmo2ForCausalLM has 2 layers, but only 0 are of a supported kind (Gemma2"
         assert layers in first["layers"]
 
 
@@ -197,17 +200,17 @@ def test_a_tensor_parallel_that_does_not_divide_the_ranks_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 3}, "stage = 3, which divides every weight by its elements already; use stage 0, 1 or 2"),
+        ({"stage": 3}, "stage = 3, which already divides every weight by its elements; use stage 0, 1 or 2"),
         (
             {"lora": {"rank": 2, "dropout": 0.1}},
-            "lora.dropout, which would draw one mask for different parts of a",
+            "lora.dropout, which would draw the same mask on every rank, for different parts of a",
         ),
         ({"lora": {"rank": 2, "use_dora": True}}, "lora.use_dora, which needs the length of whole rows"),
         ({"neftune_alpha": 5.0}, "neftune_alpha, which would add different noise to the embeddings of each rank"),
     ],
 )
 def test_options_that_exclude_tensor_parallel_are_refused(options, message):
-    with pytest.raises(ValueError, match="tensor_parallel = 2 does not go with ") as error:
+    with pytest.raises(ValueError, match="tensor_parallel = 2 cannot be combined with ") as error:
         DeepSpeedTrainerConfig(tensor_parallel=2, **options)
     assert message in str(error.value)
 

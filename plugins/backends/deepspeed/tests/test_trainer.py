@@ -102,10 +102,10 @@ def test_wrong_ranks_and_a_missing_rendezvous_are_refused(folder):
     def build_spec(**facts):
         return ModelSpec(RoleSpec("policy", "lm", True), str(folder / "model"), "fp32", **facts)
 
-    with pytest.raises(ConfigError, match=r"role 'policy', rank 2 of 2: a rank lies in 0\.\.1"):
+    with pytest.raises(ConfigError, match=r"role 'policy', rank 2 of 2: a rank must be in 0\.\.1"):
         trainer(build_spec(rank=2, world_size=2))
     trainer(build_spec())  # from here on this process is in a group of one rank
-    with pytest.raises(CapabilityError, match="rank 0 of 2: this process is a rank of a group of 1 already"):
+    with pytest.raises(CapabilityError, match="rank 0 of 2: this process is already a rank of a group of 1"):
         trainer(build_spec(world_size=2, rendezvous="tcp://127.0.0.1:1"))
 
 
@@ -178,7 +178,7 @@ def test_load_weights_of_another_model_changes_nothing(folder):
         CheckpointError, match=r"the weight stream for role 'policy' is of another model: missing \['model.norm"
     ):
         policy.load_weights((n, t * 2) for n, t in weights.items() if n != "model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"'model.norm.weight' has shape \(3,\), here \(32,\)"):
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' has shape \(3,\), expected \(32,\)"):
         policy.load_weights((n, t[:3] if n == "model.norm.weight" else t * 2) for n, t in weights.items())
     assert all(torch.equal(weights[n], t) for n, t in policy.weights())
 
@@ -200,12 +200,12 @@ def test_damaged_checkpoints_are_refused(folder, saved):
             policy.load(saved)
 
     file.write_bytes(content[: len(content) // 2])
-    refused(r"cannot read '.*rank-0-of-1.safetensors'.*needs all their files, whole")
+    refused(r"cannot read '.*rank-0-of-1.safetensors'.*all their files must be present and complete")
     file.unlink()
     refused(r"cannot read '.*rank-0-of-1.safetensors'")
     file.write_bytes(content)
     (saved / "trainer.json").unlink()  # written last: a save that was interrupted
-    refused("no readable trainer.json")
+    refused("cannot read trainer.json")
     (saved / "trainer.json").write_text(facts.replace('"ranks": 1', '"ranks": 2'))
     refused(r"cannot read '.*rank-0-of-2.safetensors'.*saved by 2 ranks")
     (saved / "trainer.json").write_text(json.dumps({k: v for k, v in json.loads(facts).items() if k != "ranks"}))

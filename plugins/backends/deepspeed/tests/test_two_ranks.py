@@ -87,14 +87,16 @@ class TestTwoRanks(TrainerRanksContract):
             single, port, size, differ = messages
             for text in (single, port, size):
                 assert text.startswith("CapabilityError: role 'policy', rank ")
-                assert "is a rank of a group of 2 already" in text
+                assert "is already a rank of a group of 2" in text
             assert f"rank {rank} of 2" in port
-            assert "the ranks that met at" in differ
+            assert "have different settings of the role: " in differ
             assert "'scalar'" in differ
 
     @reads("nobody")
     def test_a_rank_that_meets_no_other_rank_is_an_error(self, ranks):
         for rank, message in enumerate(ranks("nobody")):
-            start = f"WorkerError: role 'policy', rank {rank} of 2 did not meet the others at tcp://127.0.0.1:"
+            start = (
+                f"WorkerError: role 'policy', rank {rank} of 2 could not connect to the other ranks at tcp://127.0.0.1:"
+            )
             assert message.startswith(start)
             assert "within 2 s" in message

@@ -77,15 +77,15 @@ def test_a_changed_learning_rate_holds_from_the_next_step(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernels": "liger"}, "kernels = 'liger' does not go with trainer 'fsdp'"),
+        ({"kernels": "liger"}, "kernels = 'liger' cannot be combined with trainer 'fsdp'"),
         ({"stage": 3}, "Extra inputs are not permitted"),
         ({"reshard_after_forward": "yes"}, "valid boolean"),
         ({"timeout": 0}, "greater than 0"),
         (
             {"lora": {"rank": 2, "quantization": "nf4"}},
-            "lora.quantization does not go with trainer 'fsdp', which divides",
+            "lora.quantization cannot be combined with trainer 'fsdp', which divides",
         ),
-        ({"quantization": "int8"}, "error, quantization does not go with trainer 'fsdp', which divides"),
+        ({"quantization": "int8"}, "error, quantization cannot be combined with trainer 'fsdp', which divides"),
     ],
 )
 def test_options_that_are_refused(options, message):
@@ -101,7 +101,7 @@ def test_a_model_without_layers_is_refused():
 
     model = Flat(PreTrainedConfig())
     model.only = nn.Linear(2, 2)
-    with pytest.raises(CapabilityError, match="Flat names no layers"):
+    with pytest.raises(CapabilityError, match="Flat declares no layers"):
         decoder_layers(model)
 
 

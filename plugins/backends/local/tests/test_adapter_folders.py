@@ -184,7 +184,7 @@ def test_an_adapter_that_unties_the_head_is_refused(tmp_path, make_trainer):
     base = tiny_model(tmp_path / "base", tied=True)
     config = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "foreign")
-    with pytest.raises(ModelError, match="changes the embedding and not the head"):
+    with pytest.raises(ModelError, match="changes the embedding but not the head"):
         make_trainer(tmp_path / "foreign", trained=False)
 
 
@@ -200,13 +200,13 @@ def test_other_bases_and_options_are_refused_before_anything_is_loaded(tmp_path,
 
     refused(ConfigError, r"trainer.lora.rank is 8, .* has 4", LoraOptions(rank=8))
     refused(ConfigError, r"trainer.lora.alpha is 3, .* has 8", LoraOptions(rank=4, alpha=3))
-    refused(ConfigError, r"trainer.lora.targets names 2 layers", LoraOptions(rank=4, targets=("q_proj",)))
+    refused(ConfigError, r"trainer.lora.targets selects 2 layers", LoraOptions(rank=4, targets=("q_proj",)))
     TorchTrainer.check(TorchTrainer.Config(device="cpu", lora=lora), spec(adapter), "cpu")
 
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    refused(ModelError, "adapter of another base .*hash")
+    refused(ModelError, "adapter of a different base .*hash")
 
     config = json.loads((adapter / "adapter_config.json").read_text())
 
@@ -217,10 +217,10 @@ def test_other_bases_and_options_are_refused_before_anything_is_loaded(tmp_path,
     name_base(str(tiny_model(tmp_path / "other", hidden=48)))
     files = load_file(adapter / "adapter_model.safetensors")
     save_file(files, adapter / "adapter_model.safetensors", {"format": "pt"})  # without the hash
-    refused(ModelError, "adapter of another base .*width")
+    refused(ModelError, "adapter of a different base .*width")
 
     name_base(str(tmp_path / "gone"))
-    refused(ModelError, "adapter of .*gone, and there is no such folder")
+    refused(ModelError, "adapter of .*gone, but this folder does not exist")
     name_base(None)
     refused(ModelError, "names no base")
     (adapter / "adapter_config.json").write_text("{")

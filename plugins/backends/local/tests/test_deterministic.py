@@ -55,7 +55,7 @@ def test_an_operation_without_a_deterministic_form_is_refused_in_words(make_trai
     monkeypatch.setattr(type(nll), "__call__", scattered)
     batch = make_batch(LENS, loss=nll)
     make_trainer().accumulate([batch], nll, {}, {})
-    with pytest.raises(CapabilityError, match=r"trainer\.deterministic: .* needs put_, .* Leave the option out"):
+    with pytest.raises(CapabilityError, match=r"trainer\.deterministic: .* needs put_, .* Remove the option"):
         make_trainer(deterministic=True).accumulate([batch], nll, {}, {})
     assert not torch.are_deterministic_algorithms_enabled()
 

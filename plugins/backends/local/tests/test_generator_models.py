@@ -84,7 +84,7 @@ def compare(model):
 
 
 def test_a_model_with_a_mask_of_its_own_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="DogeAttention gives its attention a mask of its own"):
+    with pytest.raises(ModelError, match="DogeAttention passes its own mask to its attention"):
         generator(published("doge", tmp_path))
 
 
@@ -94,7 +94,7 @@ def test_decoding_steps_that_give_other_logprobs_are_refused(monkeypatch):
 
     write = SlotCache.write
     monkeypatch.setattr(SlotCache, "write", last_layer_only)
-    with pytest.raises(ModelError, match="gives other log-probs with the attention of this generator"):
+    with pytest.raises(ModelError, match="computes different log-probs with the attention of this generator"):
         generator(make("llama"))
 
 

@@ -138,7 +138,7 @@ def test_sampling_needs_weights(decode):
 
 
 def test_a_source_without_a_module_is_refused(build):
-    with pytest.raises(ModelError, match="samples from a module in this process; list offers none"):
+    with pytest.raises(ModelError, match="samples from a module in this process, but list does not provide a module"):
         build().load([], 1)
 
 

@@ -149,7 +149,7 @@ def test_what_reads_no_images_is_refused(path, batch, tmp_path):
         trainer_of(text, options={"images": False}, lora={"rank": 2, "vision": True})
     with pytest.raises(ValueError, match="freeze_vision has no effect with lora"):
         TorchTrainerConfig(freeze_vision=True, lora={"rank": 2})
-    with pytest.raises(ConfigError, match="kernels = 'liger' was not compared with image-text models"):
+    with pytest.raises(ConfigError, match="kernels = 'liger' has not been verified for image-text models"):
         trainer_of(path, kernels="liger")
     trainer = trainer_of(text, options={"images": False})
     with pytest.raises(TrainingError, match="a batch has images, but Qwen3ForCausalLM reads text only"):
@@ -167,7 +167,7 @@ def test_a_folder_without_a_processor_trains_on_text_only(path, batch, tmp_path)
             (tmp_path / file.name).write_bytes(file.read_bytes())
     trainer = trainer_of(tmp_path, options={"images": False})
     trainer.forward([batch.select([1])], ("logprobs",))
-    with pytest.raises(TrainingError, match="has no processor of images"):
+    with pytest.raises(TrainingError, match="has no image processor"):
         trainer.forward([batch.select([0])], ("logprobs",))
     with pytest.raises(
         ModelError, match=r"the data have images, but Qwen2_5_VLForConditionalGeneration .* has no proc"
@@ -218,7 +218,7 @@ BART = {
 @pytest.mark.parametrize(
     ("family", "text", "images", "reason"),
     [
-        ("blip-2", OPT, True, "is not a body with one linear language-model head"),
+        ("blip-2", OPT, True, "does not consist of a body and one linear language-model head"),
         ("blip-2", T5, False, "has an encoder and a decoder of text"),
         ("florence2", BART, True, "has an encoder and a decoder of text"),
     ],
@@ -236,7 +236,7 @@ def test_models_that_are_no_decoder_with_a_head_are_refused_before_they_are_load
 def test_a_model_whose_image_tokens_attend_in_both_directions_is_refused(tmp_path, monkeypatch):
     path = tiny_gemma3(tmp_path, monkeypatch)
     trainer = trainer_of(path, options={"images": False})
-    assert "tokens get other hidden states" in trainer.loaded_model.no_images
+    assert "tokens get different hidden states" in trainer.loaded_model.no_images
     with pytest.raises(
         ModelError, match=r"cannot be computed with images here, causally and packed .* such as Gemma 3"
     ):

@@ -82,5 +82,5 @@ def test_with_a_wrong_kernel_auto_takes_sdpa_and_says_so_and_flash_is_refused(ma
     assert reason in note
     assert make_trainer(dtype="fp32").loaded_model.attention == "auto"
     policy.config = policy.config.model_copy(update={"attention": "flash"})
-    with pytest.raises(CapabilityError, match=rf"trainer\.attention = 'flash': .*{reason}.* Leave it out"):
+    with pytest.raises(CapabilityError, match=rf"trainer\.attention = 'flash': .*{reason}.* Remove the option"):
         policy.choose_kernel()

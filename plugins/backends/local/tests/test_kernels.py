@@ -68,10 +68,11 @@ def test_auto_takes_liger_under_bf16_where_it_is_available_and_knows_the_layers(
 
 def test_liger_is_refused_for_layers_that_it_does_not_compute(interpreted):
     messages = interpreted["refused"]
-    assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind that is known (Gemma2, " in messages["olmo2"]
-    assert "gates of Qwen3ForCausalLM use GELUActivation, the kernel computes SiLU" in messages["gelu"]
+    assert "Olmo2ForCausalLM has 2 layers, but only 0 are of a supported kind (Gemma2, " in messages["olmo2"]
+    assert "gates of Qwen3ForCausalLM use GELUActivation, but the kernel computes SiLU" in messages["gelu"]
     assert (
-        "Qwen3ForCausalLM computes something else with Liger's kernels (hidden states differ by" in messages["differs"]
+        "Qwen3ForCausalLM computes different results with Liger's kernels (hidden states differ by"
+        in messages["differs"]
     )
 
 
@@ -94,7 +95,7 @@ def test_with_other_forms_in_place_of_liger_layers_are_compared_in_bf16_too(make
     monkeypatch.setattr(liger, "use_liger", wrong_in_bf16)
     use_kernels(model, "liger", bf16=False)
     restore_layers([m for m in model.module.modules() if "forward" in vars(m)])
-    with pytest.raises(CapabilityError, match=r"computes something else .* norm-wise, in bf16"):
+    with pytest.raises(CapabilityError, match=r"computes different results .* norm-wise, in bf16"):
         use_kernels(model, "liger", bf16=True)
 
 
@@ -104,7 +105,9 @@ def test_liger_leaves_other_models_of_the_process_alone(interpreted):
 
 def test_liger_is_refused_before_a_model_is_read(make_trainer, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(CapabilityError, match=r"Liger's kernels run on GPUs, and this role is on 'cpu'\. Leave it out"):
+    with pytest.raises(
+        CapabilityError, match=r"Liger's kernels run on GPUs, but this role is on 'cpu'\. Remove the option"
+    ):
         make_trainer("no folder", kernels="liger")
     with pytest.raises(ModelError):
         make_trainer("no folder", kernels="none")

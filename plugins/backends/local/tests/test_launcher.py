@@ -34,16 +34,16 @@ def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):
     launcher.choose_link(TransformersGenerator, "auto")
     with pytest.raises(ConfigError, match=r"sync\.transport = 'shared': with launcher 'local' weights are"):
         launcher.choose_link(TransformersGenerator, "shared")
-    with pytest.raises(CapabilityError, match=r"1 rank, forward\(\) was called with arguments for 2"):
+    with pytest.raises(CapabilityError, match=r"1 rank, but forward\(\) was called with arguments for 2"):
         group.call("forward", [(), ()])
-    with pytest.raises(CapabilityError, match="one rank, role 'reference' asks for 2"):
+    with pytest.raises(CapabilityError, match="one rank, but role 'reference' asks for 2"):
         launcher.launch_trainer(TorchTrainer, None, ModelSpec(spec.role, spec.path, world_size=2))
 
 
 def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 that torchrun started.*--launcher.use processes"):
+    with pytest.raises(ConfigError, match=r"torchrun started this process as rank 1 of 2, .*--launcher.use processes"):
         LocalLauncher.check(None, {"policy": Place()}, None, "auto")
     monkeypatch.setenv("WORLD_SIZE", "1")
     LocalLauncher.check(None, {"policy": Place()}, None, "auto")
@@ -80,7 +80,7 @@ def test_schedules_have_the_documented_shapes():
     assert factors(6, schedule="inverse_sqrt", warmup_steps=2) == [0.3333, 0.6667, 1, 0.866, 0.7746, 0.7071]
     assert RateSchedule(TorchTrainerConfig(schedule="wsd"), 9).factor(9) == 0.0
     assert RateSchedule(TorchTrainerConfig(schedule="inverse_sqrt"), 0).factor(3) == 0.5
-    with pytest.raises(ConfigError, match="4 of warm-up and 6 of decay are more than that"):
+    with pytest.raises(ConfigError, match="fewer than the 4 of warm-up and 6 of decay together"):
         RateSchedule(TorchTrainerConfig(schedule="wsd", warmup_steps=4, decay_ratio=0.6), 9)
     assert factors(6, schedule="linear", warmup_steps=2) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
     assert factors(6, schedule="linear", warmup_ratio=0.3) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
@@ -114,7 +114,7 @@ def test_the_wsd_schedule_equals_that_of_transformers():
     [
         ({"lr": -1.0}, "lr"),
         ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
-        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "set only one of them"),
         ({"min_lr_ratio": 0.1}, "has no effect with schedule = 'constant'"),
         ({"decay_ratio": 0.1, "schedule": "cosine"}, "has no effect with schedule = 'cosine': set schedule = 'wsd'"),
         ({"learning_rate": 1.0}, "Extra inputs"),

@@ -111,7 +111,7 @@ def test_a_tensor_that_packed_attention_does_not_read_is_found(tmp_path):
 
 def test_gradient_checkpointing_that_transformers_does_not_have_is_refused(tmp_path, make_trainer):
     with pytest.raises(
-        CapabilityError, match=r"CTRLLMHeadModel cannot compute its layers again .* gradient_checkpointing = false"
+        CapabilityError, match=r"CTRLLMHeadModel cannot recompute its layers in the .* gradient_checkpointing = false"
     ):
         make_trainer(tiny_architecture(tmp_path, "ctrl"), gradient_checkpointing=True)
 
@@ -182,7 +182,7 @@ def test_kernels_for_packed_rows_are_refused_for_models_that_are_not_packed(tmp_
         make_trainer(path, kernels="own")
     monkeypatch.setattr("rlhf_modeling.trainer.check_kernel", lambda *_: None)  # as on a GPU
     monkeypatch.setattr("rlhf_modeling.option_checks.check_kernel", lambda *_: None)
-    with pytest.raises(CapabilityError, match=r"'flash' chooses a kernel of packed attention, without which Mamba2"):
+    with pytest.raises(CapabilityError, match=r"'flash' chooses a kernel for packed attention, but Mamba2"):
         make_trainer(path, attention="flash")
 
 
@@ -190,7 +190,9 @@ def test_the_generator_refuses_a_model_without_packing_if_log_probs_differ(tmp_p
     generator, sinks = build(), make_trainer(tiny_architecture(tmp_path / "a", "gpt_oss"))
     generator.load(sinks, 3)
     assert sinks.module.config.sliding_window > 4, "restored after the comparison"
-    with pytest.raises(ModelError, match=r"PhimoeForCausalLM gives other log-probs with the attention of this gen"):
+    with pytest.raises(
+        ModelError, match=r"PhimoeForCausalLM computes different log-probs with the attention of this gen"
+    ):
         generator.load(make_trainer(tiny_architecture(tmp_path / "b", "phimoe")), 3)
 
 

@@ -74,7 +74,7 @@ def test_a_larger_lent_head_is_cut_and_a_smaller_one_refused(make_trainer):
     assert (borrowed.vocabulary, tuple(borrowed.bias_V.shape)) == (vocabulary, (vocabulary,))
     assert torch.equal(borrowed.weight_VH, wide_head.weight_VH[:vocabulary])
     with pytest.raises(
-        ModelError, match=r"'lender' gives logits for 98 tokens and role 'policy' .* of a tokenizer with 99"
+        ModelError, match=r"'lender' has logits for 98 tokens, but role 'policy' .* with a tokenizer of 99"
     ):
         trainer.borrow_head("lender", OutputHead(torch.randn(vocabulary - 1, 8)))
 
@@ -86,7 +86,9 @@ def test_rows_of_the_embedding_beyond_the_tokenizer_need_no_logits(tmp_path, mak
 
 
 def test_a_head_that_was_not_lent_is_an_error(make_trainer, make_batch):
-    with pytest.raises(TrainingError, match=r"output head of lender, which role 'policy' was not lent.*Needs\.loans"):
+    with pytest.raises(
+        TrainingError, match=r"output head of lender, which was not lent to role 'policy'.*Needs\.loans"
+    ):
         make_trainer().forward([make_batch([5])], (CROSS_ENTROPY,))
 
 

@@ -117,7 +117,7 @@ def test_a_mixture_with_a_dense_layer_gets_adapters_beside_linear_layers_only(tm
 def test_a_model_without_linear_layers_is_refused(tmp_path, make_trainer):
     path = tiny_model(tmp_path / "model", architecture="gpt2")
     with pytest.raises(
-        ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer to put an adapter beside"
+        ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layers, so it cannot have adapters"
     ):
         make_trainer(path, lora=LORA)
 
@@ -184,7 +184,7 @@ def test_a_fresh_head_is_trained_beside_the_adapters(make_trainer, make_batch, s
 
 
 def test_unknown_targets_and_replaced_weights_are_refused(trained, make_trainer):
-    with pytest.raises(ConfigError, match=r"no linear layer is called wq; there are down_proj, gate_proj"):
+    with pytest.raises(ConfigError, match=r"no linear layer is called wq; allowed: down_proj, gate_proj"):
         make_trainer(lora=LoraOptions(rank=2, targets=("q_proj", "wq")))
     trainer, _, _ = trained
     with pytest.raises(TrainingError, match="trains adapters; its weights cannot be replaced"):

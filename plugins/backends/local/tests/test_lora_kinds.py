@@ -128,11 +128,11 @@ def test_the_lent_head_of_the_base_is_not_trained(tmp_path, make_trainer, make_b
 @pytest.mark.parametrize(
     ("head", "options", "message"),
     [
-        ("lm", {"modules_to_save": ("lm_heads",)}, r"no module is called lm_heads; there are down_proj, embed_tokens"),
-        ("lm", {"modules_to_save": ("q_proj",)}, r"q_proj is to be trained whole, but \S*q_proj gets an adapter"),
-        ("lm", {"modules_to_save": ("mlp",)}, r"layers\.0\.mlp is to be trained whole, but \S*mlp.\w+ gets an adapter"),
-        ("scalar", {"modules_to_save": ("score",)}, r"no module is called score; .* own head is trained in any case"),
-        ("scalar", {"modules_to_save": ("lm_head",)}, r"no module is called lm_head; .* own head is trained"),
+        ("lm", {"modules_to_save": ("lm_heads",)}, r"no module is called lm_heads; allowed: down_proj, embed_tokens"),
+        ("lm", {"modules_to_save": ("q_proj",)}, r"q_proj would be fully trained, but \S*q_proj gets an adapter"),
+        ("lm", {"modules_to_save": ("mlp",)}, r"layers\.0\.mlp would be fully trained, but \S*mlp.\w+ gets an adapter"),
+        ("scalar", {"modules_to_save": ("score",)}, r"no module is called score; .* own head is always trained"),
+        ("scalar", {"modules_to_save": ("lm_head",)}, r"no module is called lm_head; .* own head is always trained"),
     ],
 )
 def test_modules_that_cannot_be_saved_are_refused_before_the_model_is_loaded(model_path, head, options, message):

@@ -96,12 +96,14 @@ def test_a_token_classification_model_keeps_its_head_and_bias(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_role_refuses_a_reward_model(tmp_path, tied):
-    with pytest.raises(ModelError, match=r"'critic' is a Qwen3ForSequenceClassification, which writes no text"):
+    with pytest.raises(ModelError, match=r"'critic' is a Qwen3ForSequenceClassification, which does not generate text"):
         load(tiny_reward_model(tmp_path, tied=tied))
 
 
 def test_missing_and_damaged_models_say_what_is_expected(tmp_path):
-    with pytest.raises(ModelError, match=r"no folder '/nowhere/x' for the model of role 'critic'. Expected a folder"):
+    with pytest.raises(
+        ModelError, match=r"the folder '/nowhere/x' for the model of role 'critic' does not exist. Expected a folder"
+    ):
         load("/nowhere/x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"(?s)cannot load the model .*empty.*Expected a folder"):
@@ -116,7 +118,7 @@ def test_missing_and_damaged_models_say_what_is_expected(tmp_path):
     (tmp_path / "integers" / "model.safetensors").write_bytes(
         data[:offset] + data[offset:].replace(b'"F32"', b'"I32"', 1)
     )
-    with pytest.raises(ModelError, match=r"'model.norm.weight' holds integers \(I32\)"):
+    with pytest.raises(ModelError, match=r"stores 'model.norm.weight' as integers \(I32\)"):
         load(tmp_path / "integers")
     with pytest.raises(ModelError, match="head 'vector' is not known"):
         load(path, "vector")
@@ -143,7 +145,7 @@ def test_final_softcapping_and_scaling_are_applied_and_anything_else_refused(tmp
     granite = tiny_model(tmp_path / "granite", architecture="granite", logits_scaling=4.0)
     assert load(granite).logit_scale == 0.25
     monkeypatch.setattr(GraniteForCausalLM, "get_output_embeddings", lambda self: ScaledHead(8, 8))
-    with pytest.raises(ModelError, match="is not a body with one linear language-model head"):
+    with pytest.raises(ModelError, match="does not consist of a body and one linear language-model head"):
         load(granite)
     monkeypatch.undo()
     monkeypatch.setattr(GraniteForCausalLM, "forward", squared(GraniteForCausalLM.forward))

@@ -198,7 +198,7 @@ def test_models_whose_experts_cannot_be_replayed_are_refused():
     sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8}
     sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     other = ModelSpec(role, str(model_path("deepseek_v3", **sizes)), "fp32")
-    with pytest.raises(CapabilityError, match=r"DeepseekV3TopkRouter .* is no router whose choices can be replaced"):
+    with pytest.raises(CapabilityError, match=r"DeepseekV3TopkRouter .* is not a router whose choices can be replaced"):
         TorchTrainer.check(config, other, "cpu")
     assert TorchTrainer.experts(config, ModelSpec(RoleSpec("reference"), str(model_path()), "fp32")) is None
 
@@ -207,7 +207,9 @@ def test_records_that_do_not_fit_the_model_are_refused(make_batch):
     trainer = trainer_of()
     batch = replace_choices(make_batch(LENS), trainer_of("qwen3_moe"))
     wider = batch.tok[EXPERTS].repeat(1, 1, 2)
-    with pytest.raises(TrainingError, match=r"records of experts .* do not fit"):
+    with pytest.raises(
+        TrainingError, match=r"the recorded experts have the shape .*, but the router chooses experts of the shape"
+    ):
         logprobs(trainer, batch.with_column("tok", EXPERTS, wider, over=None))
     generator = TransformersGenerator(None, GeneratorSpec((), str, experts=trainer.loaded_model.routers.layers))
     with pytest.raises(ModelError, match=r"Set trainer\.router_replay"):

@@ -63,7 +63,7 @@ def test_checkpoints_of_another_model_or_damaged_ones_are_refused(tmp_path, make
     make_trainer().save(tmp_path / "a")
     with pytest.raises(CheckpointError, match="is of another model: missing"):
         make_trainer(tiny_model(tmp_path / "deep", layers=3)).load(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"'model.embed_tokens.weight' has shape \(99, 32\), here \(99, 16\)"):
+    with pytest.raises(CheckpointError, match=r"'model.embed_tokens.weight' has shape \(99, 32\), expected \(99, 16\)"):
         make_trainer(tiny_model(tmp_path / "thin", hidden=16, head_dim=8)).load(tmp_path / "a")
     with pytest.raises(ConfigError, match="was saved with ema = False; this run has ema = True"):
         make_trainer(ema_decay=0.9).load(tmp_path / "a")
@@ -80,14 +80,14 @@ def test_automatic_precision_follows_the_checkpoint(tmp_path, make_trainer):
     other = {"fp32": "bf16", "bf16": "fp32"}[saved.precision.name]
     make_trainer(dtype=other).save(tmp_path)
     saved.load(tmp_path)
-    assert saved.precision_note == f"{other} on cpu: as the resumed run had"
+    assert saved.precision_note == f"{other} on cpu: as in the resumed run"
 
 
 def test_an_explicit_precision_is_kept_on_resume(tmp_path, make_trainer):
     make_trainer(dtype="bf16").save(tmp_path)
     trainer = make_trainer(dtype="fp32")
     trainer.load(tmp_path)
-    assert (trainer.precision.name, trainer.precision_note) == ("fp32", "fp32 on cpu: asked for")
+    assert (trainer.precision.name, trainer.precision_note) == ("fp32", "fp32 on cpu: as requested")
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path, make_trainer):

@@ -230,8 +230,8 @@ def test_a_frozen_role_holds_bf16_only(tmp_path, stored, make_trainer, make_batc
     [
         ({"dtype": "fp32"}, "storage = 'bf16' and dtype = 'fp32'"),
         ({"storage": "fp8"}, "storage = 'fp8' is not known"),
-        ({"kernels": "liger"}, "takes norms' weights in fp32 only"),
-        ({"storage": "fp32", "export_masters": True}, "is stored in fp32, which is what is exported in any case"),
+        ({"kernels": "liger"}, "supports only fp32 weights of norms"),
+        ({"storage": "fp32", "export_masters": True}, "is stored in fp32, so its fp32 weights are always exported"),
     ],
 )
 def test_what_cannot_be_done_is_refused(stored, options, message):

@@ -15,8 +15,8 @@ from torch import nn
 from rlhf_modeling.pretrained import read_config
 
 NOT_HERE = (
-    "cannot be computed with images here, causally and packed ({}). Models whose image tokens attend in both "
-    "directions, such as Gemma 3, are among these"
+    "cannot be computed with images here, causally and packed ({}). This applies to all models whose image tokens "
+    "attend in both directions, such as Gemma 3"
 )
 """Message about an unsupported model, with the reason."""
 
@@ -47,7 +47,7 @@ def require_images(spec: ModelSpec, config: Any) -> None:
     unsupported way."""
     if not spec.images:
         return
-    advice = "Name an image-text model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
+    advice = "Use an image-text model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or remove the images."
     name = ", ".join(config.architectures or ()) or config.model_type
     if not reads_images(config, True):
         raise ModelError(

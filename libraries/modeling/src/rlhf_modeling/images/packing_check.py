@@ -26,12 +26,12 @@ def attach_images(model: LoadedModel, spec: ModelSpec) -> None:
     model.images, model.no_images = None, "reads text only"
     if not has_vision(model.module):
         if model.image_text:
-            model.no_images = "was loaded without its vision tower: set data.max_images, and it is loaded with it"
+            model.no_images = "was loaded without its vision tower: set data.max_images to load the tower too"
         return
     try:
         processor = load_processor(spec.path, spec.trust_remote_code)
     except ModelError as cause:
-        model.no_images = f"has no processor of images ({cause})"
+        model.no_images = f"has no image processor ({cause})"
         return
     model.images = ImageInputs(model.module, model.body, processor)
 

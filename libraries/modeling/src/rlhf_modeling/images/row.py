@@ -26,7 +26,10 @@ from rlhf_modeling.shared_prefixes import Shared
 BLANK = 32
 """Height and width in pixels of the blank image in rows without images."""
 
-MISFIT = "The tokens of an image were made with another image processor than that in the model's folder, or were cut."
+MISFIT = (
+    "The tokens of an image were created with a different image processor than the one in the model's folder, or were "
+    "truncated."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +215,13 @@ class ImageInputs:
             if complete and features != count.placeholders:
                 raise TrainingError(
                     f"sequence {count.sequence} of a micro-batch has an image with {count.placeholders} placeholder "
-                    f"tokens, but the model has {features} features of it. {MISFIT}"
+                    f"tokens, but the model has {features} features for it. {MISFIT}"
                 )
         placeholders = sum(count.placeholders for count in self._counts)
         if self._counts and sum(sizes) != placeholders:
             raise TrainingError(
                 f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(sizes)} "
-                f"features of them. {MISFIT}"
+                f"features for them. {MISFIT}"
             )
         return out
 

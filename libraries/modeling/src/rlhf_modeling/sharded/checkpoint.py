@@ -67,7 +67,7 @@ def load(trainer: ShardedWeights, path: Path) -> None:
     trainer.updates, trainer.skipped, trainer._coverage = facts["updates"], facts["skipped"], facts["coverage"]
     if trainer.spec.dtype == "auto" and facts["precision"] != trainer.precision.name:
         name = facts["precision"]
-        trainer.precision = Precision(name == "bf16", f"{name} on {trainer.device.type}: as the resumed run had")
+        trainer.precision = Precision(name == "bf16", f"{name} on {trainer.device.type}: as in the resumed run")
     trainer.zero_grad()
     barrier()
 
@@ -100,7 +100,7 @@ def _lora(trainer: ShardedWeights) -> dict[str, Any] | None:
 def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
     if not isinstance(facts.get("ranks"), int):
         raise CheckpointError(
-            f"{str(path)!r} was not saved by trainer {trainer.name!r}: its {state.FACTS} names no number of ranks"
+            f"{str(path)!r} was not saved by trainer {trainer.name!r}: its {state.FACTS} has no number of ranks"
         )
     by = facts.get("trainer", "deepspeed")  # old checkpoints of trainer deepspeed have no name
     if by != trainer.name:

@@ -119,7 +119,7 @@ class RankFiles:
             except (OSError, SafetensorError, KeyError, ValueError) as cause:
                 raise CheckpointError(
                     f"cannot read {str(file)!r} ({type(cause).__name__}: {cause}). The checkpoint was saved by {ranks} "
-                    "ranks and needs all their files, whole."
+                    "ranks, and all their files must be present and complete."
                 ) from cause
             self._files[file] = opened
             for key, values in scalars.items():
@@ -159,8 +159,8 @@ class RankFiles:
         if len(ends) != len(stored) + 1 or ends[-1] != size:
             files = ", ".join(sorted({s.file.name for s in stored})) or "no file"
             raise CheckpointError(
-                f"the checkpoint {str(self.path)!r} does not hold the {size} elements of {name!r} ({kind}) once "
-                f"each: {files} hold {[(s.start, s.start + s.numel) for s in stored]}"
+                f"the checkpoint {str(self.path)!r} does not have each of the {size} elements of {name!r} ({kind}) "
+                f"exactly once. Saved elements: {[(s.start, s.start + s.numel) for s in stored]} in {files}"
             )
 
     def has(self, kind: str, name: str) -> bool:

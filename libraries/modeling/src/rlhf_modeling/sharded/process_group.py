@@ -33,7 +33,7 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     global _joined
     name = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
     if not 0 <= spec.rank < spec.world_size:
-        raise ConfigError(f"{name}: a rank lies in 0..{spec.world_size - 1}")
+        raise ConfigError(f"{name}: a rank must be in 0..{spec.world_size - 1}")
     os.environ.setdefault("LOCAL_RANK", "0")  # a process sees only its own device
     backend = "nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
@@ -41,8 +41,8 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
         is_single = spec.world_size == 1 == size
         if not is_single and _joined != (spec.rendezvous, spec.rank, spec.world_size):
             raise CapabilityError(
-                f"{name}: this process is a rank of a group of {size} already. A role of several ranks needs processes "
-                "of its own: use a launcher that gives it some (capability 'ranks:many')."
+                f"{name}: this process is already a rank of a group of {size}. A role of several ranks needs separate "
+                "processes: use a launcher that starts them (capability 'ranks:many')."
             )
     elif spec.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -57,8 +57,8 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
             dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=limit)
         except Exception as cause:
             raise WorkerError(
-                f"{name} did not meet the others at {spec.rendezvous} within {seconds:g} s "
-                f"({type(cause).__name__}: {cause}). Did every rank start, and can it reach that address?"
+                f"{name} could not connect to the other ranks at {spec.rendezvous} within {seconds:g} s "
+                f"({type(cause).__name__}: {cause}). Check that every rank started and can reach that address."
             ) from cause
         _joined = (spec.rendezvous, spec.rank, spec.world_size)
     if spec.world_size > 1:
@@ -86,7 +86,7 @@ def agree_on_role(spec: ModelSpec, name: str) -> None:
         facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype, spec.storage)
     )
     if len(set(facts)) > 1:
-        raise ConfigError(f"{name}: the ranks that met at {spec.rendezvous} differ: {facts}")
+        raise ConfigError(f"{name}: the ranks at {spec.rendezvous} have different settings of the role: {facts}")
 
 
 @contextmanager
@@ -105,8 +105,8 @@ def collective(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
             raise
         raise WorkerError(
             f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}: {call}() lost the other ranks ({text}). "
-            f"One of them died, raised, or made another call; trainer.timeout is {seconds:g} s. The first rank that "
-            "failed has the cause."
+            f"One of them died, raised an error, or made a different call; trainer.timeout is {seconds:g} s. The error "
+            "of the first rank that failed shows the cause."
         ) from cause
 
 
@@ -190,9 +190,10 @@ def _watch(end: threading.Event, thread: int, label: str, seconds: float) -> Non
         elif time_s - start >= _QUIET * seconds:
             stack = "".join(traceback.format_stack(frame)).rstrip()
             sys.stderr.write(
-                f"{label} has not moved for {time_s - start:.0f} s. If it waits for another rank, NCCL ends this "
-                f"process when trainer.timeout ({seconds:g} s) is over. One of the other ranks died, raised, or made "
-                f"another call: the first rank that failed has the cause. Its stack, innermost frame last:\n{stack}\n"
+                f"{label} has made no progress for {time_s - start:.0f} s. If it waits for another rank, NCCL ends "
+                f"this process when trainer.timeout ({seconds:g} s) is over. One of the other ranks died, raised an "
+                "error, or made a different call: the error of the first rank that failed shows the cause. The stack "
+                f"of this rank, innermost frame last:\n{stack}\n"
             )
             sys.stderr.flush()
             return

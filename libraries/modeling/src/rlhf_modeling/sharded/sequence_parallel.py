@@ -61,7 +61,7 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
         raise _refused(model, ranks, "it has recurrent or convolutional layers")
     if any(name.endswith(".sinks") for name, _ in module.named_parameters()):  # transformers has no other name
-        raise _refused(model, ranks, "it has attention sinks, which packed attention does not have")
+        raise _refused(model, ranks, "it has attention sinks, which packed attention does not support")
     if length_rope(module) is not None:
         raise _refused(
             model, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence"
@@ -128,7 +128,7 @@ def require_divisible(model: LoadedModel, spec: ModelSpec, ranks: int) -> None:
         except Exception as cause:  # any exception: the model's code is not ours
             raise _refused(name, ranks, f"{type(cause).__name__}: {cause}") from cause
         if wrong(torch.cat(hidden), want_NH):
-            raise _refused(name, ranks, "other parts of its layers than attention depend on other tokens")
+            raise _refused(name, ranks, "parts of its layers other than attention depend on other tokens")
 
 
 def _on_part(model: LoadedModel, ids_N: Tensor, position_N: Tensor, row: _WholeRow, part: slice) -> Tensor:

@@ -67,7 +67,7 @@ class ShardedTrainer(ShardedWeights):
             model.images, model.no_images = (
                 None,
                 (
-                    "is computed in a call for each length of sequence, which images do not go with on "
+                    "is computed in a separate call for each sequence length, which is not possible with images on "
                     f"{self.spec.world_size} ranks. Use one rank (trainer 'torch'), or another model"
                 ),
             )

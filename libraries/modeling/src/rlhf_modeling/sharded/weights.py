@@ -213,13 +213,13 @@ def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapp
         for expected in file_names:
             name, tensor = next(weights)
             if name != expected:
-                raise TrainingError(f"the export expected the weight {expected!r} and was given {name!r}")
+                raise TrainingError(f"the export expected the weight {expected!r}, got {name!r}")
             tensors[name] = tensor.detach().contiguous().cpu()
         save_file(tensors, path / file, metadata={"format": "pt"})
         (path / file).chmod(0o644)
         weight_map |= dict.fromkeys(tensors, file)
     for name, _ in weights:  # read to the end, so that all ranks leave the view together
-        raise TrainingError(f"the export expected no further weight and was given {name!r}")
+        raise TrainingError(f"the export expected no further weight, got {name!r}")
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / f"{WEIGHTS_FILE}.index.json").write_text(

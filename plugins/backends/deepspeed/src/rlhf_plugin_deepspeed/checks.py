@@ -29,9 +29,9 @@ class DeepSpeedCheck(Check):
         lacking = [f"the compiler {facts['wanted_compiler']}"] if facts["compiler"] is None else []
         lacking += [] if facts["ninja"] else ["ninja"]
         lacking += [] if facts["header"] else ["Python.h (the package python3-dev)"]
-        lacking += [f"what {name} needs" for name, fits in facts["operators"].items() if not fits]
+        lacking += [f"the requirements of {name}" for name, fits in facts["operators"].items() if not fits]
         if lacking:
-            fix = "it compiles operators when it is first used: install what is missing"
+            fix = "DeepSpeed compiles operators at first use: install the missing requirements"
             return [Finding("deepspeed", "warn", f"{text}; missing: {', '.join(lacking)}", fix)]
         operators = f"{', '.join(facts['operators'])} can be built ({facts['compiler']})"
         return [Finding("deepspeed", "ok", f"{text}; {operators}")]

@@ -42,7 +42,7 @@ class DeepSpeedTrainerConfig(ShardedConfig):
         if self.offload_params != "none" and self.offload_optimizer == "none":
             raise ValueError(
                 f"offload_params = {self.offload_params!r} needs offload_optimizer = {self.offload_params!r}: the "
-                "optimizer steps the weights where they live"
+                "optimizer updates the weights where they are stored"
             )
         if self.tensor_parallel > 1:
             for name, wrong, cause in (
@@ -51,33 +51,35 @@ class DeepSpeedTrainerConfig(ShardedConfig):
                     self.sequence_parallel > 1,
                     "divides the same heads over ranks; set one of them to 1",
                 ),
-                ("stage = 3", self.stage == 3, "divides every weight by its elements already; use stage 0, 1 or 2"),
+                ("stage = 3", self.stage == 3, "already divides every weight by its elements; use stage 0, 1 or 2"),
                 (
                     "lora.dropout",
                     self.lora is not None and self.lora.dropout > 0,
-                    "would draw one mask for different parts of a layer on each rank; set it to 0",
+                    "would draw the same mask on every rank, for different parts of a layer; set it to 0",
                 ),
                 (
                     "lora.use_dora",
                     self.lora is not None and self.lora.use_dora,
-                    "needs the length of whole rows of a weight, of which each rank has a part; set it to false",
+                    "needs the length of whole rows of a weight, but each rank has a part of them; set it to false",
                 ),
                 (
                     "neftune_alpha",
                     self.neftune_alpha is not None,
-                    "would add different noise to the embeddings of each rank; leave one out",
+                    "would add different noise to the embeddings of each rank; remove one of the two options",
                 ),
             ):
                 if wrong:
-                    raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {cause}")
+                    raise ValueError(
+                        f"tensor_parallel = {self.tensor_parallel} cannot be combined with {name}, which {cause}"
+                    )
         if (option := self.quantizes) is not None and (self.stage == 3 or self.tensor_parallel > 1):
             other = "stage = 3" if self.stage == 3 else f"tensor_parallel = {self.tensor_parallel}"
             raise ValueError(
-                f"{option} does not go with {other}: a quantised weight is whole on every rank. Use stage 0, "
+                f"{option} cannot be combined with {other}: a quantised weight is whole on every rank. Use stage 0, "
                 "1 or 2 and tensor_parallel = 1"
             )
         if self.kernels == "own" and self.stage == 3:
             raise ValueError(
-                "kernels = 'own' does not go with stage 3: fused layers read weights where ZeRO does not see it"
+                "kernels = 'own' cannot be combined with stage 3: fused layers read weights without ZeRO's knowledge"
             )
         return self

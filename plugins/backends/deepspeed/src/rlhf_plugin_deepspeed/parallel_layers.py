@@ -210,8 +210,8 @@ def divide(model: LoadedModel, topology: Topology, device: torch.device) -> Tens
     difference = float((after_NH - before_NH).norm() / before_NH.norm())
     if not difference < AGREE:
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {type(model.module).__name__} computes something else when its "
-            f"layers are divided (hidden states differ by {difference:.1e}, norm-wise): leave it out"
+            f"tensor_parallel = {topology.parts}: {type(model.module).__name__} computes different results when its "
+            f"layers are divided (hidden states differ by {difference:.1e}, norm-wise). Remove the option"
         )
     return TensorSplit(topology, divided.dims, divided.partial)
 
@@ -234,14 +234,14 @@ def _check(model: LoadedModel, layers: dict[str, Any], topology: Topology) -> No
     if len(layers) != config.num_hidden_layers:
         classes = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {class_name} has {config.num_hidden_layers} layers, of which "
-            f"{len(layers)} are of a kind whose division is known ({classes}). Leave it out; stage 3 divides any model."
+            f"tensor_parallel = {topology.parts}: {class_name} has {config.num_hidden_layers} layers, but only "
+            f"{len(layers)} are of a supported kind ({classes}). Remove the option; stage 3 divides any model."
         )
     check_sizes(config, class_name, topology.parts)
     if has_noise(model.module):
         raise CapabilityError(
             f"tensor_parallel = {topology.parts}: {class_name} has dropout or other noise, and its ranks would draw "
-            "the same for different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
+            "the same noise for different heads. Set it to 0 in the model's config, or remove tensor_parallel."
         )
 
 

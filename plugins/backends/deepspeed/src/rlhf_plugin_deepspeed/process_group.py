@@ -42,8 +42,8 @@ def import_deepspeed(device: torch.device) -> Any:
     serves = get_accelerator().device_name().split(":")[0]
     if serves != device.type:
         raise ConfigError(
-            f"deepspeed serves the accelerator {serves!r} in this process, the trainer's device is {device.type!r}: "
-            f"set DS_ACCELERATOR={device.type}, or trainer.device to match"
+            f"deepspeed uses the accelerator {serves!r} in this process, but the trainer's device is {device.type!r}: "
+            f"set DS_ACCELERATOR={device.type}, or set trainer.device to match"
         )
     _spare_start_up()
     # DeepSpeed 0.19 calls functions that torch 2.13 renamed

@@ -94,7 +94,8 @@ class DeepSpeedTrainer(ShardedTrainer):
         if spec.world_size % config.hpz_partition_size:
             raise CapabilityError(
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
-                f"{spec.role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
+                f"{spec.role.name!r}: use a divisor, preferably the number of ranks of one node, or 1 for no second "
+                "copy"
             )
         if config.tensor_parallel > 1 and is_image_text(spec):
             raise CapabilityError(
@@ -103,7 +104,7 @@ class DeepSpeedTrainer(ShardedTrainer):
             )
         if config.stage == 3 and adapter_of(spec.path) is not None:
             raise ConfigError(
-                f"the model {spec.path!r} of role {spec.role.name!r} is an adapter, which stage = 3 does not read: no "
+                f"the model {spec.path!r} of role {spec.role.name!r} is an adapter, which stage = 3 cannot load: no "
                 f"rank has whole weights. Use another stage, or merge it: rlhf merge {spec.path} NEW_FOLDER"
             )
         if config.tensor_parallel > 1:

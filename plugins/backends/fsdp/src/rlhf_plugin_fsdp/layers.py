@@ -92,7 +92,7 @@ def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
     layers = _outermost(module, names) or _outermost(module, frozenset())
     if not layers:
         raise CapabilityError(
-            f"trainer 'fsdp' divides a model layer by layer, and {type(module).__name__} names no layers "
+            f"trainer 'fsdp' divides a model layer by layer, but {type(module).__name__} declares no layers "
             "(_no_split_modules, or subclasses of GradientCheckpointingLayer). Use a model that does, or trainer "
             "'deepspeed' with stage 3."
         )

@@ -47,13 +47,13 @@ class FsdpTrainerConfig(ShardedConfig):
     def _possible(self) -> FsdpTrainerConfig:
         if self.kernels == "liger":
             raise ValueError(
-                "kernels = 'liger' does not go with trainer 'fsdp': the comparison with transformers' layers needs a "
-                "whole model on the GPU. Leave kernels out, or use trainer 'deepspeed'"
+                "kernels = 'liger' cannot be combined with trainer 'fsdp': the comparison with transformers' layers "
+                "needs a whole model on the GPU. Remove kernels, or use trainer 'deepspeed'"
             )
         if (option := self.quantizes) is not None:
             raise ValueError(
-                f"{option} does not go with trainer 'fsdp', which divides weights: a quantised weight is whole "
-                "on every rank. Leave it out, or use trainer 'torch', or 'deepspeed' with stage 0, 1 or 2"
+                f"{option} cannot be combined with trainer 'fsdp', which divides weights: a quantised weight is whole "
+                "on every rank. Remove the option, or use trainer 'torch', or 'deepspeed' with stage 0, 1 or 2"
             )
         return self
 

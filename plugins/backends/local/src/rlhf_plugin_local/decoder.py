@@ -162,7 +162,7 @@ def check_model(module: PreTrainedModel) -> tuple[int | None, str]:
 def _check(models: list[PreTrainedModel]) -> None:
     """Refuse models that the slot cache would compute wrongly."""
     if not models:
-        raise ModelError("the generator 'transformers' samples from a transformers PreTrainedModel; got none.")
+        raise ModelError("the generator 'transformers' needs a transformers PreTrainedModel; this module has none.")
     model, config = models[0], models[0].config.get_text_config()
     name, reason = type(model).__name__, ""
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
@@ -206,7 +206,7 @@ def require_agreement(module: nn.Module, model: LoadedModel | None) -> None:
         except Exception as cause:  # any exception: the model's code is not ours
             raise refusal(name, f"cannot be computed token by token here ({type(cause).__name__}: {cause})") from cause
     if not torch.allclose(got_TV, want_TV, rtol=1e-3, atol=1e-3, equal_nan=True):  # NaN is reported while sampling
-        raise refusal(name, "gives other log-probs with the attention of this generator")
+        raise refusal(name, "computes different log-probs with the attention of this generator")
 
 
 def _stepwise(decoder: Decoder, ids: IntArray) -> Tensor:

@@ -134,8 +134,8 @@ class TransformersGenerator(TakesModule, Generator):
         module = source if isinstance(source, nn.Module) else getattr(source, "module", None)
         if not isinstance(module, nn.Module):
             raise ModelError(
-                f"the generator 'transformers' samples from a module in this process; {type(source).__name__} offers "
-                "none. Use a trainer that is a SharesModule (torch), or another generator."
+                f"the generator 'transformers' samples from a module in this process, but {type(source).__name__} does "
+                "not provide a module. Use a trainer that is a SharesModule (torch), or another generator."
             )
         if self._decoder is None or self._decoder.module is not module:
             self._decoder = Decoder(module)
@@ -209,7 +209,7 @@ class TransformersGenerator(TakesModule, Generator):
         layers = None if routers is None else routers.layers
         if layers != self._experts:
             raise ModelError(
-                f"the generator 'transformers' is to record {self._experts}, but the trainer replays {layers}. Set "
+                f"the generator 'transformers' must record {self._experts}, but the trainer replays {layers}. Set "
                 "trainer.router_replay for the policy."
             )
         return routers

@@ -24,7 +24,9 @@ class LocalGroup(WorkerGroup):
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(per_rank) != 1:
-            raise CapabilityError(f"a local group has 1 rank, {method}() was called with arguments for {len(per_rank)}")
+            raise CapabilityError(
+                f"a local group has 1 rank, but {method}() was called with arguments for {len(per_rank)}"
+            )
         return [getattr(self.worker, method)(*per_rank[0])]
 
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
@@ -47,9 +49,9 @@ class LocalLauncher(Launcher):
         ranks = os.environ.get("WORLD_SIZE", "1")
         if "TORCHELASTIC_RUN_ID" in os.environ and ranks != "1":
             raise ConfigError(
-                f"this process is rank {os.environ.get('RANK', '?')} of {ranks} that torchrun started, and launcher "
-                "'local' trains in one process: every process of torchrun would be a whole run. Start `rlhf "
-                "train` once, without torchrun; --launcher.use processes has several ranks, ray several machines."
+                f"torchrun started this process as rank {os.environ.get('RANK', '?')} of {ranks}, but launcher 'local' "
+                "trains in one process: every process of torchrun would be a whole run. Start `rlhf train` once, "
+                "without torchrun. Use --launcher.use processes for several ranks, or ray for several machines."
             )
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
@@ -69,8 +71,8 @@ class LocalLauncher(Launcher):
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> LocalGroup:
         if spec.world_size != 1:
             raise CapabilityError(
-                f"launcher 'local' has one rank, role {spec.role.name!r} asks for {spec.world_size}: use a launcher "
-                "for several processes"
+                f"launcher 'local' has one rank, but role {spec.role.name!r} asks for {spec.world_size}: use a "
+                "launcher for several processes"
             )
         if self._waits is None and applicable():
             self._waits = ShortWaits()

@@ -136,7 +136,7 @@ def _compiles_shapes(cache: SlotCache) -> bool:
 def _check(module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> None:
     if mask is not None:
         raise ModelError(
-            f"{type(module).__name__} gives its attention a mask of its own, which sampling does not read."
+            f"{type(module).__name__} passes its own mask to its attention, which sampling does not support."
         )
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} attends to later tokens; sampling needs a causal language model.")

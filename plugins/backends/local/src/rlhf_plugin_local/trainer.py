@@ -72,7 +72,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         if spec.world_size != 1:
             raise CapabilityError(
-                f"trainer 'torch' runs on one rank, role {spec.role.name!r} asks for {spec.world_size}. Use "
+                f"trainer 'torch' runs on one rank, but role {spec.role.name!r} asks for {spec.world_size}. Use "
                 "--trainer.use fsdp or deepspeed, or another trainer for several ranks ('ranks:many')."
             )
         check_training(config, spec, config.device, device)
@@ -279,7 +279,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         self.updates, self.skipped, self._coverage = facts["updates"], facts["skipped"], facts["coverage"]
         if self.spec.dtype == "auto" and facts["precision"] != self.precision.name:
             name = facts["precision"]
-            self.precision = Precision(name == "bf16", f"{name} on {self.device.type}: as the resumed run had")
+            self.precision = Precision(name == "bf16", f"{name} on {self.device.type}: as in the resumed run")
         self.zero_grad()
 
     # ------------------------------------------------------------------------------------ internals

@@ -41,8 +41,8 @@ class SimulatedLauncher(Launcher):
         super().check(config, places, generator, transport)
         if generator is not None and not issubclass(generator, TakesTensors):
             raise CapabilityError(
-                f"generator {generator.name!r} samples from a trainer's module, which launcher 'simulated' gives to no "
-                "generator. Set --generator.use simulated, or --launcher.use local."
+                f"generator {generator.name!r} samples from a trainer's module, which launcher 'simulated' does not "
+                "provide. Set --generator.use simulated, or --launcher.use local."
             )
         for name, place in places.items():
             if place.ranks != 1 or place.devices != 1:
