@@ -47,7 +47,8 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "launcher.reports: ... cannot be a folder",
     ),
     "environment of workers": (
-        "sft", {"launcher": {"use": "processes", "env": {"A=B": "1"}}}, "'A=B' = '1' is no environment variable",
+        "sft", {"launcher": {"use": "processes", "env": {"A=B": "1"}}},
+        "'A=B' = '1' is not a valid environment variable",
     ),
     "transport": (
         "grpo", VLLM | {"sync": {"transport": "store"}}, "launcher 'local' passes weights within one process",
@@ -113,7 +114,9 @@ MACHINE_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "trainer.kernels = 'liger' is not available",
     ),
     "cuda": ("sft", {"trainer": {"device": "cuda"}}, "device = 'cuda' but torch"),
-    "memory share": ("grpo", VLLM | {"generator": {"use": "vllm", "memory_share": 0.5}}, "cannot do memory_share = "),
+    "memory share": (
+        "grpo", VLLM | {"generator": {"use": "vllm", "memory_share": 0.5}}, "does not support memory_share = ",
+    ),
     "prefill": (
         "grpo", {"generator": {"use": "vllm", "max_batched_tokens": 8, "max_sequences": 4}},
         "max_batched_tokens = 8 does not hold a sequence of 65 tokens",

@@ -103,7 +103,7 @@ def test_required_field_asks_for_configs():
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"name": "Made-Up"}, r"allowed is \[a-z\]"),
+        ({"name": "Made-Up"}, r"it must match \[a-z\]"),
         ({"__doc__": None}, "has no docstring"),
     ],
 )

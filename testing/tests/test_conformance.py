@@ -119,8 +119,7 @@ def test_only_the_chosen_checks_run_and_the_search_for_secrets_sees_all():
     [secrets] = run(selected, name_part="secrets")
     assert not secrets.passed
     assert secrets.detail == (
-        "What it prints or raises shows the whole environment. Logs are kept and passed on, so no secret may stand in "
-        "them."
+        "What it prints or raises shows the whole environment. Logs are kept and shared, so they must not hold secrets."
     )
     assert run(selected, name_part="no such check") == []
 

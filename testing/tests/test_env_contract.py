@@ -231,10 +231,10 @@ class TestHolds(EnvContract):
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (ForgetsFile, "there is left after close.*open files: /dev/null"),
+        (ForgetsFile, "always leaves .*open files: /dev/null"),
         (ForgetsProcess, "child processes: sleep"),
         (ForgetsToWait, r"child processes: .* \(ended, not waited for\)"),
-        (ForgetsThread, "played to its end there is left .* threads: ticker"),
+        (ForgetsThread, "played to its end always leaves .*threads: ticker"),
     ],
 )
 @pytest.mark.linux("elsewhere child processes are not listed")
@@ -259,7 +259,7 @@ def suite(cls, **attributes):
     ("cls", "check", "message"),
     [
         (IgnoresSeed, "test_replay", "two episodes with equal actions differ"),
-        (SharesState, "test_replay", "another episode open beside it"),
+        (SharesState, "test_replay", "another episode open at the same time"),
         (NaNReward, "test_episodes", "the reward is nan"),
         (Tuple, "test_episodes", "must be an EnvStep"),
         (BeginsWithText, "test_episodes", r"reset\(\) must return EnvStep\(observation, agent=...\), got 'Bid.'"),

@@ -281,7 +281,7 @@ def test_wrong_statement_is_noticed():
     def statement(self, x_BT):
         return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.numel()
 
-    with pytest.raises(Nonconformance, match="the statement says"):
+    with pytest.raises(Nonconformance, match="the statement gives"):
         suite(NllLoss, statement=statement).test_statement()
 
 

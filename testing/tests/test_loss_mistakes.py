@@ -121,10 +121,10 @@ def undeclared(logits_CV, ids_C, columns, constants):
         (two_arguments, "head 'gap' is called as fn(logits_CV, ids_C, columns, constants): too many positional"),
         (one_number, "must give [44, ...] for 44 tokens, got ()"),
         (of_the_chunk, "depends on which tokens share a chunk"),
-        (half, "head 'gap' gives torch.float16: what it reads is float32"),
+        (half, "head 'gap' gives torch.float16: its input is float32"),
         (infinite, "head 'gap' gives 44 values that are not finite"),
-        (in_place, "changes in place what it reads"),
-        (undeclared, "head 'gap' reads the column 'weight'; it declares []: Head(..., columns=('weight',))"),
+        (in_place, "changes its input in place"),
+        (undeclared, "head 'gap' reads the column 'weight'; it declares []: set Head(..., columns=('weight',))"),
     ],
 )
 def test_heads(fn, says):
@@ -138,9 +138,9 @@ def test_heads_that_are_named_or_made_otherwise():
     )
     duplicate = made(outputs=lambda self: ("logprobs", Head("gap", gap), Head("gap", half)))
     new = made(outputs=lambda self: ("logprobs", Head("gap", lambda l, i, c, k: l.logsumexp(1))))  # noqa: E741
-    assert "a head of its own is called 'logprobs', as a built-in one" in failures(clash)["heads"]
+    assert "a custom head has the name of the built-in head 'logprobs'" in failures(clash)["heads"]
     assert "outputs() names 'gap' 2 times" in failures(duplicate)["heads"]
-    assert "the function of head 'gap' is another one in each call of outputs()" in failures(new)["heads"]
+    assert "the function of head 'gap' is a new one in each call of outputs()" in failures(new)["heads"]
 
 
 def test_a_string_in_place_of_a_tuple_is_found():
@@ -159,7 +159,7 @@ def test_terms_that_are_something_else():
 
     assert "needs (44,) values, got ndarray array([" in explain(lambda v: v.detach().numpy())
     assert "needs (44,) values, got (44,) of torch.bool" in explain(lambda v: v > 0)
-    assert "the term 'policy' comes in torch.bfloat16" in explain(lambda v: v.bfloat16())
+    assert "the term 'policy' is torch.bfloat16" in explain(lambda v: v.bfloat16())
     assert "the loss is nan on ordinary values" in explain(lambda v: v * float("nan"))
 
 
@@ -197,7 +197,7 @@ def test_generators_of_the_whole_process():
 
     dropout = made(policy=lambda self, x: torch.nn.functional.dropout(-x["advantages"] * x["logprobs"], 0.1))
     for loss in (made(policy=seeds), dropout):
-        assert "draws from or seeds torch's generator of the whole process" in failures(loss)["declared_needs"]
+        assert "draws from or seeds torch's global random generator" in failures(loss)["declared_needs"]
 
 
 class Weighted(Sharp):

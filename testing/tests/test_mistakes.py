@@ -73,9 +73,9 @@ def with_field(base: type, name: str) -> type:
 @pytest.mark.parametrize(
     ("kind", "base", "field", "says"),
     [
-        ("advantage", Centred, "use", "Config.use cannot be set: the section of the advantage itself takes the name"),
-        ("reward", Constant, "weight", "Config.weight cannot be set: the section of the reward itself takes the name"),
-        ("reward", Constant, "api_key", "api_key is called like a secret, and run files, which are copied"),
+        ("advantage", Centred, "use", "Config.use cannot be set: the section of the advantage itself uses the name"),
+        ("reward", Constant, "weight", "Config.weight cannot be set: the section of the reward itself uses the name"),
+        ("reward", Constant, "api_key", "api_key has the name of a secret, but run files are copied and logged"),
     ],
 )
 def test_an_option_that_no_run_file_could_set(kind, base, field, says):
@@ -169,7 +169,7 @@ def test_a_secret_that_is_printed_or_raised_is_named_and_not_shown(monkeypatch):
     with redirect_stdout(io.StringIO()) as output:
         problems = failures("reward", Tells)
     assert problems["secrets"] == (
-        "What it prints or raises shows $JUDGE_API_KEY. Logs are kept and passed on, so no secret may stand in them."
+        "What it prints or raises shows $JUDGE_API_KEY. Logs are kept and shared, so they must not hold secrets."
     )
     assert problems["every_answer_alone"].startswith("ValueError: 401 for $JUDGE_API_KEY (")
     assert "key: $JUDGE_API_KEY\n" in output.getvalue()
@@ -211,9 +211,9 @@ def test_advantages_with_wrong_results_are_found():
             return super().returns(R_NA, mask_NA, values_NA, boot_N)
 
     assert "baseline() must give float64 (12,), got list [" in failures("advantage", Lists)["shapes"]
-    assert "group_min is '2'; allowed is an integer of at least 1" in failures("advantage", Text)["shapes"]
+    assert "group_min is '2'; it must be an integer of at least 1" in failures("advantage", Text)["shapes"]
     assert list(failures("advantage", Seeds)) == ["shapes"]
-    assert "seeds torch's generator of the whole process" in failures("advantage", Seeds)["shapes"]
+    assert "seeds torch's global random generator" in failures("advantage", Seeds)["shapes"]
 
 
 # ------------------------------------------------------------------------------------------- rewards
@@ -250,7 +250,7 @@ def test_rewards_that_ask_a_model():
 
     assert failures("reward", Judged) == {}
     assert "not lists of token ids (Turn.ids)" in failures("reward", Texts)["results"]
-    assert "roles() declares none" in failures("reward", Undeclared)["results"]
+    assert "roles() declares no role" in failures("reward", Undeclared)["results"]
 
 
 def test_rewards_that_declare_columns():
@@ -288,10 +288,12 @@ def test_rewards_that_declare_columns():
             return {"answer"}
 
     assert failures("reward", Reads) == {}
-    assert "must give a list or tuple of texts that are not empty, got 'answer'" in failures("reward", Text)["columns"]
+    assert (
+        "must return a list or tuple of strings that are not empty, got 'answer'" in failures("reward", Text)["columns"]
+    )
     assert "got ('answer', '')" in failures("reward", Empty)["columns"]
     assert "names 'gold'; this suite's row has ['answer', 'prompt']" in failures("reward", Elsewhere)["columns"]
-    assert "but score() works on a row without it. Leave it out" in failures("reward", Unread)["columns"]
+    assert "but score() works on a row without it. Remove it" in failures("reward", Unread)["columns"]
 
 
 def test_rewards_that_cannot_run_in_a_worker():
@@ -390,7 +392,7 @@ def test_observer_methods_that_are_unknown_or_async_are_found():
         async def step_finished(self, step, metrics):
             pass
 
-    assert "listens to nothing: nobody calls on_step_end; events are" in failures("observer", OtherName)["listens"]
+    assert "handles no event: nothing calls on_step_end; events are" in failures("observer", OtherName)["listens"]
     assert "step_finished() is `async def`, which is never awaited" in failures("observer", Waits)["runs"]
 
 
@@ -433,9 +435,9 @@ def test_candidates_may_be_dropped_if_declared():
 
     assert failures("rollout", Best) == {}
     assert list(failures("rollout", Silent)) == ["token_in_token_out"]
-    assert "5 turns were generated, 1 are in the trajectory" in failures("rollout", Silent)["token_in_token_out"]
+    assert "5 turns were generated, but 1 are in the trajectory" in failures("rollout", Silent)["token_in_token_out"]
     assert 'conformance = {"discards": True}' in failures("rollout", Silent)["token_in_token_out"]
-    assert "sampled text is never tokenised again" in failures("rollout", Changes)["token_in_token_out"]
+    assert "do not tokenise sampled text again" in failures("rollout", Changes)["token_in_token_out"]
     assert "mark a rewritten context with fresh=True" in failures("rollout", Elsewhere)["token_in_token_out"]
 
 
@@ -562,13 +564,14 @@ def test_algorithms_with_wrong_results_are_found():
             return super().assemble(groups)
 
     assert "credit() must return (batch, metrics), got NoneType None" in first_failure(NoCredit)
-    assert "assemble() must return (batch, metrics), the batch None for nothing to learn from" in first_failure(
-        BatchAlone
+    assert (
+        "assemble() must return (batch, metrics), with batch = None if there is nothing to learn from"
+        in first_failure(BatchAlone)
     )
     assert "updates() must return a list of Updates and Snapshots, got Update" in first_failure(OneUpdate)
-    assert "finish() must return metrics, {} for none, got NoneType" in first_failure(NoMetrics)
+    assert "finish() must return metrics ({} if there are none), got NoneType" in first_failure(NoMetrics)
     assert (
-        "draws from or seeds random's generator of the whole process"
+        "draws from or seeds random's global random generator"
         in failures("algorithm", Shuffles, name_part="steps")["steps"]
     )
 
@@ -576,5 +579,5 @@ def test_algorithms_with_wrong_results_are_found():
 def test_an_option_with_the_name_of_a_slot():
     contract = conformance.suite("algorithm")
     instance = type("Suite", (contract,), {"algorithm": with_field(Good, "loss"), "registered": False})()
-    with pytest.raises(Nonconformance, match="loss cannot be set: the slot 'loss' takes the name"):
+    with pytest.raises(Nonconformance, match="loss cannot be set: the slot 'loss' uses the name"):
         instance.test_config()

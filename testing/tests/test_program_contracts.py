@@ -67,7 +67,7 @@ class Desk(Backend):
 
 BACKENDS = {
     "no trainer": ({"trainer": ""}, "references", "trainer is ''"),
-    "a text that is no reference": ({"generator": "My Engine"}, "references", "is no reference"),
+    "a text that is no reference": ({"generator": "My Engine"}, "references", "is not a reference"),
 }
 
 
@@ -109,7 +109,7 @@ def careless(examination):
 
 
 CHECKS = {
-    "nothing found": (lambda examination: [], "findings", "gives nothing"),
+    "nothing found": (lambda examination: [], "findings", "returned no finding"),
     "a text for a finding": (lambda examination: ["fine"], "findings", "expected a Finding"),
     "a finding without text": (lambda examination: [Finding("fine", "ok", "")], "findings", "needs a name"),
     "a warning without a remedy": (lambda examination: [Finding("fine", "warn", "odd")], "findings", "what to do"),
@@ -118,7 +118,7 @@ CHECKS = {
     "a probe that was killed, and nothing said": (
         careless,
         "a_failing_probe_is_a_finding",
-        "no finding warns or fails",
+        "no finding has the status 'warn' or 'fail'",
     ),
 }
 

@@ -200,12 +200,16 @@ def suite(cls, **attributes):
         (NotANumber, "test_results", "value is nan"),
         (Floats, "test_results", "must be a RewardResult"),
         (Edits, "test_leaves_the_group_alone", "changed the group"),
-        (Dice, "test_repeatable", "score one group differently"),
+        (Dice, "test_repeatable", "score the same group differently"),
         (Reversed, "test_repeatable", "one result per trajectory, in order"),
-        (Majority, "test_repeatable", "equally frequent, the first is not better"),
+        (
+            Majority,
+            "test_repeatable",
+            "do not prefer the first of several samples that are equally good or equally frequent",
+        ),
         (StepOnPrompt, "test_results", "which the policy did not sample"),
         (Secret, "test_results", "does not declare"),
-        (Counts, "test_reads", "without token ids it scores otherwise: set reads = 'tokens'"),
+        (Counts, "test_reads", "without token ids its scores differ: set reads = 'tokens'"),
         (Sees, "test_reads", "reads is 'everything'; allowed: 'text', 'tokens'"),
     ],
 )
@@ -247,12 +251,12 @@ def test_a_timeout_of_the_reward_itself_is_not_called_slow():
 def test_a_case_may_be_a_whole_group():
     group = {}, ["a", "b", "a"]
     suite(Majority, cases=[(*group, [1.0, 0.0, 1.0])]).test_cases()
-    with pytest.raises(Nonconformance, match=r"'b' gets 0\.0, the case says 1\.0"):
+    with pytest.raises(Nonconformance, match=r"'b' gets 0\.0, expected 1\.0"):
         suite(Majority, cases=[(*group, [1.0, 1.0, 1.0])]).test_cases()
 
 
 def test_wrong_case_is_noticed():
-    with pytest.raises(Nonconformance, match="the case says 5"):
+    with pytest.raises(Nonconformance, match="expected 5"):
         suite(Brevity, cases=[({}, "four", 5.0)]).test_cases()
 
 

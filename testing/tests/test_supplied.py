@@ -106,7 +106,7 @@ class Leveled(PolicyGradient):
         return super().assemble(examples)
 
 
-ROWS = "which the made-up rows of this suite do not have (they have prompt, answer). Give them an example of it: "
+ROWS = "which the made-up rows of this suite do not have (they have prompt, answer). Add an example of it: "
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_reward_function_has_its_columns_beside_it(tmp_path, capsys):
     file = tmp_path / "gold.py"
     file.write_text(function)
     assert main(["plugins", "check", f"file:{file}", "--kind", "reward"]) == 1
-    assert "(in a file with a function: beside the function) (gold.py:2)" in capsys.readouterr().out
+    assert "(in a file with a function: next to the function) (gold.py:2)" in capsys.readouterr().out
     file.write_text('conformance = {"columns": {"secret": "4"}}\n\n\n' + function)
     assert main(["plugins", "check", f"file:{file}", "--kind", "reward"]) == 0
 
@@ -179,7 +179,7 @@ def test_a_column_of_units_says_so():
         conformance: dict[str, Any] = {"data": "pairs"}
 
     message = failures("loss", Units)["declared_needs"]
-    assert "The suite made one value a token of the columns margin" in message
+    assert "The suite made one value per token for the columns margin" in message
     assert 'conformance = {"levels": {"margin": "unit"}}' in message
     assert "(test_supplied.py:" in message
     Units.conformance = {"data": "pairs", "levels": {"margin": "unit"}}

@@ -9,11 +9,11 @@ from rlhf_engines.server_config import EngineServersConfig
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"urls": ("127.0.0.1:8000",)}, "no address of a server"),
+        ({"urls": ("127.0.0.1:8000",)}, "is not the address of a server"),
         ({"urls": ("http://127.0.0.1:8000/v1",)}, "has a path: give the address without /v1"),
         ({"urls": ("http://a:1", "http://a:1/"), "folder": "/tmp"}, "the same address is given twice"),
-        ({"urls": ("http://node7:8000",)}, "is on another machine: give `folder`"),
-        ({"urls": ("http://node7:8000",), "folder": "weights"}, "give an absolute path"),
+        ({"urls": ("http://node7:8000",)}, "is on another machine: set `folder`"),
+        ({"urls": ("http://node7:8000",), "folder": "weights"}, "must be an absolute path"),
         ({"urls": ()}, "at least 1 item"),
     ],
 )

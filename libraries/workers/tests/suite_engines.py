@@ -51,7 +51,7 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, c
     assert after[1] == old_pids[1]
     assert r.pushes == 3, "the new engine got the current weights"
     assert f"engine 0 (node 127.0.0.1, pid {old_pids[0]}) died during generate()" in caplog.text
-    assert "The engine is replaced; 2 more may be within this hour" in caplog.text
+    assert "The engine is replaced; 2 more may be replaced within this hour" in caplog.text
     assert capfd.readouterr().out == "", "nothing repeats the message"
     draws = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
     assert 24 < len(draws) < 36, "only unfinished samples are sampled again"
@@ -80,7 +80,7 @@ def test_a_trainer_killed_while_the_links_connect_ends_the_run(run):
     os.kill(r.policy.members[0].facts["pid"], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"policy rank 0 .* died during connect_trainer\(\)"):
         r.sync(1)
-    with pytest.raises(WorkerError, match=r"world_size\(\) cannot be called any more: policy rank 0 .* died"):
+    with pytest.raises(WorkerError, match=r"world_size\(\) can no longer be called: policy rank 0 .* died"):
         r.policy.call("world_size", [()])
 
 
@@ -123,7 +123,8 @@ def test_an_impossible_transport_is_refused(launch):
     launcher = launch()
     launcher.place({"policy": Place(), GENERATOR: Place(1)})
     launcher.choose_link(Alone, "auto")
-    with pytest.raises(ConfigError, match=r"'broadcast' is not possible: the generator takes no links .*: 'store', or"):
+    message = r"'broadcast' is not possible: the generator does not support links .*: 'store', or"
+    with pytest.raises(ConfigError, match=message):
         launcher.choose_link(Alone, "broadcast")
 
 

@@ -113,7 +113,7 @@ def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair, bri
     with pytest.raises(TrainingError, match=r"policy rank 1 .*raises_on\(\) raised ValueError: first cause on 1"):
         pair.call("raises_on", [(1, 60.0)] * 2)
     assert time.monotonic() - start < 50
-    with pytest.raises(WorkerError, match=r"world_size\(\) cannot be called any more: policy rank 0 did not return"):
+    with pytest.raises(WorkerError, match=r"world_size\(\) can no longer be called: policy rank 0 did not return"):
         pair.call("world_size", [()] * 2)
 
 
@@ -128,7 +128,7 @@ def test_a_killed_rank_is_the_first_cause(pair, seconds):
     assert f"policy rank 1 (node 127.0.0.1, pid {pid}) died during dies()" in message
     assert "its process was killed" in message
     assert message.endswith("\n  last words")
-    with pytest.raises(WorkerError, match=r"cannot be called any more: .*policy rank 1 .* died during"):
+    with pytest.raises(WorkerError, match=r"can no longer be called: .*policy rank 1 .* died during"):
         pair.call("world_size", [()] * 2)
 
 
@@ -169,7 +169,7 @@ def test_a_stream_that_is_not_read_to_its_end_is_finished_before_the_next_call(s
 
 
 def test_a_stream_that_exceeds_its_timeout_is_an_error(pair):
-    with pytest.raises(TrainingError, match=r"policy: arrays\(\) gave nothing within 1 s \(policy rank 0"):
+    with pytest.raises(TrainingError, match=r"policy: arrays\(\) returned nothing within 1 s \(policy rank 0"):
         list(pair.stream("arrays", 3, 10, 30.0, timeout=1.0))
 
 
@@ -182,7 +182,7 @@ def test_an_error_in_a_stream_names_its_rank(pair, brief_grace, rank):
     if rank == 0:
         assert len(list(pair.stream("arrays", 2, 10))) == 2
     else:  # rank 0 waits for the failed rank for minutes
-        with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 did not return from break"):
+        with pytest.raises(WorkerError, match=r"can no longer be called: policy rank 0 did not return from break"):
             pair.call("world_size", [()] * 2)
 
 

@@ -45,7 +45,7 @@ def test_a_worker_that_sleeps_in_python_is_reported_with_its_stack(pair, tmp_pat
     assert "launcher.stall_timeout" in text
     assert "======== policy rank 1 (node 127.0.0.1" in text, "the other pending worker"
     assert text.count("in raises_on() for") == 2
-    with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 .* has made no progress"):
+    with pytest.raises(WorkerError, match=r"can no longer be called: policy rank 0 .* has made no progress"):
         pair.call("world_size", [()] * 2)
 
 
@@ -99,7 +99,7 @@ def test_a_stalled_engine_is_not_waited_for_twice(watched, tmp_path):
             break
         time.sleep(0.1)
     assert inspect_process(pids[0]).startswith("State: gone"), "the process was killed, so its memory is free"
-    with pytest.raises(WorkerError, match=r"the engines cannot be called any more: engine 0 .* in generate\(\)$"):
+    with pytest.raises(WorkerError, match=r"the engines can no longer be called: engine 0 .* in generate\(\)$"):
         list(engines.generate(queries))
     assert (tmp_path / "notes.txt").read_text().count("started") == 2, "a stalled engine is not replaced"
 

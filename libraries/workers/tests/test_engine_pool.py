@@ -33,7 +33,9 @@ def test_replacements_are_counted_within_an_hour(clock):
         clock.seconds = 3601.0 * hour
         assert die(workers, 0, 1) == [0, 1]
     clock.seconds += 3599.0
-    with pytest.raises(WorkerError, match=r"engine 1 died\nThe run stops: 2 engines .* in the last hour, and 2 may be"):
+    with pytest.raises(
+        WorkerError, match=r"engine 1 died\nThe run stops: 2 engines .* in the last hour, and 2 are allowed"
+    ):
         die(workers, 1)
 
 

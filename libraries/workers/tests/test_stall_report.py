@@ -21,4 +21,4 @@ def test_a_report_that_cannot_be_written_is_in_the_message(tmp_path):
     folder.touch()
     text = report.write(folder)
     assert "stall-policy-1.txt cannot be written ([Errno" in text
-    assert text.endswith(", so here it is:\nits stacks")
+    assert text.endswith(". Its content is:\nits stacks")

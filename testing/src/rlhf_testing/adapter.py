@@ -32,7 +32,7 @@ class AdapterContract(Contract):
 
     def required_files(self) -> Sequence[tuple[str, str, str | None]]:
         if not self.files:
-            raise missing("files = [(kind, source text, attribute), ...] that the adapter is for")
+            raise missing("files = [(kind, source text, attribute), ...] that the adapter recognises")
         return self.files
 
     # ------------------------------------------------------------------------------------- checks
@@ -92,7 +92,8 @@ class AdapterContract(Contract):
                     )
                     continue
                 raise Nonconformance(
-                    f"{label} took {component!r} for the attribute 'no_such_attribute', which is not there"
+                    f"{label} adapt() returned {component!r} for the attribute 'no_such_attribute', which does not "
+                    "exist"
                 )
 
     def _adapt(self, adapter: Any, kind: str, text: str, attribute: str | None, label: str) -> Any:

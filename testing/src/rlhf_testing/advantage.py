@@ -111,7 +111,7 @@ class AdvantageContract(Contract):
             estimator = self.build(config)
             group_min = estimator.group_min
             count = isinstance(group_min, int) and not isinstance(group_min, bool) and group_min >= 1
-            expect(count, f"{self.label(config)} group_min is {group_min!r}; allowed is an integer of at least 1")
+            expect(count, f"{self.label(config)} group_min is {group_min!r}; it must be an integer of at least 1")
             samples = max(4, group_min)
             yield self.label(config), config, estimator, fabricated(estimator.needs_values, seed, scale, samples)
 
@@ -129,7 +129,7 @@ class AdvantageContract(Contract):
                 expect(old is None or same_bits(old, new), f"{label} {name} was changed in place")
             other_NA = self._returns(e, c)[0]
             expect(
-                same_bits(adv_NA, other_NA), f"{label} returns() gives other numbers on the second call: keep it pure"
+                same_bits(adv_NA, other_NA), f"{label} returns() must be pure: its second call gives different numbers"
             )
 
     def test_declared_needs(self) -> None:
@@ -138,7 +138,7 @@ class AdvantageContract(Contract):
         for label, _, e, c in self.cases():
             expect(isinstance(e.needs_values, bool), f"{label} needs_values is {e.needs_values!r}, not True or False")
             allowed = ("none", "center", "whiten")
-            expect(e.normalise in allowed, f"{label} normalise is {e.normalise!r}; allowed are {allowed}")
+            expect(e.normalise in allowed, f"{label} normalise is {e.normalise!r}; allowed: {allowed}")
             try:
                 self._returns(e, c)
                 if e.needs_values:
@@ -146,9 +146,9 @@ class AdvantageContract(Contract):
             except Nonconformance:
                 raise
             except Exception as error:
-                inputs = "values and no bootstrap" if e.needs_values else "no values, as needs_values is False"
+                inputs = "values and no bootstrap" if e.needs_values else "no values, because needs_values is False"
                 raise Nonconformance(
-                    f"{label} returns() raised {type(error).__name__}: {error} (it was given {inputs})"
+                    f"{label} returns() raised {type(error).__name__}: {error} (it received {inputs})"
                 ) from error
 
     def test_masked_positions(self) -> None:
@@ -164,8 +164,8 @@ class AdvantageContract(Contract):
                 values_T = clean[n][c.mask_NA]
                 expect(
                     same_bits(values_T, poisoned[n][c.mask_NA]),
-                    f"{label} NaN at masked positions changes the {column}: take torch.where(mask_NA, x, 0) first, "
-                    "or a function of rlhf.ops.returns (NaN times a mask is NaN)",
+                    f"{label} NaN at masked positions changes the {column}: apply torch.where(mask_NA, x, 0) first, "
+                    "or use a function of rlhf.ops.returns (NaN times a mask is NaN)",
                 )
                 expect(
                     same_bits(values_T, padded[n][:, : c.R_NA.shape[1]][c.mask_NA]),
@@ -180,7 +180,7 @@ class AdvantageContract(Contract):
             _close(
                 _baseline(e, c)[order],
                 _baseline(e, p),
-                f"{label} baseline() depends on the order of the trajectories: take the statistic by group_N",
+                f"{label} baseline() depends on the order of the trajectories: compute the statistic by group_N",
             )
             in_order, shuffled = self._returns(e, c), self._returns(e, p)
             single_rows = [self._returns(e, c.rows(torch.tensor([n]))) for n in range(len(c.r_N))]
@@ -195,8 +195,8 @@ class AdvantageContract(Contract):
                 _close(
                     in_order[n][c.mask_NA],
                     rows[c.mask_NA],
-                    f"{label} the {column} of a trajectory depend on the others in returns(): statistics of the group "
-                    "belong in baseline(), those of the batch in `normalise`",
+                    f"{label} the {column} of a trajectory depend on others in returns(): compute statistics of the "
+                    "group in baseline(), and those of the batch with `normalise`",
                 )
 
     def test_other_groups(self) -> None:
@@ -212,9 +212,9 @@ class AdvantageContract(Contract):
             _close(
                 scaled_N,
                 scale * baseline_N,
-                f"{label} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
-                "batch: take the statistic by group_N (rlhf.ops.groups), use `normalise` for statistics of the batch's "
-                "tokens, or say over_batch = True",
+                f"{label} baseline() of a group depends on the rewards of other groups, and so on the prompts that "
+                "share a batch: compute the statistic by group_N (rlhf.ops.groups), use `normalise` for statistics of "
+                "the batch's tokens, or set over_batch = True",
             )
 
     def test_equal_rewards(self) -> None:
@@ -227,7 +227,7 @@ class AdvantageContract(Contract):
                 largest = _baseline(e, replace(c, r_N=r_N)).abs().max().item()
                 expect(
                     largest <= 1e-9 * max(1.0, abs(value)),
-                    f"{label} group_min is {e.group_min}, yet equal rewards of {value} leave {largest:.3g}, not 0",
+                    f"{label} group_min is {e.group_min}, but equal rewards of {value} give a credit of {largest:.3g}",
                 )
 
     def test_smallest_group(self) -> None:
@@ -239,8 +239,8 @@ class AdvantageContract(Contract):
             c = replace(fabricated(False, samples=e.group_min), r_N=r_N, group_N=group_N)
             expect(
                 bool((_baseline(e, c) != 0).any()),
-                f"{label} baseline() gives 0 for every sample of groups of {e.group_min} with the rewards "
-                f"{[round(r, 1) for r in r_N.tolist()]}, and group_min = {e.group_min} calls such groups enough: "
+                f"{label} baseline() gives 0 for every sample in groups of {e.group_min} with the rewards "
+                f"{[round(r, 1) for r in r_N.tolist()]}, but group_min = {e.group_min} accepts such groups: "
                 f"nothing would be learnt from them. Declare group_min = {e.group_min + 1} or more",
             )
 

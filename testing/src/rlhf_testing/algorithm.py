@@ -73,7 +73,7 @@ class AlgorithmSubject(Contract):
         try:
             cls = self._plugins.resolve(slot.kind, slot.use).cls
         except Exception as error:
-            hint = f"If its class is in the same file: conformance = {{'parts': {{{name!r}: CLASS}}}} in the algorithm."
+            hint = f"For a class in the same file, set conformance = {{'parts': {{{name!r}: CLASS}}}} in the algorithm."
             raise Nonconformance(f"{self.label()} slot {name!r}: {type(error).__name__}: {error} {hint}") from error
         try:
             return cls(cls.Config.model_validate(dict(slot.defaults)))
@@ -134,12 +134,12 @@ class AlgorithmSubject(Contract):
                 expect(is_head, f"{label} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
                 expect(
                     role.like is None or role.like in names,
-                    f"{label} role {role.name!r} is like {role.like!r}, which is not one of the roles {names}",
+                    f"{label} role {role.name!r} has like = {role.like!r}, which is not one of the roles {names}",
                 )
             frozen = [r.name for r in needs.roles if r.head == "lm" and not r.trained]
             for loan in needs.loans:
                 fine = loan.role in frozen and loan.borrower in names
-                expect(fine, f"{label} {loan}: lenders are language models that are not trained, {frozen}")
+                expect(fine, f"{label} {loan}: the lender must be a language model that is not trained: {frozen}")
 
 
 class SampleChecks(AlgorithmSubject):
@@ -179,15 +179,15 @@ class SampleChecks(AlgorithmSubject):
             if columns:
                 expect(
                     bool(column_differences(columns, credited_columns(self.step(config, data=equal)))),
-                    f"{label} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
-                    f"the credit of equal ones ({', '.join(columns)}): nothing is learnt from them. Declare a larger "
+                    f"{label} in groups of {needs.group_min} samples, which needs() accepts, unequal rewards give the "
+                    f"same credit as equal ones ({', '.join(columns)}): nothing is learnt from them. Declare a larger "
                     "group_min",
                 )
             else:
                 taught = any(norm(run.gradients) > 0 for run in unequal.runs.values())
                 expect(
                     taught,
-                    f"{label} groups of {needs.group_min} samples, which needs() calls enough, give no gradient",
+                    f"{label} groups of {needs.group_min} samples, which needs() accepts, give no gradient",
                 )
 
     def test_longer_contexts(self) -> None:
@@ -202,8 +202,8 @@ class SampleChecks(AlgorithmSubject):
             delta = column_differences(credited_columns(short), credited_columns(longer))
             expect(
                 not delta,
-                f"{label} longer prompts and observations change the credit (by {delta}): take statistics over the "
-                'tokens under batch.tok["loss_mask"] only',
+                f"{label} longer prompts and observations change the credit (by {delta}): compute statistics only "
+                'over the tokens under batch.tok["loss_mask"]',
             )
 
     def test_nothing_to_learn_from(self) -> None:
@@ -226,7 +226,7 @@ class SampleChecks(AlgorithmSubject):
             taught = self.step(config, algorithm=algorithm, data=groups).batch.ids_N
             expect(
                 torch.equal(taught, self.step(config, data=rest).batch.ids_N),
-                f"{label} a failed sample{' or one without a reward' * scored} takes part in the batch",
+                f"{label} a failed sample{' or one without a reward' * scored} is part of the batch",
             )
             for group in groups:
                 for trajectory in group.trajectories:
@@ -403,13 +403,13 @@ class AlgorithmContract(SampleChecks):
                 expect(
                     plan == second,
                     f"{label} updates({number}) without a batch gives {plan} before and {second} after a batch was "
-                    "assembled and credited: read the batch that updates() is given, and keep nothing between methods",
+                    "assembled and credited: read the batch that updates() receives, and keep nothing between methods",
                 )
                 planned, actual = _optimizer_steps(plan), _optimizer_steps(step.updates)
                 excess = {role: count for role, count in actual.items() if count > planned[role]}
                 expect(
                     not excess,
-                    f"{label} step {number} trains {excess} optimizer steps, and updates({number}) without a batch "
+                    f"{label} step {number} makes {excess} optimizer steps, but updates({number}) without a batch "
                     f"plans {dict(planned)}: the learning rates would end too early",
                 )
 
@@ -423,11 +423,12 @@ class AlgorithmContract(SampleChecks):
                 for update in self.step(config, number).updates:
                     if isinstance(update, Snapshot):
                         unknown = {update.role, update.source} - set(roles)
-                        expect(
-                            not unknown, f"{label} a Snapshot names {sorted(unknown)}, not in needs(): {sorted(roles)}"
-                        )
+                        expect(not unknown, f"{label} a Snapshot names {sorted(unknown)}; needs() has {sorted(roles)}")
                         continue
-                    expect(roles[update.role].trained, f"{label} updates() trains {update.role!r}, declared untrained")
+                    expect(
+                        roles[update.role].trained,
+                        f"{label} updates() trains {update.role!r}, which needs() declares untrained",
+                    )
                     single = update.epochs * update.minibatches == 1
                     expect(
                         single or not update.live,

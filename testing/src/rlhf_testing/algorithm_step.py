@@ -77,7 +77,7 @@ def model_step(
         _look_up(trainers, loan.borrower, "needs().loans names", "the roles are").borrow_head(loan.role, head)
     assembled, counts = assemble(algorithm, data)
     if assembled is None:
-        raise Nonconformance("assemble() returned no batch for data with something to learn from")
+        raise Nonconformance("assemble() returned no batch for data that can be learnt from")
     batch = assembled
     annotations = algorithm.annotations(number)
     batch = annotate(trainers, batch, annotations, "annotations()")
@@ -109,7 +109,9 @@ def model_step(
     if not end:
         return step
     finished = algorithm.finish(number, assembled, step.metrics)
-    expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_text(finished)}")
+    expect(
+        isinstance(finished, Mapping), f"finish() must return metrics ({{}} if there are none), got {_text(finished)}"
+    )
     step.finished = dict(finished)
     return step
 
@@ -122,7 +124,7 @@ def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[st
     if not fits:
         text = _text(result)
         raise Nonconformance(
-            f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {text}"
+            f"assemble() must return (batch, metrics), with batch = None if there is nothing to learn from, got {text}"
         )
     return result[0], dict(result[1])
 
@@ -131,7 +133,7 @@ def annotate(trainers: dict[str, Any], batch: Batch, annotations: Sequence[Annot
     """Writes each annotation's output of a role into its column. Fails for an undeclared role or an unknown view."""
     for a in annotations:
         trainer = _look_up(trainers, a.role, f"{method} reads the role", "needs() declares")
-        expect(a.view in ("live", "ema", "base"), f"{method} asks for the view {a.view!r}; there are live, ema, base")
+        expect(a.view in ("live", "ema", "base"), f"{method} asks for the view {a.view!r}; allowed: live, ema, base")
         head = resolve_head(a.output)
         needed = {"temperature", head.over, *head.columns}
         values = trainer.forward([batch.select_columns(sorted(needed))], [head])[0][head.name]
@@ -161,7 +163,8 @@ def learn(
     """The gradient of the whole batch as one optimizer step. The model gets only the declared columns."""
     expect(
         update.minibatches <= batch.units and update.epochs >= 1,
-        f"{update.minibatches} minibatches of {batch.units} units in {update.epochs} epochs cannot be made",
+        f"the Update has {update.minibatches} minibatches and {update.epochs} epochs for {batch.units} units; use at "
+        "most one minibatch per unit, and at least 1 epoch",
     )
     batch = annotate(trainers, batch, loss.prepass(), f"prepass() of loss {loss.name!r}")
     batch = weigh(loss.prepare(batch), loss.reduce())

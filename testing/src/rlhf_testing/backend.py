@@ -35,7 +35,7 @@ class BackendContract(PluginContract):
             try:
                 parse_reference(kind, reference)
             except ConfigError as error:
-                raise Nonconformance(f"{self.label()} {kind} = {reference!r} is no reference: {error}") from error
+                raise Nonconformance(f"{self.label()} {kind} = {reference!r} is not a reference: {error}") from error
 
     def test_installed(self) -> None:
         """The parts that are installed can be imported, and no part is offered by two distributions."""

@@ -33,13 +33,13 @@ class CheckContract(PluginContract):
             findings = list(self.cls().examine(examination))
         except Exception as error:
             raise Nonconformance(
-                f"{self.label()} examine() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
+                f"{self.label()} examine() raised {type(error).__name__}: {error}. Report a fault of the machine as a "
                 "finding with the status 'fail'"
             ) from error
         for finding in findings:
-            expect(isinstance(finding, Finding), f"{self.label()} examine() gives {finding!r}; expected a Finding")
+            expect(isinstance(finding, Finding), f"{self.label()} examine() returned {finding!r}; expected a Finding")
             texts = finding.name and finding.text
-            expect(bool(texts), f"{self.label()} the finding {finding!r} needs a name, and a text")
+            expect(bool(texts), f"{self.label()} the finding {finding!r} needs a name and a text")
         return findings
 
     # ------------------------------------------------------------------------------------- checks
@@ -49,11 +49,12 @@ class CheckContract(PluginContract):
         findings = self.findings(Examination(ask=in_this_process))
         expect(
             bool(findings),
-            f"{self.label()} examine() gives nothing; a check that does not apply is a finding 'skipped'",
+            f"{self.label()} examine() returned no finding; a check that does not apply returns one with the status "
+            "'skipped'",
         )
         names = [finding.name for finding in findings]
         expected = not self.finds or names == list(self.finds)
-        expect(expected, f"{self.label()} the findings here are {names}, expected are {list(self.finds)}")
+        expect(expected, f"{self.label()} the findings here are {names}; expected: {list(self.finds)}")
 
     def test_a_failing_probe_is_a_finding(self) -> None:
         """Where a probe does not finish, ``examine`` reports a finding and does not raise."""
@@ -65,7 +66,7 @@ class CheckContract(PluginContract):
 
         findings = self.findings(Examination(ask=fails))
         warns = any(f.status in ("fail", "warn") for f in findings) or not probes
-        expect(warns, f"{self.label()} a probe was killed, and no finding warns or fails: {findings}")
+        expect(warns, f"{self.label()} a probe was killed, but no finding has the status 'warn' or 'fail': {findings}")
 
     def test_import_is_light(self) -> None:
         """Importing the check's module imports no framework, because a broken framework would end the report. Probes

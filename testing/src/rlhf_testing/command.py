@@ -66,10 +66,10 @@ class CommandContract(PluginContract):
                 f"{self.label()} the help cannot be shown ({error}): write '%%' for a percent sign in a help text"
             ) from error
         flags = [name for action in parser._actions for name in action.option_strings]
-        expect("--traceback" not in flags, f"{self.label()} adds --traceback, which the program itself takes")
+        expect("--traceback" not in flags, f"{self.label()} adds --traceback, which `rlhf` itself defines")
         destinations = [action.dest for action in parser._actions]
         free = not (self.cls.run_file_flags and "overrides" in destinations)
-        expect(free, f"{self.label()} adds an argument `overrides`: flags of the run file come under this name")
+        expect(free, f"{self.label()} adds an argument `overrides`: this name is reserved for flags of the run file")
 
     def test_line_of_help(self) -> None:
         """The module that the entry point names begins with a docstring, whose first line ``rlhf --help`` shows."""
@@ -97,7 +97,7 @@ class CommandContract(PluginContract):
     def test_calls(self) -> None:
         """A call returns its exit code, an integer."""
         if not self.calls:
-            raise missing("calls = [(words after the command's name, exit code), ...] that may be made here")
+            raise missing("calls = [(words after the command's name, exit code), ...] that can be run here")
         for words, code in self.calls:
             args = self.parsed(words)
             with contextlib.redirect_stdout(io.StringIO()):

@@ -64,8 +64,8 @@ def generators_left_alone(label: str) -> Iterator[None]:
         random.setstate(states[1])
     expect(
         not moved,
-        f"{label} draws from or seeds {' and '.join(moved)} generator of the whole process. Use a random generator of "
-        "your own: torch.Generator().manual_seed(n), random.Random(n)",
+        f"{label} draws from or seeds {' and '.join(moved)} global random generator. Use a separate random generator: "
+        "torch.Generator().manual_seed(n), random.Random(n)",
     )
 
 

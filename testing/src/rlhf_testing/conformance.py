@@ -150,7 +150,8 @@ def run(
     if unknown:
         raise PluginInvalid(
             f"{resolved.kind} {resolved.name!r}: {resolved.cls.__name__}.{ATTRIBUTE} sets {unknown}, which "
-            f"{contract.__name__} does not know; it has {sorted(a for a in dir(contract) if not a.startswith('_'))}"
+            f"{contract.__name__} does not define; it defines "
+            f"{sorted(a for a in dir(contract) if not a.startswith('_'))}"
         )
     packaged = getattr(resolved, "distribution", "") not in ("", FILE, IN_PROCESS)
     namespace = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
@@ -177,7 +178,7 @@ def _secrets(hearing: Hearing) -> CheckResult:
     if not hearing.leaks:
         return CheckResult(SECRETS, True, "Nothing that is printed or raised holds a secret of the environment.")
     names = ", ".join("the whole environment" if name == DECOY else f"${name}" for name in sorted(hearing.leaks))
-    message = f"What it prints or raises shows {names}. Logs are kept and passed on, so no secret may stand in them."
+    message = f"What it prints or raises shows {names}. Logs are kept and shared, so they must not hold secrets."
     return CheckResult(SECRETS, False, message)
 
 

@@ -47,7 +47,7 @@ def expect(condition: bool, message: str) -> None:
 
 def missing(part: str) -> unittest.SkipTest:
     """The exception to raise if the author did not supply ``part``: pytest and ``rlhf plugins check`` report a skip."""
-    return unittest.SkipTest(f"The check needs what only you can supply: {part}")
+    return unittest.SkipTest(f"The check needs input that only you can supply: {part}")
 
 
 def expect_light_import(label: str, module: str, remedy: str) -> None:
@@ -80,9 +80,9 @@ def knowing_columns(label: str, give: str) -> Iterator[None]:
         needed = ", ".join(f"{json.dumps(column)}: ..." for column in [*present, name])
         entry = give.replace("NAME", f"{json.dumps(name)}: ...").replace("EACH", needed)
         raise Nonconformance(
-            f"{label} reads the column {name!r}, which the made-up rows of this suite do not have{columns}. Give them "
-            f"an example of it: conformance = {{{entry}}} in the plugin's class (in a "
-            "file with a function: beside the function)"
+            f"{label} reads the column {name!r}, which the made-up rows of this suite do not have{columns}. Add an "
+            f"example of it: conformance = {{{entry}}} in the plugin's class (in a file with a function: next to the "
+            "function)"
         ) from error
 
 
@@ -119,7 +119,7 @@ class PluginContract:
     def cls(self) -> Any:
         """The class under test."""
         cls = getattr(type(self), self.kind, None)
-        expect(isinstance(cls, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
+        expect(isinstance(cls, type), f"{type(self).__name__} must name its class: {self.kind} = YourClass")
         return cls
 
     def label(self, config: Any = None) -> str:
@@ -138,7 +138,7 @@ class PluginContract:
         abstract = sorted(n for n in dir(cls) if getattr(getattr(cls, n, None), "__isabstractmethod__", False))
         expect(not abstract, f"{cls.__name__} does not define {abstract}")
         name = cls.name
-        expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")
+        expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; it must match [a-z][a-z0-9_]*")
         options = hasattr(cls, "Config") and not hasattr(base, "Config")
         expect(not options, f"{cls.__name__} has a Config, but a {self.kind} has no options: remove it")
         try:
@@ -213,7 +213,7 @@ class Contract(PluginContract):
         expect(issubclass(cls, ComponentConfig), f"{cls.__qualname__} must subclass rlhf.interfaces.ComponentConfig")
         check_fields(cls)
         for name, taker in taken_fields(self.cls, self.kind).items():
-            raise Nonconformance(f"{cls.__qualname__}.{name} cannot be set: {taker} takes the name. Choose another")
+            raise Nonconformance(f"{cls.__qualname__}.{name} cannot be set: {taker} uses the name. Choose another")
         for config in self.grid():
             check_config(config)
 
@@ -245,7 +245,7 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
         if inherited is defined or (name.startswith("_") and name != "__call__"):
             continue
         if isinstance(inherited, property) and inspect.isfunction(defined):
-            yield f"{cls.__name__}.{name} is read without a call: put @property above it"
+            yield f"{cls.__name__}.{name} is read as an attribute: put @property above it"
         if not (inspect.isfunction(inherited) and inspect.isfunction(defined)):
             continue
         signature = inspect.signature(inherited)
@@ -297,14 +297,14 @@ def check_state(component: Component, fresh: Component, label: str) -> None:
         raise Nonconformance(f"{label} state_dict() must hold JSON values only: {error}; got {state!r}") from error
     fresh.load_state_dict(json.loads(text))
     second = json.dumps(fresh.state_dict(), allow_nan=False)
-    expect(second == text, f"{label} state_dict() is {text}, after load_state_dict() into a fresh instance {second}")
+    expect(second == text, f"{label} state_dict() is {text}, but {second} after load_state_dict() into a new instance")
 
 
 def check_config(config: Any) -> None:
     """One config: round trip, frozen, unknown keys refused."""
     cls, text = type(config), repr(config)
     loaded_config = cls.model_validate_json(config.model_dump_json())
-    expect(loaded_config == config, f"{text} is {loaded_config!r} after a dump and a load")
+    expect(loaded_config == config, f"{text} becomes {loaded_config!r} after a dump and a load")
     for name in cls.model_fields:
         try:
             setattr(config, name, getattr(config, name))
@@ -332,13 +332,13 @@ def check_fields(cls: type[BaseModel], path: str = "") -> None:
         )
         expect(
             not names_secret(name),
-            f"{field} is called like a secret, and run files, which are copied and logged, hold none: read an "
+            f"{field} has the name of a secret, but run files are copied and logged, so they must hold none: read an "
             "environment variable, whose name may be an option (api_key_env)",
         )
         for part in _parts(info.annotation):
             if isinstance(part, type) and issubclass(part, _MUTABLE):
                 raise Nonconformance(
-                    f"{field} is a {part.__name__}, which can change under a frozen config; "
+                    f"{field} is a {part.__name__}, which can change although the config is frozen; "
                     "use tuple or frozenset, or Mapping for a table"
                 )
             if isinstance(part, type) and issubclass(part, BaseModel):

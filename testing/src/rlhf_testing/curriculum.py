@@ -170,10 +170,10 @@ class CurriculumContract(Contract):
         try:
             curriculum.setup(MadeUpRows(self.sizes, columns), SEED, STEPS)
         except Exception as error:
-            missing = f" the column {error.args[0]!r}" if isinstance(error, NoColumn) else f": {error}"
+            missing = f" they lack the column {error.args[0]!r}" if isinstance(error, NoColumn) else f" {error}"
             raise Nonconformance(
                 f"{self.label(config)} setup() refuses the made-up rows (columns {', '.join(columns)}; sources "
-                f"{dict(self.sizes)}), as it lacks{missing}. Give what it reads: "
+                f"{dict(self.sizes)}):{missing}. Supply what it reads: "
                 'conformance = {"columns": {NAME: [values, ...]}, "sizes": {SOURCE: rows}} in the plugin\'s class'
             ) from error
         return curriculum
@@ -211,15 +211,15 @@ class CurriculumContract(Contract):
                 choice = list(curriculum.choose(2 * rows + 1, 0))
                 expect(
                     len(choice) == 2 * rows + 1,
-                    f"{self.label(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Rows may come "
-                    "again in a batch that is larger than the data, or set repeats = False",
+                    f"{self.label(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Repeat "
+                    "rows in a batch that is larger than the data, or set repeats = False",
                 )
                 continue
             for step, batch in enumerate(self.play(config, staleness=2).chosen):
                 twins = sorted({row for row in batch if batch.count(row) > 1})
                 expect(
                     not twins,
-                    f"{self.label(config)} chose {twins} twice for the batch of step {step}, refills included, though "
+                    f"{self.label(config)} chose {twins} twice for the batch of step {step} (with refills), although "
                     "repeats is False",
                 )
 
@@ -236,7 +236,7 @@ class CurriculumContract(Contract):
                 random.setstate(state)
             expect(
                 first.chosen == second.chosen,
-                f"{self.label(config)} chose other rows in a second run with the same seed: "
+                f"{self.label(config)} chose different rows in a second run with the same seed: "
                 f"{_difference(first.chosen, second.chosen)}. Derive random choices from the seed and from counters",
             )
 
@@ -252,12 +252,13 @@ class CurriculumContract(Contract):
                     resumed = self.go_on(config, stopped.resumed(fresh))
                     expect(
                         resumed.chosen == plain.chosen,
-                        f"{self.label(config)} resumed after step {step} with staleness {staleness} it chose other "
-                        f"rows: {_difference(plain.chosen, resumed.chosen)}. state_dict() must hold what they need",
+                        f"{self.label(config)} chose different rows after a resume at step {step} with staleness "
+                        f"{staleness}: {_difference(plain.chosen, resumed.chosen)}. state_dict() must hold what the "
+                        "choice depends on",
                     )
                     expect(
                         resumed.metrics == plain.metrics,
-                        f"{self.label(config)} resumed after step {step} it reported other metrics than the "
+                        f"{self.label(config)} reported different metrics after a resume at step {step} than in the "
                         "uninterrupted run",
                     )
 
@@ -272,8 +273,8 @@ class CurriculumContract(Contract):
             rest, resumed = ([*map(position_of, curriculum.choose(BATCH // 2, 5))] for curriculum in (plain, fresh))
             expect(
                 rest == resumed,
-                f"{self.label(config)} chose {resumed} for the rest of a batch in the middle of which it resumed, and "
-                f"{rest} without the resume. state_dict() must hold what it knows of an unfinished batch",
+                f"{self.label(config)} chose {resumed} for the rest of a batch after a resume in its middle, but "
+                f"{rest} without the resume. state_dict() must hold the state of an unfinished batch",
             )
 
     def test_scores(self) -> None:
@@ -286,8 +287,8 @@ class CurriculumContract(Contract):
             other = self.play(config, score=lambda row, step, sample: 1.0 - made_up_score(row, step, sample)).chosen
             expect(
                 rows == other,
-                f"{self.label(config)} chose other rows for other scores: {_difference(rows, other)}. Set min_scores "
-                "= 1, so that runs without scores are refused",
+                f"{self.label(config)} chose different rows for different scores: {_difference(rows, other)}. Set "
+                "min_scores = 1, so that runs without scores are refused",
             )
             self.go_on(config, Play(self.build(config)))  # an offline run
 
@@ -303,9 +304,7 @@ class CurriculumContract(Contract):
             for metrics in self.play(config).metrics:
                 for name, value in metrics.items():
                     text = isinstance(name, str) and name != "" and not name.startswith("curriculum/")
-                    expect(
-                        text, f"{self.label(config)} metrics() has the name {name!r}; `curriculum/` is put before it"
-                    )
+                    expect(text, f"{self.label(config)} metrics() has the name {name!r}; `curriculum/` is added to it")
                     wrong = no_number(value)
                     expect(not wrong, f"{self.label(config)} metrics() has {name} = {wrong}")
 
@@ -319,8 +318,8 @@ def _restore(fresh: Curriculum, state: Any, label: str) -> None:
     fresh.load_state_dict(json.loads(text))
     expect(
         _has_text_keys(fresh.state_dict()) == _has_text_keys(state),
-        f"{label} state_dict() has a dict with keys that are no text. JSON makes text of them, and load_state_dict() "
-        "leaves them so: convert them there",
+        f"{label} state_dict() has a dict with keys that are not strings. JSON makes strings of them, and "
+        "load_state_dict() keeps these: convert them back there",
     )
 
 

@@ -72,8 +72,8 @@ class EnvContract(Contract):
         kinds = {n: inspect.iscoroutinefunction(f) for n, f in methods.items()}
         expect(
             len(set(kinds.values())) <= 1,
-            f"{self.label()} mixes async and plain methods: {kinds}. Async ones run on the event loop, plain ones in a "
-            "worker process: choose one",
+            f"{self.label()} mixes async and plain methods: {kinds}. Async methods run on the event loop, plain ones "
+            "in a worker process: use only one kind",
         )
 
     def test_episodes(self) -> None:
@@ -107,8 +107,8 @@ class EnvContract(Contract):
                     interleaved = self._interleaved(config, index, seed)
                     expect(
                         first == interleaved,
-                        f"{self.label(config)} row {index}, seed {seed}: another episode open beside it changes answer "
-                        f"{_differs(first, interleaved)}: keep state in the instance, not in the class or module",
+                        f"{self.label(config)} row {index}, seed {seed}: another episode open at the same time changes "
+                        f"answer {_differs(first, interleaved)}: keep state in the instance, not the class or module",
                     )
 
     def _interleaved(self, config: Any, index: int, seed: int) -> Answers:
@@ -136,14 +136,14 @@ class EnvContract(Contract):
     def test_gives_everything_back(self) -> None:
         """``close`` releases everything that an episode opened: files, connections, processes, threads. A run opens
         thousands of episodes, and the worker process of a plain environment serves many of them in turn."""
-        ends = {"an episode that was played to its end": True, "one that was left at once": False}
+        ends = {"an episode that was played to its end": True, "one that was closed right after reset()": False}
         played = [(config, point) for config in self.grid() for point in ends]
         leftovers = leaks([partial(self._closed, config, ends[point]) for config, point in played])
         for (config, point), left in zip(played, leftovers, strict=True):
             expect(
                 not left,
-                f"{self.label(config)} of {point} there is left after close(), every time, {'; '.join(left)}: "
-                "close() gives back what reset() and step() opened",
+                f"{self.label(config)} close() of {point} always leaves {'; '.join(left)}: "
+                "it must release what reset() and step() opened",
             )
 
     def _closed(self, config: Any, is_whole_episode: bool) -> CheckedEpisode:
@@ -180,7 +180,7 @@ class CheckedEpisode:
         step = self._call(self.env.step, action)
         label = f"{self.label} the answer to {action[:20]!r}"
         expect(isinstance(step, EnvStep), f"{label} must be an EnvStep, got {step!r}")
-        expect(isinstance(step.observation, str), f"{label}: the observation is {step.observation!r}, not a text")
+        expect(isinstance(step.observation, str), f"{label}: the observation is {step.observation!r}, not a string")
         expect(not (wrong := no_number(step.reward)), f"{label}: the reward is {wrong}")
         expect(isinstance(step.done, bool), f"{label}: done is {step.done!r}, not True or False. Write bool(...)")
         expect(
@@ -191,7 +191,7 @@ class CheckedEpisode:
         try:
             json.dumps(dict(step.info))
         except (TypeError, ValueError) as error:
-            raise Nonconformance(f"{label}: info goes into the rollouts file and must be JSON: {error}") from error
+            raise Nonconformance(f"{label}: info is written to the rollouts file and must be JSON: {error}") from error
         self._agent(label, step)
         self.done = step.done
         self.answers.append(step)

@@ -254,7 +254,8 @@ def read(
     for sequence, places in zip(ids, positions, strict=True):
         if list(places) != sorted(set(places)) or (places and not 0 <= places[0] <= places[-1] < len(sequence)):
             raise ValueError(
-                f"positions {list(places)} of a sequence of {len(sequence)} tokens: they must increase, inside"
+                f"positions {list(places)} are not valid: they must increase and lie in the sequence of "
+                f"{len(sequence)} tokens"
             )
         prefixes = [list(sequence[: p + (head.position == "at")]) for p in places]
         outputs = [values(f"{role.name}/{prefix}", size, 0) for prefix in prefixes]

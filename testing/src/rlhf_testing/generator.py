@@ -53,9 +53,7 @@ class SamplingChecks:
             first = self.make(config).turns(requests, label)
             torch.manual_seed(2)
             second = self.make(config).turns(requests, label)
-            expect(
-                first == second, f"{label} two generators with equal seeds draw differently: seeds belong to requests"
-            )
+            expect(first == second, f"{label} two generators answer equal requests differently: use the request's seed")
             ids = [tuple(t.ids) for t in first]
             expect(ids[0] != ids[2], f"{label} two samples of one prompt with different seeds are equal: {ids[0]}")
 
@@ -92,9 +90,7 @@ class SamplingChecks:
                 answers += s.generator.advance({}, seconds=0.1)
             numbers = [n for n in range(len(requests)) if n != last - 1]
             names = sorted(name for name, _ in answers)
-            expect(
-                names == numbers, f"{label} advance() answers requests {names}; each of {numbers} once was asked for"
-            )
+            expect(names == numbers, f"{label} advance() answers the requests {names}; expected each of {numbers} once")
             for name, turn in answers:
                 expect(
                     turn.ids == batch[name].ids,
@@ -179,10 +175,10 @@ class SamplingChecks:
 
     def _expect_end(self, turn: Turn, ids: list[int], label: str) -> None:
         expect(turn.ids == ids, f"{label} must end the turn as {ids} (it belongs to the turn), got {turn.ids}")
-        expect(turn.finish == "stop", f"{label} finishes as {turn.finish!r}, not 'stop'")
+        expect(turn.finish == "stop", f"{label} must finish as 'stop', got {turn.finish!r}")
         expect(
             turn.logprobs is not None and len(turn.logprobs) == len(ids),
-            f"{label} loses the log-prob of its last token",
+            f"{label} drops the log-prob of the last token",
         )
 
 
@@ -208,7 +204,7 @@ class Sampled:
         answers = list(self.generator.generate(requests))
         order = sorted(n for n, _ in answers)
         expect(
-            order == list(range(len(requests))), f"{label} {len(requests)} requests are answered as {order}, each once"
+            order == list(range(len(requests))), f"{label} {len(requests)} requests must be answered once, got {order}"
         )
         return [turn for _, turn in sorted(answers, key=lambda pair: pair[0])]
 
@@ -296,21 +292,19 @@ class GeneratorContract(SamplingChecks, Contract):
                     expect(streamed == list(turn.ids), f"{label}: stream() gives {streamed}, generate() {turn.ids}")
                 expect(
                     turn.sampled and 1 <= len(turn.ids) <= 7,
-                    f"{label}: {len(turn.ids)} of at most 7 tokens, sampled={turn.sampled}",
+                    f"{label}: expected 1 to 7 tokens and sampled=True, got {len(turn.ids)} and sampled={turn.sampled}",
                 )
                 count = None if turn.logprobs is None else len(turn.logprobs)
                 expect(count == len(turn.ids), f"{label}: {len(turn.ids)} tokens and {count} log-probs")
-                expect(
-                    turn.temperature == 0.9, f"{label}: temperature {turn.temperature} is reported, 0.9 was asked for"
-                )
+                expect(turn.temperature == 0.9, f"{label}: temperature is {turn.temperature}, but 0.9 was requested")
                 expect(
                     turn.versions == ((0, 0),),
-                    f"{label}: versions {turn.versions}, all tokens are of version 0: ((0, 0),)",
+                    f"{label}: versions are {turn.versions}; all tokens are of version 0, so expected ((0, 0),)",
                 )
                 expect(turn.finish in ("stop", "length"), f"{label}: finish is {turn.finish!r}")
                 expect(
                     turn.text == s.decode(turn.ids),
-                    f"{label}: text {turn.text!r}, its tokens decode to {s.decode(turn.ids)!r}",
+                    f"{label}: the text is {turn.text!r}, but its tokens decode to {s.decode(turn.ids)!r}",
                 )
 
     def test_logprobs(self) -> None:
@@ -339,7 +333,7 @@ class GeneratorContract(SamplingChecks, Contract):
                         token = turn.ids[position]
                         expect(
                             allowed(row, token, name, value),
-                            f"{label} {name} = {value} drew token {token}, outside of it",
+                            f"{label} {name} = {value} drew token {token}, which it excludes",
                         )
 
     def _same_logprobs(
@@ -358,7 +352,7 @@ class GeneratorContract(SamplingChecks, Contract):
             expect(
                 delta <= LOGPROB,
                 f"{label} log-probs differ from the reference forward pass by {delta:.1e} (allowed {LOGPROB:.0e}). "
-                "They are of the distribution that the token was drawn from: after temperature and truncation",
+                "Report those of the distribution that the token was drawn from, after temperature and truncation",
             )
         return list(zip(requests, turns, strict=True))
 
@@ -371,10 +365,10 @@ class GeneratorContract(SamplingChecks, Contract):
             other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=5))))
             s.source.load_weights(other.weights())
             proof = self.load(s, 3)
-            expect(proof.version == 3, f"{label} load(..., 3) proves version {proof.version}")
+            expect(proof.version == 3, f"{label} the proof of load(..., 3) has version {proof.version}")
             expect(s.generator.version == 3, f"{label} after load(..., 3) its version is {s.generator.version}")
             for _, turn in self._same_logprobs(s, sampling, f"{label} after new weights:"):
-                expect(turn.versions == ((0, 3),), f"{label} after load(..., 3) a turn says versions {turn.versions}")
+                expect(turn.versions == ((0, 3),), f"{label} after load(..., 3) a turn has versions {turn.versions}")
 
     def test_base(self) -> None:
         """With the capability ``base``, requests for the policy's base get its tokens, whatever the adapters, and other
@@ -391,13 +385,13 @@ class GeneratorContract(SamplingChecks, Contract):
             self.load(s, seed)
             streams = [[t for piece in s.generator.stream(request) for t in piece] for request in requests[:2]]
             turns = s.turns(requests, label)
-            expect(streams == [list(t.ids) for t in turns[:2]], f"{label} stream() gives {streams}, generate() others")
-            expect(source.current_view == "live", f"{label} generating left the trainer at another view")
+            expect(streams == [list(t.ids) for t in turns[:2]], f"{label} stream() gives {streams}, unlike generate()")
+            expect(source.current_view == "live", f"{label} generating changed the trainer's view")
             for request, turn in zip(requests, turns, strict=True):
                 source.use_view("base" if request.base else "live")
                 best = s.logprobs(request.ids, turn.ids, 1.0).max(1).values
                 delta = float((best - torch.tensor(turn.logprobs)).abs().max())
-                expect(delta <= LOGPROB, f"{label} base = {request.base}: greedy log-probs are {delta:.1e} off")
+                expect(delta <= LOGPROB, f"{label} base = {request.base}: greedy log-probs differ by {delta:.1e}")
 
     def test_links(self) -> None:
         """With ``ReceivesOverLinks``, weights that come over a link are proven and sampled from, and a second
@@ -414,7 +408,7 @@ class GeneratorContract(SamplingChecks, Contract):
         if not receives_over_links(type(generator)) or torch.cuda.is_available():
             return
         if sys.platform != "linux":
-            raise SkipTest(f"The check needs Linux, whose processes map each other's memory; this is {sys.platform}")
+            raise SkipTest(f"The check needs Linux, where processes map each other's memory; this is {sys.platform}")
         stores = []  # kept alive: a store serves until it is collected, and an unread link must time out
         for version in (1, 2):
             other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=4 + version))))
@@ -430,13 +424,13 @@ class GeneratorContract(SamplingChecks, Contract):
             for proof in generator.end_load():
                 expect(
                     proof.version == version and dict(proof.received) == s.source.sent_fingerprints(),
-                    f"{label} version {version} came over a link; {proof.receiver} proves version {proof.version} and "
-                    f"{len(proof.received)} tensors, {len(s.source.sent_fingerprints())} were sent: fingerprints must "
-                    "be equal",
+                    f"{label} version {version} was sent over a link with {len(s.source.sent_fingerprints())} tensors, "
+                    f"and {proof.receiver} proves version {proof.version} with {len(proof.received)}: versions and "
+                    "fingerprints must be equal",
                 )
-            self._same_logprobs(s, Sampling(8, ignore_eos=True), f"{label} after weights came over a link:")
+            self._same_logprobs(s, Sampling(8, ignore_eos=True), f"{label} after a load over a link:")
             stale = [name for header in trainer.send_buckets("live", BUCKET_BYTES) for name in generator.stale(header)]
-            expect(not stale, f"{label} stale() names {stale} of the weights that it samples from")
+            expect(not stale, f"{label} stale() names {stale}, but the generator samples from these weights")
             trainer.close()
 
     def test_source_untouched(self) -> None:
@@ -460,7 +454,7 @@ class GeneratorContract(SamplingChecks, Contract):
             expect(needs == [p.requires_grad for p in module.parameters()], f"{label} generating changed requires_grad")
             counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
             expect(hooks == counts, f"{label} generating left hooks on the module")
-            expect(module.config._attn_implementation == attention, f"{label} generating left another attention behind")
+            expect(module.config._attn_implementation == attention, f"{label} generating changed the model's attention")
             grads = all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
             expect(grads, f"{label} generating changed accumulated gradients")
             equal = torch.equal(state, torch.get_rng_state())

@@ -125,7 +125,7 @@ class LauncherContract(Contract):
             for size in self.world_sizes:
                 label = self.label(config)
                 launcher, group = self.launched(config, size)
-                expect(group.size == size, f"{label} a group of {size} ranks says its size is {group.size}")
+                expect(group.size == size, f"{label} a group of {size} ranks reports the size {group.size}")
                 for round_ in (1, 2):
                     answers = [tuple(r) for r in group.call("echo", [(f"for {rank}",) for rank in range(size)])]
                     want = [(rank, round_, f"for {rank}") for rank in range(size)]
@@ -148,7 +148,7 @@ class LauncherContract(Contract):
                         group.call("echo", [(n,) for n in range(wrong)])
                     except Exception:
                         continue
-                    raise Nonconformance(f"{self.label(config)} call() takes arguments for {wrong} of {size} ranks")
+                    raise Nonconformance(f"{self.label(config)} call() accepts arguments for {wrong} of {size} ranks")
                 launcher.shutdown()
 
     def test_first_cause(self) -> None:
@@ -190,7 +190,7 @@ class LauncherContract(Contract):
             launcher, group = self.launched(config, 1)
             expect(
                 isinstance(group.worker, CountingTrainer),
-                f"{self.label(config)} has the capability 'export:module', and `worker` of a group of one rank is "
+                f"{self.label(config)} has the capability 'export:module', but `worker` of a group of one rank is "
                 f"{group.worker!r}: set it to the trainer, or remove the capability",
             )
             launcher.shutdown()
@@ -203,7 +203,10 @@ class LauncherContract(Contract):
             policy = launcher.launch_trainer(CountingTrainer, None, self.spec("policy"))
             spec = GeneratorSpec((0,), str)
             generator = launcher.launch_generator(CountingGenerator, None, spec, policy, lambda: None)
-            expect(isinstance(generator, Generator), f"{label} launch_generator() gives a {type(generator).__name__}")
+            expect(
+                isinstance(generator, Generator),
+                f"{label} launch_generator() must return a Generator, got {type(generator).__name__}",
+            )
             generator.begin_load(5)
             for bucket in policy.stream("buckets", "live", 24):  # two tensors of 12 bytes each
                 generator.take(bucket)

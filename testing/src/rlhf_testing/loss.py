@@ -60,7 +60,7 @@ class Declared(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise Nonconformance(
-            f"head {self._head.name!r} reads the column {name!r}; it declares {list(self._head.columns)}: "
+            f"head {self._head.name!r} reads the column {name!r}; it declares {list(self._head.columns)}: set "
             f"Head(..., columns=({name!r},))"
         )
 
@@ -71,21 +71,21 @@ def check_declared(label: str, loss: Loss, second: Loss) -> None:
         declaration = getattr(loss, method)()
         expect(
             isinstance(declaration, tuple | list),
-            f'{label} {method}() returns {declaration!r:.60}; it must be a tuple, of one name too: ("logprobs",)',
+            f'{label} {method}() returns {declaration!r:.60}; it must be a tuple, even of one name: ("logprobs",)',
         )
     heads = [output for output in loss.outputs() if isinstance(output, Head)]
     names = Counter(output.name if isinstance(output, Head) else output for output in loss.outputs())
     for name, count in names.items():
-        expect(count == 1, f"{label} outputs() names {name!r} {count} times: x[{name!r}] is one of them")
+        expect(count == 1, f"{label} outputs() names {name!r} {count} times, but x[{name!r}] holds only one of them")
     for head in heads:
         is_new = head.name not in BUILTIN or head.fn is BUILTIN[head.name].fn
-        expect(is_new, f"{label} a head of its own is called {head.name!r}, as a built-in one: choose another name")
+        expect(is_new, f"{label} a custom head has the name of the built-in head {head.name!r}: choose another name")
     fns = {output.name: output.fn for output in second.outputs() if isinstance(output, Head)}
     for head in heads:
         expect(
             fns.get(head.name) is head.fn or fns.get(head.name) == head.fn,
-            f"{label} the function of head {head.name!r} is another one in each call of outputs(): define it once, "
-            "outside of outputs() (a function made inside is new in every call and cannot be pickled)",
+            f"{label} the function of head {head.name!r} is a new one in each call of outputs(): define it once, "
+            "outside outputs() (a function made inside is new in every call and cannot be pickled)",
         )
     declared, other = ([f(instance) for f in _PARTS] for instance in (loss, second))
     expect(declared == other, f"{label} outputs(), columns() and reduce() must be functions of the config alone")
@@ -114,25 +114,23 @@ def check_head(label: str, case: LossCase, head: Head) -> None:
         chunk_values = head.fn(chunk, ids[rows_T], declared, constants)
         right = isinstance(chunk_values, Tensor) and chunk_values.ndim >= 1 and chunk_values.shape[0] == len(rows)
         shape = tuple(chunk_values.shape) if isinstance(chunk_values, Tensor) else type(chunk_values).__name__
-        expect(
-            right, f"{label} must give [{len(rows)}, ...] for {len(rows)} tokens, got {shape}: nothing over all tokens"
-        )
-        expect(chunk._version == version, f"{label} changes in place what it reads, and other heads too: .clone() it")
+        expect(right, f"{label} must give [{len(rows)}, ...] for {len(rows)} tokens, got {shape}: keep the token axis")
+        expect(chunk._version == version, f"{label} changes its input in place, which other heads read: .clone() it")
         return chunk_values
 
     order = list(range(len(ids)))
     values_N = values(order)
     low = values_N.is_floating_point() and torch.finfo(values_N.dtype).bits < 32
-    expect(not low, f"{label} gives {values_N.dtype}: what it reads is float32, and so are its values")
+    expect(not low, f"{label} gives {values_N.dtype}: its input is float32, so its values must be float32")
     bad = int((~torch.isfinite(values_N.float())).sum())
     expect(not bad, f"{label} gives {bad} values that are not finite, for ordinary input between -3 and 3")
-    expect(same_bits(values_N, values(order)), f"{label} gives other values on the second call: keep it pure")
+    expect(same_bits(values_N, values(order)), f"{label} must be pure: its second call gives different values")
     chunks = torch.cat([values(order[i : i + CHUNK]) for i in range(0, len(order), CHUNK)])
     delta = float((chunks.double() - values_N.double()).abs().max())
     expect(
         delta <= TOLERANCE * max(1e-12, float(values_N.double().abs().max())),
         f"{label} depends on which tokens share a chunk (by {delta:.1e}): it is called chunk by chunk, so a value may "
-        "depend on its own token only; put what depends on the batch into a column (Loss.prepare)",
+        "depend only on its own token; put values that depend on the batch into a column (Loss.prepare)",
     )
 
 
@@ -163,7 +161,7 @@ class LossContract(LossSubject):
                 first, second = case.run(case.single_micro_batch()), case.run(case.single_micro_batch())
             expect(math.isfinite(first.total), f"{label} the loss is {first.total} on ordinary values")
             expect(first.total == second.total, f"{label} two calls on the same input give different values")
-            expect(state == case.loss.state_dict(), f"{label} calling the loss changed its state: __call__ is pure")
+            expect(state == case.loss.state_dict(), f"{label} a call changed the loss's state: __call__ must be pure")
             for name, old in columns_before.items():
                 expect(same_bits(old, case.batch.tok[name]), f"{label} the call changed the column {name!r} in place")
 
@@ -197,7 +195,7 @@ class LossContract(LossSubject):
             for name, values in case.batch.tok.items():
                 expect(
                     same_bits(values, prepared.tok[name]),
-                    f"{label} prepare() reads masked positions: column {name!r} depends on what stands there",
+                    f"{label} prepare() reads masked positions: column {name!r} depends on the values there",
                 )
 
     def test_split_invariance(self) -> None:
@@ -214,8 +212,8 @@ class LossContract(LossSubject):
                 expect(
                     difference <= LOSS * one_call.size,
                     f"{label} split as {layout!r} changes the loss from {one_call.total:.9g} to {other.total:.9g} "
-                    f"({difference / max(one_call.size, 1e-30):.1e} of sum |w x|, allowed {LOSS:.0e}). A loss returns "
-                    "plain values: no mean, no count of this micro-batch; declare reduce() instead",
+                    f"({difference / max(one_call.size, 1e-30):.1e} of sum |w x|, allowed {LOSS:.0e}). Return plain "
+                    "values, without a mean or a count over this micro-batch, and declare reduce() instead",
                 )
                 delta = distance(one_call.gradients, other.gradients)
                 expect(
@@ -225,7 +223,7 @@ class LossContract(LossSubject):
                 self._same_metrics(label, layout, one_call.sums, other.sums)
 
     def _same_metrics(self, label: str, layout: str, a: Any, b: Any) -> None:
-        expect(set(a) == set(b), f"{label} split as {layout!r} reports other metrics: {sorted(set(a) ^ set(b))}")
+        expect(set(a) == set(b), f"{label} split as {layout!r} reports different metrics: {sorted(set(a) ^ set(b))}")
         values, split = finish_sums(a), finish_sums(b)
         for name in values:
             if name == "loss" or name.startswith("loss/"):
@@ -288,15 +286,16 @@ class LossContract(LossSubject):
             if not names:
                 continue
             unknown = [name for name in names if name not in case.loss.columns()]
-            expect(not unknown, f"{label} signal() names {unknown}, which columns() does not: {case.loss.columns()}")
+            expect(not unknown, f"{label} signal() names {unknown}; columns() declares only {case.loss.columns()}")
             for name in names:
                 case.batch = case.batch.with_column(case.level(name), name, torch.zeros_like(case.batch.column(name)))
             run = case.run(case.single_micro_batch())
             reached = sorted(output for output, gradient in run.gradients.items() if bool(gradient.any()))
             expect(
                 run.size == 0 and not reached,
-                f"{label} signal() says {', '.join(names)}, but where these columns are 0 the loss is {run.total:.6g}, "
-                f"with a gradient of {', '.join(reached) or 'nothing'}: it needs every unit, so signal() must give ()",
+                f"{label} signal() names {', '.join(names)}, but where these columns are 0 the loss is "
+                f"{run.total:.6g}, with a gradient of {', '.join(reached) or 'nothing'}: the loss needs every unit, "
+                "so signal() must return ()",
             )
 
     def test_options(self) -> None:
@@ -313,8 +312,8 @@ class LossContract(LossSubject):
         """Loss and gradient equal the author's plain statement on padded [B, T] tensors."""
         if type(self).statement is LossContract.statement:
             raise missing(
-                "statement(self, x_BT): the loss written plainly on padded [B, T] tensors. No other check tells a "
-                "wrong formula, or a factor that should be detached and is not"
+                "statement(self, x_BT): the loss written plainly on padded [B, T] tensors. No other check detects "
+                "a wrong formula, or a factor that should be detached but is not"
             )
         for config in self.grid():
             label, case = self.label(config), self.case(config, fresh=False)
@@ -326,7 +325,7 @@ class LossContract(LossSubject):
             difference = abs(run.total - float(expected.detach()))
             expect(
                 difference <= 10 * LOSS * max(run.size, 1e-12),
-                f"{label} the loss is {run.total:.9g}, the statement says {float(expected.detach()):.9g}",
+                f"{label} the loss is {run.total:.9g}, but the statement gives {float(expected.detach()):.9g}",
             )
             expect(
                 delta <= GRADIENT,

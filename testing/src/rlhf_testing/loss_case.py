@@ -203,9 +203,9 @@ class LossCase:
         names = [n for n in self.loss.columns() if n in self.batch.tok and n not in self.suite.levels]
         if names:
             raise Nonconformance(
-                f"{type(error).__name__}: {error}. The suite made one value a token of the columns {', '.join(names)}. "
-                'Where one of them has one value a sequence or a unit, say so: conformance = {"levels": {'
-                f'"{names[-1]}": "unit"}}}} in the loss\'s class'
+                f"{type(error).__name__}: {error}. The suite made one value per token for the columns "
+                f"{', '.join(names)}. If one of them has one value per sequence or unit, declare it: conformance = "
+                f'{{"levels": {{"{names[-1]}": "unit"}}}} in the loss\'s class'
             ) from error
 
     def outputs(self, micro: Batch) -> dict[str, Tensor]:

@@ -99,10 +99,10 @@ class ObserverContract(Contract):
         requests = list(info.control.requests)  # type: ignore[attr-defined]
         self.call(observer, "run_ended", end)
         late = info.control.requests[len(requests) :]  # type: ignore[attr-defined]
-        expect(not late, f"{self.label()} run_ended() asks the control for {late}, and the run is over")
+        expect(not late, f"{self.label()} run_ended() asks the control for {late}, but the run is over")
         expect(
             (groups, metrics) == copies,
-            f"{self.label()} changed the metrics or rollouts it was shown: only the control changes a run",
+            f"{self.label()} changed the metrics or rollouts that it received: change a run only through the control",
         )
 
     def call(self, observer: Any, event: str, *arguments: Any) -> None:
@@ -113,7 +113,7 @@ class ObserverContract(Contract):
         if inspect.iscoroutine(result):
             result.close()
             raise Nonconformance(f"{self.label()} {event}() is `async def`, which is never awaited: write plain `def`")
-        expect(result is None, f"{self.label()} {event}() returned {result!r}; return values of events are not read")
+        expect(result is None, f"{self.label()} {event}() returned {result!r}; return values of events are ignored")
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -125,7 +125,7 @@ class ObserverContract(Contract):
         hears = any(getattr(self.cls, event) is not getattr(Observer, event) for event in EVENTS)
         expect(
             hears or not methods,
-            f"{self.label()} listens to nothing: nobody calls {', '.join(methods)}; events are {', '.join(EVENTS)}",
+            f"{self.label()} handles no event: nothing calls {', '.join(methods)}; events are {', '.join(EVENTS)}",
         )
 
     def test_runs(self) -> None:

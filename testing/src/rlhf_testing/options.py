@@ -32,9 +32,9 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
                 plain = config_without(config, [p for p in set_options(config) if p.partition(".")[0] == section])
             expect(
                 plain is None or not equal_effects(effect_of_config, _effect_or_none(effect, plain)),
-                f"{contract.label(config)} {path} changes nothing: credit, gradients and what is trained are those of "
-                f"its default. Read it, or refuse it in Config where it cannot matter. If it acts elsewhere, or on "
-                f"other data than the suite's, say so: without_effect = {{{path!r}: 'why'}}",
+                f"{contract.label(config)} {path} changes nothing: credit, gradients and what is trained are the "
+                f"same as with its default. Read it, or refuse it in Config where it has no effect. If it acts "
+                f"elsewhere, or only on data that the suite lacks, declare it: without_effect = {{{path!r}: 'why'}}",
             )
 
 

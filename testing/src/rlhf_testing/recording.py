@@ -48,7 +48,7 @@ class Recording:
                 return result  # evaluate() refuses it
             if values.dtype in (torch.float16, torch.bfloat16):
                 raise Nonconformance(
-                    f"the term {term!r} comes in {values.dtype}: what the loss reads is float32, and so are its terms"
+                    f"the term {term!r} is {values.dtype}: the input of a loss is float32, so its terms must be float32"
                 )
             weight = batch.column(WEIGHT + term)
             reduction = reduces[term].method

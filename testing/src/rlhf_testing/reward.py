@@ -105,9 +105,7 @@ class RewardContract(Contract):
             if self.in_worker and isinstance(error, AttributeError) and self.cls.setup is not Reward.setup:
                 reason = "score() is plain `def` and runs in a worker process, where setup() is not called"
             elif not reward.roles() and "'NoneType' object is not callable" in str(error):
-                reason = (
-                    "roles() declares none, and without one RewardContext has neither score_with_role nor read_role"
-                )
+                reason = "roles() declares no role, so RewardContext has neither score_with_role nor read_role"
             else:
                 raise
             raise Nonconformance(f"{self.label()} score() raises {type(error).__name__}: {error}. {reason}") from error
@@ -122,7 +120,7 @@ class RewardContract(Contract):
                 results = self.score(reward, group)
                 expect(
                     isinstance(results, (list, tuple)) and len(results) == len(group.trajectories),
-                    f"{label} score() must return {len(group.trajectories)} results for that many trajectories, got "
+                    f"{label} score() must return {len(group.trajectories)} results, one per trajectory, got "
                     f"{len(results) if isinstance(results, (list, tuple)) else results!r}",
                 )
                 for n, result in enumerate(results):
@@ -133,7 +131,7 @@ class RewardContract(Contract):
         for name in ("value", "score"):
             value = getattr(result, name)
             wrong = "" if value is None else no_number(value)
-            expect(not wrong, f"{label}: {name} is {wrong} None says 'not applicable'")
+            expect(not wrong, f"{label}: {name} is {wrong} Use None for 'not applicable'")
         turns = group.trajectories[n].turns
         for turn, token, value in result.steps:
             is_sampled = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
@@ -142,7 +140,7 @@ class RewardContract(Contract):
         try:
             json.dumps(result.info)
         except (TypeError, ValueError) as error:
-            expect(False, f"{label}: info goes into the rollouts file and must be JSON: {error}")
+            expect(False, f"{label}: info is written to the rollouts file and must be JSON: {error}")
 
     def test_place(self) -> None:
         """A plain ``def score``, which runs in worker processes, needs no model and keeps no state."""
@@ -161,7 +159,7 @@ class RewardContract(Contract):
             for group in self.groups():
                 original = copy.deepcopy(group)
                 self.score(reward, group)
-                expect(group == original, f"{label} score() changed the group it was given: rewards only look")
+                expect(group == original, f"{label} score() changed the group: rewards must only read it")
 
     def test_repeatable(self) -> None:
         """Equal groups get equal results, also from a new instance. Permuting the samples permutes the results."""
@@ -173,13 +171,14 @@ class RewardContract(Contract):
                 first = self.score(reward, group)
                 expect(
                     first == self.score(reward, group) == self.score(self.ready(config), group),
-                    f"{label} two calls or instances score one group differently (a judge: deterministic = False)",
+                    f"{label} two calls or instances score the same group differently (a judge sets "
+                    "deterministic = False)",
                 )
                 reverse = replace(group, trajectories=group.trajectories[::-1])
                 expect(
                     self.score(reward, reverse)[::-1] == first,
-                    f"{label} reversing the samples does not reverse the results: one result per trajectory, in order; "
-                    "and among samples that are equally good or equally frequent, the first is not better",
+                    f"{label} reversing the samples does not reverse the results: return one result per trajectory, in "
+                    "order, and do not prefer the first of several samples that are equally good or equally frequent",
                 )
 
     def test_every_answer_alone(self) -> None:
@@ -208,20 +207,20 @@ class RewardContract(Contract):
             is_list = isinstance(names, Collection) and not isinstance(names, str)
             expect(
                 is_list and all(isinstance(name, str) and name for name in names),
-                f"{label} columns() must give a list or tuple of texts that are not empty, got {names!r}",
+                f"{label} columns() must return a list or tuple of strings that are not empty, got {names!r}",
             )
             for name in names:
                 rest = {column: value for column, value in self.columns.items() if column != name}
                 expect(
                     len(rest) < len(self.columns),
-                    f"{label} columns() names {name!r}; this suite's row has {sorted(self.columns)}. Give the row that "
-                    'column: conformance = {"columns": {...}}, or `columns` of the suite',
+                    f"{label} columns() names {name!r}; this suite's row has {sorted(self.columns)}. Add that column "
+                    'to the row: conformance = {"columns": {...}}, or `columns` of the suite',
                 )
                 try:
                     self.score(reward, fabricate.text_group(rest, self.answers))
                 except Exception:  # a reward may raise anything; with the whole row it scores (the other checks)
                     continue
-                expect(False, f"{label} columns() names {name!r}, but score() works on a row without it. Leave it out")
+                expect(False, f"{label} columns() names {name!r}, but score() works on a row without it. Remove it")
 
     def test_reads(self) -> None:
         """A reward that reads texts only needs no tokenizer: without token ids its results are the same."""
@@ -237,9 +236,7 @@ class RewardContract(Contract):
                 for turn in (turn for trajectory in texts.trajectories for turn in trajectory.turns):
                     turn.ids, turn.logprobs = array("i"), None
                 equal = self.score(reward, texts) == self.score(reward, group) or not self.deterministic
-                expect(
-                    equal, f"{label} reads = 'text', but without token ids it scores otherwise: set reads = 'tokens'"
-                )
+                expect(equal, f"{label} reads = 'text', but without token ids its scores differ: set reads = 'tokens'")
 
     def test_cases(self) -> None:
         """The author's cases get their expected values."""
@@ -254,7 +251,7 @@ class RewardContract(Contract):
                 for text, result, value in zip(answers, results, values, strict=True):
                     score, is_none = result.value, value is None or result.value is None
                     equal = score == value if is_none else math.isclose(score, value, abs_tol=1e-6)  # type: ignore[arg-type]
-                    expect(equal, f"{self.label(config)} {text!r} gets {score!r}, the case says {value!r} ({columns})")
+                    expect(equal, f"{self.label(config)} {text!r} gets {score!r}, expected {value!r} ({columns})")
 
 
 def _number(role: str, ids: Sequence[int]) -> float:

@@ -78,13 +78,13 @@ class RolloutContract(Contract):
             for n, turn in enumerate(turns):
                 expect(
                     not turn.sampled or all(turn.logprobs is not side.logprobs for side in context.side_turns),
-                    f"{label} turn {n} was asked for with training = False: it cannot be trained on",
+                    f"{label} turn {n} was generated with training = False: it cannot be trained on",
                 )
                 if turn.sampled:
                     count = None if turn.logprobs is None else len(turn.logprobs)
                     expect(count == len(turn.ids), f"{label} turn {n} has {len(turn.ids)} tokens and {count} log-probs")
                 else:
-                    expect(turn.logprobs is None, f"{label} turn {n} was not sampled, yet has log-probs")
+                    expect(turn.logprobs is None, f"{label} turn {n} was not sampled, but has log-probs")
 
     def test_token_in_token_out(self) -> None:
         """Sampled turns equal the generator's output, and each was generated after exactly the tokens that precede it
@@ -92,13 +92,13 @@ class RolloutContract(Contract):
         for config, context, turns in self._conversations():
             label = self.label(config)
             if not self.build(config).needs_generator:
-                expect(not context.calls, f"{label} needs_generator is False, but it generated")
+                expect(not context.calls, f"{label} needs_generator is False, but it generates turns")
                 continue
             sampled = [n for n, t in enumerate(turns) if t.sampled]
             expect(
                 self.discards or len(sampled) == len(context.calls),
-                f"{label} {len(context.calls)} turns were generated, {len(sampled)} are in the trajectory: the "
-                "others are neither trained on nor recorded. A rollout that means it (best of n) says so: "
+                f"{label} {len(context.calls)} turns were generated, but {len(sampled)} are in the trajectory: "
+                "the others are neither trained on nor recorded. A rollout that does so on purpose (best of n) sets "
                 'conformance = {"discards": True} in its class, or discards = True in its suite',
             )
             for n, call in zip(sampled, _matching_calls(turns, sampled, context.calls), strict=True):
@@ -107,20 +107,20 @@ class RolloutContract(Contract):
                     value, want = getattr(turn, name), getattr(call.turn, name)
                     expect(
                         value == want,
-                        f"{label} turn {n}: {name} is {value!r}, the generator gave {want!r}: "
-                        "sampled text is never tokenised again",
+                        f"{label} turn {n}: {name} is {value!r}, but the generator gave {want!r}: "
+                        "do not tokenise sampled text again",
                     )
                 start = max((i for i in range(n) if turns[i].fresh), default=0)
                 stands = tuple(i for t in turns[start:n] for i in t.ids)
                 expect(
                     stands == call.context,
-                    f"{label} turn {n} was generated after {len(call.context)} tokens, but {len(stands)} others "
-                    "precede it in the trajectory: mark a rewritten context with fresh=True",
+                    f"{label} turn {n} was generated after {len(call.context)} tokens, but {len(stands)} different "
+                    "ones precede it in the trajectory: mark a rewritten context with fresh=True",
                 )
             numbers = [c.number for c in context.calls]
             expect(
                 len(set(numbers)) == len(numbers),
-                f"{label} turn numbers {numbers} repeat, so turns share their seed: "
+                f"{label} turn numbers {numbers} repeat, so turns share their seed: use "
                 "ctx.generate(turns, sampling, number)",
             )
 
@@ -156,15 +156,15 @@ class RolloutContract(Contract):
             origin = rollout.gives_rewards or rollout.replays_env or context.envs or context.scores
             expect(
                 bool(origin) or all(turn.reward is None for turn in turns),
-                f"{self.label(config)} sets Turn.reward, which the run adds to what [[reward]] gives: set "
-                "gives_rewards = True, or score by ctx.score()",
+                f"{self.label(config)} sets Turn.reward, which the run adds to the values of [[reward]]: set "
+                "gives_rewards = True, or use ctx.score()",
             )
 
     def test_repeatable(self) -> None:
         """Equal rows, seeds and answers give equal turns."""
         for config in self.grid():
             first, second = self.good(config)[1], self.good(config)[1]
-            expect(first == second, f"{self.label(config)} two runs with equal answers give other turns")
+            expect(first == second, f"{self.label(config)} two runs with equal answers give different turns")
 
     def test_budget(self) -> None:
         """The rollout ends at its token budget: it neither hangs nor exceeds ``max_tokens``."""
@@ -177,7 +177,7 @@ class RolloutContract(Contract):
                 )
                 continue
             longest = max((len(c.context) + len(c.turn.ids) for c in context.calls), default=0)
-            expect(longest <= 24, f"{label} {longest} tokens in a context of at most 24")
+            expect(longest <= 24, f"{label} its longest context has {longest} tokens; at most 24 are allowed")
 
     def test_env_is_closed_once(self) -> None:
         """The environment is closed exactly once, by the core, also after an error. The rollout passes the error on."""
@@ -206,21 +206,21 @@ class RolloutContract(Contract):
             context, turns = self.good(config)
             if not context.envs:
                 continue
-            expect(all(t.reward is None for t in turns if not t.sampled), f"{label} a turn not sampled has a reward")
+            expect(all(t.reward is None for t in turns if not t.sampled), f"{label} an unsampled turn has a reward")
             total = sum(t.reward or 0.0 for t in turns)
             want = sum(0.25 * n for n in range(1, context.envs[0].steps + 1))
             expect(
                 abs(total - want) < 1e-9,
-                f"{label} the environment gave {want} in all, the turns hold {total}: "
-                "turn.reward = step.reward, on the turn that was answered",
+                f"{label} the environment gave {want} in total, but the turns hold {total}: "
+                "set turn.reward = step.reward on the turn that the step answers",
             )
             if self._plays_agents(config):
                 _, turns = self.good(config, agents=AGENTS)
                 totals = [sum(t.reward or 0.0 for t in turns if t.agent == agent) for agent in AGENTS]
                 expect(
                     totals == [4.0, 3.5],
-                    f"{label} the environment gave the agents 4 and 3.5 in all, their turns hold {totals}: step.reward "
-                    "is of the agent that acted, step.rewards[agent] of each, from its first turn on",
+                    f"{label} the environment gave the agents 4 and 3.5 in total, but their turns hold {totals}: "
+                    "step.reward belongs to the agent that acted, step.rewards[agent] to each, from its first turn on",
                 )
 
 
@@ -230,7 +230,7 @@ def _turns(result: Any) -> list[Turn]:
     for value in turns:
         if inspect.iscoroutine(value):
             value.close()
-            raise Nonconformance("run() returned what ctx.generate() gave without awaiting it: await ctx.generate(...)")
+            raise Nonconformance("run() returned ctx.generate() without awaiting it: await ctx.generate(...)")
     if not turns or not all(isinstance(turn, Turn) for turn in turns):
         types = f"{[type(t).__name__ for t in turns]}" if turns else f"{type(result).__name__} {result!r:.60}"
         raise Nonconformance(

@@ -114,7 +114,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                     way(config)
                 except ModelError:
                     continue
-                expect(False, f"{self.label(config)} {name} takes a language model for a scalar role that is not "
+                expect(False, f"{self.label(config)} {name} accepts a language model for a scalar role that is not "
                               "trained: its head would be random. Raise ModelError")  # fmt: skip
 
     def test_packing(self) -> None:
@@ -154,12 +154,12 @@ class TrainerContract(TrainerStateChecks, Contract):
                         expect(
                             delta <= GRADIENT,
                             f"{label} {way}: the gradient differs from the plain one by {delta:.1e} "
-                            f"(allowed {GRADIENT:.0e}). Gradients add: no mean over micro-batches, calls or ranks",
+                            f"(allowed {GRADIENT:.0e}). Sum gradients: no mean over micro-batches, calls or ranks",
                         )
                         for name, value in want_sums.items():
                             expect(
                                 abs(sums.get(name, float("nan")) - value) <= 1e-5 * max(size, abs(value)),
-                                f"{label} {way}: {name!r} is {sums.get(name)}, plainly computed {value}",
+                                f"{label} {way}: {name!r} is {sums.get(name)}, but {value} by the plain computation",
                             )
 
     def test_lent_head(self) -> None:
@@ -186,7 +186,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                 (want, want_sums, _), (gradients, sums, _) = results
                 expect(
                     abs(sums["loss"] - want_sums["loss"]) <= 1e-5 * abs(want_sums["loss"]),
-                    f"{label} the loss is {sums['loss']}, plainly computed {want_sums['loss']}",
+                    f"{label} the loss is {sums['loss']}, but {want_sums['loss']} by the plain computation",
                 )
                 full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **gradients}
                 silent = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
@@ -237,7 +237,7 @@ class TrainerContract(TrainerStateChecks, Contract):
             want, value = finish_sums(plain)["loss"], finish_sums(sums)["loss"]
             expect(
                 abs(value - want) <= 1e-5 * max(1.0, abs(want)),
-                f"{self.label(config)} evaluate() of a model with dropout says {value}, without dropout it is {want}",
+                f"{self.label(config)} evaluate() of a model with dropout gives {value}, but {want} without dropout",
             )
 
     def test_evaluate(self) -> None:
@@ -254,7 +254,7 @@ class TrainerContract(TrainerStateChecks, Contract):
             for name, value in want.items():
                 expect(
                     abs(sums[name] - value) <= 1e-5 * max(1.0, abs(value)),
-                    f"{label} evaluate() says {name} = {sums[name]}, accumulate() {value}",
+                    f"{label} evaluate() gives {name} = {sums[name]}, but accumulate() gives {value}",
                 )
 
 

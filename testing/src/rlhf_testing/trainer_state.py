@@ -40,7 +40,7 @@ class TrainerStateChecks:
             results = [step(t, n) for n in range(2) for t in (trainer, twin)]
             expect(
                 results[0] == results[1] and results[2] == results[3],
-                f"{label} two equal trainers report other steps: {results}",
+                f"{label} two equal trainers report different steps: {results}",
             )
             expect(
                 not results[0].skipped and 0 < results[0].grad_norm < float("inf"),
@@ -54,7 +54,7 @@ class TrainerStateChecks:
             )
             expect(
                 all(not bool(g.any()) for g in trainer.gradients().values()),
-                f"{label} gradients are still there after apply(): the next step would add to them",
+                f"{label} gradients are not cleared after apply(): the next step would add to them",
             )
 
     def test_state(self) -> None:
@@ -76,7 +76,7 @@ class TrainerStateChecks:
             same_weights(weights_of(trainer), weights_of(fresh), f"{label} after save() and load():")
             for number in (2, 3):
                 a, b = step(trainer, number), step(fresh, number)
-                expect(a == b, f"{label} step {number} reports {a}, after save() and load() {b}")
+                expect(a == b, f"{label} step {number} reports {a}, but {b} after save() and load()")
                 same_weights(weights_of(trainer), weights_of(fresh), f"{label} step {number} after save() and load():")
 
     def test_skipped_step(self) -> None:
@@ -124,7 +124,7 @@ class TrainerStateChecks:
                 if new is not None:
                     subject.change(new)
             a, b, c = step(trainer, 1), step(twin, 1), step(other, 1)
-            expect(b == c, f"{label} after change() to the same options a step reports {b}, without it {c}")
+            expect(b == c, f"{label} after change() to the same options a step reports {b}, but {c} without it")
             same_weights(weights_of(twin), weights_of(other), f"{label} after change() to the same options:")
             expect(a.lr == c.lr / 2, f"{label} after change() to half of lr, apply() reports {a.lr}, not {c.lr / 2}")
             moved = any(not same_bits(v, weights_of(other)[n]) for n, v in weights_of(trainer).items())
@@ -144,7 +144,7 @@ class TrainerStateChecks:
             same_weights(weights_of(trainer), weights_of(twin), f"{label} after offload():")
             trainer.reload()
             a, b = step(trainer, 1), step(twin, 1)
-            expect(a == b, f"{label} after offload() and reload() a step reports {a}, without them {b}")
+            expect(a == b, f"{label} after offload() and reload() a step reports {a}, but {b} without them")
             same_weights(weights_of(trainer), weights_of(twin), f"{label} after offload(), reload() and a step:")
 
     def test_zero_grad(self) -> None:
@@ -154,7 +154,7 @@ class TrainerStateChecks:
             accumulate(trainer, 5)
             trainer.zero_grad()
             a, b = step(trainer, 0), step(twin, 0)
-            expect(a == b, f"{label} after zero_grad() a step reports {a}, without the discarded gradients {b}")
+            expect(a == b, f"{label} after zero_grad() a step reports {a}, but {b} without the discarded gradients")
             same_weights(weights_of(trainer), weights_of(twin), f"{label} after zero_grad():")
 
     def test_weights(self) -> None:
@@ -165,7 +165,7 @@ class TrainerStateChecks:
         for config in self.grid():
             label, trainer = self.label(config), self.make(config)
             names = [n for n, _ in trainer.weights()]
-            expect(len(set(names)) == len(names) > 0, f"{label} weights() names a tensor twice or nothing: {names}")
+            expect(len(set(names)) == len(names) > 0, f"{label} weights() names a tensor twice or none: {names}")
             expect(names == [n for n, _ in trainer.weights()], f"{label} weights() changes its order")
             module_names = set(self.plain().module.state_dict())
             expect(
@@ -179,7 +179,7 @@ class TrainerStateChecks:
             other.load_weights(iter(weights_of(trainer).items()))
             same_weights(weights_of(trainer), weights_of(other), f"{label} after load_weights():")
             outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, other)]
-            expect(same_bits(*outputs), f"{label} equal weights give other log-probs: something was not loaded")
+            expect(same_bits(*outputs), f"{label} equal weights give different log-probs: not all of them were loaded")
 
     def test_export(self) -> None:
         """``export`` writes safetensors with a tokenizer; transformers loads it and computes the same log-probs."""
@@ -215,7 +215,7 @@ class TrainerStateChecks:
                     "no_such_view" in str(error), f"{self.label(config)} the message does not name the view: {error}"
                 )
             else:
-                expect(False, f"{self.label(config)} forward() answers for the view 'no_such_view', which is not there")
+                expect(False, f"{self.label(config)} forward() accepts the view 'no_such_view', which does not exist")
 
     def test_use_view(self) -> None:
         """Between ``use_view(view)`` and ``use_view("live")`` (``HasViews``) the trainer computes with that view.
@@ -242,7 +242,7 @@ class TrainerStateChecks:
                 trainer.use_view("live")
                 same_weights(weights_of(trainer), weights_of(twin), f"{label} after use_view('live'):")
             a, b = step(trainer, 1), step(twin, 1)
-            expect(a == b, f"{self.label(config)} a step after use_view('live') reports {a}, without it {b}")
+            expect(a == b, f"{self.label(config)} a step after use_view('live') reports {a}, but {b} without it")
             same_weights(weights_of(trainer), weights_of(twin), f"{self.label(config)} a step after use_view('live'):")
 
 
@@ -276,6 +276,6 @@ def weights_of(trainer: Any, view: str = "live") -> dict[str, Tensor]:
 
 def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], label: str) -> None:
     """Fails unless both have equal names and bit-equal tensors."""
-    expect(a.keys() == b.keys(), f"{label} other tensors: {sorted(a.keys() ^ b.keys())}")
+    expect(a.keys() == b.keys(), f"{label} the names of the tensors differ: {sorted(a.keys() ^ b.keys())}")
     differing = [name for name in a if not same_bits(a[name], b[name])]
-    expect(not differing, f"{label} {len(differing)} of {len(a)} tensors differ in their bits, {differing[:3]}")
+    expect(not differing, f"{label} {len(differing)} of {len(a)} tensors are not bit-equal, such as {differing[:3]}")

@@ -26,7 +26,7 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
     model = read_model(body, config)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise invalid("messages", messages, "a list of messages, at least one")
+        raise invalid("messages", messages, "a list of at least one message")
     if body.get("functions") or body.get("function_call"):
         raise invalid("functions", body.get("functions"), "use tools and tool_choice")
     kind = body.get("response_format")

@@ -70,7 +70,7 @@ def read_model(body: Mapping[str, Any], config: ProgramConfig) -> str:
     model = body.get("model")
     if model not in config.models:
         names = ", ".join(config.models)
-        message = f"the model {model!r:.100} does not exist; there is {names} (option rollout.models)"
+        message = f"the model {model!r:.100} does not exist; available: {names} (option rollout.models)"
         raise ApiError(404, message, "model", "model_not_found")
     return str(model)
 
@@ -94,7 +94,7 @@ def read_sampling(
         () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     )
     if stops is None or not all(isinstance(s, str) and s for s in stops):
-        raise invalid("stop", stop, "a text or a list of texts, none of them empty")
+        raise invalid("stop", stop, "a string or a list of strings, none of them empty")
     sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
     if config.sampling == "request":
         sampling = replace(sampling, temperature=_temperature(body, sampling))
@@ -122,7 +122,7 @@ def _temperature(body: Mapping[str, Any], sampling: Sampling) -> float:
 
 
 def _other_distribution(name: str, value: Any, allowed: str) -> ApiError:
-    reason = "as training needs the distribution that samples were drawn from"
+    reason = "because training needs the distribution that samples were drawn from"
     advice = "With the option rollout.sampling = 'run' it is ignored in favour of [sampling]"
     return invalid(name, value, f"{allowed}, {reason}. {advice}")
 
@@ -136,7 +136,7 @@ def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}]", tool, "a function: {type: 'function', function: {name, parameters}}")
     if choice not in (None, "auto", "none"):
-        reason = "A forced call would be sampled from fewer tokens than the log-probs that training computes are of"
+        reason = "A forced call is sampled from fewer tokens than those over which training computes log-probs"
         raise invalid("tool_choice", choice, f"'auto' or 'none'. {reason}. Ask for the call in a message instead")
     return list(tools or []), choice != "none"
 

@@ -123,7 +123,7 @@ class Endpoint:
         if key in self._ended_keys and path in (None, key):
             raise ApiError(410, "the sample of this API key has ended", code="sample_ended")
         if not key or key not in self._sessions or path not in (None, key):
-            raise ApiError(401, "the API key is not that of a sample", code="invalid_api_key")
+            raise ApiError(401, "the API key does not belong to a sample", code="invalid_api_key")
         return self._sessions[key]
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -136,7 +136,7 @@ class Endpoint:
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         paths = ", ".join(f"POST /v1/{name}" for name in _APIS)
-        message = f"there is no {request.method} of this path; there are {paths} and GET /v1/models"
+        message = f"{request.method} is not supported for this path; supported: {paths} and GET /v1/models"
         return _refused(ApiError(404, message, code="unknown_url"))
 
 

@@ -31,7 +31,7 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
         raise invalid("max_tokens", None, "an integer of at least 1")
     thinking = body.get("thinking")
     if thinking is not None and (not isinstance(thinking, Mapping) or thinking.get("type") not in _THINKING):
-        reason = "A budget cannot be kept: the chat template and the policy decide whether it thinks"
+        reason = "A budget cannot be enforced: the chat template and the policy decide whether the policy thinks"
         raise invalid("thinking", thinking, f"{{type: 'adaptive'}} or {{type: 'disabled'}}. {reason}")
     choice = body.get("tool_choice") or {}
     if not isinstance(choice, Mapping):
@@ -103,7 +103,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation as messages of the chat API."""
     entries = body.get("messages")
     if not isinstance(entries, list) or not entries or not all(isinstance(m, Mapping) for m in entries):
-        raise invalid("messages", entries, "a list of messages, at least one")
+        raise invalid("messages", entries, "a list of at least one message")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _joined("system", body["system"])})
@@ -116,7 +116,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-            raise invalid(f"messages[{number}].content", content, "a text or a list of blocks")
+            raise invalid(f"messages[{number}].content", content, "a string or a list of blocks")
         messages += (_assistant_messages if role == "assistant" else _user_messages)(number, blocks)
     return messages
 
@@ -161,13 +161,13 @@ def _joined(location: str, content: Any) -> str:
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     texts = [block.get("text") if isinstance(block, Mapping) else None for block in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise invalid(location, content, "a text or a list of blocks of text")
+        raise invalid(location, content, "a string or a list of text blocks")
     return "\n".join(map(str, texts))
 
 
 def _text_field(number: int, block: Mapping[str, Any], field: str) -> str:
     if not isinstance(value := block.get(field), str):
-        raise invalid(f"messages[{number}].{field}", value, "a text")
+        raise invalid(f"messages[{number}].{field}", value, "a string")
     return value
 
 

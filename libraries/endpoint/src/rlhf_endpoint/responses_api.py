@@ -84,7 +84,7 @@ def _messages(body: Mapping[str, Any], answers: Mapping[str, Message]) -> list[d
     if isinstance(entries, str):
         return [*messages, {"role": "user", "content": entries}]
     if not isinstance(entries, list) or not entries:
-        raise invalid("input", entries, "a text or a list of items, at least one")
+        raise invalid("input", entries, "a string or a list of at least one item")
     reasoning = ""
     open_turn = False  # whether calls belong to the last message
     for number, item in enumerate(entries):
@@ -124,7 +124,7 @@ def _referenced(item_id: Any, answers: Mapping[str, Message], location: str) -> 
     for item in _output(answers[name], name) if name in answers else ():
         if item["id"] == item_id:
             return item
-    raise invalid(location, item_id, "the id of an item that this sample was answered with")
+    raise invalid(location, item_id, "the id of an item of an earlier answer to this sample")
 
 
 def _output(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ class Session:
             if context is not None:
                 if not node.is_last:
                     reason, detail = self._difference(request)
-                    begins = reason, f"another one goes on from the same answer: {detail}"
+                    begins = reason, f"another sequence continues from the same answer: {detail}"
                 return node, context, [*node.context, node.answer, *following], begins
             reasoning = has_reasoning([*node.context, node.answer])
             begins = "reasoning" if reasoning else "template", "the chat template rewrites earlier messages"

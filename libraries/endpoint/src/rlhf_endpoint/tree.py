@@ -120,7 +120,7 @@ class Tree:
                 if _json(node.tools) != _json(tools):
                     candidate = "tools", "the tools differ"
                 elif not _same_reasoning(history, messages):
-                    candidate = "reasoning", "the reasoning that it sends back differs"
+                    candidate = "reasoning", "the reasoning that the agent sends back differs"
                 elif len(messages) > len(history):  # it continues this answer
                     continue
                 else:

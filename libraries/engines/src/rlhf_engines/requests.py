@@ -34,15 +34,15 @@ def check_fits(
     check_sampling(request.sampling, lowest_temperature)
     if len(request.images) > images:
         raise ConfigError(
-            f"request {i} has {len(request.images)} images, and the engine was started for {images}. Raise "
-            "data.max_images, or show fewer images."
+            f"request {i} has {len(request.images)} images, but the engine was started for {images}. Raise "
+            "data.max_images, or use fewer images."
         )
     check_request(i, request, vocabulary, has_base)
     need = len(request.ids) + request.sampling.max_new_tokens
     if need > longest:
         raise ConfigError(
             f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
-            f"{request.sampling.max_new_tokens}), and the engine was started for {longest}. Raise data.max_tokens (at "
+            f"{request.sampling.max_new_tokens}), but the engine was started for {longest}. Raise data.max_tokens (at "
             "most to the model's positions), lower max_new_tokens or shorten the prompt."
         )
 

@@ -104,17 +104,19 @@ class EngineServer(ABC):
             workers = await self.call("rlhf_facts", str(file), timeout=self.timeout)
         except (SyncError, LookupError, ValueError, TypeError) as error:
             raise CapabilityError(
-                f"{label} cannot take weights: {error}. It must be started with the "
-                f"plugin {self.plugin} installed beside it, and must see {str(file)!r}: {self.start}"
+                f"{label} cannot take weights: {error}. Start it in an "
+                f"environment with the plugin {self.plugin}, where it sees {str(file)!r}: {self.start}"
             ) from error
         self.facts = workers[0]
         for worker in workers:
             if worker["protocol"] != PROTOCOL:
-                raise CapabilityError(f"{label} has another version of {self.plugin}. Install the same on both sides.")
+                raise CapabilityError(
+                    f"{label} has a different version of {self.plugin}. Install the same version on both sides."
+                )
             if worker["digest"] != digest(file):
                 raise CapabilityError(
-                    f"{label} sees another file at {str(file)!r}. Name a `folder` that "
-                    "this process and the servers share."
+                    f"{label} sees a different file at {str(file)!r}. Set `folder` to a folder "
+                    "that this process and the servers share."
                 )
 
     # ------------------------------------------------------------------------------------ sampling
@@ -142,7 +144,7 @@ class EngineServer(ABC):
                 for tokens in self.new_tokens(answer, sample.count):
                     if (completion := sample.add(tokens)) is not None:
                         return completion[0]
-        raise ModelError(f"the server {self.url} gave an answer without an end")
+        raise ModelError(f"the server {self.url} sent an incomplete answer")
 
     async def _single_answer(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         yield await self.ask(body)

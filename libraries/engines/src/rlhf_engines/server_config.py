@@ -38,7 +38,9 @@ class EngineServersConfig(ComponentConfig):
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-                raise ValueError(f"{url!r} is no address of a server: allowed is http://HOST:PORT or https://HOST:PORT")
+                raise ValueError(
+                    f"{url!r} is not the address of a server; allowed: http://HOST:PORT or https://HOST:PORT"
+                )
             if parts.path.strip("/"):
                 raise ValueError(f"{url!r} has a path: give the address without {parts.path}")
         bare = tuple(url.rstrip("/") for url in urls)
@@ -51,9 +53,9 @@ class EngineServersConfig(ComponentConfig):
         remote_urls = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
         if self.folder is None and remote_urls:
             raise ValueError(
-                f"{remote_urls[0]} is on another machine: give `folder`, a folder that this process and the servers "
-                "see under one path"
+                f"{remote_urls[0]} is on another machine: set `folder` to a folder that this process and the "
+                "servers see at the same path"
             )
         if self.folder is not None and not Path(self.folder).is_absolute():
-            raise ValueError(f"folder = {self.folder!r}: give an absolute path, which the servers see too")
+            raise ValueError(f"folder = {self.folder!r} must be an absolute path that the servers see too")
         return self

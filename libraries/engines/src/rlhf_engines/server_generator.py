@@ -188,8 +188,8 @@ class ServerGenerator(TakesTensors, Generator):
             if set(loads) != {self._load}:
                 self._not_ready = f"{server.url} lost the weights of version {self.version}"
                 raise ModelError(
-                    f"the server {server.url} does not hold the weights of version {self.version} any more: it was "
-                    "started anew, or another run sent it weights. Its last samples are not used. Go on with --resume."
+                    f"the server {server.url} no longer holds the weights of version {self.version}: it was "
+                    "restarted, or another run sent it weights. Its last samples are not used. Continue with --resume."
                 )
 
     def logprobs(
@@ -198,7 +198,7 @@ class ServerGenerator(TakesTensors, Generator):
         self._ready("score")
         for ids in sequences:
             if len(ids) >= min(server.facts["length"] for server in self._servers):
-                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored, at most {self.longest - 1}")
+                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored; at most {self.longest - 1} can")
         return [values for _, values in self._ask_servers(lambda server: server.logprobs(sequences, self._load))]
 
     # ------------------------------------------------------------------------------------- weights
@@ -229,8 +229,9 @@ class ServerGenerator(TakesTensors, Generator):
                 worker = server.url if len(workers) == 1 else f"{server.url}, worker {rank}"
                 if result["missing"]:
                     raise SyncError(
-                        f"{worker} did not get all of version {version}: {', '.join(result['missing'][:8])} did not "
-                        "arrive. Nothing is sampled until a load is complete."
+                        f"{worker} did not receive all weights of version {version}: "
+                        f"{', '.join(result['missing'][:8])} did not arrive. Nothing is sampled until a load is "
+                        "complete."
                     )
                 received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
                 if self._sent_weights is not None:
@@ -308,13 +309,16 @@ def refusal(facts: dict[str, Any], spec: GeneratorSpec, sync: str, length_option
             f"keeps parameters in {' and '.join(facts['formats'])}; differences would round all of them to {dtype}. "
             "Set generator.sync = 'whole'",
         ),
-        (facts["quantization"] is None, "quantises its weights, so that no sync can be proven. Start it without"),
-        (not facts["speculative"], "decodes speculatively, which changes what a seed draws. Start it without"),
-        (parts == 1, f"has {parts} data-parallel engines behind one address. Start a server for each"),
+        (facts["quantization"] is None, "quantises its weights, so no sync can be proven. Start it unquantised"),
+        (
+            not facts["speculative"],
+            "decodes speculatively, which changes the samples of a seed. Start it without speculative decoding",
+        ),
+        (parts == 1, f"has {parts} data-parallel engines behind one address. Start one server for each"),
         (
             length >= spec.max_tokens,
-            f"takes sequences of {length} tokens, the run needs {spec.max_tokens}. Start it with {length_option}, or "
-            "lower data.max_tokens",
+            f"takes sequences of {length} tokens, but the run needs {spec.max_tokens}. Start it with {length_option}, "
+            "or lower data.max_tokens",
         ),
     )
     return next((fault for holds, fault in rules if not holds), "")

@@ -86,12 +86,12 @@ class WorkerLauncher(Launcher):
         if generator is not None:
             check_takes_tensors(generator, cls.name)
             if transport in ("shared", "broadcast") and not receives_over_links(generator):
-                raise ConfigError(f"sync.transport = {transport!r} is not possible: {NO_LINKS}. Leave it out.")
+                raise ConfigError(f"sync.transport = {transport!r} is not possible: {NO_LINKS}. Remove it.")
 
     def _begin_placing(self, reports: Path | None) -> None:
         """Refuse a second :meth:`place`, and choose the folder of reports."""
         if self._reserved_devices is not None:
-            raise CapabilityError(f"launcher {self.name!r} has placed a run already; make another launcher")
+            raise CapabilityError(f"launcher {self.name!r} has already placed a run; create another launcher")
         self._reports = Path(self.config.reports) if self.config.reports is not None else reports or Path.cwd()
 
     # -------------------------------------------------------------------------------------- launch

@@ -37,8 +37,8 @@ class WorkerOptions(ComponentConfig):
         for name, value in env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(
-                    f"{name!r} = {value!r} is no environment variable: a name is not empty and has no '=', and neither "
-                    "name nor value has a null character"
+                    f"{name!r} = {value!r} is not a valid environment variable: the name must not be empty or "
+                    "contain '=', and neither name nor value may contain a null character"
                 )
         return env
 

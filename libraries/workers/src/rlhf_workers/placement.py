@@ -85,10 +85,10 @@ def check_fits(
                 lines.append(f"  {role:{width}}  {place.ranks} {unit} x {place.devices} {kind}s = {sum_}")
             else:
                 lines.append(f"  {role:{width}}  {place.ranks} {unit} on the devices of {place.share}")
-        lines.append(f"  {'asked':{width}}  {sum(b.devices for b in bundles)} {kind}s")
-        lines.append(f"  {'there':{width}}  {_listing(nodes, kind)}")
+        lines.append(f"  {'needed':{width}}  {sum(b.devices for b in bundles)} {kind}s")
+        lines.append(f"  {'nodes':{width}}  {_listing(nodes, kind)}")
         if kind == "GPU":
-            lines.append(f"  Each rank that owns devices also takes 1 CPU; there are: {_listing(nodes, 'CPU')}")
+            lines.append(f"  Each rank that owns devices also takes 1 CPU; available: {_listing(nodes, 'CPU')}")
         lines.append('Lower ranks or devices in [placement], share devices (share = "policy"), or use more nodes.')
         raise ConfigError("\n".join(lines))
 
@@ -101,16 +101,16 @@ def _problem(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: 
         total = {name: sum(b.resources.get(name, 0) for b in bundles) for name in ("GPU", "CPU")}
         if any(all(total[name] <= node.get(name, 0) for name in total) for node in free):
             return ""
-        return "no node holds all of it, which launcher.strategy = 'STRICT_PACK' requires"
+        return "no node has room for all ranks, which launcher.strategy = 'STRICT_PACK' requires"
     if strategy == "STRICT_SPREAD" and len(bundles) > len(nodes):
         return (
-            f"{len(bundles)} ranks own devices, each needs a node of its own (launcher.strategy = 'STRICT_SPREAD'), "
-            f"and there are {len(nodes)} nodes"
+            f"{len(bundles)} ranks own devices, and each needs a separate node (launcher.strategy = 'STRICT_SPREAD'), "
+            f"but there are {len(nodes)} nodes"
         )
     for index, place in _layout(bundles, nodes, strategy):
         if place is None:
             bundle = bundles[index]
-            return f"no node is left with room for a rank of {bundle.role!r} with {bundle.devices} devices"
+            return f"no node has room left for a rank of {bundle.role!r} with {bundle.devices} devices"
     return ""
 
 
@@ -169,7 +169,7 @@ def allocate(
             if len(rank_nodes) > 1:
                 raise ConfigError(
                     f"[placement.{role}]: the {size} devices of rank {rank} would be on {len(rank_nodes)} nodes, "
-                    f"because those of {place.share!r} are; one process can only have devices of one node. Lower its "
+                    f"because those of {place.share!r} are; one process can use only devices of one node. Lower its "
                     f"devices, give {place.share!r} more devices per rank, or give {role!r} devices of its own."
                 )
     tenants = Counter(part[0][0] for ranks in devices.values() for part in ranks)

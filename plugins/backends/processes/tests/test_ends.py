@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_and_its_children_end(pair):
     with pytest.raises(WorkerError, match=cause):
         waiting()
     assert psutil.wait_procs(started[2:], timeout=60)[1] == []
-    with pytest.raises(WorkerError, match=r"cannot be called any more: .*policy rank 1 .* died"):
+    with pytest.raises(WorkerError, match=r"can no longer be called: .*policy rank 1 .* died"):
         pair.call("world_size", [()] * 2)
     assert started[0].is_running()
     pair.shutdown()

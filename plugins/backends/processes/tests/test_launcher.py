@@ -74,7 +74,7 @@ def test_calls_in_the_wrong_order_are_refused():
     launcher.place({"policy": Place(2)})
     with pytest.raises(CapabilityError, match="placed with 2 ranks and launched with 1"):
         launcher.launch_trainer(None, None, spec)
-    with pytest.raises(CapabilityError, match="launcher 'processes' has placed a run already"):
+    with pytest.raises(CapabilityError, match="launcher 'processes' has already placed a run"):
         launcher.place({"policy": Place()})
 
 
@@ -85,7 +85,7 @@ def test_generators_that_need_the_trainers_module_are_refused():
     with pytest.raises(CapabilityError, match=r"'inside' samples from a trainer's module.*launcher 'processes'"):
         ProcessesLauncher.check(ProcessesConfig(), {}, Inside, "auto")
     with pytest.raises(
-        ConfigError, match=r"sync.transport = 'broadcast' is not possible: the generator takes no links"
+        ConfigError, match=r"sync.transport = 'broadcast' is not possible: the generator does not support links"
     ):
         ProcessesLauncher.check(ProcessesConfig(), {}, CountingGenerator, "broadcast")
 
@@ -134,5 +134,5 @@ def test_values_keep_what_is_inside_them_and_are_read_only():
 
 def test_another_system_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="needs Linux, this is darwin"):
+    with pytest.raises(ConfigError, match="needs Linux, but this is darwin"):
         ProcessesLauncher().place({"policy": Place()})

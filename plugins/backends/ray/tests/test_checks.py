@@ -159,7 +159,7 @@ def test_the_address_in_the_environment_is_used_and_not_shown(monkeypatch):
     assert next(iter(cluster(settings))).text == "127.0.0.1:2: Connection refused"
     monkeypatch.delenv("RAY_ADDRESS")
     [none] = cluster(replace(examination(), launcher="ray"))
-    assert (none.status, none.text) == ("skipped", "no address given; --launcher.address HOST:PORT asks one")
+    assert (none.status, none.text) == ("skipped", "no address given; --launcher.address HOST:PORT checks a cluster")
 
 
 class TestRayCheck(CheckContract):

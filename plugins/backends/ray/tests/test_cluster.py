@@ -36,7 +36,7 @@ def test_errors_of_ray_at_its_start(monkeypatch, raised, error, message):
     ("address", "options", "message"),
     [
         ("ray://head:10001", {}, r"RAY_ADDRESS = 'ray://head:10001' in the environment: .*Ray client"),
-        ("http://head:8265", {}, "'http://head:8265' is not a cluster: give 'auto' or HOST:PORT"),
+        ("http://head:8265", {}, "'http://head:8265' is not a cluster: set 'auto' or HOST:PORT"),
         (
             "head:6379",
             {"cpus": 4},

@@ -68,12 +68,14 @@ def test_separate_roles_see_separate_gpus(launcher):
 
 
 def test_a_placement_that_does_not_fit_is_refused(launcher):
-    with pytest.raises(ConfigError, match=r"(?s)policy  3 ranks x 2 GPUs = 6.*there   4 GPUs: 127.0.0.1 has 4"):
+    with pytest.raises(ConfigError, match=r"(?s)policy  3 ranks x 2 GPUs = 6.*nodes   4 GPUs: 127.0.0.1 has 4"):
         launcher.place({"policy": Place(3, 2)})
 
 
 def test_an_existing_connection_is_not_replaced():
     for options in ({"cpus": 2}, {"address": "10.0.0.1:6379"}):
-        with pytest.raises(ConfigError, match=r"this process is already connected to the Ray cluster .*; leave out"):
+        with pytest.raises(
+            ConfigError, match=r"this process is already connected to the Ray cluster .*; remove launcher"
+        ):
             RayLauncher(RayConfig(**options)).place({"policy": Place()})
     assert ray.is_initialized()

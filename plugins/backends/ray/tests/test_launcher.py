@@ -36,7 +36,7 @@ def test_importing_the_plugin_imports_neither_ray_nor_torch():
     ("options", "message"),
     [
         ({"address": "ray://head:10001"}, "The Ray client .* is not supported"),
-        ({"address": "head"}, "give 'auto' or HOST:PORT"),
+        ({"address": "head"}, "set 'auto' or HOST:PORT"),
         (
             {"address": "auto", "cpus": 4, "object_store_gib": 1.0},
             "cpus and object_store_gib can be set only for a Ray that the run starts",
@@ -112,7 +112,7 @@ def test_calls_in_the_wrong_order_are_refused(launch):
         launcher.launch_trainer(OddTrainer, None, spec())
     with pytest.raises(CapabilityError, match="'generator' was not placed"):
         launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
-    with pytest.raises(CapabilityError, match="has placed a run already"):
+    with pytest.raises(CapabilityError, match="has already placed a run"):
         launcher.place({"policy": Place()})
 
 

@@ -78,7 +78,7 @@ def test_a_tensor_that_does_not_arrive_is_found_although_the_model_had_one(name,
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"nothing": torch.ones(3)}, "Model takes no tensor nothing. The generator's model is not"),
+        ({"nothing": torch.ones(3)}, "Model does not take the tensors nothing. The generator's model is not"),
         ({"k_proj": torch.ones(7, 3)}, "cannot load one of the received tensors k_proj"),
     ],
 )

@@ -108,7 +108,7 @@ def test_an_answer_has_all_tokens_so_far():
         ({"quantization": "fp8"}, "quantises its weights"),
         ({"speculative": True}, "decodes speculatively"),
         ({"data_parallel": 2}, "has 2 data-parallel engines"),
-        ({"length": 255}, r"takes sequences of 255 tokens, the run needs 256. Start it with --context-length 258"),
+        ({"length": 255}, r"takes sequences of 255 tokens, but the run needs 256. Start it with --context-length 258"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused(facts, message):
@@ -120,13 +120,13 @@ def test_min_p_and_tokens_that_are_not_there_are_refused_before_the_start():
     spec, config = GeneratorSpec((), str), SglangServersConfig(urls=(URL,), admin_token_env="RLHF_NO_SUCH_TOKEN")
     with pytest.raises(ConfigError, match=r"admin_token_env = 'RLHF_NO_SUCH_TOKEN', but this environment variable"):
         SglangServerGenerator.check(config, spec, [], None)
-    with pytest.raises(ConfigError, match=r"min_p is 0.1; generator 'sglang_server' offers none"):
+    with pytest.raises(ConfigError, match=r"min_p is 0.1; generator 'sglang_server' does not support it"):
         SglangServerGenerator.check(SglangServersConfig(urls=(URL,)), spec, [Sampling(9, min_p=0.1)], None)
 
 
 def test_another_sglang_is_refused_on_its_server(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.24"))
-    with pytest.raises(SyncError, match=r"it runs SGLang 0.5.24; allowed is 0.5.23"):
+    with pytest.raises(SyncError, match=r"it runs SGLang 0.5.24; allowed: 0.5.23"):
         ServedModel(None).facts("")
 
 
@@ -177,9 +177,9 @@ def test_a_sample_that_a_limit_of_the_server_ended_is_refused():
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({}, "cannot take weights: .*started with the plugin rlhf-plugin-sglang installed beside it"),
-        ({"protocol": PROTOCOL, "digest": "another"}, "sees another file at .*Name a `folder`"),
-        ({"protocol": PROTOCOL - 1}, "has another version of rlhf-plugin-sglang"),
+        ({}, "cannot take weights: .*Start it in an environment with the plugin rlhf-plugin-sglang"),
+        ({"protocol": PROTOCOL, "digest": "another"}, "sees a different file at .*Set `folder`"),
+        ({"protocol": PROTOCOL - 1}, "has a different version of rlhf-plugin-sglang"),
         ({"protocol": PROTOCOL, "digest": HELLO, **FACTS, "length": 5}, "takes sequences of 5 tokens"),
     ],
 )

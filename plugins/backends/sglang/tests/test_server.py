@@ -156,13 +156,13 @@ def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, url):
 
 def test_missing_unknown_and_corrupted_tensors_are_found(generator, monkeypatch):
     source = trainer()
-    with pytest.raises(SyncError, match=r"did not get all of version 0: a part of model.* did not arrive"):
+    with pytest.raises(SyncError, match=r"did not receive all weights of version 0: a part of model.* did not arrive"):
         load(generator, source, last=-1)
     with pytest.raises(ModelError, match="its weights of version 0 are not complete"):
         generator.generate([])
     name, tensor = next(source.weights())
     for bad, message in (
-        (("model.nothing", tensor), "takes no tensor model.nothing"),
+        (("model.nothing", tensor), "does not take the tensors model.nothing"),
         ((name, tensor[:2, :2]), f"cannot load one of the received tensors {name}"),
     ):
         generator.begin_load(0)
@@ -244,7 +244,7 @@ def test_samples_of_a_server_that_has_other_weights_are_not_used(generator):
     other = SglangServerGenerator(generator.config, generator.spec)
     load(other, trainer())
     other.close()
-    with pytest.raises(ModelError, match="does not hold the weights of version 0 any more"):
+    with pytest.raises(ModelError, match="no longer holds the weights of version 0"):
         list(generator.generate(requests))
 
 
@@ -268,7 +268,7 @@ def test_requests_of_others_wait_while_weights_are_loaded_and_go_on_with_them(ge
     with ThreadPoolExecutor(2) as executor:
         running = executor.submit(answer, begun)
         assert begun.wait(60)
-        with pytest.raises(SyncError, match="keeps keys and values of the old weights: requests are under way"):
+        with pytest.raises(SyncError, match="keeps keys and values of the old weights: there are unfinished requests"):
             generator._call("rlhf_start", None)  # without a pause
         generator.begin_load(1)
         waiting = executor.submit(answer, other)
@@ -307,7 +307,7 @@ def test_keys_are_asked_for_and_a_server_that_was_started_anew_is_found(tmp_path
         load(generator, trainer())
         assert len(list(generator.generate(requests))) == 1
     with serving(port, tmp_path / "log", *keys):
-        with pytest.raises(ModelError, match=r"was started anew.*Go on with --resume"):
+        with pytest.raises(ModelError, match=r"was restarted.*Continue with --resume"):
             list(generator.generate(requests))
         load(generator, trainer())
         assert len(list(generator.generate(requests))) == 1
@@ -319,7 +319,7 @@ def test_servers_that_cannot_be_used_are_refused(url):
     with pytest.raises(CapabilityError, match=r"does not answer.*sglang.launch_server"):
         SglangServerGenerator(closed, specification())
     with pytest.raises(
-        CapabilityError, match=r"takes sequences of 256 tokens, the run needs 257.*--context-length 259"
+        CapabilityError, match=r"takes sequences of 256 tokens, but the run needs 257.*--context-length 259"
     ):
         SglangServerGenerator(SglangServersConfig(urls=(url,)), replace(specification(), max_tokens=LENGTH + 1))
 

@@ -240,7 +240,7 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_starts():
     assert "images" in VllmGenerator.refuses_adapters(config(), replace(spec, max_images=1))
     for options, rank, device, message in (
         ({"pipeline_parallel": 2}, 4, None, "pipeline_parallel = 2"),
-        ({}, 513, None, "rank = 513: vLLM's kernels take up to 512"),
+        ({}, 513, None, "rank = 513: vLLM's kernels support up to 512"),
         ({}, 4, "cuda", "generator.dtype = 'fp32'"),
     ):
         engine_spec = replace(spec, adapters=replace(adapters, rank=rank))

@@ -54,11 +54,11 @@ def test_invalid_options_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "platform", "message"),
     [
-        ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage dies .* Use tensor_parallel"),
-        ({"chunked_prefill": True}, CPU, r"chunked_prefill: every sample has a seed, .* offset .* Leave it out"),
-        ({"tensor_parallel": 3}, CPU, r"tensor_parallel = 3: each worker needs a core of its own .* may use 2"),
-        ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is a fraction of GPU memory. Give kv_cache_gib"),
-        ({"sleep_level": 2}, CPU, r"sleep_level = 2: there is no device memory to give back"),
+        ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage crashes .* Use tensor_parallel"),
+        ({"chunked_prefill": True}, CPU, r"chunked_prefill: every sample has a seed, .* offset .* Remove it"),
+        ({"tensor_parallel": 3}, CPU, r"tensor_parallel = 3: each worker needs a separate core, .* may use 2"),
+        ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is a fraction of GPU memory. Set kv_cache_gib instead"),
+        ({"sleep_level": 2}, CPU, r"sleep_level = 2: a CPU has no device memory to release"),
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, GPUS, r"2 x 2 = 4 workers need a GPU each, .* sees 2"),
     ],
 )
@@ -222,7 +222,9 @@ def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu(free):
     with pytest.raises(CapabilityError, match="max_batched_tokens = 256 does not hold a sequence of 257 tokens"):
         arguments(config(max_batched_tokens=256), spec(), CPU, "fp32")
     engine_config = config(max_batched_tokens=256, chunked_prefill=False)
-    with pytest.raises(CapabilityError, match=r"256 does not hold .* 257 tokens .* chunked_prefill = false splits no"):
+    with pytest.raises(
+        CapabilityError, match=r"256 does not hold .* 257 tokens .* chunked_prefill = false does not split"
+    ):
         arguments(engine_config, spec(), GPUS, "bf16")
     settings = arguments(config(max_batched_tokens=256, chunked_prefill=True), spec(), GPUS, "bf16")
     assert settings["max_num_batched_tokens"] == 256
@@ -307,7 +309,7 @@ def test_with_a_monkeypatched_platform_a_second_engine_that_sleeps_is_refused_be
 
     monkeypatch.setattr(Engine, "_start", start)
     monkeypatch.setattr(engine, "_sleeping", {1})
-    with pytest.raises(CapabilityError, match=r"serves one engine of a process\. Close that engine .*'processes'"):
+    with pytest.raises(CapabilityError, match=r"serves one engine per process\. Close that engine .*'processes'"):
         Engine(config(), spec(shares_devices=True), GPUS)
     assert not started
     for options, shares, platform in (({}, False, GPUS), ({"tensor_parallel": 2}, True, GPUS), ({}, True, CPU)):

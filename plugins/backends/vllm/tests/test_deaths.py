@@ -208,7 +208,9 @@ def test_each_worker_proves_its_weights_and_a_closed_engine_leaves_no_files(
         assert proofs[0].received == proofs[1].received == source.sent_fingerprints()
         assert difference(generator, source) < 1e-5
         assert sample(generator) == want
-        with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not arrive"):
+        with pytest.raises(
+            SyncError, match=r"engine worker 0 did not receive all .*: model\.norm\.weight did not arrive"
+        ):
             load(generator, source, 4, lambda b: Bucket(tuple(t for t in b.tensors if t[0] != "model.norm.weight"), ()))
         with pytest.raises(SyncError, match=r"engine worker 0: vLLM cannot load .* is not the policy's"):
             load(generator, source, 4, lambda b: Bucket((("model.strange", torch.zeros(2)), *b.tensors), ()))

@@ -53,7 +53,7 @@ def load_whole_and_without_an_expert(architecture):
     assert proof.received.keys() == weights.keys()
     partial = {name: tensor for name, tensor in weights.items() if name != EXPERT[architecture]}
     assert len(partial) < len(weights)
-    with pytest.raises(SyncError, match=r"did not get all of version 2: a part of .*layers\.1\..*experts"):
+    with pytest.raises(SyncError, match=r"did not receive all weights of version 2: a part of .*layers\.1\..*experts"):
         take(generator, partial, 2)
     take(generator, weights, 3)
     engines.close()

@@ -166,7 +166,7 @@ def test_invalid_requests_are_refused_at_once(generator, query, message):
 
 def test_single_tokens_have_nothing_to_score(generator):
     assert generator.logprobs([[20], [20, 21]])[0][0] == []
-    with pytest.raises(ModelError, match="a sequence of 257 tokens cannot be scored, at most 256"):
+    with pytest.raises(ModelError, match="a sequence of 257 tokens cannot be scored; at most 256"):
         generator.logprobs([[20] * 257])
     assert not generator.engine.busy
 
@@ -187,7 +187,7 @@ def test_a_nan_weight_is_an_error(generator, source):
 def test_nothing_is_sampled_asleep_and_a_sync_wakes_the_weights(generator, source):
     generator.sleep()
     generator.sleep()
-    with pytest.raises(ModelError, match=r"asleep; wake\(\) it first"):
+    with pytest.raises(ModelError, match=r"asleep; call wake\(\) first"):
         generator.generate([request()])
     generator.wake()
     old_turns = list(generator.generate([request()]))

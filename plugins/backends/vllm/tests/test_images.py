@@ -145,13 +145,15 @@ def test_other_tokens_than_vllm_makes_are_refused(qwen):
     image = request.images[0]
     tokens = list(request.ids[image.start : image.start + image.tokens])
     expanded_twice = replace(request, images=(Image(image.data, image.start, image.tokens, tokens),))
-    with pytest.raises(ModelError, match=r"vLLM makes \d+ tokens .* of image 0 of a request, and the run has 6 tokens"):
+    with pytest.raises(
+        ModelError, match=r"vLLM expands image 0 of a request to \d+ tokens .*, but the run has 6 tokens"
+    ):
         qwen.sample(expanded_twice)
     assert len(qwen.sample(request)) == 1
 
 
 def test_more_images_than_the_engine_was_started_for_are_refused(qwen):
-    with pytest.raises(ConfigError, match=r"request 0 has 3 images, and the engine was started for 2. Raise data.max"):
+    with pytest.raises(ConfigError, match=r"request 0 has 3 images, but the engine was started for 2. Raise data.max"):
         qwen.sample(qwen.request(RED, RED, RED))
 
 
@@ -199,7 +201,7 @@ def test_a_run_without_images_loads_the_text_part_only(engines, tmp_path, family
         instance.load(0, lambda name, tensor: tensor * 1.1)
         [turn] = instance.sample(instance.request("only text"))
         assert instance.apart(turn, "only text") < TOLERANCE
-        with pytest.raises(ConfigError, match="request 0 has 1 images, and the engine was started for 0"):
+        with pytest.raises(ConfigError, match="request 0 has 1 images, but the engine was started for 0"):
             instance.sample(instance.request(RED))
     finally:
         generator.close()

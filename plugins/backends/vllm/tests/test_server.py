@@ -197,7 +197,7 @@ def _corrupt(path: Path) -> None:
 
 def test_a_part_of_the_weights_is_refused(generator, source):
     buckets = list(source.buckets("live", 5000))
-    with pytest.raises(SyncError, match=r"did not get all of version 0: .* did not arrive"):
+    with pytest.raises(SyncError, match=r"did not receive all weights of version 0: .* did not arrive"):
         load(generator, buckets[:-1])
     with pytest.raises(ModelError, match="its weights of version 0 are not complete"):
         generator.generate([])
@@ -213,7 +213,7 @@ def test_samples_of_a_server_that_has_other_weights_are_not_used(generator, sour
     other = VllmServerGenerator(generator.config, generator.spec)
     load(other, list(source.buckets("live", 2**20)))
     other.close()
-    with pytest.raises(ModelError, match="does not hold the weights of version 0 any more"):
+    with pytest.raises(ModelError, match="no longer holds the weights of version 0"):
         list(generator.generate(requests))
 
 
@@ -259,7 +259,7 @@ def test_a_server_that_does_not_answer_or_has_no_extension_is_refused_with_its_c
     closed = EngineServersConfig(urls=(f"http://127.0.0.1:{free_port()}",))
     with pytest.raises(CapabilityError, match=r"does not answer.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
         VllmServerGenerator(closed, spec)
-    with pytest.raises(CapabilityError, match=r"takes sequences of 257 tokens, the run needs 300"):
+    with pytest.raises(CapabilityError, match=r"takes sequences of 257 tokens, but the run needs 300"):
         VllmServerGenerator(EngineServersConfig(urls=(url,)), replace(spec, max_tokens=300))
 
 

@@ -166,10 +166,10 @@ def test_the_arguments_propose_as_many_tokens_at_any_load():
 @pytest.mark.parametrize(
     ("options", "other", "sampling", "message"),
     [
-        ({}, {}, {"min_p": 0.1}, r"generator\.speculative cannot do sampling\.min_p: .* Remove one of the two"),
-        ({"pipeline_parallel": 2}, {}, {}, r"cannot do generator\.pipeline_parallel > 1"),
-        ({}, {"max_images": 1}, {}, "cannot do images in the rows"),
-        ({}, {"experts": ExpertLayers((1,), 8, 2)}, {}, r"cannot do trainer\.router_replay"),
+        ({}, {}, {"min_p": 0.1}, r"generator\.speculative does not support sampling\.min_p: .* Remove one of the two"),
+        ({"pipeline_parallel": 2}, {}, {}, r"does not support generator\.pipeline_parallel > 1"),
+        ({}, {"max_images": 1}, {}, "does not support images in the rows"),
+        ({}, {"experts": ExpertLayers((1,), 8, 2)}, {}, r"does not support trainer\.router_replay"),
     ],
 )
 def test_what_is_not_proven_is_refused_before_the_start(options, other, sampling, message):

@@ -160,7 +160,7 @@ GATE, KEY = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.k_p
 @pytest.mark.parametrize("name", [DOWN, KEY, "model.norm.weight", "model.embed_tokens.weight"])
 def test_a_missing_tensor_is_named_and_nothing_is_sampled(tied, name):
     tied.lost = withhold(name)
-    with pytest.raises(SyncError, match=f"did not get all of version 1: {name} did not arrive"):
+    with pytest.raises(SyncError, match=f"did not receive all weights of version 1: {name} did not arrive"):
         tied.sync().push(1)
     with pytest.raises(ModelError, match="weights of version 1 are not complete"):
         tied.generator.generate([GenerationRequest((20,), 0, Sampling(2))])

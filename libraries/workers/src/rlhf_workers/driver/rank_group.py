@@ -87,7 +87,7 @@ class RankGroup(WorkerGroup):
                 while watchdog.wait([items]) and next(items, None) is not None:
                     pass
         if self._broken:
-            raise WorkerError(f"{self.role}: {method}() cannot be called any more: {self._broken}")
+            raise WorkerError(f"{self.role}: {method}() can no longer be called: {self._broken}")
 
     def shutdown(self) -> None:
         """End the processes."""
@@ -149,7 +149,7 @@ class RankGroup(WorkerGroup):
             while True:
                 ready = watchdog.wait([items, *waiting], timeout)
                 if not ready:
-                    self._broken = f"{method}() gave nothing within {timeout:g} s"
+                    self._broken = f"{method}() returned nothing within {timeout:g} s"
                     raise TrainingError(f"{self.role}: {self._broken} ({source.name}, {source.location})")
                 if items in ready:
                     return next(items, None)

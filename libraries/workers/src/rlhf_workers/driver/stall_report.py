@@ -45,7 +45,7 @@ class StallReport:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
         except OSError as cause:  # the worker may be waiting for the same disk
-            return f"{path} cannot be written ({cause}), so here it is:\n{page}"
+            return f"{path} cannot be written ({cause}). Its content is:\n{page}"
         return str(path.absolute())
 
     def page(self) -> str:

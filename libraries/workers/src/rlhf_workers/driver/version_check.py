@@ -33,7 +33,7 @@ def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
     ]
     if lines:
         raise PluginVersionMismatch(
-            "these nodes have other versions than this process:\n  "
+            "these nodes have different versions from this process:\n  "
             + "\n  ".join(lines)
             + "\nInstall the same versions "
             "everywhere: the same image, or pip install -c constraints.txt"

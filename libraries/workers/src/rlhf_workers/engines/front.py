@@ -94,7 +94,7 @@ class EngineGroup(Sleeps, EnginePool):
                 for position, turn in answer:
                     if position not in open_:
                         raise WorkerError(
-                            f"engine {number} answered request {position}, which it answered already or never got"
+                            f"engine {number} answered request {position}, which it had already answered or never got"
                         )
                     open_.remove(position)
                     yield busy[number][position], turn
@@ -253,7 +253,7 @@ class EngineGroup(Sleeps, EnginePool):
     def _refresh(self) -> None:
         if self._send_again is None:
             raise WorkerError(
-                "an engine was replaced, and launch_generator() was given no `refresh`, which would send it the "
+                "an engine was replaced, but launch_generator() got no `refresh`, which would send it the "
                 "current weights"
             )
         reloads = self._reloads
@@ -268,7 +268,7 @@ def check_takes_tensors(generator: type[Generator], launcher: str) -> None:
     if not issubclass(generator, TakesTensors):
         raise CapabilityError(
             f"generator {generator.name!r} samples from a trainer's module in the same process; launcher {launcher!r} "
-            "runs engines in processes of their own. Use a generator that takes tensors (--generator.use vllm), or "
+            "runs engines in separate processes. Use a generator that takes tensors (--generator.use vllm), or "
             "launcher 'local'."
         )
 

@@ -154,7 +154,7 @@ class EngineWorkers:
     def replace(self) -> list[int]:
         """Replace dead engines and return their numbers. An engine that cannot start counts as another death."""
         if self._stalled:
-            raise WorkerError(f"the engines cannot be called any more: {self._stalled}")
+            raise WorkerError(f"the engines can no longer be called: {self._stalled}")
         replaced: list[int] = []
         while self.dead:
             dead = dict(sorted(self.dead.items()))
@@ -162,11 +162,11 @@ class EngineWorkers:
             if left < 0:
                 raise WorkerError(
                     f"{'; '.join(dead.values())}\nThe run stops: {len(self._replaced_at)} engines were already "
-                    f"replaced in the last hour, and {self._max_restarts} may be (launcher.max_restarts)"
+                    f"replaced in the last hour, and {self._max_restarts} are allowed (launcher.max_restarts)"
                 )
             self._replaced_at += [time.monotonic()] * len(dead)
             for number, cause in dead.items():
-                _LOG.warning("%s\nThe engine is replaced; %d more may be within this hour", cause, left)
+                _LOG.warning("%s\nThe engine is replaced; %d more may be replaced within this hour", cause, left)
                 self.members[number].kill()
             try:
                 started = self._start(list(dead))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf_workers.links.coordination import Coordination
     from rlhf_workers.links.link import Kind
 
-NO_LINKS = "the generator takes no links (it is no ReceivesOverLinks)"
+NO_LINKS = "the generator does not support links (it is not a ReceivesOverLinks)"
 STORE = "store"
 
 
@@ -108,15 +108,15 @@ def choose_kind(
     computing = [allocation.slots[0] for allocation in policy]  # a rank computes on its first device
     used = {slot for allocation in engines for slot in allocation.slots}
     if cuda:
-        shared = "" if used <= set(computing) else "an engine is on a device on which no rank of the policy computes"
+        shared = "" if used <= set(computing) else "an engine is on a device without a rank of the policy"
         broadcast = "" if computing[0] not in used else "rank 0 of the policy shares its device with an engine"
     else:
         home = nodes[policy[0].bundle]
         shared = ""
         if sys.platform != "linux":
-            shared = f"processes map the memory of others through /proc, and this is {sys.platform}"
+            shared = f"processes map the memory of others through /proc, but this is {sys.platform}"
         elif any(nodes[s.bundle] != home for s in engines):
-            shared = "an engine is on another node than rank 0 of the policy"
+            shared = "an engine is not on the node of rank 0 of the policy"
         broadcast = ""
     if not takes_links:
         shared = broadcast = NO_LINKS
@@ -127,6 +127,6 @@ def choose_kind(
     if transport != STORE and transport not in possible:
         raise ConfigError(
             f"sync.transport = {transport!r} is not possible: {problems[transport]}. Possible here: "  # type: ignore[index]
-            f"{', '.join(map(repr, [STORE, *possible]))}, or leave it out."
+            f"{', '.join(map(repr, [STORE, *possible]))}, or remove the option."
         )
     return next((kind for kind in possible if kind == transport), None)

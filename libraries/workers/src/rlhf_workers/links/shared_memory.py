@@ -168,9 +168,9 @@ def _open_handle(handle: str, device: torch.device) -> Tensor:
     except (OSError, RuntimeError) as error:
         raise SyncError(
             f"this process cannot map the memory of a rank of the trainer ({type(error).__name__}: {error}). Both must "
-            "run as the same user, in the same namespaces of processes and IPC, and the system must let them read each "
-            "other (ptrace rules), on GPUs if PYTORCH_ALLOC_CONF has expandable_segments. Or set sync.transport = "
-            "'store'."
+            "run as the same user, in the same process and IPC namespaces, and the system must allow them to read each "
+            "other (ptrace rules; on GPUs only if PYTORCH_ALLOC_CONF has expandable_segments). Otherwise, set "
+            "sync.transport = 'store'."
         ) from error
 
 

@@ -181,7 +181,7 @@ def _check_this_process() -> None:
     torchrun started: a run has one driver, but under torchrun every process would be one."""
     if sys.platform != "linux":
         raise ConfigError(
-            f"launcher 'processes' needs Linux, this is {sys.platform}. Use --launcher.use ray, or local."
+            f"launcher 'processes' needs Linux, but this is {sys.platform}. Use --launcher.use ray, or local."
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ranks = os.environ.get("WORLD_SIZE", "several")
@@ -217,7 +217,7 @@ def this_machine(cpus: int | None, gpus: Sequence[str]) -> ClusterNode:
     if gpus and cpus is not None:
         raise ConfigError(
             f"launcher.cpus = {cpus}: ranks and engines are placed on the {len(gpus)} GPUs of this machine, and CPU "
-            'cores are not counted. Leave launcher.cpus out, or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
+            'cores are not counted. Remove launcher.cpus, or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
         )
     if gpus:  # at least one core per rank, for check_fits; cores are not reserved
         return ClusterNode("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})

@@ -140,7 +140,7 @@ class WorkerProcess(WorkerHandle):
 def _exit_cause(status: int) -> str:
     """``status``: value of :attr:`subprocess.Popen.returncode`."""
     if status == -signal.SIGKILL:
-        return "its process was killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` shows it)"
+        return "its process was killed by SIGKILL: by a user, or by the kernel when memory ran out (`dmesg` shows it)"
     if status < 0:
         with suppress(ValueError):
             return f"its process was ended by {signal.Signals(-status).name}"

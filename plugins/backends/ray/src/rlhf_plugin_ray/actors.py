@@ -102,7 +102,7 @@ class Actor(WorkerHandle):
         try:
             answer: str = ray.get(task.remote(*arguments), timeout=_ASK_SECONDS)
         except (RayError, TimeoutError) as cause:
-            return f"(node {self.facts['address']} gives no answer: {type(cause).__name__})"
+            return f"(node {self.facts['address']} does not answer: {type(cause).__name__})"
         return answer
 
     def kill(self) -> None:

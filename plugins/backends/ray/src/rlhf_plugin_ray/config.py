@@ -33,9 +33,9 @@ class RayConfig(WorkerOptions):
     def _is_a_place(cls, value: str | None) -> str | None:
         if value is not None and value != "auto" and not _PLACE.fullmatch(value):
             raise ValueError(
-                f"{value!r} is not a cluster: give 'auto' or HOST:PORT (the port of `ray start --head`, 6379 by "
-                "default), or leave it out to start Ray here. The Ray client (ray://) is not supported: start the run "
-                "on a node of the cluster, or with `ray job submit`."
+                f"{value!r} is not a cluster: set 'auto' or HOST:PORT (the port of `ray start --head`, 6379 by "
+                "default), or remove the option to start Ray here. The Ray client (ray://) is not supported: start "
+                "the run on a node of the cluster, or with `ray job submit`."
             )
         return value
 
@@ -45,6 +45,6 @@ class RayConfig(WorkerOptions):
         if self.address is not None and start_options:
             raise ValueError(
                 f"{' and '.join(start_options)} can be set only for a Ray that the run starts; "
-                f"address = {self.address!r} names a running cluster. Leave out one of them."
+                f"address = {self.address!r} names a running cluster. Remove one of them."
             )
         return self

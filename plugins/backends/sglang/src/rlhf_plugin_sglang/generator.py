@@ -82,8 +82,8 @@ class SglangServerGenerator(ServerGenerator):
 def _check_min_p(sampling: Sampling) -> None:
     if sampling.min_p:
         raise ConfigError(
-            f"sampling.min_p is {sampling.min_p}; generator 'sglang_server' offers none, because SGLang's server ends "
-            "with a seeded request that has it. Set 0, or sample with `vllm_server`."
+            f"sampling.min_p is {sampling.min_p}; generator 'sglang_server' does not support it, because a "
+            "seeded request with min_p ends SGLang's server. Set it to 0, or sample with `vllm_server`."
         )
 
 
@@ -153,14 +153,15 @@ def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
         ),
         (
             not facts["incremental"],
-            "sends parts of answers in place of all so far. Start it without --incremental-streaming-output",
+            "sends only the new part of an answer instead of the whole answer so far. Start it without "
+            "--incremental-streaming-output",
         ),
         (
             facts["pipeline_parallel"] == 1,
-            f"has {facts['pipeline_parallel']} stages, of which one alone would prove its weights. Start it with "
+            f"has {facts['pipeline_parallel']} stages, but only one of them would prove its weights. Start it with "
             "--pp-size 1",
         ),
         (not facts["shared"], "shares its weights with other servers. Start it with --weight-cache-mode off"),
     )
-    reason = refusal(facts, spec, sync, f"--context-length {spec.max_tokens + 2} (and as many --max-total-tokens)")
+    reason = refusal(facts, spec, sync, f"--context-length {spec.max_tokens + 2} (and the same --max-total-tokens)")
     return reason or next((fault for holds, fault in rules if not holds), "")

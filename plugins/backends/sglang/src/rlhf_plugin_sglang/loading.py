@@ -76,8 +76,8 @@ class ModelLoad:
             ) from error
         if ignored := [name for name in names if name not in copied.names]:
             raise SyncError(
-                f"SGLang's {type(self.model).__name__} takes no tensor {_join(ignored)}. The generator's model is "
-                "not the policy's."
+                f"SGLang's {type(self.model).__name__} does not take the tensors {_join(ignored)}. The generator's "
+                "model is not the policy's."
             )
         self.received |= bucket.received()
         self.nbytes += bucket.nbytes

@@ -72,8 +72,8 @@ class SglangServer(EngineServer):
         limit = body["sampling_params"]["max_new_tokens"]
         if turn.finish == "length" and len(turn.ids) < limit:
             raise ModelError(
-                f"the server {self.url} ended a sample after {len(turn.ids)} of at most {limit} tokens, by a limit of "
-                "its own. Look for SGLANG_MAX_NEW_TOKENS_LIMIT and --max-total-tokens there."
+                f"the server {self.url} ended a sample after {len(turn.ids)} of at most {limit} tokens, because of "
+                "its own limit. Check SGLANG_MAX_NEW_TOKENS_LIMIT and --max-total-tokens there."
             )
         return turn
 
@@ -85,6 +85,6 @@ class SglangServer(EngineServer):
         if logprobs is None:
             logprobs = [logprob for logprob, _, _ in info["output_token_logprobs"]]
         if len(ids) != len(logprobs):
-            raise ModelError(f"a server answered {len(ids)} output_ids and {len(logprobs)} log-probs")
+            raise ModelError(f"a server returned {len(ids)} output_ids and {len(logprobs)} log-probs")
         finish = info["finish_reason"]
         yield NewTokens(ids[count:], logprobs[count:], finish and finish["type"], finish)

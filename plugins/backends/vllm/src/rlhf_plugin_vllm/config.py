@@ -84,7 +84,7 @@ class VllmGeneratorConfig(ComponentConfig):
         if limit is not None and limit < rows:
             added = "a token" if self.step_tokens == 1 else f"{self.step_tokens} tokens (1 + speculative.tokens)"
             raise ValueError(
-                f"max_batched_tokens = {limit} is less than the {rows} of max_sequences = {self.max_sequences}, and "
-                f"each sample adds {added} per step: raise it, or lower max_sequences"
+                f"max_batched_tokens = {limit} must be at least {rows}, because each of max_sequences = "
+                f"{self.max_sequences} samples adds {added} per step: raise it, or lower max_sequences"
             )
         return self

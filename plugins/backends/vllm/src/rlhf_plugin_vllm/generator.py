@@ -215,7 +215,7 @@ class VllmGenerator(WeightLoading):
             for name, ids, row_images in zip(names, sequences, images or [()] * len(names), strict=True):
                 if len(ids) >= self.engine.length:
                     raise ModelError(
-                        f"a sequence of {len(ids)} tokens cannot be scored, at most {self.engine.length - 1}"
+                        f"a sequence of {len(ids)} tokens cannot be scored; at most {self.engine.length - 1} can"
                     )
                 self.engine.add(name, array("i", ids), scoring_parameters(), None, row_images, f"{self._loads}")
             while len(logprobs) < len(names):
@@ -230,7 +230,7 @@ class VllmGenerator(WeightLoading):
 
     def _ready(self, action: str, is_exclusive: bool = False) -> None:
         self.engine.check_workers()
-        reason = self._broken or ("it is asleep; wake() it first" if self._asleep else self._not_ready)
+        reason = self._broken or ("it is asleep; call wake() first" if self._asleep else self._not_ready)
         if is_exclusive and not reason and (self._generating or (action == "sample" and self._live)):
             reason = "other samples are being generated; exhaust or close that generate() first"
         if reason:
@@ -274,7 +274,7 @@ def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: P
         if is_set:
             raise CapabilityError(
                 f"the generator 'vllm' with {option} does not report the experts of tokens, which "
-                "trainer.router_replay needs. Leave the option out, or remove trainer.router_replay."
+                "trainer.router_replay needs. Remove one of the two."
             )
     if platform is not None:
         require(
@@ -294,4 +294,4 @@ def _check_speculative(
         return
     check_speculative(config, spec, samplings)
     if platform is not None:
-        require(platform.distribution, "generator.speculative", "samples with it in a way that no test proves")
+        require(platform.distribution, "generator.speculative", "samples with it in a way that is not tested")

@@ -48,9 +48,9 @@ def engine_memory(
         if config.memory_share is None and work.occupied is not None:
             base, base_name = max(0, device_bytes - work.occupied), "what is free at its start"
         cache = max(0, int(share * base) - weights - working)
-        cache_text = f"what {share:g} of {base_name} leaves, {token / 1024:.4g} KiB a token"
+        cache_text = f"what {share:g} of {base_name} leaves, {token / 1024:.4g} KiB per token"
     else:
-        cache, cache_text = int(work.longest * token), "one sequence, as the device's memory is not known"
+        cache, cache_text = int(work.longest * token), "one sequence, because the device's memory is not known"
     sizes = {"weights": weights, "working": working, "cache": cache}
     awake = PhaseMemory({part: number for part, number in sizes.items() if number})
     generate = awake

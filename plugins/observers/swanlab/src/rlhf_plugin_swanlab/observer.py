@@ -70,7 +70,7 @@ class SwanLabObserver(Observer):
             raise ConfigError(
                 "observer 'swanlab': the package swanlab is not installed. It is an extra, because its requirements "
                 "may clash with others: pip install 'rlhf-plugin-swanlab[swanlab]', or pip install --no-deps swanlab "
-                "and what it then lacks."
+                "and the requirements that are then missing."
             )
         if self.config.mode == "online" and not os.environ.get(_KEY) and not sys.stdin.isatty():
             raise ConfigError(

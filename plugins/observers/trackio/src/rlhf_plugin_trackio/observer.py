@@ -61,7 +61,7 @@ class TrackioObserver(Observer):
             raise ConfigError(
                 "observer 'trackio': the package trackio is not installed. It is an extra, because its requirements "
                 "may clash with others: pip install 'rlhf-plugin-trackio[trackio]', or pip install --no-deps trackio "
-                "and what it then lacks."
+                "and the requirements that are then missing."
             )
 
     def run_started(self, info: RunInfo) -> None:

@@ -41,11 +41,11 @@ def installation(examination: Examination) -> Iterator[Finding]:
         return
     answer = examination.ask(probes.ray_version)
     if answer.error:
-        yield Finding("ray", "fail", answer.error, "python -c 'import ray' shows all of it; pip install ray again")
+        yield Finding("ray", "fail", answer.error, "python -c 'import ray' shows the whole error; reinstall ray")
         return
     yield Finding("ray", "ok", f"{answer.value}, imported in {answer.seconds:.1f} s")
     if not examination.start:
-        yield Finding("ray start", "skipped", "not tried; --start tries it")
+        yield Finding("ray start", "skipped", "not tested; --start tests it")
         return
     answer = examination.ask(probes.start)
     if answer.error:
@@ -65,7 +65,7 @@ def cluster(examination: Examination) -> Iterator[Finding]:
         for finding in check_nodes(examination, variable):
             yield replace(finding, text=finding.text.replace(variable, f"${RAY_ADDRESS}"))
     else:
-        yield Finding("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT asks one")
+        yield Finding("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT checks a cluster")
 
 
 def _last_lines(answer: ProbeAnswer, count: int = 5) -> str:

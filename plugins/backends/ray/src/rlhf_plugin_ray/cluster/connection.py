@@ -25,8 +25,8 @@ _ENVIRONMENT = {
 }
 """Environment variables for this process and the Ray that it starts, unless they are set already."""
 _START = (
-    "Start it with `ray start --head` on one node and `ray start --address HOST:6379` on the others, or leave "
-    "launcher.address out to run on this machine alone."
+    "Start it with `ray start --head` on one node and `ray start --address HOST:6379` on the others, or remove "
+    "launcher.address to run on this machine only."
 )
 
 
@@ -88,7 +88,7 @@ class Cluster:
             options = (
                 f"launcher.address = {config.address!r}" if not names else " and ".join(f"launcher.{n}" for n in names)
             )
-            raise ConfigError(f"this process is already connected to the Ray cluster {address}; leave out {options}")
+            raise ConfigError(f"this process is already connected to the Ray cluster {address}; remove {options}")
 
     def nodes(self) -> list[ClusterNode]:
         """The living nodes, ordered by address."""

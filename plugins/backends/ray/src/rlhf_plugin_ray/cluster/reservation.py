@@ -31,7 +31,7 @@ class Reservation:
                     f"the cluster did not provide the {sum(b.devices for b in bundles)} {kind}s of the placement "
                     f"within {self._timeout:g} s (launcher.start_timeout): other jobs hold them. Free now: "
                     f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}. Wait for those jobs to "
-                    "end, or ask for less in [placement]."
+                    "end, or request fewer in [placement]."
                 )
             node_ids = placement_group_table(self._group)["bundles_to_node_id"]
             self.nodes: list[str] = [node_ids[n] for n in range(len(bundles))]

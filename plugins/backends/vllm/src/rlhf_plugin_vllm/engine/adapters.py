@@ -23,13 +23,13 @@ def refusal(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None
     """
     assert spec.adapters is not None
     if config.pipeline_parallel > 1:
-        return f"generator.pipeline_parallel = {config.pipeline_parallel}: a stage has a part of the layers only"
+        return f"generator.pipeline_parallel = {config.pipeline_parallel}: a stage has only a part of the layers"
     if config.quantization is not None:
-        return f"generator.quantization = {config.quantization!r}: no test proves it beside a quantised base"
+        return f"generator.quantization = {config.quantization!r}: not tested with a quantised base"
     if spec.max_images:
-        return "the rows have images, with which no test proves it"
+        return "the rows have images, with which it is not tested"
     if spec.adapters.rank > RANKS[-1]:
-        return f"trainer.lora.rank = {spec.adapters.rank}: vLLM's kernels take up to {RANKS[-1]}"
+        return f"trainer.lora.rank = {spec.adapters.rank}: vLLM's kernels support up to {RANKS[-1]}"
     if device == "cuda" and (config.dtype if config.dtype != "auto" else spec.dtype) == "fp32":
         return "generator.dtype = 'fp32': vLLM's kernels for adapters on a GPU compute in bf16"
     return ""

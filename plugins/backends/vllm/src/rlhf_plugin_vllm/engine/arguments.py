@@ -81,10 +81,10 @@ def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: P
     length = _length(spec)
     tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences * config.step_tokens)
     if (platform.cpu or config.chunked_prefill is False) and tokens < length:
-        reason = "on a CPU prompts are not split" if platform.cpu else "chunked_prefill = false splits no prompt"
+        reason = "on a CPU prompts are not split" if platform.cpu else "chunked_prefill = false does not split prompts"
         raise CapabilityError(
             f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens + 1), and "
-            f"{reason}. Raise it, or leave it out."
+            f"{reason}. Raise it, or remove it."
         )
     return length, tokens
 

@@ -51,9 +51,9 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
         if budget > free:
             raise CapabilityError(
                 f"the generator 'vllm' would take {fraction:g} of a GPU's {_gib(total)} (generator.memory_share), "
-                f"{_gib(budget)}, and {_gib(free)} are free when it starts: other processes and the run's roles hold "
-                f"{_gib(total - free)}. Set generator.memory_share = {math.floor(90 * free / total) / 100:g} or less, "
-                "or generator.kv_cache_gib; or end the other processes (nvidia-smi lists them)."
+                f"or {_gib(budget)}, but {_gib(free)} are free when it starts: other processes and the run's roles "
+                f"hold {_gib(total - free)}. Set generator.memory_share = {math.floor(90 * free / total) / 100:g} or "
+                "less, or generator.kv_cache_gib; or end the other processes (nvidia-smi lists them)."
             )
     if reads_images(spec.path) and not spec.max_images:  # vLLM loads only the text part, whose size is unknown here
         return fraction
@@ -65,7 +65,7 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
         if cache:
             parts += f" and {_gib(cache)} for the cache (generator.kv_cache_gib)"
         raise CapabilityError(
-            f"the generator 'vllm' does not fit: each of its GPUs ({workers}) needs {parts}, and the engine may take "
+            f"the generator 'vllm' does not fit: each of its GPUs ({workers}) needs {parts}, but the engine may take "
             f"{_gib(budget)}: {_gib(free)} of {_gib(total)} are free at its start, the run's roles and other processes "
             f"hold {_gib(total - free)}. Divide the engine over more GPUs (generator.tensor_parallel), give it GPUs of "
             "its own ([placement.generator]), set a smaller cache, or end the other processes (nvidia-smi lists them)."

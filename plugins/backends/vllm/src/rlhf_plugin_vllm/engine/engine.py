@@ -58,9 +58,9 @@ class Engine:
         sleeps = spec.shares_devices and not platform.cpu and not has_workers
         if sleeps and _sleeping:
             raise CapabilityError(
-                "an engine of this process shares its devices with roles already, and vLLM's allocator for memory that "
-                "sleeps serves one engine of a process. Close that engine first, or start engines in processes of "
-                "their own (launchers 'processes' and 'ray')."
+                "an engine of this process already shares its devices with roles, and vLLM's sleep allocator "
+                "serves one engine per process. Close that engine first, or start engines in separate processes "
+                "(launchers 'processes' and 'ray')."
             )
         self._files = TemporaryFiles(shared=not has_workers)
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self._files.variables}
@@ -79,7 +79,7 @@ class Engine:
                 if isinstance(error, RlhfError):
                     raise
                 failure = f"vLLM ({platform.distribution}) could not start with {spec.path!r}"
-                remedy = " If it serves no adapters, set sync.adapters = 'merged'." if spec.adapters is not None else ""
+                remedy = " If LoRA is unsupported, set sync.adapters = 'merged'." if spec.adapters is not None else ""
                 raise ModelError(f"{failure}: {_first(error)}{remedy}") from error
         _running[id(self)] = foreign
         if sleeps:

@@ -52,10 +52,10 @@ class ImagePrompts:
             run_ids = list(ids[image.start : image.start + image.tokens])
             if piece["prompt_token_ids"] != run_ids:
                 raise ModelError(
-                    f"vLLM makes {_excerpt(piece['prompt_token_ids'])} of image {number} of a request, and the run has "
-                    f"{_excerpt(run_ids)} from position {image.start} on. The processor's files in the model's folder "
-                    "are not those that the run read, or vLLM expands images of this model otherwise: sample with "
-                    "--generator.use transformers."
+                    f"vLLM expands image {number} of a request to {_excerpt(piece['prompt_token_ids'])}, but the run "
+                    f"has {_excerpt(run_ids)} from position {image.start} on. The processor's files in the model's "
+                    "folder are not those that the run read, or vLLM expands images of this model differently: sample "
+                    "with --generator.use transformers."
                 )
             [item], [place] = piece["mm_kwargs"]["image"], piece["mm_placeholders"]["image"]
             items.append(item)

@@ -30,7 +30,7 @@ def check_quantization(
     if platform is not None:
         dtype = choose_precision(dtype, torch.device(platform.device)).name
     refused = {
-        "generator.dtype = 'fp32', because vLLM multiplies bf16 with it. Set generator.dtype = 'bf16'": dtype == "fp32",
+        "generator.dtype = 'fp32', because vLLM then multiplies in bf16. Set generator.dtype = 'bf16'": dtype == "fp32",
         "generator.pipeline_parallel > 1": config.pipeline_parallel > 1,
         "generator.sleep_level = 2": config.sleep_level == 2,
         "generator.speculative": config.speculative is not None,
@@ -39,13 +39,13 @@ def check_quantization(
     }
     for reason, applies in refused.items():
         if applies:
-            advice = "" if dtype == "fp32" else ", with which no test proves it. Remove one of the two"
+            advice = "" if dtype == "fp32" else ", because this is not tested. Remove one of the two"
             raise CapabilityError(
-                f"the generator 'vllm' with generator.quantization = {config.quantization!r} cannot do "
+                f"the generator 'vllm' with generator.quantization = {config.quantization!r} does not support "
                 f"{reason}{advice}."
             )
     if platform is not None:
-        require(platform.distribution, "generator.quantization", "loads weights with it in a way that no test proves")
+        require(platform.distribution, "generator.quantization", "loads weights with it in a way that is not tested")
 
 
 def bytes_saved(size: ModelSize, element: float) -> float:

@@ -16,14 +16,14 @@ def check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, sampling
     """Raises CapabilityError if the distribution of samples would change, or if no test proves that it does not."""
     refused = {
         "sampling.min_p: vLLM would accept tokens that it excludes": any(s.min_p > 0 for s in samplings),
-        "generator.pipeline_parallel > 1, with which no test proves the samples": config.pipeline_parallel > 1,
-        "images in the rows, with which no test proves the samples": spec.max_images > 0,
-        "trainer.router_replay, with which no test proves the records of experts": spec.experts is not None,
+        "generator.pipeline_parallel > 1, with which the samples are not tested": config.pipeline_parallel > 1,
+        "images in the rows, with which the samples are not tested": spec.max_images > 0,
+        "trainer.router_replay, with which the records of experts are not tested": spec.experts is not None,
     }
     for reason, applies in refused.items():
         if applies and config.speculative is not None:
             raise CapabilityError(
-                f"the generator 'vllm' with generator.speculative cannot do {reason}. Remove one of the two."
+                f"the generator 'vllm' with generator.speculative does not support {reason}. Remove one of the two."
             )
 
 

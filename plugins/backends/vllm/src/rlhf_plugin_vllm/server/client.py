@@ -61,5 +61,5 @@ class VllmServer(EngineServer):
             ids = choice.get("token_ids") or []
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs", [])
             if len(ids) != len(logprobs):
-                raise ModelError(f"a server answered {len(ids)} token_ids and {len(logprobs)} log-probs")
+                raise ModelError(f"a server returned {len(ids)} token_ids and {len(logprobs)} log-probs")
             yield NewTokens(ids, logprobs, choice["finish_reason"], choice.get("stop_reason"))

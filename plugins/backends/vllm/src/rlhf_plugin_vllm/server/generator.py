@@ -69,7 +69,7 @@ def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
         ),
         (
             facts["device"] != "cpu" or not facts["chunked_prefill"],
-            "splits prompts, and on a CPU vLLM ends with a seeded prompt in parts. Start it with "
+            "splits prompts, but on a CPU vLLM ends when a seeded prompt is split. Start it with "
             "--no-enable-chunked-prefill",
         ),
     )

@@ -61,7 +61,7 @@ class QuantisedLayers:
                 mismatches.append(name)
         if mismatches:
             names = ", ".join(mismatches[:8]) + (f" and {len(mismatches) - 8} more" if len(mismatches) > 8 else "")
-            raise SyncError(f"quantised layers compute with other weights than those that arrived: {names}.")
+            raise SyncError(f"quantised layers compute with weights that differ from those that arrived: {names}.")
 
 
 def is_quantised(layer: nn.Module) -> bool:
