@@ -178,7 +178,11 @@ def test_metrics_are_a_table_in_a_notebook(shop):
         ({"algorithm": "rlo"}, PluginNotFound, r"no algorithm named 'rlo'\. Did you mean 'rloo'\?"),
         ({"algorithm": None}, ConfigError, r"algorithm: required, and not given"),
         ({"data": {"prompt": ["1"]}}, ConfigError, r"data: rows must be a list of dicts, got dict"),
-        ({"data": 3}, ConfigError, r"data: a list of dicts, a datasets\.Dataset, an iterable or a path, got int 3"),
+        (
+            {"data": 3},
+            ConfigError,
+            r"data: expected a list of dicts, a datasets\.Dataset, an iterable or a path, got int 3",
+        ),
         ({"data": []}, DataError, r"train data: no rows"),
         ({"eval_data": [1]}, DataError, r"eval data, row 0: a row must be a dict of columns, got int 1"),
         ({"data": [{"level": 1}]}, DataError, r"data\.train 'train' \(.*train-.*\.jsonl\)"),
