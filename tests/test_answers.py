@@ -156,10 +156,11 @@ def test_losses_of_a_head_that_nobody_trained_are_refused(shop: Workshop, say: S
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ("grpo", "--algo grpo: it learns from prompts and has no losses on rows. Leave --algo out"),
+        ("grpo", "--algo grpo: this algorithm learns from prompts and has no losses on rows. Omit --algo"),
         (
             "dpo",
-            "the role 'reference' would be the model that is evaluated. Name the model that it had in training: --ref",
+            "the role 'reference' would use the model that is evaluated. Name the model that the role used in "
+            "training: --ref",
         ),
     ],
 )

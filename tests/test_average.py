@@ -124,7 +124,8 @@ def test_a_trainer_that_cannot_compute_with_its_average_is_refused_before_the_fi
     }
     refused = shop.run_config(simulated(shop, "run", **changes))
     assert refused.code == 2
-    assert "trainer 'unable' keeps an average that it cannot be evaluated with. Set --eval.weights live" in refused.said
+    message = "trainer 'unable' keeps an average of the weights, but cannot compute with it. Set --eval.weights live"
+    assert message in refused.said
     shop.train_config(simulated(shop, "live", **changes, eval={"weights": "live"}))
 
 

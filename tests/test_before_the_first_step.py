@@ -43,14 +43,14 @@ def test_a_metric_of_answers_is_recognised_by_its_name(shop: Workshop, monkeypat
     cases: list[tuple[dict[str, Any], str, str]] = [
         (single, "pas@1", "Did you mean 'pass@1'?"),
         (single, "eval/lenght", "Did you mean 'length'?"),
-        (single, "avg@4", "there are eval/length, eval/pass@1, eval/prompts, eval/reward, eval/score, eval/truncated"),
-        (single, "other/pass@1", "which the evaluation does not have"),
+        (single, "avg@4", "it reports eval/length, eval/pass@1, eval/prompts, eval/reward, eval/score, eval/truncated"),
+        (single, "other/pass@1", "which the evaluation does not report"),
         (pair, "oter/pass@1", "Did you mean 'other/pass@1'?"),
-        (single, "loss", "which the evaluation does not have"),
+        (single, "loss", "which the evaluation does not report"),
     ]
     for data, metric, says in cases:
         wrong = {"data": data, "eval": {"metric": metric}}
-        refused(shop, "rloo", f"eval.metric is {metric!r}, which the evaluation does not have", monkeypatch, **wrong)
+        refused(shop, "rloo", f"eval.metric is {metric!r}, which the evaluation does not report", monkeypatch, **wrong)
         refused(shop, "rloo", says, monkeypatch, **wrong)
     for data, metric in ((single, "pass@1"), (single, "eval/length"), (pair, "other/reward")):
         shop.train("rloo", "right", "--dry-run", data=data, eval={"metric": metric})
@@ -58,7 +58,7 @@ def test_a_metric_of_answers_is_recognised_by_its_name(shop: Workshop, monkeypat
 
 def test_a_metric_of_a_loss_is_computed_before_the_first_step(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"data": {"eval": str(shop.rows("held.jsonl", PAIRS[:4]))}}
-    says = "eval.metric is 'los', which the evaluation does not have; there are eval/"
+    says = "eval.metric is 'los', which the evaluation does not report; it reports eval/"
     refused(shop, "dpo", says, monkeypatch, dry=False, eval={"metric": "los"}, **changes)
     names = [name for name in shop.train("dpo", "plain", **changes).lines()[-1] if name.startswith("eval/")]
     metric = next(name for name in sorted(names) if "loss" not in name).removeprefix("eval/")

@@ -87,7 +87,7 @@ def test_on_a_terminal_answers_are_side_by_side_or_one_below_the_other(monkeypat
 
 def test_what_cannot_be_answered_is_said(chat, models, tmp_path: Path) -> None:
     code, _, err = chat("Hello, how are you?\n", models[0], "--data.max_tokens", "20")
-    assert (code, "does not fit into 20" in err) == (2, True), err
+    assert (code, "exceeds the limit of 20" in err) == (2, True), err
     (tmp_path / "config.toml").write_text("")
     code, _, err = chat("Hello\n", tmp_path)
     assert (code, "has not written a model yet" in err) == (2, True), err

@@ -114,7 +114,7 @@ def test_a_role_with_its_own_learning_rate_is_changed_by_its_name(shop: Workshop
         (
             "trainer.rl",
             1e-4,
-            r"'trainer\.rl' cannot be changed while the run trains; those that can are trainer\.lr\.",
+            r"'trainer\.rl' cannot be changed while the run trains; these options can: trainer\.lr\.",
         ),
         ("trainer.betas", (0.9, 0.99), r"'trainer\.betas' cannot be changed while the run trains"),
         ("trainer.lr", -1.0, r"trainer\.lr: .*greater than or equal to 0"),

@@ -125,7 +125,7 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
     "null stream": ("rloo", "state.json", lambda state: {**state, "stream": None}, "stream: missing."),
     "mark": ("sft", "state.json", put("data/dropped", {"$float": []}), "state.json is not valid JSON"),
     "rows": ("rloo", "state.json", put("stream/rows", []), "stream.rows: should be a valid dictionary, got list []."),
-    "ready": ("rloo", "state.json", put("stream/ready/0/groups", 3), "it has 4 groups, and state.json counts 3."),
+    "ready": ("rloo", "state.json", put("stream/ready/0/groups", 3), "it has 4 groups, but state.json counts 3."),
     "beta": (
         "rloo",
         "state.json",
@@ -136,7 +136,7 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
         "rloo",
         "state.json",
         put("components/algorithm/kl/beta", "1"),
-        "of which was made dict {'beta': 1.0}",
+        "became dict {'beta': 1.0} when it was loaded",
     ),
     "no beta": ("rloo", "state.json", put("components/algorithm/kl/beta"), "raised KeyError: 'beta'"),
     "reward": ("rloo", "state.json", put("components/reward.reward", {"a": 1}), "load_state_dict() of reward.reward"),
@@ -267,7 +267,7 @@ def test_metrics_out_of_order_are_refused(trained: Workshop, shop: Workshop) -> 
         path = folder.parents[1] / "metrics.jsonl"
         path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
 
-    refused(resumed(trained, shop, "sft", turn_round), "metrics.jsonl:2 is of step 2, behind step 3.")
+    refused(resumed(trained, shop, "sft", turn_round), "metrics.jsonl:2 is of step 2, but follows step 3.")
 
 
 # ---------------------------------------------------------------------------- without new checksums

@@ -240,7 +240,7 @@ def test_runs_that_sampled_with_vllm_in_bf16_and_fp8(shop: Workshop) -> None:
     answer = result(shop, shop.train("grpo", "coarse", **merged(SHORT, changes)).path)
     assert answer["causes"] == [], answer
     assert answer["gap"] > 3 * answer["rounding"]
-    assert "generator.quantization = 'fp8_per_channel' makes the engine compute more coarsely" in answer["verdict"]
+    assert "generator.quantization = 'fp8_per_channel' makes the engine compute less precisely" in answer["verdict"]
 
 
 def test_a_run_without_a_gap(shop: Workshop, trained: Callable[..., Path]) -> None:

@@ -92,9 +92,9 @@ def test_wrong_usage_is_refused_and_writes_nothing(short: Finished, say: Say, tm
     (target := tmp_path / "there").mkdir()
     (target / "file").touch()
     for words, message in (
-        (("--step", 7, "-o", tmp_path / "m"), "holds the steps [1]"),
+        (("--step", 7, "-o", tmp_path / "m"), "holds checkpoints of the steps [1]"),
         (("--best", "-o", tmp_path / "m"), "no checkpoint of"),
-        (("--average", "-o", tmp_path / "m"), "--average is the mean of two"),
+        (("--average", "-o", tmp_path / "m"), "--average needs two or more checkpoints"),
         (("--step", 1, "-o", target), "exists"),
     ):
         code, _, err = say("export", short.path, *words)

@@ -25,7 +25,7 @@ def test_finished_steps_are_saved_when_an_evaluation_fails(shop: Workshop) -> No
     evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2}}
     wrong = {**evaluated, "eval": {"every": 2, "metric": "score"}}
     broken = shop.run("rloo", "broken", **wrong)
-    refused(broken, "eval.metric is 'score', which the evaluation does not have; there are", "pass@1")
+    refused(broken, "eval.metric is 'score', which the evaluation does not report; it reports", "pass@1")
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     assert [line["step"] for line in broken.lines()] == [1, 2]
     retry = shop.train("rloo", "broken", "--resume", **evaluated)

@@ -260,7 +260,8 @@ def test_two_runs_are_compared(whole, offline, capsys):
     losses = [line["policy/loss"] for line in offline.lines()]
     assert f"  {losses[0]:.4g} -> {losses[-1]:.4g}\n" in text
     assert text.count("\npolicy/loss\n") == 1
-    assert called(capsys, "show", whole.path, whole.path, code=2).endswith("are one run. Name two, or only one.\n")
+    error = called(capsys, "show", whole.path, whole.path, code=2)
+    assert error.endswith("are the same run. Name two runs, or only one.\n")
 
 
 def test_two_equal_runs_have_no_differences(whole, tmp_path, capsys):
@@ -334,7 +335,7 @@ def test_samples_are_sorted_by_one_reward_or_by_length(whole, capsys):
     (longest,) = sample_rows(capsys, whole.path, "--best", 1, "--sort-by", "length")
     assert longest["length"] == max(len(line["turns"][1]["ids"]) for line in lines)
     error = called(capsys, "samples", whole.path, "--best", 1, "--sort-by", "shrt", code=2)
-    assert "--sort-by shrt: allowed here are length, reward, short. Did you mean 'short'?" in error
+    assert "--sort-by shrt: allowed: length, reward, short. Did you mean 'short'?" in error
     assert "Set one of them" in called(capsys, "samples", whole.path, "--sort-by", "short", code=2)
 
 
@@ -349,7 +350,7 @@ def test_samples_of_one_group_source_or_at_random(whole, capsys):
     assert len({(s["group"], s["sample"]) for s in draws[0]}) == 4
     assert len(sample_rows(capsys, whole.path, "--source", "data", "--random", 99)) == 12
     error = called(capsys, "samples", whole.path, "--source", "math", code=2)
-    assert "--source math: no sample of it is there; the sources are data." in error
+    assert "--source math: no sample has this value; the sources are data." in error
     assert "--group 999: no sample" in called(capsys, "samples", whole.path, "--group", 999, code=2)
 
 
@@ -386,7 +387,7 @@ def test_a_failed_sample_is_shown_with_its_error_and_not_compared(whole, tmp_pat
 
 def test_a_missing_step_is_an_error(whole, capsys):
     error = called(capsys, "samples", whole.path, "--step", 7, code=2)
-    assert f"--step 7: {whole.path} holds no samples of it. It holds samples of steps 1 to 3." in error
+    assert f"--step 7: {whole.path} holds no samples of this step. It holds samples of steps 1 to 3." in error
 
 
 def test_a_run_without_samples_is_refused_with_the_reason(offline, whole, shop, tmp_path, capsys):
@@ -403,14 +404,14 @@ def test_a_run_without_samples_is_refused_with_the_reason(offline, whole, shop, 
 def test_a_file_of_samples_can_be_named(whole, tmp_path, capsys):
     file = whole.path / "rollouts" / "step-000001.arrow"
     assert len(sample_rows(capsys, file, "--worst", 2)) == 2
-    assert "is one file of samples, without steps" in called(capsys, "samples", file, "--step", 1, code=2)
+    assert "is a single file of samples, without steps" in called(capsys, "samples", file, "--step", 1, code=2)
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text('{"prompt": "1+1="}\n')
     error = called(capsys, "samples", damaged, code=1)
     assert f"{damaged}:1 is not a recorded sample: it has no 'sample'." in error
     damaged.write_text(json.dumps(recorded(whole, 1)[0] | {"reward": "high"}) + "\n")
     error = called(capsys, "samples", damaged, code=1)
-    assert "a reward is str 'high', and not a number" in error
+    assert "a reward is str 'high', not a number" in error
 
 
 # -------------------------------------------------------------------------------------- while training

@@ -82,7 +82,7 @@ def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: p
     assert sorted(p.name for p in (shop.folder / "runs").iterdir()) == ["1", "2", "latest"]
     refused = shop.command("train", str(file), "--policy.model", "runs/latest/model")
     assert refused.code == 2
-    assert "Name the run: runs/2/model" in refused.said
+    assert "Name the other run instead: runs/2/model" in refused.said
     assert (shop.folder / "runs" / "latest").resolve() == shop.folder / "runs" / "2"
     assert main(["train", str(file), "--policy.model", "runs/2/model"]) == 0
     third = shop.command("train", str(file), "--policy.model", "runs/latest/model", "--output", str(shop.folder / "a"))
@@ -114,5 +114,5 @@ def test_a_named_folder_and_that_of_a_resume_are_refused_while_a_run_is_at_work(
     with closing(build(starts[0], "quiet")):
         resumed = RunFile.model_validate(merged(unnamed, {"run": {"resume": True}}))
         for start in (starts[1], prepare(resumed, Plugins.discover())):
-            with pytest.raises(ConfigError, match="another run of this process is at work in runs/1"):
+            with pytest.raises(ConfigError, match="another run of this process is using runs/1"):
                 build(start, "quiet")

@@ -29,7 +29,7 @@ def test_a_run_goes_on_without_an_optional_observer_that_fails_after_the_start(s
     file = shop.file("watch.py", OBSERVER.format(hook=hook))
     run = shop.run("sft", "run", observer=[{"use": f"file:{file}", "on_error": "warn"}], run={"steps": 2})
     assert run.code == (hook == "run_started")
-    notes = run.said.count("The run goes on without this observer")
+    notes = run.said.count("The run continues without this observer")
     assert notes == (hook != "run_started")
     assert len(run.lines()) == (0 if hook == "run_started" else 2)
 

@@ -193,10 +193,10 @@ def test_a_page_that_cannot_be_written_is_a_note(shop: Workshop) -> None:
     folder.mkdir()
     (folder / "report.html").write_text("a page of mine")
     run = shop.train("sft", "occupied", run={"steps": 1})
-    assert re.search(r"note: \S+report.html is not written: ConfigError: .* no report wrote", run.said)
+    assert re.search(r"note: \S+report.html was not written: ConfigError: .* is not a report", run.said)
     assert (folder / "report.html").read_text() == "a page of mine"
     done = shop.command("report", str(run.path))
-    assert (done.code, "Name another one" in done.err) == (2, True)
+    assert (done.code, "Name another file" in done.err) == (2, True)
 
 
 def test_no_run_and_no_place_are_errors(tmp_path: Path, whole: Finished) -> None:

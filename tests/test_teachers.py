@@ -88,7 +88,7 @@ def test_a_server_teaches_beside_a_reward_without_being_part_of_it(shop: Worksho
     assert scores.code == 0, scores.said
     words = ("score", "--reward", "teacher", "--reward.teacher.urls", '["http://127.0.0.1:9/v1"]', "--data", str(rows))
     none = shop.command(*words, "--model", str(shop.model), "-o", str(shop.folder / "none"))
-    assert (none.code, "a teacher gives none" in none.said) == (2, True), none.said
+    assert (none.code, "a teacher gives no reward" in none.said) == (2, True), none.said
 
 
 def test_samples_that_a_server_does_not_score_have_failed(shop: Workshop, teacher: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_served_teacher_that_does_not_fit_is_refused(shop: Workshop, teacher: 
         duplicates = [{"use": "teacher", "urls": [server.url], "name": name} for name in ("one", "two")]
         refused(run("reinforce_pp", reward=duplicates), "have several teachers: one, two")
         weighted = [{"use": "teacher", "urls": [server.url], "weight": 0.5}]
-        refused(run("reinforce_pp", reward=weighted), "weight = 0.5", "would do nothing")
+        refused(run("reinforce_pp", reward=weighted), "weight = 0.5", "would have no effect")
         other_source = [{"use": "teacher", "urls": [server.url], "sources": ["other"]}]
         refused(run("reinforce_pp", reward=other_source), "the rows of 'data' have no teacher")
         assert not server.asked

@@ -70,11 +70,11 @@ def test_like_is_for_algorithms_and_says_what_is_allowed(tmp_path, capsys):
     assert new(tmp_path, "x", "reward", "pairs") == 2
     assert capsys.readouterr().err == (
         "rlhf: --like pairs was given with --kind reward, but only --kind algorithm has several templates (supervised, "
-        "policy_gradient, pairs). Leave out --like, or write --kind algorithm\n"
+        "policy_gradient, pairs). Omit --like, or set --kind algorithm\n"
     )
     assert new(tmp_path, "x", "algorithm", "pair") == 2
     assert capsys.readouterr().err == (
-        "rlhf: --like pair: there is no such template. Did you mean 'pairs'? Allowed are supervised, policy_gradient, "
+        "rlhf: --like pair: there is no such template. Did you mean 'pairs'? Allowed: supervised, policy_gradient, "
         "pairs\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -113,9 +113,9 @@ def test_every_distribution_that_the_code_imports_is_required(tmp_path, kind, li
         (
             "My-Score",
             "reward",
-            "'My-Score' cannot be a plugin's name: a letter, then lower case letters, digits and '_'",
+            "'My-Score' is not a valid name of a plugin: expected a letter, then lower case letters, digits and '_'",
         ),
-        ("1x", "reward", "'1x' cannot be a plugin's name"),
+        ("1x", "reward", "'1x' is not a valid name of a plugin"),
         ("x", "rewards", "no kind of plugin is called 'rewards'"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert new(tmp_path / "file", "x", "reward") == 2
     folder = tmp_path / "file" / "rlhf-plugin-x"
-    message = f"rlhf: {folder} cannot be made: Not a directory. Choose a folder with --output\n"
+    message = f"rlhf: {folder} cannot be created: Not a directory. Choose a folder with --output\n"
     assert capsys.readouterr().err == message
 
 

@@ -18,6 +18,6 @@ def run(*command: str) -> None:
         except KeyboardInterrupt:  # the child process gets the signal too, finishes its step and saves
             stopped = True
     if stopped:
-        sys.exit("stopped. The same command starts anew")
+        sys.exit("stopped. The same command starts again from the beginning")
     if child.returncode:
         sys.exit(f"`{shlex.join(command)}` failed; the message above says why")

@@ -69,7 +69,7 @@ def main(flags: list[str]) -> None:
     try:
         model = get_model()
     except NotFetchedError as problem:
-        print(f"{problem}\nA tiny model of our own, which needs no download, is trained in its place.")
+        print(f"{problem}\nA tiny model of our own is trained instead. It needs no download.")
         tiny.main()
         return
     shutil.rmtree(RUNS, ignore_errors=True)

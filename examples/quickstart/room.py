@@ -20,7 +20,7 @@ RUN_BYTES = 3_000_000_000
 """Checkpoint and trained model in `runs/quickstart`."""
 MEMORY_BYTES = 4_000_000_000
 """What the training needs at its peak."""
-ALTERNATIVE = "or train a tiny model, which needs little of both: make quickstart-tiny"
+ALTERNATIVE = "or train a tiny model, which needs little disk and memory: make quickstart-tiny"
 
 
 def model_folder() -> Path:

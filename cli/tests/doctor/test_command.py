@@ -82,7 +82,7 @@ def test_a_broken_installation_is_a_table_and_exit_code_1(light):
     code, out, err = doctor(env=light)
     assert (code, err) == (1, "")
     lines = out.splitlines()
-    assert lines[0].split() == ["check", "status", "found,", "and", "what", "to", "do"]
+    assert lines[0].split() == ["check", "status", "result,", "and", "what", "to", "do"]
     [index] = [number for number, line in enumerate(lines) if line.startswith("vllm ")]
     assert lines[index].split()[1] == "fail"
     assert "ImportError: left out of this test" in lines[index]
@@ -136,7 +136,7 @@ def test_missing_parts_of_a_run_are_reported(light, run_file):
 
 def test_wrong_usage():
     code, _, err = doctor("--timeout", "0")
-    assert (code, err) == (2, "rlhf: --timeout 0: seconds, more than 0\n")
+    assert (code, err) == (2, "rlhf: --timeout 0: it must be more than 0 seconds\n")
 
 
 def test_help_is_quick_and_imports_no_torch():

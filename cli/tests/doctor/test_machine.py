@@ -38,7 +38,7 @@ def test_shared_memory_full():
     fill = "mount -t tmpfs -o size=2304m tmpfs /dev/shm && head -c 400M /dev/zero > /dev/shm/left-behind"
     status, text, remedy = in_a_namespace("-m", fill, show("shared_memory()")).splitlines()
     assert (status, text) == ("warn", "/dev/shm: 2.2 GiB, 1.9 GiB free")
-    assert "remove what others left" in remedy
+    assert "remove leftover files from" in remedy
 
 
 def test_no_shared_memory(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_the_lowest_limit_of_the_groups_counts(tmp_path):
     assert machine.cpu_limit(fs, membership) == 1.5
     check = machine.cores(fs, membership, {"OMP_NUM_THREADS": "4"})
     assert check.status == "warn"
-    assert "limited to the time of 1.5 by the cgroup; torch uses 4 threads" in check.text
+    assert "limited by the cgroup to the time of 1.5 cores; torch uses 4 threads" in check.text
     assert "OMP_NUM_THREADS=1 " in check.remedy
     assert machine.cores(fs, membership, {"OMP_NUM_THREADS": "1"}).status == "ok"
 

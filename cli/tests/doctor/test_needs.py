@@ -76,8 +76,8 @@ def of_a_shard(file):
         ("config.json", Path.unlink, "config.json"),
         ("config.json", cut(1), "config.json is not a JSON object"),
         ("model.safetensors", Path.unlink, "holds no *.safetensors"),
-        ("model.safetensors", cut(-100), "cut short or damaged"),
-        ("model.safetensors", cut(20), "is not a safetensors file, or cut short (20 bytes)"),
+        ("model.safetensors", cut(-100), "truncated or damaged"),
+        ("model.safetensors", cut(20), "is not a safetensors file, or is truncated (20 bytes)"),
         ("model.safetensors", of_a_shard, "1 of 2 files of weights are missing: model-00002-of-00002.safetensors"),
     ],
 )
@@ -136,4 +136,4 @@ def test_output_that_holds_a_run(tmp_path):
     assert (check.status, check.text) == ("fail", f"{tmp_path} already holds a run")
     assert needs.output(run(run__output=tmp_path, run__resume="true"), {})[0].status == "ok"
     check, _ = needs.output(run(run__output=tmp_path / "other", run__resume="true"), {})
-    assert (check.status, check.remedy) == ("fail", "leave out --resume")
+    assert (check.status, check.remedy) == ("fail", "omit --resume")

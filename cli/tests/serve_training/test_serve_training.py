@@ -388,9 +388,9 @@ def test_a_server_with_a_token_asks_for_it(model, tmp_path, monkeypatch) -> None
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        ([("trainer.lr", "1e-3")], "trainer.lr: clients decide it"),
-        ([("policy.trainer.betas", "[0.9, 0.99]")], "policy.trainer.betas: clients decide it"),
-        ([("reward", "math")], "rewards and environments are the clients' own"),
+        ([("trainer.lr", "1e-3")], "trainer.lr: clients set it"),
+        ([("policy.trainer.betas", "[0.9, 0.99]")], "policy.trainer.betas: clients set it"),
+        ([("reward", "math")], "clients have their own rewards and environments"),
     ],
 )
 def test_options_that_no_client_could_follow_are_refused_before_the_start(model, flags, cause) -> None:

@@ -54,7 +54,7 @@ def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         stop.request("again")
     assert calls == [1]
-    assert "SIGTERM: ending soon (Ctrl-C: at once)" in capfd.readouterr().err
+    assert "SIGTERM: ending soon (Ctrl-C stops at once)" in capfd.readouterr().err
 
 
 def test_the_second_ctrl_c_stops_at_once():

@@ -177,7 +177,7 @@ def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():
     assert all(torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, repeat, strict=True))
     other = list(minibatches(data, update, seed=2, step=3))
     assert any(not torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, other, strict=True))
-    with pytest.raises(TrainingError, match="9 minibatches of 5 units"):
+    with pytest.raises(TrainingError, match="9 minibatches for 5 units"):
         list(minibatches(data, Update("policy", "loss", minibatches=9), 0, 0))
 
 

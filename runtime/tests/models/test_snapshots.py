@@ -76,7 +76,10 @@ def test_a_share_mixes_the_old_weights_with_the_sources(dtype):
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
-    [({"a": torch.zeros(2, 2)}, "'b', of shape \\(1,\\), it lacks it"), ({"b": torch.zeros(3)}, "the shape \\(3,\\)")],
+    [
+        ({"a": torch.zeros(2, 2)}, "'b' of shape \\(1,\\): the role lacks it"),
+        ({"b": torch.zeros(3)}, "the shape \\(3,\\)"),
+    ],
 )
 def test_roles_of_two_architectures_are_not_mixed(tensors, message):
     models = {**roles(), "reference": Weights(tensors)}

@@ -42,7 +42,7 @@ def test_a_resumed_run_counts_from_its_checkpoint():
     progress.close()
     assert out.getvalue().splitlines() == [
         "step=9/10 left=0:00:03",
-        "9 of 10 steps, 1 of them now, in 0:00:03 (3 s a step)",
+        "9 of 10 steps, 1 of them since the resume, in 0:00:03 (3 s a step)",
     ]
 
 

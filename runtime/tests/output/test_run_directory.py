@@ -89,7 +89,7 @@ def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
 
 
 def test_nothing_to_resume(tmp_path):
-    with pytest.raises(ConfigError, match=r"no run to resume in .*missing\. Leave out --resume"):
+    with pytest.raises(ConfigError, match=r"no run to resume in .*missing\. Omit --resume"):
         RunDirectory.create(tmp_path / "missing", resume=True)
     assert not (tmp_path / "missing").exists()
 
@@ -104,7 +104,7 @@ def test_output_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="which is a file; it must be a folder"):
         RunDirectory.create(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"cannot be made: Not a directory"):
+    with pytest.raises(ConfigError, match=r"cannot be created: Not a directory"):
         RunDirectory.create(tmp_path / "file" / "run")
 
 
@@ -154,7 +154,7 @@ def test_foreign_files_in_the_folder_are_left_alone(tmp_path):
 def test_two_runs_in_one_process_are_refused(tmp_path):
     with start(tmp_path):
         assert FolderLock.is_held(tmp_path)  # which does not release it
-        with pytest.raises(ConfigError, match="another run of this process is at work"):
+        with pytest.raises(ConfigError, match="another run of this process is using"):
             RunDirectory.create(tmp_path, resume=True)
         (tmp_path / "link").symlink_to(tmp_path)
         with pytest.raises(ConfigError, match="another run of this process"):
@@ -174,7 +174,7 @@ def test_two_processes_are_refused_and_a_killed_one_is_no_obstacle(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     try:
-        with pytest.raises(ConfigError, match=rf"another run is at work in .* \(process {process.pid} on "):
+        with pytest.raises(ConfigError, match=rf"another run is using .* \(process {process.pid} on "):
             RunDirectory.create(tmp_path, resume=True)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -435,7 +435,7 @@ def test_a_folder_that_is_not_a_run_is_never_deleted(tmp_path, manifest):
 
 
 def test_a_folder_that_another_process_works_in_is_not_overwritten(tmp_path):
-    with start(tmp_path), pytest.raises(ConfigError, match="at work"):
+    with start(tmp_path), pytest.raises(ConfigError, match="is using"):
         RunDirectory.create(tmp_path, overwrite=True)
     assert (tmp_path / "metrics.jsonl").exists()
 
@@ -448,7 +448,7 @@ def test_a_file_system_without_locks_is_refused_and_its_runs_can_be_looked_at(tm
     monkeypatch.setattr(fcntl, "lockf", refuse)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     for claim in (RunDirectory.create, check_folder):
-        with pytest.raises(ConfigError, match=r"cannot be locked: No locks available\..* mount it with them"):
+        with pytest.raises(ConfigError, match=r"cannot be locked: No locks available\..* mount it with locks"):
             claim(tmp_path)
     assert not FolderLock.is_held(tmp_path)
 

@@ -93,13 +93,13 @@ def test_a_pandas_frame_is_its_rows_without_the_index(tmp_path):
     ("rows", "problem"),
     [
         ([], r"train data: no rows\. Give a list of dicts"),
-        (["1+1="], r"train data, row 0: a row is a dict of columns, got str '1\+1='"),
-        ([{"a": 1}, {"a": float("nan")}], r"row 1, 'a': nan is no JSON value"),
+        (["1+1="], r"train data, row 0: a row must be a dict of columns, got str '1\+1='"),
+        ([{"a": 1}, {"a": float("nan")}], r"row 1, 'a': nan is not a JSON value"),
         ([{"a": {"b": [1, {2}]}}], r"row 0, 'a', 'b'\[1\]: got set \{2\}; allowed: text, numbers"),
         ([{"a": (1, 2)}], r"row 0, 'a': got tuple \(1, 2\); allowed: .* Convert it: list\(\.\.\.\)"),
         ([{"a": datetime.date(2020, 1, 1)}], r"row 0, 'a': got date"),
-        ([{1: "a"}], r"row 0: a name is text, got int 1"),
-        ([{"a": "\ud800"}], r"row 0: a text that is not Unicode"),
+        ([{1: "a"}], r"row 0: a name must be a string, got int 1"),
+        ([{"a": "\ud800"}], r"row 0: a string is not valid Unicode"),
     ],
 )
 def test_a_row_that_json_does_not_give_back_is_refused(tmp_path, rows, problem):
@@ -165,14 +165,15 @@ def test_a_model_is_saved_with_its_tokenizer_and_named_by_its_weights(tmp_path, 
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, loaded):
-    with pytest.raises(ConfigError, match=r"a Qwen3ForCausalLM object comes without its tokenizer\. Give it too"):
+    message = r"a Qwen3ForCausalLM object was passed without its tokenizer\. Add tokenizer="
+    with pytest.raises(ConfigError, match=message):
         ObjectFiles(tmp_path).model(loaded[0], None)
 
 
 def test_an_object_that_is_not_a_model_or_tokenizer_is_refused(tmp_path, loaded):
-    with pytest.raises(ConfigError, match=r"model: a dict object is no model of transformers"):
+    with pytest.raises(ConfigError, match=r"model: a dict object is not a transformers model"):
         ObjectFiles(tmp_path).model({}, loaded[1])
-    with pytest.raises(ConfigError, match=r"tokenizer: got str 'path'; give a tokenizer of transformers"):
+    with pytest.raises(ConfigError, match=r"tokenizer: expected a transformers tokenizer, got str 'path'"):
         ObjectFiles(tmp_path).model(loaded[0], "path")
 
 

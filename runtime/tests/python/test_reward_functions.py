@@ -286,7 +286,7 @@ def test_several_rewards_are_named():
 def test_two_rewards_of_one_name_are_refused():
     with pytest.raises((ConfigError, PluginConflict), match=r"by_sample"):
         reward_entries(Plugins(), [by_sample, by_sample])
-    with pytest.raises(ConfigError, match=r"reward: a name is text, got int 1"):
+    with pytest.raises(ConfigError, match=r"reward: a name must be a string, got int 1"):
         reward_entries(Plugins(), {1: by_sample})
 
 

@@ -124,7 +124,8 @@ def test_sequences_without_positions_are_not_computed(main) -> None:
 
 @pytest.mark.parametrize("positions", [[4], [-1], [2, 1], [1, 1]])
 def test_positions_beyond_a_sequence_are_refused(main, positions: list[int]) -> None:
-    with pytest.raises(RewardError, match=r"asked at \[.*of a sequence of 4 tokens; positions increase .* 0 \.\. 3"):
+    message = r"got the positions \[.*in a sequence of 4 tokens; positions must increase .* 0 \.\. 3"
+    with pytest.raises(RewardError, match=message):
         Model("lm").ask(main, read_role, SINGLE_TOKEN, IDS[:1], [positions])
 
 
@@ -137,7 +138,7 @@ def test_heads_that_need_columns_are_refused(main) -> None:
     columns = Head("needy", LOGPROBS.fn, columns=("targets",))
     with pytest.raises(RewardError, match="'needy' needs columns"):
         asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]
-    with pytest.raises(RewardError, match="3 sequences at 1 lists"):
+    with pytest.raises(RewardError, match="got 3 sequences, but 1 lists"):
         Model("lm").ask(main, read_role, SINGLE_TOKEN, IDS, [[1]])
 
 
@@ -210,7 +211,7 @@ def test_calls_made_at_once_keep_their_images(main) -> None:
         )
         await score("judge", IDS, [(image,)])
 
-    with pytest.raises(RewardError, match="3 sequences and images of 1"):
+    with pytest.raises(RewardError, match="got 3 sequences, but images for 1"):
         main.run(scenario())
     assert batches == [((), (), (image,), (), ()), ((), (image,))]
 

@@ -44,7 +44,9 @@ class Doctor(Command):
         add_run_file(parser)
         parser.add_argument("--json", action="store_true", help="one JSON object")
         parser.add_argument("--start", action="store_true", help="also start and stop services, such as Ray")
-        parser.add_argument("--timeout", type=float, metavar="SECONDS", help="to import one package (default: 120)")
+        parser.add_argument(
+            "--timeout", type=float, metavar="SECONDS", help="time limit for importing one package (default: 120)"
+        )
         parser.add_argument("--step", type=int, metavar="N", help="for the folder of a run: step of the samples")
         parser.add_argument(
             "--samples", type=int, metavar="N", help="for the folder of a run: samples to compare (default: 32)"
@@ -58,10 +60,10 @@ class Doctor(Command):
 
             return examine_run(args)
         if args.step is not None or args.samples is not None:
-            raise ConfigError("--step and --samples are about the recorded samples of a run: name the folder of a run.")
+            raise ConfigError("--step and --samples apply to the recorded samples of a run: name the folder of a run.")
         timeout = 120.0 if args.timeout is None else args.timeout
         if not timeout > 0:
-            raise ConfigError(f"--timeout {timeout:g}: seconds, more than 0")
+            raise ConfigError(f"--timeout {timeout:g}: it must be more than 0 seconds")
         request = Request(args.run_file, overrides(args), args.start, timeout)
         checks = list(examine(request)) if args.json else _printed(request)
         failed = any(check.status == "fail" for check in checks)
@@ -82,7 +84,7 @@ def _printed(request: Request) -> list[Finding]:
     watched = next((c for c in (console, errors) if c.is_terminal), None)
     status = watched.status("looking") if watched else None
     checks = []
-    console.print(_row("check", "status", "found, and what to do", "bold"))
+    console.print(_row("check", "status", "result, and what to do", "bold"))
     with status or nullcontext():
         for check in examine(request, lambda name: status.update(f"looking at {name}") if status else None):
             todo = f"\nTo do: {check.remedy}" if check.remedy else ""

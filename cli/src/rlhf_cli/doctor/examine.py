@@ -110,7 +110,7 @@ def run_plugins(request: Request) -> Finding:
     argument = {"path": request.run_file, "overrides": [list(pair) for pair in request.overrides]}
     answer = ask(probes.run_plugins, argument, request.timeout)
     if answer.error:
-        return Finding("run plugins", "fail", answer.error, "`rlhf train ... --dry-run` shows all of it")
+        return Finding("run plugins", "fail", answer.error, "`rlhf train ... --dry-run` shows the whole error")
     names = sorted({f"{item['kind']} {item['name']}" for item in answer.value["manifest"]})
     return Finding("run plugins", "ok", ", ".join(names))
 

@@ -31,14 +31,14 @@ def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
     """torchvision, torchaudio and torchcodec must fit this torch, or be absent."""
     packages = [m for m in modules if present(m)]
     if not packages:
-        return Finding("vision packages", "ok", f"no {', '.join(modules)}: text models need none of them")
+        return Finding("vision packages", "ok", f"{', '.join(modules)} are not installed: text models do not need them")
     broken = []
     for name in packages:
         answer = ask(probes.module, name, timeout)
         if answer.error:
             broken.append(f"{name}: {answer.error}")
     if broken:
-        advice = f"it does not fit this torch and breaks transformers and vLLM; text models do without: {_UNINSTALL}"
+        advice = f"it does not match torch and breaks transformers and vLLM; text models do not need it: {_UNINSTALL}"
         return Finding("vision packages", "fail", short_list(broken), advice)
     return Finding("vision packages", "ok", f"{', '.join(packages)} can be imported")
 
@@ -48,9 +48,9 @@ def transformers(timeout: float) -> Finding:
     answer = ask(probes.transformers, None, timeout)
     if answer.error:
         if _TRAP in answer.log or _TRAP in answer.error:
-            advice = f"a torchvision that does not fit this torch; text models do without: {_UNINSTALL}"
+            advice = f"this torchvision does not match torch; text models do not need it: {_UNINSTALL}"
         else:
-            advice = "python -c 'import transformers' shows all of it; pip install transformers again"
+            advice = "python -c 'import transformers' shows the whole error; reinstall transformers with pip"
         return Finding("transformers", "fail", answer.error, advice)
     return Finding("transformers", "ok", f"{answer.value['version']}, imported in {answer.seconds:.1f} s")
 
@@ -60,7 +60,7 @@ def torch_device(timeout: float) -> list[Finding]:
     answer, gpus = ask(probes.torch_device, None, timeout), driver_gpus()
     if answer.error:
         fix = "install torch again; with GPUs, the build for the CUDA version of the driver (nvidia-smi shows it)"
-        return [Finding("torch", "fail", answer.error, fix), Finding("nccl", "skipped", "torch cannot be asked")]
+        return [Finding("torch", "fail", answer.error, fix), Finding("nccl", "skipped", "the check of torch failed")]
     facts = answer.value
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
     text = f"{facts['version']} ({build}), imported in {answer.seconds:.1f} s; "

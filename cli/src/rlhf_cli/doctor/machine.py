@@ -35,7 +35,7 @@ ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
 def cores(root: Path = ROOT, membership: Path = MEMBERSHIP, environment: Mapping[str, str] = os.environ) -> Finding:
     """Cores that this process may use, and whether torch would start more threads."""
     available, limit, usable = allowed_cores(), cpu_limit(root, membership), usable_cores(root, membership)
-    text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
+    text = f"{available} cores" + ("" if limit is None else f", limited by the cgroup to the time of {limit:g} cores")
     setting = environment.get("OMP_NUM_THREADS", "")
     if setting and not setting.isdigit():
         return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is not a number", "set OMP_NUM_THREADS to a number")
@@ -58,7 +58,7 @@ def memory(root: Path = ROOT, membership: Path = MEMBERSHIP, meminfo: Path = MEM
 
 def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> Finding:
     """Size of the shared memory file system."""
-    larger = "mount it larger: docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
+    larger = "make it larger: docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if not path.is_dir():
         text = f"there is no {path}"
         if sys.platform == "darwin":
@@ -73,7 +73,7 @@ def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> 
         need = f"Ray's object store and the weight sync need {gib(minimum)}"
         return Finding("shared memory", "warn", text, f"{need}; {larger}")
     if free < minimum:
-        return Finding("shared memory", "warn", text, f"remove what others left in {path}; {gib(minimum)} are needed")
+        return Finding("shared memory", "warn", text, f"remove leftover files from {path}; {gib(minimum)} are needed")
     return Finding("shared memory", "ok", text)
 
 
@@ -93,7 +93,7 @@ def file_descriptors(minimum: int = FILES_MINIMUM) -> Finding:
 def loopback(ports: int = PORTS) -> Finding:
     """Whether several servers at once can listen on the loopback interface and be reached."""
     opened: list[socket.socket] = []
-    remedy = "roles use local ports: bring the interface up (ip link set lo up), or end what holds the ports"
+    remedy = "roles use local ports: bring the interface up (ip link set lo up), or stop programs that hold the ports"
     try:
         for _ in range(ports):
             opened.append(socket.create_server(("127.0.0.1", 0)))
@@ -123,4 +123,4 @@ def disk(path: Path, name: str = "disk", need: int = 0, content: str = "") -> Fi
 def environment_variables(environment: Mapping[str, str] = os.environ) -> Finding:
     """Names, never values, of the variables that change the behaviour of the libraries."""
     names = sorted(name for name in environment if name.startswith(ENVIRONMENT))
-    return Finding("environment", "ok", short_list(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
+    return Finding("environment", "ok", short_list(names, 40) or "no variables that torch, Ray, vLLM or DeepSpeed read")

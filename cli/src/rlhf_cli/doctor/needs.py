@@ -37,7 +37,7 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
         if not looks_local(path):
-            text = f"{path} is not a folder here, so it is a hub name: loaded from the hub or its cache at the start"
+            text = f"{path} is not a folder here, so it is a hub name, loaded from the hub or its cache at the start"
             checks.append(Finding(place, "skipped", text))
             continue
         if problem := other_format(path):
@@ -101,12 +101,12 @@ def _safetensors(path: Path) -> Weights:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
-            raise ValueError(f"{path.name} is not a safetensors file, or cut short ({size} bytes)")
+            raise ValueError(f"{path.name} is not a safetensors file, or is truncated ({size} bytes)")
         header = json.loads(file.read(length))
     tensors = [value for name, value in header.items() if name != "__metadata__"]
     end = max((t["data_offsets"][1] for t in tensors), default=0)
     if size != 8 + length + end:
-        raise ValueError(f"{path.name} has {size} bytes, its header says {8 + length + end}: cut short or damaged")
+        raise ValueError(f"{path.name} has {size} bytes, but its header says {8 + length + end}: truncated or damaged")
     return Weights(sum(prod(tensor["shape"]) for tensor in tensors), size)
 
 
@@ -120,7 +120,7 @@ def data(config: RunFile) -> Finding:
         return Finding("data", "fail", f"cannot be read: {short_list(missing)}", fix)
     if not paths:
         return Finding("data", "fail", "data.train names no source", "give --data FILE")
-    note = f"; not looked up, as they are hub names: {short_list(names)}" if names else ""
+    note = f"; hub names are not looked up: {short_list(names)}" if names else ""
     return Finding("data", "ok", f"{quantity(len(paths) - len(names), 'source')} can be read{note}")
 
 
@@ -151,7 +151,7 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
         fix = "continue it with --resume, delete it with --overwrite, or choose another folder with --output"
         return [Finding("output", "fail", f"{path} already holds a run", fix), room]
     if config.run.resume and not has_run:
-        return [Finding("output", "fail", f"there is no run to resume in {path}", "leave out --resume"), room]
+        return [Finding("output", "fail", f"there is no run to resume in {path}", "omit --resume"), room]
     return [Finding("output", "ok", f"{path} can be written"), room]
 
 

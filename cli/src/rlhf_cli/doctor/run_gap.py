@@ -20,21 +20,26 @@ if TYPE_CHECKING:
 
 SAMPLES = 32
 REMEDIES = {
-    "arithmetic (batch composition)": "the trainer computes packed sequences otherwise than single ones: report it",
+    "arithmetic (batch composition)": "the trainer computes packed sequences differently from single ones: report this",
     "stale weights (as recorded)": "lower stream.staleness or stream.round, or set an importance correction",
     "arithmetic": "give policy.dtype and the generator's dtype the same value, or set an importance correction",
-    "cut distribution": "leave sampling.top_p, top_k and min_p out, or set an importance correction",
-    "temperature": "the generator reports log-probs without the temperature: let it report what it samples from",
-    "template": "the generator read other prompts than the recorded ones: give both the same tokenizer and template",
-    "end tokens": "the generator reports something else for tokens that end a turn: compare its end tokens",
-    "adapters (absent)": "the generator samples without the adapters: let sync.check be 'fail'",
-    "adapters (merged in bf16)": (
-        "the generator's weights round a part of the adapters away: let it keep fp32 weights, or set sync.adapters = "
-        "'alone' for one that computes in fp32"
+    "cut distribution": "remove sampling.top_p, top_k and min_p, or set an importance correction",
+    "temperature": (
+        "the generator reports log-probs without the temperature: let it report log-probs of the distribution that it "
+        "samples from"
     ),
-    "experts": "set trainer.router_replay; where it is set, the recorded experts are not those that sampled",
+    "template": (
+        "the prompts that the generator read differ from the recorded ones: give both the same tokenizer and template"
+    ),
+    "end tokens": "the generator reports other values for tokens that end a turn: compare its end tokens",
+    "adapters (absent)": "the generator samples without the adapters: set sync.check = 'fail'",
+    "adapters (merged in bf16)": (
+        "the generator's weights lose a part of the adapters to rounding: let it keep fp32 weights, or set "
+        "sync.adapters = 'alone' for a generator that computes in fp32"
+    ),
+    "experts": "set trainer.router_replay; if it is set, the recorded experts are not the experts that sampled",
 }
-OLDER = "the generator missed a sync: let sync.check be 'fail'"
+OLDER = "the generator missed a sync: set sync.check = 'fail'"
 
 
 def examine_run(args: argparse.Namespace) -> int:
@@ -47,11 +52,11 @@ def examine_run(args: argparse.Namespace) -> int:
     folder = Path(args.run_file)
     if args.start or args.timeout is not None:
         raise ConfigError(
-            "--start and --timeout are for checks of the installation; leave them out for a run's folder."
+            "--start and --timeout are for checks of the installation; omit them for the folder of a run."
         )
     max_samples = SAMPLES if args.samples is None else args.samples
     if max_samples < 1:
-        raise ConfigError(f"--samples {max_samples}: the number of samples to compare, at least 1.")
+        raise ConfigError(f"--samples {max_samples}: the number of samples to compare must be at least 1.")
     step = args.step
     if step is None:
         checkpoints = weights_kept(folder)
@@ -77,7 +82,8 @@ def verdict(result: Mismatch) -> str:
         reason = "the engine may compute with other weights."
         if result.approximation:
             reason = (
-                f"{result.approximation} makes the engine compute more coarsely than the trainer, which is not tried."
+                f"{result.approximation} makes the engine compute less precisely than the trainer; this cause is not "
+                "examined."
             )
         if result.unkept:
             reason = (
@@ -86,10 +92,10 @@ def verdict(result: Mismatch) -> str:
             )
         return f"{gap}, and no cause that could be examined explains it: {reason}"
     names = [f"{cause} ({result.ways[cause]})" if cause in result.ways else cause for cause in result.causes]
-    rest = f"without {'it' if len(result.causes) == 1 else 'them'} {_nats(result.left)} would be left"
+    rest = f"without {'it' if len(result.causes) == 1 else 'them'} {_nats(result.left)} would remain"
     if "arithmetic" in result.causes and result.rounding is not None and result.left > result.floor:
-        part = "it" if result.left == result.gap else f"what is left, {_nats(result.left)},"
-        rest = f"{part} is of the size of bf16 against fp32, {_nats(result.rounding)}"
+        part = "it" if result.left == result.gap else f"the rest, {_nats(result.left)},"
+        rest = f"{part} is about as large as the difference between bf16 and fp32, {_nats(result.rounding)}"
     todo = "; ".join(
         OLDER if "older" in name else REMEDIES.get(name) or REMEDIES[name.split(" (")[0]] for name in names
     )
@@ -108,7 +114,7 @@ def _print(result: Mismatch) -> None:
         f"{_nats(result.gap)} a token, kl_generator {result.kl:.3g}"
     )
     if result.reproduced is not None:
-        console.print(f"the trainer's log-probs differ from those that the run recorded by {_nats(result.reproduced)}")
+        console.print(f"the trainer's log-probs differ from the recorded log-probs by {_nats(result.reproduced)}")
     places = Table("position", "tokens", "gap", box=None)
     for part in result.bins:
         places.add_row(f"{part.first} to {part.last}", str(part.tokens), f"{part.gap:.3g}")

@@ -82,7 +82,10 @@ def versions(installed: Installed) -> Finding:
         words = [f"{n}=={core}" if f is None else f"-e {f}" for n, f in zip(stale, folders, strict=True)]
         fix = f"pip install --upgrade {' '.join(words)}"
         return Finding(
-            "versions", "fail", f"rlhf-core is {core}, but {short_list(different)}", f"one version for all: {fix}"
+            "versions",
+            "fail",
+            f"rlhf-core is {core}, but {short_list(different)}",
+            f"install the same version of all: {fix}",
         )
     frameworks = [f"{n} {installed.version(n)}" for n in FRAMEWORKS if n in installed]
     return Finding("versions", "ok", f"{len(distributions)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
@@ -115,8 +118,8 @@ def requirements(installed: Installed) -> Finding:
             reported.add(line)
             problems["fail" if owner in direct else "warn"].append(line)
             packages.append(f"'{text}'")
-    count = f"of {len(direct)} distributions and of all they require"
-    note = f"; left out, as text models do without: {', '.join(sorted(absent))}" if absent else ""
+    count = f"of {len(direct)} distributions and of everything that they require"
+    note = f"; absent, but not needed by text models: {', '.join(sorted(absent))}" if absent else ""
     for status in ("fail", "warn"):
         if problems[status]:
             lines = short_list(problems["fail"] + problems["warn"], 8) + note

@@ -75,7 +75,7 @@ def _list_of_sections(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         default = f" Where absent: `{row['plugin']}`." if row["plugin"] else ""
         lines.append(f"{row['heading'].ljust(width)}  {row['doc']}{default}")
-    return "\n".join([*lines, "", "`rlhf explain SECTION` lists the options of one."])
+    return "\n".join([*lines, "", "`rlhf explain SECTION` lists the options of a section."])
 
 
 def _short(explained: Explained) -> list[str]:
@@ -97,7 +97,7 @@ def _description(explained: Explained) -> str:
 
     option = explained.option
     default = default_text(option) or "not set"
-    note = f", where [{option.table}] is written" if option.table else ""
+    note = f" if [{option.table}] is written" if option.table else ""
     facts = {
         "type": option.type,
         "default": f"{default}{note}",
@@ -114,8 +114,8 @@ def _description(explained: Explained) -> str:
 
 
 RESUME = {
-    "ignore": "may be another one: it does not change what is computed",
-    "report": "may be another one; the run says that it continues as a different run",
+    "ignore": "may differ: it does not change what is computed",
+    "report": "may differ; the run says that it continues as a different run",
     "refuse": "must be the same",
 }
 """{effect of another value on a resume: description}."""

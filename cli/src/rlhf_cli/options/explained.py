@@ -106,7 +106,7 @@ def _head(section: Section, used: Sequence[str], plugins: Plugins) -> list[str]:
     lines = [f"{section.heading}  {section.doc}"]
     if section.path in SINGLE or section.path in LISTS:
         names = ", ".join(plugin_names(plugins, section.path)) or "none"
-        lines += [f"options below are of {plugin}" for plugin in used]
+        lines += [f"the options below belong to {plugin}" for plugin in used]
         lines.append(f"installed: {names}; `rlhf explain {section.path} --{section.path} NAME` explains one")
     return lines
 

@@ -108,7 +108,7 @@ def _print_metrics(console: Console, history: History, metrics: Sequence[str]) -
     names = list(metrics) or history.headline()
     if history.problem:
         _print_heading(console, "Metrics")
-        console.print(f"  none can be shown: {history.problem}", style="yellow", soft_wrap=True)
+        console.print(f"  no metric can be shown: {history.problem}", style="yellow", soft_wrap=True)
     if not names:
         return
     _print_heading(console, "Metrics")

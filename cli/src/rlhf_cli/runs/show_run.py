@@ -41,7 +41,7 @@ class ShowCommand(Command):
             print_run(terminal(), record, history, args.metric)
             return 0
         if args.other.resolve() == args.run_folder.resolve():
-            raise ConfigError(f"{args.run_folder} and {args.other} are one run. Name two, or only one.")
+            raise ConfigError(f"{args.run_folder} and {args.other} are the same run. Name two runs, or only one.")
         other, other_history = RunRecord.read(args.other), History.read(args.other)
         history.check([name for name in args.metric if name not in other_history.names], args.run_folder)
         print_comparison(terminal(), (record, other), (history, other_history), args.metric)

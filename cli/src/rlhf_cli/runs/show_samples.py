@@ -40,7 +40,7 @@ class SamplesCommand(Command):
         parser.add_argument("--sort-by", metavar="NAME", help="rank by this reward, or by `length`")
         parser.add_argument("--source", metavar="NAME", help="only this data source")
         parser.add_argument("--group", type=natural, metavar="N", help="only this group: the answers to one prompt")
-        parser.add_argument("--full", action="store_true", help="show long texts whole")
+        parser.add_argument("--full", action="store_true", help="show long texts in full")
         parser.add_argument("--json", action="store_true", help="one JSON object per sample, one per line")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ class SamplesCommand(Command):
         samples = select(read_samples(path, step), args.source, args.group)
         check_sort(samples, args.sort_by)
         if args.sort_by is not None and args.worst is None and args.best is None:
-            raise ConfigError("--sort-by says what --worst or --best compare. Set one of them.")
+            raise ConfigError("--sort-by sets what --worst and --best compare. Set one of them.")
         selections = _selections(samples, args)
         if args.json:
             _print_json(selections)

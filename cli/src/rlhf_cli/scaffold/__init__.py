@@ -37,7 +37,7 @@ SELECT = {
     "observer": '`[[observer]] use = "@NAME@"` in the run file',
     "backend": "`--backend @NAME@`",
     "command": "`rlhf @NAME@`",
-    "check": "nothing: `rlhf doctor` asks every check that is installed",
+    "check": "nothing: `rlhf doctor` runs every check that is installed",
     "adapter": "nothing: it is asked about every `file:` reference whose file defines no component by itself",
 }
 TEXTS = {
@@ -60,7 +60,9 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
     check_kind(kind)
     check_like(kind, like)
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot be a plugin's name: a letter, then lower case letters, digits and '_'")
+        raise ConfigError(
+            f"{name!r} is not a valid name of a plugin: expected a letter, then lower case letters, digits and '_'"
+        )
     distribution = f"rlhf-plugin-{name.replace('_', '-')}"
     folder = output / distribution
     if folder.exists():
@@ -84,7 +86,7 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(_fill(text, names), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}. Choose a folder with --output") from error
+        raise ConfigError(f"{folder} cannot be created: {error.strerror}. Choose a folder with --output") from error
     return folder
 
 
@@ -94,10 +96,10 @@ def check_like(kind: str, like: str | None) -> None:
     if like is not None and kind != "algorithm":
         raise ConfigError(
             f"--like {like} was given with --kind {kind}, but only --kind algorithm has several templates ({allowed}). "
-            f"Leave out --like, or write --kind algorithm"
+            f"Omit --like, or set --kind algorithm"
         )
     if like is not None and like not in LIKE:
-        raise ConfigError(f"--like {like}: there is no such template.{did_you_mean(like, LIKE)} Allowed are {allowed}")
+        raise ConfigError(f"--like {like}: there is no such template.{did_you_mean(like, LIKE)} Allowed: {allowed}")
 
 
 def _names(

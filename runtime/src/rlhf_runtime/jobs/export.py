@@ -41,10 +41,14 @@ def choose(run: Path, choice: Which) -> list[Checkpoint]:
     store = CheckpointStore(run)
     complete = store.complete()
     steps = [checkpoint.step for checkpoint in complete]
-    contents = f"{store.root} holds the steps {steps}" if steps else f"there is no complete checkpoint in {store.root}"
+    contents = (
+        f"{store.root} holds checkpoints of the steps {steps}"
+        if steps
+        else f"there is no complete checkpoint in {store.root}"
+    )
     if choice == "average":
         if len(steps) < 2:
-            raise ConfigError(f"--average is the mean of two checkpoints or more, and {contents}.")
+            raise ConfigError(f"--average needs two or more checkpoints, but {contents}.")
         return [store.open(step) for step in steps]
     if choice == "best":
         best = store.best()

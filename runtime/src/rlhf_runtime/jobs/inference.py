@@ -111,8 +111,8 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     name = config.algorithm.use
     if plugins.resolve("algorithm", name).cls.data == "prompts":
         raise ConfigError(
-            f"--algo {name}: it learns from prompts and has no losses on rows. Leave --algo out: the model's answers "
-            "are scored."
+            f"--algo {name}: this algorithm learns from prompts and has no losses on rows. Omit --algo to score the "
+            "model's answers."
         )
     rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
     data = config.data.model_copy(update={"train": rows, "eval": rows})
@@ -122,8 +122,8 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
         if role.like == "policy" and role.model is None and run.section(role.name).model is None:
             section = where_trainer(role.name).removesuffix(".trainer")
             raise ConfigError(
-                f"--algo {name}: the role {role.name!r} would be the model that is evaluated. Name the model that it "
-                f"had in training: --{section}.model PATH."
+                f"--algo {name}: the role {role.name!r} would use the model that is evaluated. Name the model that the "
+                f"role used in training: --{section}.model PATH."
             )
     prepared = prepare_run(run, plugins)
     for note in prepared.data.notes:
@@ -203,8 +203,8 @@ class Conversation:
         longest = self._template.section.max_tokens
         if tokens + self._sampling.max_new_tokens > longest:
             raise ConfigError(
-                f"the conversation has {tokens} tokens, with which an answer of {self._sampling.max_new_tokens} does "
-                f"not fit into {longest}. Begin again with /reset, or set --data.max_tokens or --max-tokens."
+                f"the conversation has {tokens} tokens. With an answer of {self._sampling.max_new_tokens} tokens it "
+                f"exceeds the limit of {longest}. Start again with /reset, or set --data.max_tokens or --max-tokens."
             )
 
 

@@ -147,8 +147,9 @@ def examine(
     if version not in checkpoints:
         steps = [step for step in recorded_steps(run) if step - 1 in checkpoints]
         raise ConfigError(
-            f"the weights that step {step} started with are not kept in {run}. Allowed here: --step "
-            f"{', '.join(map(str, steps)) or '(none)'}. Run with --checkpoint.every 1 to keep those of the last steps."
+            f"the weights that step {step} started with are not kept in {run}. Allowed here: "
+            f"--step {', '.join(map(str, steps)) or '(none)'}. Run with --checkpoint.every 1 to keep the "
+            "weights of the last steps."
         )
     trajectories = _read_samples(file, max_samples)
     generator = select(plugins, "generator", config.generator)

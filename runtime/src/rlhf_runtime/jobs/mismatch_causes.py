@@ -85,13 +85,13 @@ def stale(shares: Mapping[int, float], version: int, checkpoints: Sequence[int])
     """
     other_versions = sorted(set(shares) - {version})
     if not other_versions:
-        return Cause((), f"all tokens are of version {version}, that of the step")
+        return Cause((), f"all tokens are of version {version}, the version of the step")
     note = (
-        f"{1 - shares.get(version, 0.0):.0%} of the tokens are of the versions {other_versions}; each is compared with "
-        "its own"
+        f"{1 - shares.get(version, 0.0):.0%} of the tokens are of other versions, {other_versions}; each is compared "
+        "with the weights of its version"
     )
     if unkept := [v for v in other_versions if v not in checkpoints]:
-        note += f"; those of {unkept}, whose weights are not kept, are left out"
+        note += f"; tokens of the versions {unkept} are left out, because their weights are not kept"
     return Cause((Change({"by_token": True}, "as recorded"),) if set(shares) & set(checkpoints) else (), note)
 
 
@@ -125,7 +125,7 @@ def arithmetic(dtype: str, examined: bool) -> Cause:
 
 
 def template(prompts: int, differing: int) -> Cause:
-    note = "the recorded prompts are those that the template renders now, or it cannot render them again"
+    note = "the recorded prompts equal what the template renders now, or it cannot render them again"
     if differing:
         note = f"{differing} of {prompts} prompts differ from what the template renders now, and are replaced"
     return Cause.of(differing > 0, "rendered", note)
@@ -137,7 +137,7 @@ def of_sampling(config: RunFile, heated: bool, ends: int) -> dict[str, Cause]:
     s = config.sampling
     cut = (s.top_p, s.top_k, s.min_p) != (1.0, 0, 0.0)
     options = f"top_p = {s.top_p:g}, top_k = {s.top_k}, min_p = {s.min_p:g}"
-    cut_note = f"log-probs over the tokens that {options} leave" if cut else "the run samples from all tokens"
+    cut_note = f"log-probs over the tokens that {options} keep" if cut else "the run samples from all tokens"
     heat_note = "log-probs at temperature 1" if heated else "all tokens were sampled at temperature 1"
     ends_note = f"the {ends} tokens that end a turn are left out" if ends else "no sampled token ends a turn"
     return {
@@ -151,12 +151,12 @@ def routing(config: RunFile, batch: Batch) -> tuple[RunFile, bool, Cause]:
     """(run file with which the trainer can replay the experts of the samples, whether the run's trainer replays them,
     the cause that it should or should not)."""
     if EXPERTS not in batch.tok:
-        note = "no sample records its experts; in a mixture of experts, trainer.router_replay does"
+        note = "no sample records its experts; trainer.router_replay records them for a mixture of experts"
         return config, False, Cause((), note)
     options = {**config.trainer.options, **config.policy.trainer}
     if options.get("router_replay"):
-        note = "those that the trainer chooses in place of the recorded ones"
+        note = "the experts that the trainer chooses, instead of the recorded experts"
         return config, True, Cause.of(True, "rerouted", note)
     policy = config.policy.model_copy(update={"trainer": {**options, "router_replay": True}})
-    note = "the recorded ones in place of those that the trainer chooses"
+    note = "the recorded experts, instead of the experts that the trainer chooses"
     return config.model_copy(update={"policy": policy}), False, Cause.of(True, "rerouted", note)

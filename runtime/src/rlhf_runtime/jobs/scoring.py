@@ -49,13 +49,13 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     if not run.rewards:
         names = ", ".join(repr(section.label) for section in config.reward) or "none"
         raise ConfigError(
-            f"nothing scores answers: the rewards are {names}, and a teacher gives none. Set --reward NAME."
+            f"no reward scores the answers: the rewards are {names}, and a teacher gives no reward. Set --reward NAME."
         )
     model = config.policy.model or next((run.model(name) for name in run.roles), None)
     if model is None:
         raise ConfigError(
-            "no tokenizer is named, and no reward has a model: prompts and answers become tokens as in a run. Set "
-            "--model PATH (a folder or a hub name); of it only the tokenizer is loaded."
+            "no tokenizer is named, and no reward has a model. A tokenizer is needed because prompts and answers "
+            "become tokens as in a run. Set --model PATH (a folder or a hub name); only its tokenizer is loaded."
         )
     check(run, SCORES)
     policy = run.config.policy.model_copy(update={"model": model})

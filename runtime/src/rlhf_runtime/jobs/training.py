@@ -81,7 +81,7 @@ def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
 def _problems(config: RunFile, trainer: Selection) -> list[str]:
     sections = {"trainer": config.trainer.options, "policy.trainer": config.policy.trainer}
     problems = [
-        f"{section}.{name}: clients decide it, with each optimizer step. Remove it"
+        f"{section}.{name}: clients set it with each optimizer step. Remove it"
         for section, options in sections.items()
         for name in CLIENTS_DECIDE
         if name in options
@@ -89,9 +89,9 @@ def _problems(config: RunFile, trainer: Selection) -> list[str]:
     if config.policy.model is None:
         problems.append("no model is named. Set --model PATH (a folder or a hub name)")
     if config.reward or config.env is not None:
-        problems.append("rewards and environments are the clients' own. Remove them")
+        problems.append("clients have their own rewards and environments. Remove [[reward]] and [env]")
     if getattr(trainer.config, "lora", None) is None:
-        problems.append("clients train adapters on one base. Set --trainer.lora.rank")
+        problems.append("clients train adapters of one base model. Set --trainer.lora.rank")
     return problems
 
 

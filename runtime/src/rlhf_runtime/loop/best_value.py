@@ -31,7 +31,7 @@ class BestTracker:
         if mode not in ("auto", "max", "min"):
             raise ConfigError(f"eval.mode is {mode!r}; allowed: 'auto', 'max', 'min'")
         if patience is not None and patience < 1:
-            raise ConfigError(f"eval.patience is {patience}; allowed: 1 or more evaluations, or no patience at all")
+            raise ConfigError(f"eval.patience is {patience}; allowed: 1 or more evaluations, or not set")
         self.metric, self.mode, self.patience = metric, mode, patience
         self.value: float | None = None
         self.step: int | None = None
@@ -73,8 +73,8 @@ class BestTracker:
         if not self.exhausted:
             return ""
         return (
-            f"{self.metric} has not improved for {self.waited} evaluations; the best, {self.value}, was after step "
-            f"{self.step}"
+            f"{self.metric} has not improved for {self.waited} evaluations; the best value, {self.value}, was after "
+            f"step {self.step}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class BestTracker:
             self.metric = saved_metric or metric
         if not is_same or state["mode"] != self._direction():
             raise CheckpointError(
-                f"the checkpoint's best value is of {saved_metric!r} ({state['mode']}), this run follows {metric!r} "
-                f"({self.mode}). Set eval.metric and eval.mode back, or start a new run."
+                f"the best value in the checkpoint is of {saved_metric!r} ({state['mode']}), but this run uses "
+                f"{metric!r} ({self.mode}). Restore eval.metric and eval.mode, or start a new run."
             )
         self.value = float(state["value"])
         self.step, self.waited = state["step"], int(state["waited"])
@@ -130,6 +130,6 @@ def is_number_of_samples(metric: str) -> bool:
 def unknown_metric(metric: str, present: Sequence[str]) -> ConfigError:
     """The error if an evaluation does not have the metric that ``eval.metric`` names."""
     return ConfigError(
-        f"eval.metric is {metric!r}, which the evaluation does not have; there are {', '.join(present)}."
+        f"eval.metric is {metric!r}, which the evaluation does not report; it reports {', '.join(present)}."
         f"{did_you_mean(metric.removeprefix('eval/'), [name.removeprefix('eval/') for name in present])}"
     )

@@ -275,7 +275,7 @@ class RunState:
         needed = {name: c for name, c in self.components.items() if not name.startswith("observer.")}
         if set(needed) != set(saved):
             raise CheckpointError(
-                f"the checkpoint {folder} holds the state of {sorted(saved)}, this run has {sorted(needed)}"
+                f"the checkpoint {folder} holds the state of {sorted(saved)}, but this run has {sorted(needed)}"
             )
         if self.stream is not None:
             complete = self.stream.saved_groups(state["stream"])
@@ -306,7 +306,7 @@ def _restore(name: str, component: Component, saved: dict[str, Any], path: Path)
         key = changed_keys[0]
         refuse(
             path,
-            f"components.{name}.{key}: {brief(saved[key])}, of which was made {brief(result[key])}.",
+            f"components.{name}.{key}: {brief(saved[key])} became {brief(result[key])} when it was loaded.",
         )
 
 
@@ -318,7 +318,7 @@ def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list
     """
     groups = read_groups(path, data.row)
     if len(groups) != len(complete):
-        refuse(path, f"it has {len(groups)} groups, and state.json counts {len(complete)}.")
+        refuse(path, f"it has {len(groups)} groups, but state.json counts {len(complete)}.")
     for group in compress(groups, complete):
         for trajectory in (t for t in group.trajectories if not t.is_demonstration):
             try:

@@ -67,7 +67,7 @@ class Control(RunControl):
     def change(self, option: str, value: Any) -> None:
         if option not in (allowed := self.changeable):
             raise ConfigError(
-                f"the option {option!r} cannot be changed while the run trains; those that can are "
+                f"the option {option!r} cannot be changed while the run trains; these options can: "
                 f"{', '.join(sorted(allowed)) or 'none'}.{did_you_mean(option, allowed)}"
             )
         for trainer, field in self._trainers_of(option):

@@ -146,8 +146,8 @@ def evaluates_average(policy: Role, trainer: type[Trainer], weights: Literal["ex
         return False
     if not issubclass(trainer, HasViews):
         raise CapabilityError(
-            f"trainer {trainer.name!r} keeps an average that it cannot be evaluated with. Set --eval.weights live, and "
-            "the best step is that of the live weights, or leave the average out."
+            f"trainer {trainer.name!r} keeps an average of the weights, but cannot compute with it. Set --eval.weights "
+            "live (the best step is then chosen by the live weights), or turn the average off."
         )
     return True
 

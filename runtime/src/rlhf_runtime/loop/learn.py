@@ -66,7 +66,7 @@ def role_of(roles: Mapping[str, Role], name: str, caller: str) -> Role:
     """The role that an algorithm or a loss names. Raises TrainingError if the algorithm does not declare it."""
     if name not in roles:
         raise TrainingError(
-            f"{caller} names the role {name!r}, which this run does not hold. It holds {', '.join(sorted(roles))}. An "
+            f"{caller} names the role {name!r}, which this run does not have. It has {', '.join(sorted(roles))}. An "
             f"algorithm declares its roles: needs() must return Needs(roles=(..., RoleSpec({name!r})))."
         )
     return roles[name]
@@ -125,8 +125,8 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
     """The optimizer batches of an update: per epoch a seeded shuffle of the units, cut into near-equal parts."""
     if update.minibatches > batch.units:
         raise TrainingError(
-            f"{update.minibatches} minibatches of {batch.units} units: some would be empty. An algorithm asks for at "
-            "most as many as its batch has units"
+            f"{update.minibatches} minibatches for {batch.units} units: some would be empty. An algorithm may ask "
+            "for at most one minibatch per unit"
         )
     for epoch in range(update.epochs):
         if update.minibatches == 1:
@@ -165,8 +165,8 @@ def mixed(bucket: Bucket, old_tensors: Mapping[str, Tensor], update: Snapshot) -
         if old is None or old.shape != tensor.shape:
             difference = "lacks it" if old is None else f"has it with the shape {tuple(old.shape)}"
             raise TrainingError(
-                f"role {update.role!r} cannot be mixed with {update.source!r}: of the tensor {name!r}, of shape "
-                f"{tuple(tensor.shape)}, it {difference}. Both must be of one architecture and vocabulary."
+                f"role {update.role!r} cannot be mixed with {update.source!r}, which has the tensor {name!r} of shape "
+                f"{tuple(tensor.shape)}: the role {difference}. Both need the same architecture and vocabulary."
             )
         new = tensor.to(old.device).float() * update.share + old.float() * (1 - update.share)
         tensors.append((name, new.to(old.dtype)))

@@ -292,7 +292,7 @@ class Reports:
             if name not in self._optional or event == "run_started":
                 raise
             del self._observers[name]
-            self._progress.note(f"{error}. The run goes on without this observer until it is resumed")
+            self._progress.note(f"{error}. The run continues without this observer until it is resumed")
 
     def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
         """Keep the values computed for each token until the samples of the step are written."""

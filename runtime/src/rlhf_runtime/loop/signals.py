@@ -70,7 +70,7 @@ class StopRequest:
             raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
         self.signal = self.signal or signal.Signals(number)
         self.request(signal.Signals(number).name)
-        text = f"{self.reason}: {self.promise} (Ctrl-C: at once)"
+        text = f"{self.reason}: {self.promise} (Ctrl-C stops at once)"
         if not self._show(text):  # os.write, because a handler may run in the middle of a print
             with suppress(OSError):  # a full disk, a closed pipe: the run stops as asked all the same
                 os.write(2, f"\n{text}\n".encode())

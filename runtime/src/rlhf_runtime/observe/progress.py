@@ -276,7 +276,7 @@ class Progress:
         steps = self.steps_done - self.first
         text = f"{self.steps_done} of {self.total} steps"
         if self.first:
-            text += f", {steps} of them now"
+            text += f", {steps} of them since the resume"
         text += f", in {timedelta(seconds=round(elapsed))}"
         parts = [f"{median(self._step_seconds):.3g} s a step"] if steps else []
         for phase, seconds in self._spent.items():

@@ -99,7 +99,7 @@ class FolderLock:
     @classmethod
     def _require_other(cls, folder: Path) -> None:
         if os.path.realpath(folder) in cls._locked_folders:
-            raise BusyFolderError(f"another run of this process is at work in {folder}. Choose another --output.")
+            raise BusyFolderError(f"another run of this process is using {folder}. Choose another --output.")
 
     def release(self) -> None:
         """Release the lock. Safe to call twice."""
@@ -129,18 +129,19 @@ def _is_locked(descriptor: int) -> bool:
 def _busy_error(folder: Path, descriptor: int) -> BusyFolderError:
     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
     return BusyFolderError(
-        f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
+        f"another run is using {folder} ({holder}). Wait for it, stop it, or choose another --output."
     )
 
 
 def _without_locks(folder: Path, cause: OSError) -> ConfigError:
     return ConfigError(
-        f"run.output {folder} cannot be locked: {cause.strerror}. A lock keeps two runs out of one folder, so its file "
-        "system must have locks: mount it with them (Lustre: the option flock), or choose another --output."
+        f"run.output {folder} cannot be locked: {cause.strerror}. A lock prevents two runs from using one folder, so "
+        "its file system must support locks: mount it with locks (Lustre: the option flock), or choose another "
+        "--output."
     )
 
 
 def unusable(folder: Path, use: str, cause: OSError) -> ConfigError:
     return ConfigError(
-        f"run.output {folder} cannot be {use}: {cause.strerror}. Choose another --output, or give access to that one."
+        f"run.output {folder} cannot be {use}: {cause.strerror}. Choose another --output, or grant access to this one."
     )

@@ -81,8 +81,8 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
             raise CheckpointError(f"{path}:{number} is not a step's metrics. Restore the file, or delete that line.")
         if lines and line["step"] <= lines[-1]["step"]:
             raise CheckpointError(
-                f"{path}:{number} is of step {line['step']}, behind step {lines[-1]['step']}. Restore the file, or "
-                "delete that line."
+                f"{path}:{number} is of step {line['step']}, but follows step {lines[-1]['step']}. Restore the file, "
+                "or delete that line."
             )
         lines.append(line)
     return lines

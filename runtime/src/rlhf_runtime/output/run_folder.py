@@ -45,11 +45,11 @@ def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False
 def require_place(path: Path, resume: bool) -> None:
     """Raises ConfigError if ``path`` is a file, or there is no run to resume."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
+        raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be created.")
     if resume and not _present(path):
         raise ConfigError(
-            f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
-            f"the run as run.output."
+            f"there is no run to resume in {path}. Omit --resume to start a run there, or set run.output to "
+            f"the folder of the run."
         )
 
 
@@ -60,7 +60,7 @@ def require_free(path: Path, resume: bool, overwrite: bool) -> None:
         return
     if not _recognised(path):
         raise ConfigError(
-            f"{path} already holds {', '.join(present)}, but no manifest.json of a run, so nothing in there is "
+            f"{path} already holds {', '.join(present)}, but no manifest.json of a run, so nothing in it is "
             "replaced. Choose another folder with --output. Nothing was changed."
         )
     if not overwrite:
@@ -121,7 +121,7 @@ def clear(path: Path, keep: Collection[str]) -> None:
 
 
 def unmade(path: Path, cause: OSError) -> ConfigError:
-    return ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.")
+    return ConfigError(f"run.output {path} cannot be created: {cause.strerror}. Choose another folder.")
 
 
 def _present(path: Path) -> list[str]:
@@ -144,7 +144,7 @@ def default_folder(takes_newest: bool) -> Path:
     if LATEST.is_dir() and not LATEST.is_symlink():  # a run had it as run.output
         if not takes_newest and not is_free(LATEST):
             raise ConfigError(
-                f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
+                f"{LATEST} is a folder with a run, so it cannot be the link to the newest run. Rename it (mv {LATEST} "
                 f"{LATEST.parent / '1'}), name another folder with --output, continue it with --resume, or replace it "
                 "with --overwrite."
             )
@@ -168,7 +168,7 @@ def link_latest(folder: Path) -> None:
         os.replace(link, LATEST)
     except OSError as cause:
         raise ConfigError(
-            f"{LATEST} cannot be made a link to {folder}: {cause.strerror}. Name a folder with --output."
+            f"the link {LATEST} to {folder} cannot be created: {cause.strerror}. Name a folder with --output."
         ) from cause
 
 
@@ -188,8 +188,8 @@ def check_models(folder: Path, models: Mapping[str, str]) -> None:
         if Path(model).parts[:2] == LATEST.parts:
             latest = LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST.parent / "NUMBER"
             raise ConfigError(
-                f"the model of role {role!r} is {model}, and {LATEST} will be a link to this run, {folder}, as soon as "
-                f"it starts. Name the run: {latest.joinpath(*Path(model).parts[2:])}"
+                f"the model of role {role!r} is {model}, but {LATEST} will be a link to this run, {folder}, as soon as "
+                f"it starts. Name the other run instead: {latest.joinpath(*Path(model).parts[2:])}"
             )
 
 

@@ -31,7 +31,7 @@ def reward_entries(plugins: Plugins, rewards: Any) -> list[Entry]:
     labels = [e.get("name") or e["use"] for e in entries]
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         raise ConfigError(
-            f"reward: two are called {repeated[0].rpartition('/')[2]!r}. Name them: "
+            f"reward: two rewards are called {repeated[0].rpartition('/')[2]!r}. Give them names: "
             "reward={'first': ..., 'second': ...}."
         )
     return entries
@@ -85,7 +85,7 @@ OBSERVER_FORM = (
 def observer_entries(plugins: Plugins, observers: Any) -> list[Entry]:
     """The ``[[observer]]`` sections of the run file, for one observer or a list. Raises ConfigError."""
     if isinstance(observers, Mapping):
-        raise ConfigError(f"observers: a list, got {brief(observers)}. {OBSERVER_FORM}")
+        raise ConfigError(f"observers: expected a list, got {brief(observers)}. {OBSERVER_FORM}")
     return [
         {"use": item} if isinstance(item, str) else _observer(plugins, item)
         for _, item in named_items(observers, "observers")
@@ -173,7 +173,7 @@ def named_items(items: Any, argument: str) -> list[tuple[str | None, Any]]:
     if isinstance(items, Mapping):
         for name in items:
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"{argument}: a name is text, got {brief(name)}")
+                raise ConfigError(f"{argument}: a name must be a string, got {brief(name)}")
         pairs: list[tuple[str | None, Any]] = list(items.items())
     elif isinstance(items, list | tuple):
         pairs = [(None, item) for item in items]

@@ -164,13 +164,13 @@ def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
         location = f"{name} data, row {number}"
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{location}: a row is a dict of columns, got {brief(row)}. Of a dict of splits give one split."
+                f"{location}: a row must be a dict of columns, got {brief(row)}. From a dict of splits, pass one split."
             )
         values = json_value(dict(row), location)
         try:
             yield json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except UnicodeEncodeError as error:
-            raise DataError(f"{location}: a text that is not Unicode: {error.reason}") from None
+            raise DataError(f"{location}: a string is not valid Unicode: {error.reason}") from None
 
 
 def json_value(value: Any, location: str) -> Any:
@@ -181,11 +181,11 @@ def json_value(value: Any, location: str) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise DataError(f"{location}: {value} is no JSON value. Leave the row out, or give None.")
+        raise DataError(f"{location}: {value} is not a JSON value. Remove the row, or use None.")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise DataError(f"{location}: a name is text, got {brief(key)}")
+                raise DataError(f"{location}: a name must be a string, got {brief(key)}")
         return {key: json_value(item, f"{location}, {key!r}") for key, item in value.items()}
     if isinstance(value, list):
         return [json_value(item, f"{location}[{number}]") for number, item in enumerate(value)]
@@ -205,8 +205,8 @@ def check_model(model: Any, tokenizer: Any) -> None:
     label = f"model: a {type(model).__name__} object"
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(
-            f"{label} is no model of transformers. Give one that AutoModelForCausalLM.from_pretrained() loads, or its "
-            "path."
+            f"{label} is not a transformers model. Pass a model that AutoModelForCausalLM.from_pretrained() loads, "
+            "or its path."
         )
     if hasattr(model, "peft_config"):
         raise ConfigError(
@@ -215,11 +215,11 @@ def check_model(model: Any, tokenizer: Any) -> None:
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{label} comes without its tokenizer. Give it too: tokenizer=AutoTokenizer.from_pretrained(...), or give "
+            f"{label} was passed without its tokenizer. Add tokenizer=AutoTokenizer.from_pretrained(...), or pass "
             "the path of a folder that holds both."
         )
     if not hasattr(tokenizer, "save_pretrained"):
-        raise ConfigError(f"tokenizer: got {brief(tokenizer)}; give a tokenizer of transformers.")
+        raise ConfigError(f"tokenizer: expected a transformers tokenizer, got {brief(tokenizer)}.")
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> str:

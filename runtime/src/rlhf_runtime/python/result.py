@@ -93,7 +93,7 @@ class Result:
         Raises ConfigError, DataError or RolloutError.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
-            raise ConfigError(f"generate(): prompts is a list of texts or conversations, got {brief(prompts)}")
+            raise ConfigError(f"generate(): prompts must be a list of texts or conversations, got {brief(prompts)}")
         for number, prompt in enumerate(prompts):
             if not prompt or not isinstance(prompt, str | list):
                 raise ConfigError(

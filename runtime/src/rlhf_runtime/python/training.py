@@ -44,15 +44,15 @@ def only_known(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > len(by_place):
             raise ConfigError(
-                f"rlhf.{function.__name__} got {len(args)} arguments without a name; only {', '.join(by_place)} may be "
-                f"given so. Name the others: rlhf.{function.__name__}(..., model=..., data=...)."
+                f"rlhf.{function.__name__} got {len(args)} positional arguments; only {', '.join(by_place)} may be "
+                f"positional. Name the others: rlhf.{function.__name__}(..., model=..., data=...)."
             )
         for name in kwargs:
             if name not in parameters:
                 algorithm = args[0] if args else kwargs.get("algorithm")
                 raise ConfigError(
                     f"rlhf.{function.__name__} has no argument {name!r}.{_hint(name, tuple(parameters), algorithm)} "
-                    f"The arguments are {', '.join(parameters)}. An option of the run file is given by its name, e.g. "
+                    f"The arguments are {', '.join(parameters)}. Pass an option of the run file by its name, e.g. "
                     'options={"trainer.lr": 1e-5}.'
                 )
         return function(*args, **kwargs)
@@ -167,8 +167,8 @@ class Objects:
         """{option: value}: the path, or :data:`PLACEHOLDER` for objects."""
         if tokenizer is not None and self._model is None:
             raise ConfigError(
-                f"tokenizer: given beside {'the path of a model' if model else 'no model'}; a run takes the tokenizer "
-                "from the model's folder. Leave it out, or give the model as an object."
+                f"tokenizer: it was passed with {'the path of a model' if model else 'no model'}; a run takes the "
+                "tokenizer from the model's folder. Remove it, or pass the model as an object."
             )
         for name, rows in list(self._rows.items()):
             if rows is None:
@@ -227,9 +227,9 @@ def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list
     """Arguments and options as flags of the command. Raises ConfigError if a name occurs twice or is not text."""
     for key in options:
         if not isinstance(key, str):
-            raise ConfigError(f"options: a name is text like 'trainer.lr', got {brief(key)}")
+            raise ConfigError(f"options: a name must be a string like 'trainer.lr', got {brief(key)}")
         if key in arguments:
-            raise ConfigError(f"options: {key!r} is given as an argument too. Leave one of them out.")
+            raise ConfigError(f"options: {key!r} is also an argument. Remove one of the two.")
     return [(key, PythonValue(value)) for key, value in {**arguments, **options}.items()]
 
 
@@ -246,11 +246,13 @@ def _paths(name: str, rows: Any) -> list[str]:
     argument = "data" if name == "train" else "eval_data"
     if isinstance(rows, Mapping):
         raise ConfigError(
-            f"{argument}: rows are a list of dicts, got {brief(rows)}. Of a dict of splits give one split; of a dict "
-            "of columns, datasets.Dataset.from_dict(...)."
+            f"{argument}: rows must be a list of dicts, got {brief(rows)}. From a dict of splits, pass one split; "
+            "for a dict of columns, pass datasets.Dataset.from_dict(...)."
         )
     if not isinstance(rows, Iterable):
-        raise ConfigError(f"{argument}: a list of dicts, a datasets.Dataset, an iterable or a path, got {brief(rows)}")
+        raise ConfigError(
+            f"{argument}: expected a list of dicts, a datasets.Dataset, an iterable or a path, got {brief(rows)}"
+        )
     return []
 
 

@@ -65,7 +65,7 @@ def check_page(page: Path) -> None:
     if page.is_dir() or not page.parent.is_dir():
         raise ConfigError(f"the page cannot be written to {page}: name a file in a folder that exists.")
     if page.exists() and not is_report(page):
-        raise ConfigError(f"{page} is a file that no report wrote, and is not overwritten. Name another one.")
+        raise ConfigError(f"{page} exists and is not a report, so it is not overwritten. Name another file.")
 
 
 def script_json(value: Any) -> bytes:
@@ -105,7 +105,7 @@ def try_report(run: Path, note: Callable[[str], None]) -> Path | None:
     try:
         report([run], page)
     except Exception as error:
-        note(f"{page} is not written: {type(error).__name__}: {error}")
+        note(f"{page} was not written: {type(error).__name__}: {error}")
         return None
     return page
 
@@ -123,9 +123,9 @@ SHARES = (0.2, 0.3)
 drawn at random."""
 
 NO_POLICY = (
-    "The log-probs of the policy are not recorded, as nothing needed them before the update: it has one optimizer "
-    "step. Those of the generator stand for them. The metric policy/kl_generator is the mean divergence of the two; "
-    "`rlhf doctor RUN` compares them token by token."
+    "The log-probs of the policy are not recorded, because nothing needed them before the update, which has one "
+    "optimizer step. The log-probs of the generator are used instead. The metric policy/kl_generator is the mean "
+    "divergence of the two; `rlhf doctor RUN` compares them token by token."
 )
 
 

@@ -92,7 +92,7 @@ def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
     """The file of samples, and its step. If there is none, raises ConfigError that names the steps with samples."""
     if run.is_file():
         if step is not None:
-            raise ConfigError(f"--step {step}: {run} is one file of samples, without steps. Leave --step out.")
+            raise ConfigError(f"--step {step}: {run} is a single file of samples, without steps. Omit --step.")
         return run, None
     record = RunRecord.read(run)
     steps = recorded_steps(run)
@@ -102,7 +102,7 @@ def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
         is_range = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
         listing = f"{steps[0]} to {steps[-1]}" if is_range else ", ".join(map(str, steps))
         word = "step" if len(steps) == 1 else "steps"
-        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {listing}.")
+        raise ConfigError(f"--step {step}: {run} holds no samples of this step. It holds samples of {word} {listing}.")
     step = steps[-1] if step is None else step
     return run / "rollouts" / f"step-{step:06d}.arrow", step
 
@@ -113,8 +113,8 @@ def _why_no_samples(record: RunRecord) -> str:
     if "stream/version" not in record.last:  # every step that trained on samples has it
         return f"The algorithm {record.algorithm or 'of the run'} learns from data and samples nothing."
     if record.option("checkpoint.save_rollouts") is False:
-        return "The run was told not to write them (checkpoint.save_rollouts = false)."
-    return "They were deleted: the run sampled, and its folder rollouts/ has no files."
+        return "The run does not write them (checkpoint.save_rollouts = false)."
+    return "They were deleted: the run sampled, but its folder rollouts/ has no files."
 
 
 def read_samples(path: Path, step: int | None) -> list[RecordedSample]:
@@ -149,7 +149,7 @@ def select(samples: Sequence[RecordedSample], source: str | None, group: int | N
             choices = sorted({getattr(sample, name) for sample in samples})
             samples = [sample for sample in samples if getattr(sample, name) == choice]
             if not samples:
-                raise ConfigError(f"--{name} {choice}: no sample of it is there; the {name}s are {_listing(choices)}.")
+                raise ConfigError(f"--{name} {choice}: no sample has this value; the {name}s are {_listing(choices)}.")
     return list(samples)
 
 
@@ -157,7 +157,7 @@ def check_sort(samples: Sequence[RecordedSample], name: str | None) -> None:
     """Raises ConfigError if no sample has a reward of that name."""
     names = sorted({reward for sample in samples for reward in sample.rewards} | {LENGTH})
     if name is not None and name not in names:
-        raise ConfigError(f"--sort-by {name}: allowed here are {', '.join(names)}.{did_you_mean(name, names)}")
+        raise ConfigError(f"--sort-by {name}: allowed: {', '.join(names)}.{did_you_mean(name, names)}")
 
 
 def extreme(samples: Sequence[RecordedSample], count: int, by: str | None, best: bool) -> list[RecordedSample]:
@@ -264,7 +264,7 @@ def _reward(value: Any) -> float | None:
     """The reward as a float or None. Raises TypeError if it is neither a number nor null."""
     number = as_number(value)
     if number is None and value is not None:
-        raise TypeError(f"a reward is {brief(value)}, and not a number")
+        raise TypeError(f"a reward is {brief(value)}, not a number")
     return number
 
 

@@ -24,7 +24,7 @@ LEFT_OUT = {
     "stream/filtered": "groups did not pass stream.filter",
     "stream/short": "groups were missing from their batch after all refills",
     "stream/failed_samples": "samples failed in their rollout or their rewards",
-    "stream/failed_groups": "groups were given up, because samples failed or too few had a reward",
+    "stream/failed_groups": "groups were dropped, because samples failed or too few samples had a reward",
     "stream/unscored": "samples had no reward: every reward returned None",
     "stream/stale": "groups were older than stream.staleness allows, and drawn again",
     "stream/tokens_filtered": "tokens of groups that did not pass stream.filter",
@@ -43,8 +43,8 @@ LEFT_OUT = {
 }
 """{metric: meaning of its sum over the steps}."""
 LEFT_OUT_SO_FAR = {
-    "data/dropped": "rows were longer than data.max_tokens (data.too_long), counted anew in each pass",
-    "data/bad_rows": "rows were malformed (data.bad_rows), counted anew in each pass",
+    "data/dropped": "rows were longer than data.max_tokens (data.too_long), counted again in each pass",
+    "data/bad_rows": "rows were malformed (data.bad_rows), counted again in each pass",
 }
 """{metric that is a count since the first step: its meaning}."""
 
@@ -92,7 +92,9 @@ def metric_lines(record: RunRecord) -> list[Mapping[str, Any]]:
         else:
             wrong += 1
     if wrong:
-        record.problems.append(f"metrics.jsonl: {wrong} lines are not those of a later step, and are left out.")
+        record.problems.append(
+            f"metrics.jsonl: {wrong} lines do not have a later step than the line before, and are left out."
+        )
     return lines
 
 
@@ -196,7 +198,7 @@ def _timeline(record: RunRecord) -> dict[str, Any] | None:
         except (KeyError, ValueError, TypeError, AttributeError):
             wrong += 1
     if wrong:
-        record.problems.append(f"timeline.json: {wrong} lines are no events of a timeline, and are left out.")
+        record.problems.append(f"timeline.json: {wrong} lines are not events of a timeline, and are left out.")
     if not slices:
         return None
     longest = sorted(sorted(slices, key=lambda s: -s[2])[:SLICES], key=lambda s: s[1])

@@ -149,7 +149,7 @@ def batch_calls(
         role: str, head: Head | None, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], images: Images
     ) -> list[Any]:
         if images and len(images) != len(ids):  # else images of other calls would be assigned to the wrong sequences
-            raise RewardError(f"{len(ids)} sequences and images of {len(images)}")
+            raise RewardError(f"got {len(ids)} sequences, but images for {len(images)}")
         loop = asyncio.get_running_loop()
         forward = next((p for p in open_ if p.role == role and p.head is head and not p.full.is_set()), None)
         if forward is not None and largest is not None and forward.sequences + len(ids) > largest:
@@ -186,15 +186,15 @@ def _packed(ids: Sequence[Sequence[int]], images: Images) -> Batch:
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:
     if head.columns or head.lenders:
-        raise RewardError(f"head {head.name!r} needs columns or another role's head, which a reward cannot give it")
+        raise RewardError(f"head {head.name!r} needs columns or another role's head, which a reward cannot provide")
     if len(ids) != len(positions):
-        raise RewardError(f"head {head.name!r} is asked of {len(ids)} sequences at {len(positions)} lists of positions")
+        raise RewardError(f"head {head.name!r} got {len(ids)} sequences, but {len(positions)} lists of positions")
     for sequence, indices in zip(ids, positions, strict=True):
         first = 1 if head.position == "before" else 0  # nothing predicts a sequence's first token
         if list(indices) != sorted(set(indices)) or (
             indices and not first <= indices[0] <= indices[-1] < len(sequence)
         ):
             raise RewardError(
-                f"head {head.name!r} is asked at {list(indices)} of a sequence of {len(sequence)} tokens; positions "
-                f"increase and lie in {first} .. {len(sequence) - 1}"
+                f"head {head.name!r} got the positions {list(indices)} in a sequence of {len(sequence)} tokens; "
+                f"positions must increase and lie in {first} .. {len(sequence) - 1}"
             )

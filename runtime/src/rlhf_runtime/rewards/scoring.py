@@ -72,7 +72,7 @@ class ActiveReward:
         if self.instance.is_teacher and (self.weight, self.credit) != (1.0, "outcome"):
             raise ConfigError(
                 f"{self} gives log-probs of a teacher and no reward, so weight = {self.weight:g} and credit = "
-                f"{self.credit!r} would do nothing; leave them out"
+                f"{self.credit!r} would have no effect; remove them"
             )
         if self.python is not None:
             check_python(self.resolved, self.python, self.in_worker)
@@ -144,7 +144,9 @@ class Scorer:
         if repeated := sorted({n for n in names if names.count(n) > 1}):
             raise ConfigError(f"two rewards are called {repeated[0]!r}; give each [[reward]] section its own `name`")
         if "env" in names:
-            raise ConfigError("a reward cannot be called 'env': that names the environment's own rewards; set `name`")
+            raise ConfigError(
+                "a reward cannot be called 'env': the environment's own rewards use this name; set `name`"
+            )
         self._pools = {
             r.name: WorkerPool(r.resolved, r.config, RewardError, r.calls(size), str(r), r.python)
             for r in rewards

@@ -347,7 +347,7 @@ function showTimelines() {
       make("button", { type: "button", onclick: () => zoom(factor, view.from + view.span / 2) }, text));
     section(`timeline${index || ""}`, runs.length > 1 ? `Timeline of ${run.label}` : "Timeline",
       make("p", { class: "faint" }, `${many(tracks.length, "track")}, ${many(total, "slice")} of the run's threads, samples and rewards`
-        + `${slices.length < total ? `, the ${number(slices.length)} longest of which are shown` : ""}. Drag or use the arrow keys to move; `
+        + `${slices.length < total ? `; the ${number(slices.length)} longest are shown` : ""}. Drag or use the arrow keys to move; `
         + "Ctrl and the wheel, or + and \u2212, change the scale."),
       make("div", { class: "bar" }, buttons), canvas, readout);
     draw();
@@ -560,10 +560,10 @@ function sampled(run) {
   const answers = list.length - shown;
   const parts = [];
   if (shown < total) parts.push(`${number(shown)} of the ${number(total)} samples that were trained on are on this page: whole groups of the first `
-    + "and last step, of prompts that came more than once, and others at random.");
-  if (steps[0] < steps[1]) parts.push(`They are chosen among those of ${number(steps[0])} of ${number(steps[1])} steps.`);
-  if (answers) parts.push(`${many(answers, "answer")} of evaluations are here: all answers to some prompts, at most about 100 of each of at most 8 evaluations.`);
-  if (tokens < list.length) parts.push(`${number(tokens)} of them all have their tokens with log-probs.`);
+    + "and last step, of prompts that occurred more than once, and others chosen at random.");
+  if (steps[0] < steps[1]) parts.push(`They are chosen from ${number(steps[0])} of ${number(steps[1])} steps.`);
+  if (answers) parts.push(`${many(answers, "answer")} of evaluations are on this page: all answers to some prompts, at most about 100 of each of at most 8 evaluations.`);
+  if (tokens < list.length) parts.push(`${number(tokens)} of all samples on this page have tokens with log-probs.`);
   return parts.length ? make("p", { class: "faint" }, runs.length > 1 ? `${run.label}: ` : "", parts.join(" ")) : null;
 }
 
