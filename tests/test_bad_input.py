@@ -290,10 +290,12 @@ def test_a_checkpoint_from_another_config(shop: Workshop, monkeypatch: pytest.Mo
     first = shop.train("rloo", "run")
     files = {path: path.read_bytes() for path in sorted(first.path.rglob("*")) if path.is_file()}
     other = shop.run("rloo", "run", "--resume", run={"seed": 2}, data={"batch_size": 2})
-    refused(other, "is from another config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1)
+    refused(
+        other, "was saved with a different config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1
+    )
     assert {path: path.read_bytes() for path in files} == files
     dry = shop.run("rloo", "run", "--resume", "--dry-run", run={"seed": 2})
-    refused(dry, "is from another config", "run.seed: was 1, now 2", code=1)
+    refused(dry, "was saved with a different config", "run.seed: was 1, now 2", code=1)
     with monkeypatch.context() as patch:
         patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
         refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)

@@ -208,7 +208,7 @@ def test_another_curriculum_is_another_run(shop: Workshop) -> None:
         other = {key: value for key, value in other.items() if value is not None}
         failed = shop.run("rloo", "run", "--resume", **other)
         assert failed.code != 0
-        assert "is from another config" in failed.err
+        assert "was saved with a different config" in failed.err
         assert says in failed.err, failed.err
 
 

@@ -27,7 +27,7 @@ def test_a_reference_that_was_trained_further_under_its_path_is_refused(shop: Wo
     for flags in (["--dry-run"], []):
         refused = shop.run("dpo", "run", "--resume", *flags, **changes)
         assert refused.code == 1
-        assert "is from another config:\n  content of policy.model: was " in refused.said
+        assert "was saved with a different config:\n  content of policy.model: was " in refused.said
         assert "\n  content of reference.model: was " in refused.said
     (model / "model.safetensors").write_bytes(content)  # with another time, as in a copy
     (model / "README.md").write_text("no run reads this")
