@@ -164,7 +164,7 @@ def test_a_reward_scores_the_rows_of_its_sources_only(shop: Workshop) -> None:
         ((["math"], ["math"]), "no reward scores the rows of 'chat' of data.train"),
         (
             (["math"], ["chta"]),
-            "reward.short.sources: 'chta' is no source of data.train or data.eval; there are 'math'",
+            "reward.short.sources: 'chta' is not a source of data.train or data.eval; available: 'math'",
         ),
     ],
 )
