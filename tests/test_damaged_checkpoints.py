@@ -257,7 +257,7 @@ def test_missing_metrics_are_reported_on_resume(trained: Workshop, shop: Worksho
     run = resumed(trained, shop, "sft", lambda folder: void((folder.parents[1] / "metrics.jsonl").write_text("")))
     assert run.code == 0, run.said
     assert (
-        "metrics.jsonl has no line of 2 of the steps 1 to 2, the first of them step 1: it was cut or replaced"
+        "metrics.jsonl has no line for 2 of the steps 1 to 2, the first of them step 1: it was truncated or replaced"
         in run.said
     )
 

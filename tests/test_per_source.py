@@ -127,7 +127,7 @@ def test_members_are_options_of_the_run(shop: Workshop) -> None:
         ({"members": {"math": {"loss": {"clip_hihg": 0.3}}}}, "algorithm.members.math.loss.clip_hihg"),
         ({"members": {"math": {"use": None}}}, "algorithm.members.math.use"),
         ({"members": {"math": "grpo"}}, "algorithm.members.math"),
-        ({"members": None}, "required, and not given. Write a table [algorithm.members.NAME] for each"),
+        ({"members": None}, "required, but not set. Write a table [algorithm.members.NAME] for each"),
         ({"members": {"math": {"critic_warmup": 2}}}, "algorithm.members.math.critic_warmup = 2 needs a critic"),
         ({"members": {"math": {"minibatches": 500}, "chat": {"minibatches": 500}}}, "--algorithm.members.math.minib"),
     ],

@@ -79,7 +79,7 @@ def test_a_resume_that_stop_after_ends_at_once_says_so(shop: Workshop) -> None:
     shop.train("sft", "run", run={"stop_after": 2})
     for flags in (["--dry-run"], []):
         retry = shop.train("sft", "run", "--resume", *flags, run={"stop_after": 2})
-        assert "run.stop_after = 2, and 2 of 3 steps are done" in retry.said
+        assert "run.stop_after = 2, but 2 of 3 steps are done" in retry.said
         assert "--run.stop_after 3" in retry.said
     last = shop.train("sft", "run", "--resume", "--run.stop_after", "3", run={"stop_after": 2})
     assert "run.stop_after" not in last.err
