@@ -244,7 +244,7 @@ def test_an_invalid_path_is_refused(shop: Workshop, flag: str, value: str) -> No
         ),
         ("run.seed", "9" * 5000, "should be a valid integer"),
         ("run.seed", "[" * 5000, "should be a valid integer"),
-        ("run." + ".".join("a" * 3000), "1", "nests tables and lists more than 100 deep"),
+        ("run." + ".".join("a" * 3000), "1", "nests tables and lists more than 100 levels deep"),
         (f"reward.{'9' * 5000}.weight", "1", "reward has no entry"),
         ("reward.².weight", "1", "reward has no entry"),
         ("run.requires", f'["rlhf-core>={"9" * 5000}"]', "is not a requirement"),
@@ -260,7 +260,7 @@ def test_invalid_numbers_and_depths_are_refused(shop: Workshop, flag: str, value
     [
         (f"seed = {'9' * 5000}", "is not valid TOML: Exceeds the limit (4300 digits)"),
         (f"seed = {'[' * 5000}{']' * 5000}", "is not valid TOML: maximum recursion depth exceeded"),
-        (f"[trainer.{'.'.join('a' * 900)}]", "nests tables and lists more than 100 deep"),
+        (f"[trainer.{'.'.join('a' * 900)}]", "nests tables and lists more than 100 levels deep"),
     ],
     ids=["digits", "brackets", "header"],
 )
@@ -290,10 +290,12 @@ def test_a_checkpoint_from_another_config(shop: Workshop, monkeypatch: pytest.Mo
     first = shop.train("rloo", "run")
     files = {path: path.read_bytes() for path in sorted(first.path.rglob("*")) if path.is_file()}
     other = shop.run("rloo", "run", "--resume", run={"seed": 2}, data={"batch_size": 2})
-    refused(other, "is from another config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1)
+    refused(
+        other, "was saved with a different config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1
+    )
     assert {path: path.read_bytes() for path in files} == files
     dry = shop.run("rloo", "run", "--resume", "--dry-run", run={"seed": 2})
-    refused(dry, "is from another config", "run.seed: was 1, now 2", code=1)
+    refused(dry, "was saved with a different config", "run.seed: was 1, now 2", code=1)
     with monkeypatch.context() as patch:
         patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
         refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)

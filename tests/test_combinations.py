@@ -89,7 +89,7 @@ def test_a_run_that_ends_before_its_policy_is_trained_is_refused(shop: Workshop)
     warm_up: dict[str, Any] = {"algorithm": {"critic_warmup": 3}}
     refused = shop.run("ppo", "run", **warm_up)
     assert refused.code == 2
-    assert "ppo configured like this updates 'policy' in none of the run's 3 steps" in refused.said
+    assert "ppo configured like this does not update 'policy' in any of the run's 3 steps" in refused.said
     assert not refused.path.exists(), "nothing was started"
     assert shop.train("ppo", "run", **warm_up, run={"steps": 4}).lines()[3]["policy/grad_norm"] > 0
 

@@ -176,18 +176,18 @@ def test_an_environment_that_fails_ends_the_run_with_its_cause(shop: Workshop) -
             {"stream": {"staleness": 0, "oversample": 1.5}},
             "stream.oversample = 1.5: with stream.staleness = 0 at most 1 batches may be started",
         ),
-        ({"launcher": {"use": "local"}}, "launcher 'local' generates and trains in turns"),
+        ({"launcher": {"use": "local"}}, "launcher 'local' alternates between generation and training"),
         (
             {"placement": {"generator": {"share": "policy"}}},
             "[placement.generator] shares the devices of 'policy', which learns while samples are generated",
         ),
         (
             {"stream": {"mode": "waves", "order": "completion"}},
-            "stream.order = 'completion': batches that are generated whole are in submission order",
+            "stream.order = 'completion': batches that are generated as a whole are in submission order",
         ),
         (
             {"stream": {"mode": "waves", "oversample": 1.0}},
-            "stream.oversample = 1: batches are generated whole, with nothing beside them",
+            "stream.oversample = 1: batches are generated as a whole, and no others are started meanwhile",
         ),
         (
             {"stream": {"mode": "waves"}, "sync": {"in_flight": "drain"}},
@@ -199,9 +199,9 @@ def test_an_environment_that_fails_ends_the_run_with_its_cause(shop: Workshop) -
         ),
         (
             {"sync": {"keys": "keep", "in_flight": "drain"}},
-            "sync.keys = 'keep': with sync.in_flight = 'drain' no answer goes on with new weights",
+            "sync.keys = 'keep': with sync.in_flight = 'drain' no answer continues with new weights",
         ),
-        ({"sync": {"keys": "keep"}}, "sync.keys = 'keep': generator 'simulated' keeps no keys and values"),
+        ({"sync": {"keys": "keep"}}, "sync.keys = 'keep': generator 'simulated' does not keep keys and values"),
         ({"placement": {"policy": {"ranks": 2}}}, "launcher 'simulated' reserves none"),
     ],
 )
@@ -219,4 +219,4 @@ def test_a_generator_without_single_requests_is_refused(shop: Workshop) -> None:
     config["generator"] = {"use": "transformers"}
     run = shop.run_config(config)
     assert run.code != 0
-    assert "generator 'transformers' answers no single requests" in " ".join(run.said.split())
+    assert "generator 'transformers' does not answer single requests" in " ".join(run.said.split())

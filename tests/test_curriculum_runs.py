@@ -208,7 +208,7 @@ def test_another_curriculum_is_another_run(shop: Workshop) -> None:
         other = {key: value for key, value in other.items() if value is not None}
         failed = shop.run("rloo", "run", "--resume", **other)
         assert failed.code != 0
-        assert "is from another config" in failed.err
+        assert "was saved with a different config" in failed.err
         assert says in failed.err, failed.err
 
 
@@ -239,14 +239,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "offline": (
         "sft",
         {"curriculum": {"use": "pass_rate"}},
-        "curriculum 'pass_rate' chooses rows by the scores of sampled answers, and sft learns from demonstrations and "
+        "curriculum 'pass_rate' chooses rows by the scores of sampled answers, but sft learns from demonstrations and "
         "samples nothing in training. Remove [curriculum], or use one that reads no scores.",
     ),
     "no rewards": (
         "distill_on_policy",
         {"curriculum": {"use": "pass_rate"}, "reward": None},
-        "curriculum 'pass_rate' chooses rows by the scores of answers, and nothing gives any. Set --reward NAME, or "
-        "remove [curriculum].",
+        "curriculum 'pass_rate' chooses rows by the scores of answers, but nothing scores the answers. Set --reward "
+        "NAME, or remove [curriculum].",
     ),
     "one sample": (
         "reinforce_pp",
@@ -298,7 +298,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(shop: Workshop, name
 def test_probabilities_that_nothing_reads_are_refused(shop: Workshop) -> None:
     sources = [{"path": str(shop.data), "name": name, "probability": 0.5} for name in ("one", "two")]
     failed = shop.run("rloo", "run", "--dry-run", data={"train": sources}, curriculum={"use": "pass_rate"})
-    assert "data.train: probabilities are given, and curriculum 'pass_rate' does not read them" in failed.err
+    assert "data.train: probabilities are set, but curriculum 'pass_rate' does not read them" in failed.err
 
 
 BROKEN = """

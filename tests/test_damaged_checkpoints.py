@@ -149,7 +149,7 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
         put("status", "x"),
         "status: should be 'ok', 'truncated' or 'failed', got str 'x'",
     ),
-    "row": ("rloo", "ready.arrow", put("row", -1), "is of another row of the data than the samples before it"),
+    "row": ("rloo", "ready.arrow", put("row", -1), "belongs to a different row of the data than the samples before it"),
     "trainer": (
         "sft",
         "roles/policy/trainer.json",
@@ -219,7 +219,7 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
     [
         (
             "",
-            "(char 0). Restore it from a copy, or delete it: a resume makes it from the checkpoints",
+            "(char 0). Restore it from a copy, or delete it: a resume creates it again from the checkpoints",
         ),
         ("[]", "best.json does not contain what a run saves:\n  the file: should be a valid dictionary, got list []."),
         ('{"step": "2"}', "step: should be a valid integer, got str '2'."),
@@ -257,7 +257,7 @@ def test_missing_metrics_are_reported_on_resume(trained: Workshop, shop: Worksho
     run = resumed(trained, shop, "sft", lambda folder: void((folder.parents[1] / "metrics.jsonl").write_text("")))
     assert run.code == 0, run.said
     assert (
-        "metrics.jsonl has no line of 2 of the steps 1 to 2, the first of them step 1: it was cut or replaced"
+        "metrics.jsonl has no line for 2 of the steps 1 to 2, the first of them step 1: it was truncated or replaced"
         in run.said
     )
 
@@ -338,16 +338,19 @@ SOLE: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "manifest, a number": (lambda f: void((f / MANIFEST).write_text("1")), "manifest.json is damaged"),
     "manifest, a bit": (flipped(MANIFEST, 60), "manifest.json"),
     "manifest, missing": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
-    "newer layout": (newer_layout, "its layout is version 2, this release reads version 1"),
-    "weights, appended": (appended(MODEL), "saved were"),
-    "weights, cut": (cut(MODEL), "saved were"),
+    "newer layout": (newer_layout, "its layout is version 2, but this release reads version 1"),
+    "weights, appended": (appended(MODEL), " bytes, expected "),
+    "weights, cut": (cut(MODEL), " bytes, expected "),
     "weights, a bit": (flipped(MODEL, -9), f"{MODEL} has SHA-256"),
     "weights, missing": (lambda f: (f / MODEL).unlink(), f"{MODEL} is missing"),
     "state, a bit": (flipped("state.json", 9), "state.json has SHA-256"),
     "state, a folder": (lambda f: void([(f / "state.json").unlink(), (f / "state.json").mkdir()]), "state.json"),
     "no roles": (lambda f: shutil.rmtree(f / "roles"), "roles/policy"),
     "no files": (lambda f: void([shutil.rmtree(f), f.mkdir()]), "manifest.json is missing"),
-    "of another step": (lambda f: void(f.rename(f.with_name("step-000009"))), "is of step 2, not of the folder's"),
+    "of another step": (
+        lambda f: void(f.rename(f.with_name("step-000009"))),
+        "is of step 2, not of the step in the folder's name",
+    ),
     "a file": (a_file, "it is not a folder"),
     "a link to nothing": (away, "it is not a folder"),
     "all on a disk that is away": (all_away, "cannot be listed"),
@@ -385,7 +388,9 @@ def test_a_resume_goes_on_from_an_older_checkpoint_when_the_damaged_ones_are_del
     cut(MODEL)(run.path / "checkpoints" / "step-000003")
     newer_layout(run.path / "checkpoints" / "step-000002")
     retry = shop.run("sft", "run", "--resume", **every)
-    refused(retry, "step-000003: ", "saved were", "step-000002: its layout is version 2", "to continue from step 1")
+    refused(
+        retry, "step-000003: ", " bytes, expected ", "step-000002: its layout is version 2", "to continue from step 1"
+    )
     assert [line["step"] for line in retry.lines()] == [1, 2, 3]
     for step in (2, 3):
         shutil.rmtree(run.path / "checkpoints" / f"step-00000{step}")

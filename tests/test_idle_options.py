@@ -25,10 +25,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "passing": (
         "sft", {"data": {"eval": "TRAIN"}, "eval": {"pass_threshold": 0.5}},
-        "eval.pass_threshold = 0.5 is of answers",
+        "eval.pass_threshold = 0.5 applies to answers",
     ),
-    "metric": ("sft", {"data": {"eval": "TRAIN"}, "eval": {"metric": "pass@1"}}, "metric = 'pass@1' is of answers"),
-    "several": ("sft", {"data": {"eval": "TRAIN"}, "eval": {"samples": 4}}, "eval.samples = 4 is of answers"),
+    "metric": (
+        "sft",
+        {"data": {"eval": "TRAIN"}, "eval": {"metric": "pass@1"}},
+        "metric = 'pass@1' applies to answers",
+    ),
+    "several": ("sft", {"data": {"eval": "TRAIN"}, "eval": {"samples": 4}}, "eval.samples = 4 applies to answers"),
     "warm-up": (
         "sft", {"trainer": {"warmup_steps": 500}, "run": {"steps": 2}},
         "trainer.warmup_steps = 500: the run has 2 optimizer steps",
@@ -46,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "history": (
         "rloo", {"data": {"earlier_answers": "sampled"}},
-        "data.earlier_answers = 'sampled' is for rollouts with an environment",
+        "data.earlier_answers = 'sampled' applies to rollouts with an environment",
     ),
     "prompt": (
         "rloo", {"data": {"prompt": "answer", "input_template": "{prompt}"}},
@@ -59,10 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "KL": ("grpo", {"algorithm": {"kl": {"where": "loss"}}}, "coef = 0 turns the KL off: set coef, or remove where"),
     "credit": (
         "sft", {"data": {"eval": "TRAIN"}, "reward": [{"use": "REWARD", "credit": "step"}]},
-        "credit = 'step' is of training, and sft learns from demonstrations",
+        "credit = 'step' applies to training, but sft learns from demonstrations",
     ),
     "samples": ("sft", {"run": {"show_samples": 1}}, "run.show_samples = 1: sft learns from demonstrations and"),
-    "tolerance": ("grpo", {"sync": {"canaries": 0, "tolerance": 0.1}}, "sync.tolerance = 0.1 is for the canaries"),
+    "tolerance": ("grpo", {"sync": {"canaries": 0, "tolerance": 0.1}}, "sync.tolerance = 0.1 applies to the canaries"),
 }  # fmt: skip
 """{case: (algorithm, changes, message)}."""
 

@@ -130,7 +130,7 @@ def test_members_are_options_of_the_run(shop: Workshop) -> None:
         ({"members": {"math": {"loss": {"clip_hihg": 0.3}}}}, "algorithm.members.math.loss.clip_hihg"),
         ({"members": {"math": {"use": None}}}, "algorithm.members.math.use"),
         ({"members": {"math": "grpo"}}, "algorithm.members.math"),
-        ({"members": None}, "required, and not given. Write a table [algorithm.members.NAME] for each"),
+        ({"members": None}, "required, but not set. Write a table [algorithm.members.NAME] for each"),
         ({"members": {"math": {"critic_warmup": 2}}}, "algorithm.members.math.critic_warmup = 2 needs a critic"),
         ({"members": {"math": {"minibatches": 500}, "chat": {"minibatches": 500}}}, "--algorithm.members.math.minib"),
     ],
@@ -167,7 +167,7 @@ def test_a_reward_scores_the_rows_of_its_sources_only(shop: Workshop) -> None:
         ((["math"], ["math"]), "no reward scores the rows of 'chat' of data.train"),
         (
             (["math"], ["chta"]),
-            "reward.short.sources: 'chta' is no source of data.train or data.eval; there are 'math'",
+            "reward.short.sources: 'chta' is not a source of data.train or data.eval; available: 'math'",
         ),
     ],
 )

@@ -176,7 +176,7 @@ def test_metrics_are_a_table_in_a_notebook(shop):
         ({"options": {"trainer.lr": 1, "run.steps": 5}}, ConfigError, r"'run\.steps' is also an argument"),
         ({"options": {3: 1}}, ConfigError, r"options: a name must be a string like 'trainer\.lr', got int 3"),
         ({"algorithm": "rlo"}, PluginNotFound, r"no algorithm named 'rlo'\. Did you mean 'rloo'\?"),
-        ({"algorithm": None}, ConfigError, r"algorithm: required, and not given"),
+        ({"algorithm": None}, ConfigError, r"algorithm: required, but not set"),
         ({"data": {"prompt": ["1"]}}, ConfigError, r"data: rows must be a list of dicts, got dict"),
         (
             {"data": 3},

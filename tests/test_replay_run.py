@@ -91,7 +91,7 @@ def test_the_first_steps_of_a_run_that_broke_off_are_replayed(shop: Workshop) ->
     (run.path / "rollouts/step-000003.arrow").unlink()
     refused = replay(shop, run)
     assert refused.code == 2
-    assert "records no samples of step 3 of 3. Set --steps 2 to replay what is there." in refused.said
+    assert "records no samples of step 3 of 3. Set --steps 2 to replay the recorded steps." in refused.said
     assert replay(shop, run, "--steps", "2").code == 0
 
 
@@ -116,10 +116,10 @@ def test_a_record_with_samples_that_are_too_old_is_named(shop: Workshop) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--sampling.temperature", "0.5"), "records another run: [sampling] differ"),
-        (("--stream.staleness", "1"), "records another run: [stream] differ"),
-        (("--steps", "4"), "run.stop_after = 4, and the run has only run.steps = 3. Remove stop_after."),
-        (("--run.seed", "5"), "was recorded with seed 1, and run.seed = 5"),
+        (("--sampling.temperature", "0.5"), "records a different run: [sampling] differ"),
+        (("--stream.staleness", "1"), "records a different run: [stream] differ"),
+        (("--steps", "4"), "run.stop_after = 4, but the run has only run.steps = 3. Remove stop_after."),
+        (("--run.seed", "5"), "was recorded with seed 1, but run.seed = 5"),
     ],
 )
 def test_a_record_of_another_run_is_refused(shop: Workshop, flags: tuple[str, ...], message: str) -> None:

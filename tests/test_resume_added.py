@@ -34,7 +34,7 @@ def test_a_run_whose_checkpoint_lacks_new_options_is_resumed(shop):
     first = train("upgraded", 2)
     forget(first.last_checkpoint, *ADDED)
     resumed = train("upgraded", 4, "--resume")
-    assert "came after the checkpoint was saved, at their defaults: " in resumed.said
+    assert "were added after the checkpoint was saved, at their defaults: " in resumed.said
     for key in ADDED:
         assert f"{key.replace('.options', '')} = " in resumed.said
     assert_same_run(baseline, resumed)

@@ -27,7 +27,7 @@ def test_a_reference_that_was_trained_further_under_its_path_is_refused(shop: Wo
     for flags in (["--dry-run"], []):
         refused = shop.run("dpo", "run", "--resume", *flags, **changes)
         assert refused.code == 1
-        assert "is from another config:\n  content of policy.model: was " in refused.said
+        assert "was saved with a different config:\n  content of policy.model: was " in refused.said
         assert "\n  content of reference.model: was " in refused.said
     (model / "model.safetensors").write_bytes(content)  # with another time, as in a copy
     (model / "README.md").write_text("no run reads this")
@@ -79,7 +79,7 @@ def test_a_resume_that_stop_after_ends_at_once_says_so(shop: Workshop) -> None:
     shop.train("sft", "run", run={"stop_after": 2})
     for flags in (["--dry-run"], []):
         retry = shop.train("sft", "run", "--resume", *flags, run={"stop_after": 2})
-        assert "run.stop_after = 2, and 2 of 3 steps are done" in retry.said
+        assert "run.stop_after = 2, but 2 of 3 steps are done" in retry.said
         assert "--run.stop_after 3" in retry.said
     last = shop.train("sft", "run", "--resume", "--run.stop_after", "3", run={"stop_after": 2})
     assert "run.stop_after" not in last.err

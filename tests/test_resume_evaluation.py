@@ -68,7 +68,7 @@ def test_an_evaluation_that_failed_is_made_by_the_resume(shop: Workshop, every: 
         assert [c.step for c in CheckpointStore(broken.path).complete()] == [every]
     (shop.folder / "down").unlink()
     assert_same_evaluations(resumed := shop.train("rloo", "broken", "--resume", **settings), baseline)
-    assert "has no line of" not in resumed.said
+    assert "has no line for" not in resumed.said
     if every == 2:
         assert_same_run(resumed, baseline)
     assert_same_evaluations(shop.train("rloo", "broken", "--resume", **settings), baseline)

@@ -91,7 +91,11 @@ def test_records_of_another_model_fail_the_sample_with_its_cause(moe: Workshop) 
     ("algorithm", "changes", "words"),
     [
         ("sft", {}, "this run learns from data"),
-        ("grpo", {"launcher": {"use": "simulated"}, "generator": {"use": "simulated"}}, "records none (it lacks the"),
+        (
+            "grpo",
+            {"launcher": {"use": "simulated"}, "generator": {"use": "simulated"}},
+            "does not record them (it lacks the",
+        ),
         ("grpo", {"generator": {"use": "vllm", "prefix_caching": False}}, "prefix_caching = false does not report"),
     ],
     ids=["offline", "generator", "vllm"],

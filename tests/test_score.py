@@ -148,7 +148,7 @@ def test_a_failed_call_is_continued_and_nothing_is_scored_twice(shop: Workshop, 
     assert "kept in" in err
     assert not out.exists()
     code, _, err = say(*words, "-o", out, "--run.seed", 5)
-    assert (code, "was begun with another seed" in err) == (2, True), err
+    assert (code, "was started with different values of seed" in err) == (2, True), err
     marker.unlink()
     log.unlink()
     code, stdout, err = say(*words, "-o", out, "--json")

@@ -147,7 +147,10 @@ class One(Rollout):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rollout": {"use": "file:one.py"}}, "plays 'first' and 'second', and rollout 'file:one.py' plays one agent"),
+        (
+            {"rollout": {"use": "file:one.py"}},
+            "plays 'first' and 'second', but rollout 'file:one.py' plays only one agent",
+        ),
         ({"algorithm": {"advantage": {"use": "remax"}}}, "compares samples with a greedy answer to the same prompt"),
         ({"curriculum": {"use": "pass_rate"}}, "chooses rows by the scores of a prompt's samples"),
     ],

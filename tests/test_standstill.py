@@ -54,7 +54,7 @@ def test_a_run_ends_after_a_signal_even_if_a_reward_blocks(shop: Workshop) -> No
     stopped = Finished(shop.folder / "run", process.returncode, out, err)
     assert stopped.code == 128 + signal.SIGTERM, stopped.said
     line = text.splitlines().index("        while True:") + 1
-    assert "SIGTERM asked the run to stop, but for " in err + out
+    assert "SIGTERM asked the run to stop, but score() at " in err + out
     assert any(f"score() at {shop.folder / 'blocking.py'}:{n}" in err + out for n in (line, line + 1)), stopped.said
     assert f"stopped: {stopped.path}" in out
     done = len(stopped.lines())

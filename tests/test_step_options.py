@@ -118,4 +118,4 @@ def test_the_critic_is_exported_and_starts_another_run(shop: Workshop) -> None:
 def test_export_trained_writes_nothing_more_if_only_the_policy_is_trained(shop: Workshop) -> None:
     run = shop.run("grpo", "run", checkpoint={"export_trained": True})
     assert run.code == 2
-    assert "checkpoint.export_trained: 'grpo' configured like this trains no role beside the policy" in run.said
+    assert "checkpoint.export_trained: 'grpo' configured like this trains no role except the policy" in run.said

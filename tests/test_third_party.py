@@ -184,8 +184,8 @@ def test_a_run_with_its_backend_trains(site, tmp_path):
     done = rlhf(site, *words, "--backend", "deck", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "rlhf: --backend deck: no such backend; there are desk, fsdp, local, processes, ray, simulated. Did you "
-        "mean 'desk'? Or choose --launcher.use, --trainer.use and --generator.use singly.\n"
+        "rlhf: --backend deck: unknown backend; available: desk, fsdp, local, processes, ray, simulated. Did you "
+        "mean 'desk'? Or choose --launcher.use, --trainer.use and --generator.use individually.\n"
     )
 
 

@@ -226,7 +226,10 @@ def test_options_that_no_run_accepts_are_refused(models, tmp_path, capsys):
     path.write_text(json.dumps(PAIRS[0]) + "\n")
     words = ["data", "preview", "--algo", "dpo", "--model", str(models / "plain"), "--data", str(path)]
     assert main([*words, "--data.loss_on", "all"]) == 2
-    assert "data.loss_on = 'all' is for demonstrations; dpo learns from pairs. Remove it." in capsys.readouterr().err
+    assert (
+        "data.loss_on = 'all' applies to demonstrations, but dpo learns from pairs. Remove it."
+        in capsys.readouterr().err
+    )
 
 
 def test_characters_of_several_tokens():

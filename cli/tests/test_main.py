@@ -172,7 +172,7 @@ def test_an_unknown_flag_gets_a_suggestion(capsys, flag, says):
 
 def test_names_without_a_dot_are_reported_together(capsys):
     assert main(["train", "--lr", "1e-5", "run.toml.missing", "--algo", "sft"]) == 2
-    assert "no run file run.toml.missing" in capsys.readouterr().err, "a flag takes one value"
+    assert "the run file run.toml.missing does not exist" in capsys.readouterr().err, "a flag takes one value"
     assert main(["train", "--lr", "1e-5", "--batch_size", "4", "--trainer.eps", "x", "--algo", "sft"]) == 2
     message = capsys.readouterr().err
     assert "(3 problems)" in message

@@ -204,7 +204,7 @@ def test_a_required_option_of_a_reward_gets_a_placeholder(call):
 def test_an_algorithm_of_a_third_party_is_read_off_its_declarations(call, folder, model):
     (folder / "copying.py").write_text(THIRD_PARTY)
     message = call("init", "--algo", "file:copying.py", code=2)
-    assert "algorithm.strength: required, and not given. Set it with --algorithm.strength VALUE." in message
+    assert "algorithm.strength: required, but not set. Set it with --algorithm.strength VALUE." in message
     text = call("init", "--algo", "file:copying.py", "--algorithm.strength", "2", "--model", model)
     assert text.startswith("# A run of the algorithm copying. Learns to copy.\n")
     assert re.search(r"^strength = 2 +# How strong\.$", text, re.MULTILINE)
@@ -226,7 +226,7 @@ def test_a_file_that_exists_is_kept(call, folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "algorithm: required, and not given. Name one with --algo NAME"),
+        ([], "algorithm: required, but not set. Name one with --algo NAME"),
         (["--algo", "gpro"], "no algorithm named 'gpro'. Did you mean 'grpo'?"),
         (["--algo", "sft", "-o", "no/run.toml"], "there is no folder no to write run.toml into"),
         (["--algo", "sft", "-o", "."], "--output . is a folder"),

@@ -84,7 +84,7 @@ def test_unknown_memory_is_reported(words, capsys, monkeypatch):
     ("flags", "message"),
     [
         (["--device-memory", "lots"], "--device-memory is 'lots'; give a number and a unit"),
-        (["--placement.critic.ranks", "2"], "[placement.critic]: this run holds policy, generator"),
+        (["--placement.critic.ranks", "2"], "[placement.critic]: this run has only policy, generator"),
         (["--trainer.stge", "3"], "unknown key"),
     ],
 )

@@ -200,7 +200,7 @@ def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
     times = json.loads(capsys.readouterr().out)["step_time"]
     assert [layout["name"] for layout in times["layouts"]] == ["waves, staleness 0", "waves, staleness 1"]
     assert times["layouts"][0]["devices_idle"] == pytest.approx(0.0, abs=1e-6), "one process samples, then learns"
-    assert "launcher 'local' generates and trains in turns" in times["left_out"]["continuous, staleness 1"]
+    assert "launcher 'local' alternates between generation and training" in times["left_out"]["continuous, staleness 1"]
     draining = ["--stream.mode", "continuous", "--sync.in_flight", "drain"]
     assert main([*words, *NUMBERS, *draining]) == 0
     assert "sync.in_flight = 'drain' cannot be planned" in capsys.readouterr().out

@@ -145,7 +145,9 @@ def test_a_package_that_exists_only_there_is_used(adapter, tmp_path) -> None:
 )
 def test_a_missing_package_is_told_at_the_start(adapter, tmp_path, heavy, problem) -> None:
     python = environment(tmp_path / "there", heavy)
-    with pytest.raises(EnvError, match=rf"bin/python lacks what the plugin needs: {problem}\. .*isolate heavy_env"):
+    with pytest.raises(
+        EnvError, match=rf"bin/python does not meet the plugin's requirements: {problem}\. .*isolate heavy_env"
+    ):
         play(adapter, python)
 
 
@@ -195,5 +197,5 @@ def test_what_cannot_have_its_own_python_is_refused_before_the_start(adapter, fr
         Episodes(adapter, None, EnvSection(use="x", python="no/python"))
     plugins = Plugins()
     plugins.register("env", Here)
-    with pytest.raises(ConfigError, match="is a class of this process"):
+    with pytest.raises(ConfigError, match="is defined in this process"):
         Episodes(plugins.resolve("env", "here"), None, EnvSection(use="x", python=sys.executable))

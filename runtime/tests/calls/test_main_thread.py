@@ -68,7 +68,7 @@ def test_a_coroutine_that_blocks_is_abandoned_after_a_stop_request(capsys):
     began = time.monotonic()
     try:
         with pytest.raises(
-            StandstillError, match=r"^SIGTERM asked the run to stop, but for .* s blocks\(\) at "
+            StandstillError, match=r"^SIGTERM asked the run to stop, but blocks\(\) at .* has blocked .* for .* s: "
         ) as error:
             main.run(blocks())
         assert time.monotonic() - began >= 0.8
@@ -77,7 +77,7 @@ def test_a_coroutine_that_blocks_is_abandoned_after_a_stop_request(capsys):
         asking.join()
         main.close()
     line = inspect.getsourcelines(blocks)[1] + 1
-    assert f"{__file__}:{line} blocked all rollouts, rewards and environments" in str(error.value)
+    assert f"{__file__}:{line} has blocked all rollouts, rewards and environments" in str(error.value)
     main._thread.join(10)
     assert main.loop.is_closed(), "nobody waited for it"
 

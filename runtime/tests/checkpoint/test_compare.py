@@ -50,7 +50,9 @@ def meta(plugins=PLUGINS, threads=2, device="cpu", **changes):
 def test_another_run_is_refused_with_its_keys(change, key):
     differences = compare(meta(), meta(**change))
     assert [(d.key, d.severity) for d in differences] == [(key, "refuse")]
-    with pytest.raises(CheckpointError, match=rf"(?s)step-3 is from another config:\n  {as_written(key)}: was .*, now"):
+    with pytest.raises(
+        CheckpointError, match=rf"(?s)step-3 was saved with a different config:\n  {as_written(key)}: was .*, now"
+    ):
         require_same_run(differences, "step-3")
 
 

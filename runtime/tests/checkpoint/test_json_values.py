@@ -34,7 +34,7 @@ def test_nan_is_refused_unless_marked():
 
 
 def test_values_that_plain_json_would_change_are_refused():
-    with pytest.raises(CheckpointError, match=r"state has the key 1; keys must be text.*Keep str\(key\)"):
+    with pytest.raises(CheckpointError, match=r"state has the key 1; keys must be text.*Store str\(key\)"):
         dumps({1: "a"})
     with pytest.raises(CheckpointError, match=r"state\.a is a set, which JSON cannot hold. Allowed: dict"):
         dumps({"a": {1}})

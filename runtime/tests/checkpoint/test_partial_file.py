@@ -47,7 +47,7 @@ def test_an_incomplete_first_line_starts_a_new_file(tmp_path):
 def test_parts_of_another_input_are_refused_naming_the_difference(tmp_path):
     output = file(tmp_path)
     list(output.resume())
-    with pytest.raises(ConfigError, match=r"begun with another data, another seed. .*--force"):
+    with pytest.raises(ConfigError, match=r"started with different values of data, seed. .*--force"):
         list(file(tmp_path, data="b", seed=1).resume())
     output.discard()
     assert list(file(tmp_path, data="b").resume()) == []

@@ -166,7 +166,7 @@ def test_half_characters_survive(tmp_path):
 def test_a_foreign_row_in_a_group_is_refused(tmp_path):
     wrong = group()
     wrong.trajectories[1] = dataclasses.replace(wrong.trajectories[1], row=ROWS["gsm", 4])
-    with pytest.raises(CheckpointError, match="sample 1 is of another row"):
+    with pytest.raises(CheckpointError, match="sample 1 belongs to a different row"):
         write_groups(tmp_path / "r", [wrong])
 
 
@@ -203,7 +203,7 @@ def test_columns_that_are_not_those_of_samples_are_named(saved):
     path, table = saved
     for wrong, message in (
         (table.drop_columns(["turns"]), "the column 'turns' is missing"),
-        (table.append_column("more", table["group"]), r"the column 'more' is none of \['group',"),
+        (table.append_column("more", table["group"]), r"the column 'more' is not one of \['group',"),
         (
             table.set_column(0, "group", table["group"].cast(pa.int32())),
             "the column 'group' is of type int32; allowed: int64",

@@ -159,7 +159,7 @@ def fill(store, fail):
         (lambda p: (p / "manifest.json").write_text("{"), "is not valid JSON"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "manifest.json is damaged"),
         (lambda p: (p / "policy" / "model.safetensors").unlink(), "policy/model.safetensors is missing"),
-        (lambda p: (p / "state.json").write_text("{"), "state.json has 1 bytes, saved were 2"),
+        (lambda p: (p / "state.json").write_text("{"), "state.json has 1 bytes, expected 2"),
     ],
 )
 def test_no_older_checkpoint_stands_in_for_one_that_cannot_be_read(tmp_path, damage, reason):
@@ -168,7 +168,9 @@ def test_no_older_checkpoint_stands_in_for_one_that_cannot_be_read(tmp_path, dam
     damage(store.save(2, write(), {}))
     with pytest.raises(CheckpointError, match=rf"(?s)step-000002: .*{re.escape(reason)}.*to continue from step 1\."):
         store.newest()
-    with pytest.raises(CheckpointError, match=r"step 2 .* cannot be used: .*Complete are the steps \[1\]"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 .* cannot be used: .*The complete checkpoints are those of steps \[1\]"
+    ):
         store.open(2)
     store.save(2, write(), {})  # what is incomplete is replaced
     assert store.newest().step == 2
@@ -186,7 +188,7 @@ def test_the_error_for_a_flipped_bit_names_the_file_and_the_remedy(tmp_path):
         store.open(2)
     assert store.open(1).step == 1
     (store.root / "step-000001" / "state.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="start the run anew with --overwrite"):
+    with pytest.raises(CheckpointError, match="start the run from the beginning with --overwrite"):
         store.open(1)
 
 
@@ -203,7 +205,9 @@ def test_a_newer_layout_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_runtime.checkpoint.store.SCHEMA", SCHEMA + 1)
     CheckpointStore(tmp_path).save(1, write(), {})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):
+    with pytest.raises(
+        CheckpointError, match=rf"layout is version {SCHEMA + 1}, but this release reads version {SCHEMA}"
+    ):
         CheckpointStore(tmp_path).open(1)
     with pytest.raises(
         CheckpointError, match=rf"layout is version {SCHEMA + 1}.* Continue with the release that saved"
@@ -214,14 +218,18 @@ def test_a_newer_layout_is_refused(tmp_path, monkeypatch):
 def test_a_newer_layout_is_named_whatever_its_own_checksum_is(tmp_path):
     path = CheckpointStore(tmp_path).save(1, write(), {}) / "manifest.json"
     path.write_text(json.dumps({"schema": SCHEMA + 1, "digest": "of another kind"}))
-    with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):
+    with pytest.raises(
+        CheckpointError, match=rf"layout is version {SCHEMA + 1}, but this release reads version {SCHEMA}"
+    ):
         CheckpointStore(tmp_path).newest()
 
 
 def test_an_unknown_step_names_those_there_are(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(5, write(), {})
-    with pytest.raises(CheckpointError, match=r"step 4 .* there is no such folder\. Complete are the steps \[5\]"):
+    with pytest.raises(
+        CheckpointError, match=r"step 4 .* there is no such folder\. The complete checkpoints are those of steps \[5\]"
+    ):
         store.open(4)
     with pytest.raises(CheckpointError, match="step 4"):
         store.mark_best(4)

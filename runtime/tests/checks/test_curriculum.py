@@ -65,7 +65,7 @@ class Once(Blind):
 def test_a_promise_that_a_continuous_stream_cannot_keep_is_refused():
     assert problems(curriculum=Once) == []
     (problem,) = problems([("stream.mode", "continuous")], curriculum=Once)
-    assert "curriculum 'once' promises that no row comes twice in a batch" in problem
+    assert "curriculum 'once' guarantees that no row occurs twice in a batch" in problem
 
 
 def test_what_fits_passes():
@@ -79,10 +79,13 @@ def test_what_fits_passes():
     ("options", "says"),
     [
         ({"curriculum": Comparing, "algorithm": Given}, "given learns from pairs and samples nothing in training"),
-        ({"curriculum": Comparing, "base": BASE[:3]}, "chooses rows by the scores of answers, and nothing gives any"),
+        (
+            {"curriculum": Comparing, "base": BASE[:3]},
+            "chooses rows by the scores of answers, but nothing scores the answers",
+        ),
         ({"curriculum": Comparing}, "got sampling.samples_per_prompt = 1; set --sampling.samples_per_prompt 2 or more"),
         ({"flags": [("data.shuffle", "false")]}, "data.shuffle = false: curriculum 'blind' decides the order"),
-        ({"flags": SHARES}, "probabilities are given, and curriculum 'blind' does not read them"),
+        ({"flags": SHARES}, "probabilities are set, but curriculum 'blind' does not read them"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, says):

@@ -48,7 +48,7 @@ def test_no_reward_scores_demonstrations():
         (
             {"demonstration_share": -0.1, "reward": False},
             [],
-            "demonstration_share needs reward = False and lies from 0 to below 1",
+            "demonstration_share needs reward = False and a value from 0 to below 1",
         ),
         (
             {"demonstration_share": 0.25, "reward": False},
@@ -74,7 +74,7 @@ def test_no_reward_scores_demonstrations():
         (
             {"demonstrations_per_group": 1, "generator_logprobs": True},
             [("reward", "math"), ("sampling.samples_per_prompt", "2")],
-            "for which the generator reports no log-probs, and reads such log-probs",
+            "for which the generator reports no log-probs, but reads the generator's log-probs",
         ),
         (
             {"demonstration_sources": ("a",)},

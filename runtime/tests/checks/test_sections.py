@@ -100,7 +100,7 @@ def test_an_evaluation_of_equal_answers_is_refused():
 
 def test_too_few_rows_a_step_are_refused():
     message = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
-    assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in message
+    assert "needs at least 2 rows per step, got data.batch_size = 1; set --data.batch_size 2" in message
 
 
 def test_an_algorithm_that_needs_no_reward():
@@ -169,7 +169,7 @@ def test_group_size():
 def test_truncated_sampling_needs_a_correction(key, value):
     flags = [*BASE, (f"sampling.{key}", value)]
     message = messages(flags)
-    assert f"sampling.{key} = {value}: training samples would come from another distribution" in message
+    assert f"sampling.{key} = {value}: training samples would come from a different distribution" in message
     assert "set an importance correction: `rlhf explain algorithm.loss`" in message
     check(flags, Fake(features=("correction",)))
 
@@ -196,9 +196,9 @@ def test_samples_of_a_coarser_copy_of_the_policy_need_a_correction():
         (
             [("critic.model", "c")],
             {},
-            "[critic] is set, but 'leave_one_out' configured like this holds no role 'critic'",
+            "[critic] is set, but 'leave_one_out' configured like this has no role 'critic'",
         ),
-        ([("roles.judge.model", "j")], {}, "[roles.judge]: no selected plugin declares this further role"),
+        ([("roles.judge.model", "j")], {}, "[roles.judge]: no selected plugin declares this role"),
         ([("roles.policy.model", "j")], {}, "Write [policy]."),
         ([("sampling.max_new_tokens", "2048")], {}, "leaves no room for a prompt within data.max_tokens = 2048"),
         ([("stream.filter.max_rounds", "3")], {}, "neither low, high nor min_std is set"),
@@ -240,7 +240,7 @@ def test_rewards_at_turns_need_an_estimator_that_reads_them_there():
     assert "algorithm 'leave_one_out' compares sums of rewards" in messages(flags, **env)
     check([*BASE, ("env", "game")], compares, **env)
     offline = messages([*flags, ("data.eval", "b.jsonl")], Demonstrations())
-    assert "env.credit = 'step' is of training, and imitate learns from demonstrations" in offline
+    assert "env.credit = 'step' applies to training, but imitate learns from demonstrations" in offline
 
 
 def test_a_recording_may_keep_the_environment_of_its_run():
@@ -304,7 +304,7 @@ def test_a_policy_without_an_output_for_tokens_answers_nothing():
     check(evaluated, scores)
     message = messages([*evaluated, ("reward", "math")], scores)
     assert (
-        "the policy of imitate has a 'scalar' head and writes none; data.eval is scored by the loss. Remove it."
+        "the policy of imitate has a 'scalar' head and writes no answers; data.eval is scored by the loss. Remove it."
         in message
     )
 
@@ -332,12 +332,15 @@ class WithMargin(Loss):
 
 
 def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
-    assert "data.loss_on = 'all' is for demonstrations" in messages([*BASE, ("data.loss_on", "all")])
+    assert "data.loss_on = 'all' applies to demonstrations" in messages([*BASE, ("data.loss_on", "all")])
     every_answer = [*OFFLINE, ("data.loss_on", "assistant")]
     for form in ("demonstrations", "pairs", "labels"):  # what a pair that parts early is told to set must be possible
         check(every_answer, of_form(form))
     message = messages(every_answer, of_form("steps"))
-    assert "data.loss_on = 'assistant' is for demonstrations and pairs and labels; imitate learns from steps" in message
+    assert (
+        "data.loss_on = 'assistant' applies to demonstrations and pairs and labels, but imitate learns from steps"
+        in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -387,7 +390,7 @@ def test_stop_options_are_allowed_if_an_offline_run_is_evaluated_by_answers():
 
 def test_patience_needs_evaluations_to_count():
     flags = [*BASE, ("data.eval", "b.jsonl"), ("eval.patience", "3")]
-    assert "eval.patience = 3 counts evaluations during training, and eval.every is not set" in messages(flags)
+    assert "eval.patience = 3 counts evaluations during training, but eval.every is not set" in messages(flags)
     check([*flags, ("eval.every", "4")], Fake())
 
 
@@ -459,7 +462,7 @@ def test_a_rollout_samples_from_the_base_only_where_the_generator_can(
         check_base(run, POLICY, engine)
         return
     check_base(run, POLICY, engine)
-    with pytest.raises(CapabilityError, match="a job that trains nothing has none"):
+    with pytest.raises(CapabilityError, match="a job that trains nothing has no adapters"):
         check_base(run, replace(POLICY, role=RoleSpec("policy")), engine)
     if abilities is TakesModule:  # the trainer keeps the first adapters
         check_base(run, continued, engine)

@@ -256,7 +256,7 @@ def test_problems_of_algorithm_and_slots_come_together(plugins):
     ("loss", "expected"),
     [
         (3, "algorithm.loss: a slot is a table or the name of a plugin of kind 'loss', got integer 3"),
-        ({"use": 3}, "algorithm.loss.use: the name of a plugin, got integer 3"),
+        ({"use": 3}, "algorithm.loss.use: expected the name of a plugin, got integer 3"),
     ],
 )
 def test_slots_of_the_wrong_form(plugins, loss, expected):
@@ -266,12 +266,12 @@ def test_slots_of_the_wrong_form(plugins, loss, expected):
 def test_an_unknown_plugin_in_a_slot(plugins):
     message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options={"loss": "clipp"})), PluginNotFound)
     assert "'clip'" in message
-    assert "takes it for its slot" not in message
+    assert "for the slot" not in message
     absent = type("Absent", (Algo,), {"name": "other", "slots": {"loss": Slot("loss", "absent")}, "__doc__": "x"})
     plugins.register("algorithm", absent)
     message = refused(lambda: build_algorithm(plugins, Choice(use="other")), PluginNotFound)
     assert "no loss named 'absent'" in message
-    assert "The algorithm takes it for its slot where algorithm.loss.use is not set." in message
+    assert "The algorithm uses this plugin for the slot if algorithm.loss.use is not set." in message
 
 
 @cache

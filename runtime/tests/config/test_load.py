@@ -101,7 +101,7 @@ def test_unknown_flag_and_bad_choice():
 
 
 def test_an_algorithm_is_required_and_the_message_says_how():
-    assert "algorithm: required, and not given. Name one with --algo NAME" in refused(None, [("run.seed", "1")])
+    assert "algorithm: required, but not set. Name one with --algo NAME" in refused(None, [("run.seed", "1")])
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_an_index_beyond_the_list_is_refused(write):
         [("reward.lenght.weight", "2"), ("reward.5.weight", "1")],
     )
     assert (
-        "--reward.lenght.weight: reward has no entry 'lenght'; there are: 0 (math), 1 (length). Did you mean 'length'?"
-        in message
+        "--reward.lenght.weight: reward has no entry 'lenght'; its entries are: 0 (math), 1 (length). "
+        "Did you mean 'length'?" in message
     )
     assert "--reward.5.weight: reward has no entry '5'" in message
 
@@ -200,7 +200,7 @@ def test_fields_of_a_replaced_plugin_are_an_error_naming_both(write):
     path = write('[algorithm]\nuse = "grpo"\n[algorithm.loss]\nuse = "ppo"\nclip_high = 0.3\n')
     message = refused(path, [("algorithm.loss.use", "gspo")])
     assert (
-        "algorithm.loss.clip_high (run.toml, line 5) was set for 'ppo', which --algorithm.loss.use replaces by 'gspo'"
+        "algorithm.loss.clip_high (run.toml, line 5) was set for 'ppo', which --algorithm.loss.use replaces with 'gspo'"
         in message
     )
     message = refused(path, [("algorithm.use", "rloo")])
@@ -208,7 +208,7 @@ def test_fields_of_a_replaced_plugin_are_an_error_naming_both(write):
     default = write('algorithm = "grpo"\n[algorithm2]\n'.replace("[algorithm2]\n", "")) and write(
         '[algorithm]\nuse = "grpo"\nloss = {clip_high = 0.3}\n'
     )
-    assert "was set for the plugin that is there by default" in refused(default, [("algorithm.loss.use", "gspo")])
+    assert "was set for the default plugin" in refused(default, [("algorithm.loss.use", "gspo")])
 
 
 def test_the_same_plugin_again_or_every_field_set_again_is_fine(write):
@@ -246,7 +246,7 @@ def test_backend_triple(write):
     assert (run.trainer.use, run.trainer.options) == ("fsdp", {"lr": 1e-5, "shard": "true"})
     assert run.critic.trainer == {"lr": 2e-5}, "the run file's options are those of the run, wherever it runs"
     message = refused(None, [("backend", "loca")])
-    assert "--backend loca: no such backend; there are fsdp, local, processes, " in message
+    assert "--backend loca: unknown backend; available: fsdp, local, processes, " in message
     assert "Did you mean 'local'?" in message
 
 
@@ -282,17 +282,17 @@ def test_short_flags_lead_to_places_that_exist():
 def test_missing_unreadable_and_invalid_files(tmp_path, write):
     (tmp_path / "rloo.toml").write_text("")
     message = refused(str(tmp_path / "rlo.toml"))
-    assert "no run file" in message
-    assert "there are: rloo.toml. Did you mean 'rloo.toml'?" in message
+    assert f"the run file {tmp_path / 'rlo.toml'} does not exist. TOML files in {tmp_path}: " in message
+    assert ": rloo.toml. Did you mean 'rloo.toml'?" in message
     assert "is not valid TOML: " in (message := refused(write("a = [1,\nb = 2\n")))
     assert "line 2" in message
     assert "--data FILE" not in message
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
-    assert "A file of rows takes a flag of its own: --data FILE" in refused(str(tmp_path / "rows.jsonl"))
+    assert "To pass a file of rows, use --data FILE" in refused(str(tmp_path / "rows.jsonl"))
     assert "cannot read the run file" in (message := refused(str(tmp_path)))
     assert "--model" not in message
     (tmp_path / "config.toml").write_text("")
-    assert f"is {tmp_path}/config.toml, its model --model {tmp_path}/model." in refused(str(tmp_path))
+    assert f"is {tmp_path}/config.toml; its model is --model {tmp_path}/model." in refused(str(tmp_path))
 
 
 def test_secrets_are_refused_and_not_repeated(write):

@@ -50,8 +50,8 @@ def test_neighbours_are_on_the_same_devices():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"polcy": {}}, r"\[placement.polcy\]: this run holds policy.*Did you mean 'policy'"),
-        ({"critic": {"share": "critic"}}, "it can share those of policy, reference, generator"),
+        ({"polcy": {}}, r"\[placement.polcy\]: this run has only policy.*Did you mean 'policy'"),
+        ({"critic": {"share": "critic"}}, "it can only share those of policy, reference, generator"),
         ({"critic": {"share": "judge"}}, "shares the devices of 'judge'"),
         ({"critic": {"share": "reference"}, "reference": {"share": "policy"}}, "name 'policy' itself in both"),
         ({"critic": {"share": "policy", "devices": 2}}, "only one of share and devices"),

@@ -41,7 +41,7 @@ def test_a_flag_with_a_list_says_how_to_write_the_list():
         ({"urls": "a, b"}, """should be a list, got string 'a, b'. Write a list in the form of TOML: '["a", "b"]'."""),
         ({"urls": "[a]"}, """should be a list, got string '[a]'. Write a list in the form of TOML: '["a"]'."""),
         ({"urls": "0.9,1"}, """should be a list, got string '0.9,1'. Write a list in the form of TOML: '[0.9, 1]'."""),
-        ({}, "required, and not given. Set it with --r.urls '[VALUE, ...]'."),
+        ({}, "required, but not set. Set it with --r.urls '[VALUE, ...]'."),
     ):
         with pytest.raises(ValidationError) as error:
             Addresses(**values)

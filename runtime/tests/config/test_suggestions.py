@@ -74,7 +74,7 @@ def test_names_of_other_frameworks_are_suggested(algorithm, path, expected):
     ],
 )
 def test_an_option_that_other_plugins_have_is_named_as_theirs(algorithm, path, option):
-    expected = f" It would be {option}, which the plugins of this run do not have."
+    expected = f" The corresponding option is {option}, which the plugins of this run do not have."
     assert suggestions(algorithm).suggest(path, (), True) == expected
 
 
@@ -142,7 +142,7 @@ def test_pythons_booleans_are_read_on_flags():
         ("[run]\nname = 7b model", ' Text is quoted: "7b model".'),
         ("reward = [math, format]", ' Text is quoted: "math".'),
         ("[run]\nresume = True", " TOML's booleans are written true and false, got True."),
-        ("[sampling]\ntop_k = None", " TOML has no None: leave the line out."),
+        ("[sampling]\ntop_k = None", " TOML has no None: remove the line."),
         ("a = [1,\nb = 2", ""),
         ('a = "b', ""),
     ],

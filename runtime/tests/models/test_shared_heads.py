@@ -84,7 +84,7 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("loan", "settings", "message"),
     [
-        (Lent("nobody"), {}, "there is no such role; there are policy, teacher, judge"),
+        (Lent("nobody"), {}, "the run has no such role; its roles are policy, teacher, judge"),
         (Lent("judge"), {}, "it has a 'scalar' head"),
         (Lent("policy", borrower="judge"), {}, "its weights change during the run"),
         (Lent("teacher"), {"snapshots": {"teacher"}}, "its weights change during the run"),
@@ -94,7 +94,7 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
 def test_heads_that_cannot_be_lent(loan, settings, message):
     [problem] = lending_problems([loan], ROLES, settings.get("snapshots", ()), settings.get("precomputed", ()))
     assert message in problem
-    assert f"{loan.borrower!r} is to compute with the output head of {loan.role!r}" in problem
+    assert f"{loan.borrower!r} needs the output head of {loan.role!r}" in problem
 
 
 def test_a_frozen_language_model_lends():

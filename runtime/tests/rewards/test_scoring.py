@@ -142,7 +142,7 @@ def test_steps_alone_are_a_reward(make_group) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda g: [RewardResult(1.0)], r"returned 1 results for 2 trajectories; allowed: exactly one each"),
+        (lambda g: [RewardResult(1.0)], r"returned 1 results for 2 trajectories; allowed: exactly one per trajectory"),
         (lambda g: [RewardResult(1.0)] * 3, r"returned 3 results for 2 trajectories"),
         (lambda g: None, r"returned NoneType None; allowed: a list"),
         (

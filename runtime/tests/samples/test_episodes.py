@@ -328,9 +328,9 @@ def test_an_environment_of_one_agent_names_none_and_names_differ() -> None:
         async def step(self, action):
             return EnvStep(agent="a")
 
-    with pytest.raises(EnvError, match=r"names the agent str 'a'; Env.agents\(\) names none"):
+    with pytest.raises(EnvError, match=r"names the agent str 'a'; Env.agents\(\) names no agents"):
         play(in_process(Named), "a")
-    for names, message in (("ab", "allowed: a tuple of names"), (("a", "a"), "allowed: names that differ")):
+    for names, message in (("ab", "allowed: a tuple of names"), (("a", "a"), "allowed: distinct names")):
         wrong = type("Wrong", (Seats,), {"agents": classmethod(lambda cls, config, names=names: names)})
         with pytest.raises(PluginInvalid, match=message):
             Episodes(in_process(wrong), None, section())

@@ -475,7 +475,7 @@ def test_an_environment_is_closed_even_if_closing_another_raises(main):
             r"turn 1 marked as a demonstration.*Needs\.demonstrations_per_group",
         ),
         ([Turn([-1], False)], r"turn 0 with the token -1; allowed: integers >= 0"),
-        ([Turn([1], False, agent="a")], r"turn 0 of the agent str 'a'; Env.agents\(\) names none"),
+        ([Turn([1], False, agent="a")], r"turn 0 of the agent str 'a'; Env.agents\(\) names no agents"),
     ],
 )
 def test_malformed_turns_are_refused(main, turns, message):

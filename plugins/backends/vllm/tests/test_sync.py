@@ -216,7 +216,7 @@ def test_retry_repairs_a_transient_fault(tied):
         faults = iter([fault])
         tied.lost = lambda bucket, faults=faults: next(faults, lambda b: b)(bucket)
         assert tied.sync(check="retry").push(1)["sync/attempts"] == 2
-        assert "sending once more" in tied.notes[-1]
+        assert "sending the weights again" in tied.notes[-1]
         assert tied.apart() < 1e-5
 
 
@@ -226,7 +226,7 @@ def test_warn_accepts_wrong_values_but_no_incomplete_load(tied):
     assert DOWN in tied.notes[-1]
     assert len(list(tied.generator.generate([GenerationRequest((20,), 0, Sampling(2))]))) == 1
     tied.lost = withhold(DOWN)
-    with pytest.raises(SyncError, match="cannot go on with a part"):
+    with pytest.raises(SyncError, match="cannot continue with only some"):
         tied.sync(check="warn").push(2)
 
 

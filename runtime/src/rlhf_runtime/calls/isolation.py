@@ -42,8 +42,8 @@ def check_python(resolved: Resolved, python: str, in_worker: bool) -> None:
         )
     if resolved.distribution == IN_PROCESS:
         raise ConfigError(
-            f"python = {python!r}: {resolved} is a class of this process and cannot be copied to another Python. Put "
-            "it into a file ('file:PATH.py') or a distribution."
+            f"python = {python!r}: {resolved} is defined in this process and cannot be copied to another Python. Move "
+            "it to a file ('file:PATH.py') or a distribution."
         )
     if not (Path(python).is_file() and os.access(python, os.X_OK)):
         raise ConfigError(

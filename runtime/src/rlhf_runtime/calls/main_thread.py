@@ -139,16 +139,16 @@ def _standing_still(thread: threading.Thread, seconds: float) -> str:
     """The message that names the line which blocks the event loop."""
     return (
         f"note: all rollouts, rewards and environments have waited {seconds:.0f} s for {place(thread.ident)}, an "
-        "`async def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`, which "
-        "runs in a process of its own that is killed at its deadline. Ctrl-C twice ends the run."
+        "`async def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`: it then "
+        "runs in its own process, which is killed at its deadline. Press Ctrl-C twice to end the run."
     )
 
 
 def _in_the_way(thread: threading.Thread, reason: str, seconds: float) -> str:
     return (
-        f"{reason} asked the run to stop, but for {seconds:.0f} s {place(thread.ident)} blocked all rollouts, rewards "
-        "and environments: it is an `async def` that computes or waits without `await`. The current step is abandoned. "
-        "Write it as plain `def`, which runs in a process of its own that is killed at its deadline."
+        f"{reason} asked the run to stop, but {place(thread.ident)} has blocked all rollouts, rewards and environments "
+        f"for {seconds:.0f} s: it is an `async def` that computes or waits without `await`. The current step is "
+        "abandoned. Write it as plain `def`: it then runs in its own process, which is killed at its deadline."
     )
 
 

@@ -110,8 +110,9 @@ class PluginWorker:
             arguments = f"{self._resolved.ref} --kind {self._resolved.kind}"
             if missing := await self.call("unmet", requirements, isolation.EXTRA, deadline=START_DEADLINE):
                 raise self.error(
-                    f"{self.label}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it "
-                    f"there, or make another with `rlhf plugins isolate {arguments} --output DIR`."
+                    f"{self.label}: {self._python} does not meet the plugin's requirements: {'; '.join(missing)}. "
+                    f"Install them there, or create another environment with `rlhf plugins isolate {arguments} "
+                    "--output DIR`."
                 )
         await self.call("build", *self._build, deadline=START_DEADLINE)
 
@@ -155,7 +156,7 @@ class PluginWorker:
             await loop.sock_sendall(self._socket, HEADER.pack(len(request)) + request)
             size = HEADER.unpack(await self._exactly(loop, HEADER.size))[0]
             if size > MOST_BYTES:
-                raise WorkerDied(f"announced an answer of {size} bytes, of at most {MOST_BYTES}, and was killed")
+                raise WorkerDied(f"announced an answer of {size} bytes (allowed: at most {MOST_BYTES}) and was killed")
             body = await self._exactly(loop, size)
         except ConnectionError:
             raise WorkerDied(await self._ending()) from None
@@ -328,17 +329,17 @@ def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
         payload: bytes = cloudpickle.dumps(resolved)
     except Exception as cause:  # pickle.PicklingError, TypeError, and any error of an object's __reduce__
         raise error(
-            f"{resolved}: it is plain `def`, so it runs in worker processes and is copied to them, and something that "
-            f"it uses cannot be copied: {type(cause).__name__}: {cause}. Make that inside of the function, or write "
-            "the function as `async def`: it is then called in this process."
+            f"{resolved}: it is a plain `def`, so it is copied to worker processes and runs there, but something that "
+            f"it uses cannot be copied: {type(cause).__name__}: {cause}. Create that object inside the function, or "
+            "write the function as `async def`: it is then called in this process."
         ) from cause
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
     if len(payload) > MOST_COPIED:
         raise error(
-            f"{resolved}: it is plain `def`, so it is copied to worker processes, and it uses {len(payload) >> 20} MiB "
-            f"of data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside of the "
+            f"{resolved}: it is a plain `def`, so it is copied to worker processes, but it uses {len(payload) >> 20} "
+            f"MiB of data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside the "
             "function, or write the function as `async def`: it is then called in this process."
         )
     return payload

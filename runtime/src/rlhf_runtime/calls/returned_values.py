@@ -28,7 +28,7 @@ def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[s
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise InvalidResult(f"returned {brief(names)}; allowed: a tuple of names, empty for one agent")
     if len({*names}) < len(names):
-        raise InvalidResult(f"returned {brief(names)}; allowed: names that differ")
+        raise InvalidResult(f"returned {brief(names)}; allowed: distinct names")
     return tuple(names)
 
 
@@ -39,7 +39,8 @@ def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[R
         raise InvalidResult(f"returned {brief(results)}; allowed: a list with one RewardResult per trajectory")
     if len(results) != len(trajectories):
         raise InvalidResult(
-            f"returned {len(results)} results for {len(trajectories)} trajectories; allowed: exactly one each, in order"
+            f"returned {len(results)} results for {len(trajectories)} trajectories; allowed: exactly one per "
+            "trajectory, in order"
         )
     return [_check_result(r, t) for r, t in zip(results, trajectories, strict=True)]
 
@@ -89,12 +90,13 @@ def check_opening(opening: object, agents: Sequence[str] = ()) -> str | EnvStep:
         if step == EnvStep(step.observation, sampling=step.sampling, agent=step.agent):
             return step
     raise InvalidResult(
-        f"returned {brief(opening)}; allowed with several agents: EnvStep(observation, agent=...), also with sampling"
+        f"returned {brief(opening)}; allowed with several agents: EnvStep(observation, agent=...), optionally with "
+        "sampling"
     )
 
 
 def _allowed(agents: Sequence[str]) -> str:
-    return f"allowed: {', '.join(map(repr, agents))}" if agents else "Env.agents() names none"
+    return f"allowed: {', '.join(map(repr, agents))}" if agents else "Env.agents() names no agents"
 
 
 def check_turns(turns: object, experts: ExpertLayers | None = None, agents: Sequence[str] = ()) -> list[list[Turn]]:
@@ -142,14 +144,14 @@ def results_to_json(results: Sequence[RewardResult | str]) -> list[Any]:
 def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
     """The results in the answer of a worker process. They are checked again, because a worker runs third-party code."""
     if not isinstance(values, list):
-        raise InvalidResult(f"was answered by its worker process with {brief(values)}; allowed: a list")
+        raise InvalidResult(f"received {brief(values)} from its worker process; allowed: a list")
     results: list[object] = []
     for value in values:
         try:
             results.append(value if isinstance(value, str) else RewardResult(**value))
         except TypeError:
             raise InvalidResult(
-                f"was answered by its worker process with {brief(value)}; allowed: value, score, steps and info"
+                f"received {brief(value)} from its worker process; allowed: value, score, steps and info"
             ) from None
     if len(results) != len(trajectories):
         return check_results(results, trajectories)
@@ -180,8 +182,8 @@ def step_from_json(value: object, agents: Sequence[str] = ()) -> EnvStep:
         step = EnvStep(**fields)
     except (TypeError, ValueError, KeyError):
         raise InvalidResult(
-            f"was answered by its worker process with {brief(value)}; allowed: observation, reward, done, sampling, "
-            "info, images, score, agent, rewards"
+            f"received {brief(value)} from its worker process; allowed: observation, reward, done, sampling, info, "
+            "images, score, agent, rewards"
         ) from None
     return check_step(step, agents)
 
@@ -223,8 +225,8 @@ def _check_turn(label: str, turn: object) -> None:
         raise InvalidResult(f"returned {label} with the token {lowest}; allowed: integers >= 0")
     if turn.is_demonstration:
         raise InvalidResult(
-            f"returned {label} marked as a demonstration; answers of the data are put in place of samples by the run, "
-            "where an algorithm asks for them (Needs.demonstrations_per_group)"
+            f"returned {label} marked as a demonstration; the run itself replaces samples with answers of the data, if "
+            "an algorithm asks for them (Needs.demonstrations_per_group)"
         )
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
         count = "none" if turn.logprobs is None else str(len(turn.logprobs))
@@ -234,8 +236,8 @@ def _check_turn(label: str, turn: object) -> None:
             continue
         if not turn.sampled:
             raise InvalidResult(
-                f"returned {label} (sampled = {turn.sampled}) with the {name} {brief(value)}; a {name} is on the turn "
-                "that earned it, which the policy sampled"
+                f"returned {label} (sampled = {turn.sampled}) with the {name} {brief(value)}; a {name} belongs to the "
+                "turn that earned it, which the policy must have sampled"
             )
         _number(f"{label} with the {name} (", value)
 

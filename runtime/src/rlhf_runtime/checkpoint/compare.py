@@ -149,14 +149,14 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
     if refused:
         listing = "\n  ".join(refused)
         raise CheckpointError(
-            f"checkpoint {path} is from another config:\n  {listing}\n"
-            f"Set these back to continue that run, or choose another run.output to start a new one."
+            f"checkpoint {path} was saved with a different config:\n  {listing}\nRestore these values to continue that "
+            "run, or choose another run.output to start a new one."
         )
     lines = []
     if reported := [str(d) for d in differences if d.severity == "report"]:
         lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
     if added := [f"{d.option} = {d.run_value!r}" for d in differences if d.severity == "added"]:
-        lines.append(f"options that came after the checkpoint was saved, at their defaults: {', '.join(added)}")
+        lines.append(f"options that were added after the checkpoint was saved, at their defaults: {', '.join(added)}")
     return lines
 
 

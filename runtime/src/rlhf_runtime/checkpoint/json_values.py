@@ -50,8 +50,8 @@ def encode(value: Any, name: str = "state", nonfinite: Nonfinite = "refuse") -> 
         for key in value:
             if not isinstance(key, str) or key == MARK:
                 raise CheckpointError(
-                    f"{name} has the key {key!r}; keys must be text other than {MARK!r}. Keep str(key) and convert it "
-                    "where it is read, or keep a list of [key, value]."
+                    f"{name} has the key {key!r}; keys must be text other than {MARK!r}. Store str(key) and convert it "
+                    "when it is read, or store a list of [key, value] pairs."
                 )
         return {key: encode(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
     raise CheckpointError(

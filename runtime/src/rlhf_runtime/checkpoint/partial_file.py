@@ -49,8 +49,8 @@ class PartialFile:
                     yield part
                 elif differing := sorted(k for k in {*self.header, *part} if self.header.get(k) != part.get(k)):
                     raise ConfigError(
-                        f"{self.partial} was begun with another {', another '.join(differing)}. Use the same again to "
-                        "continue it, or remove it (--force)"
+                        f"{self.partial} was started with different values of {', '.join(differing)}. Use the same "
+                        "values to continue it, or remove it (--force)"
                     )
         os.truncate(self.partial, size)
         if not size:

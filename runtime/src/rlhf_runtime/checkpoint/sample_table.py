@@ -187,7 +187,7 @@ def _differing(schema: pa.Schema) -> str:
     if wrong not in schema.names:
         return f"the column {wrong!r} is missing" if wrong else f"its columns are in the order {schema.names}"
     if wrong not in SCHEMA.names:
-        return f"the column {wrong!r} is none of {SCHEMA.names}"
+        return f"the column {wrong!r} is not one of {SCHEMA.names}"
     return f"the column {wrong!r} is of type {schema.field(wrong).type}; allowed: {SCHEMA.field(wrong).type}"
 
 

@@ -105,7 +105,9 @@ def sample_values(groups: Iterable[Group], prompt: TellPrompt | None = None) -> 
             yield {"group": group.number, "sample": None, "row": row}
         for position, trajectory in enumerate(group.trajectories):
             if (trajectory.row.source, trajectory.row.index) != (group.row.source, group.row.index):
-                raise CheckpointError(f"group {group.number}: sample {position} is of another row than its group")
+                raise CheckpointError(
+                    f"group {group.number}: sample {position} belongs to a different row than its group"
+                )
             values = {"group": group.number, "sample": position, "row": row, **_trajectory_out(trajectory)}
             yield values if prompt is None else {**values, "prompt": prompt(trajectory)}
 
@@ -135,7 +137,9 @@ def read_groups(path: Path, find: FindRow) -> list[Group]:
                     f"{len(group.trajectories)} of group {group.number}. A row is missing."
                 )
             if (line["row"]["source"], line["row"]["index"]) != (group.row.source, group.row.index):
-                raise CheckpointError(f"{place} is of another row of the data than the samples before it. {WAY_OUT}")
+                raise CheckpointError(
+                    f"{place} belongs to a different row of the data than the samples before it. {WAY_OUT}"
+                )
             group.trajectories.append(_trajectory_in(line, group.row))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, DataError) as cause:
             raise CheckpointError(f"{place} is not a sample: {type(cause).__name__}: {cause}. {WAY_OUT}") from cause

@@ -31,7 +31,7 @@ from rlhf_runtime.checkpoint import atomic_files as files
 from rlhf_runtime.checkpoint import json_values
 
 BEST = "best.json"
-ANEW = "start the run anew with --overwrite, which deletes it"
+ANEW = "start the run from the beginning with --overwrite, which deletes the saved one"
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -186,7 +186,7 @@ class CheckpointStore:
         path = self.root / BEST
         if not path.is_file():
             return None
-        way_out = "Restore it from a copy, or delete it: a resume makes it from the checkpoints"
+        way_out = "Restore it from a copy, or delete it: a resume creates it again from the checkpoints"
         pointer: dict[str, Any] = json_values.read_json(path, way_out)
         validated(SavedBest, pointer, path)
         return pointer
@@ -231,8 +231,8 @@ class CheckpointStore:
         if isinstance(checkpoint, str):
             steps = [c.step for c in self.complete()]
             raise CheckpointError(
-                f"checkpoint of step {step} in {self.root} cannot be used: {checkpoint}. "
-                f"Complete are the steps {steps}."
+                f"checkpoint of step {step} in {self.root} cannot be used: {checkpoint}. The complete checkpoints are "
+                f"those of steps {steps}."
             )
         return checkpoint
 
@@ -335,7 +335,7 @@ class Checkpoint:
             digests = pool.map(_sha256, [self.path / name for name in names])
             for name, digest in zip(names, digests, strict=True):
                 if digest != self.contents[name]["sha256"]:
-                    return f"{name} has SHA-256 {digest[:12]}..., saved was {self.contents[name]['sha256'][:12]}..."
+                    return f"{name} has SHA-256 {digest[:12]}..., expected {self.contents[name]['sha256'][:12]}..."
         return ""
 
 
@@ -352,17 +352,17 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
     layout = manifest.get("schema") if isinstance(manifest, dict) else None
     if type(layout) is int and layout > SCHEMA:  # this release does not know the checks of that layout
         older = f"this release reads version {SCHEMA}"
-        return f"its layout is version {layout}, {older}. Continue with the release that saved it"
+        return f"its layout is version {layout}, but {older}. Continue with the release that saved it"
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         return f"{MANIFEST} is damaged"
     if layout != SCHEMA:
-        return f"its layout is version {layout}, this release reads version {SCHEMA}"
+        return f"its layout is version {layout}, but this release reads version {SCHEMA}"
     try:
         saved = validated(SavedManifest, manifest, MANIFEST)
     except CheckpointError as error:
         return str(error)
     if path.name != f"step-{saved.step:06d}" and not path.name.startswith(files.TEMPORARY):
-        return f"{MANIFEST} is of step {saved.step}, not of the folder's"
+        return f"{MANIFEST} is of step {saved.step}, not of the step in the folder's name"
     for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
@@ -371,7 +371,7 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
         except OSError as cause:
             return f"{name} cannot be read: {cause.strerror}"
         if size != entry["size"]:
-            return f"{name} has {size} bytes, saved were {entry['size']}"
+            return f"{name} has {size} bytes, expected {entry['size']}"
     return Checkpoint(manifest["step"], path, manifest["meta"], manifest["files"], manifest["best"])
 
 

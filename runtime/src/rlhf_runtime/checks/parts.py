@@ -102,7 +102,7 @@ def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: Generat
     if adapters is not None:
         reason = adapters.merged_only or generator.resolved.cls.refuses_adapters(generator.config, adapter_spec)
     if reason:
-        raise CapabilityError(f"sync.adapters = 'alone': {reason}. Leave it out, or set it to 'merged'.")
+        raise CapabilityError(f"sync.adapters = 'alone': {reason}. Remove it, or set it to 'merged'.")
     return adapter_spec
 
 
@@ -115,18 +115,18 @@ def check_base(run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> Non
     adapters = trainer.resolved.cls.adapters(trainer.config, policy) if policy.role.trained else None
     is_engine = issubclass(generator, TakesTensors)
     if adapters is None:
-        reason = "the policy trains no adapters. Set --trainer.lora.rank 16; a job that trains nothing has none"
+        reason = "the policy trains no adapters. Set --trainer.lora.rank 16; a job that trains nothing has no adapters"
     elif BASE not in generator.capabilities:
         reason = (
-            f"generator {generator.name!r} does not sample from it (it lacks the capability {BASE!r}). Use another "
-            "--generator.use: transformers and vllm do"
+            f"generator {generator.name!r} cannot sample from it (it lacks the capability {BASE!r}). Use another "
+            "--generator.use: transformers and vllm can"
         )
     elif is_engine and engine.adapters is None:
         reason = "with sync.adapters = 'merged' engines hold one merged model. Set --sync.adapters alone"
     elif is_engine and adapter_of(policy.path) is not None:
         reason = (
-            f"training starts from the adapter {policy.path}, whose first values engines do not keep. Merge it first, "
-            f"and name the new folder: rlhf merge {policy.path} NEW_FOLDER"
+            f"training starts from the adapter {policy.path}, and engines do not keep its initial values. Merge it "
+            f"first, and use the new folder: rlhf merge {policy.path} NEW_FOLDER"
         )
     else:
         return
@@ -139,13 +139,13 @@ def _replayed_experts(run: RunPlugins, policy: ModelSpec) -> ExpertLayers | None
     experts = trainer.resolved.cls.experts(trainer.config, policy)
     if experts is None:
         return None
-    problem = f"trainer {trainer.resolved.cls.name!r} is to replay the experts that were chosen in sampling"
+    problem = f"trainer {trainer.resolved.cls.name!r} is set to replay the experts that were chosen in sampling"
     if not run.online:
         raise CapabilityError(f"{problem}, but this run learns from data. Remove trainer.router_replay.")
     if generator is not None and EXPERTS not in generator.capabilities:
         raise CapabilityError(
-            f"{problem}, but generator {generator.name!r} records none (it lacks the capability {EXPERTS!r}). Remove "
-            "trainer.router_replay, or use another --generator.use: transformers and vllm record them."
+            f"{problem}, but generator {generator.name!r} does not record them (it lacks the capability {EXPERTS!r}). "
+            "Remove trainer.router_replay, or use another --generator.use: transformers and vllm record them."
         )
     return experts
 
@@ -201,7 +201,7 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
     _check_declared(algorithm, roles, snapshots | schedule.sources)
     trained = [name for name, role in roles.items() if role.trained]
     idle = [
-        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Raise "
+        f"{algorithm.name} configured like this does not update {name!r} in any of the run's {steps} steps. Raise "
         "--run.steps, or let the training of this role start at an earlier step."
         for name in trained
         if not updates[name]
@@ -209,7 +209,7 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
     raise_problems("these roles are trained but never updated", idle)
     trainers = {name: plugins_of_run.trainer(name).resolved.cls for name in roles}
     uncopied = [
-        f"{algorithm.name} copies weights {direction} {name!r}, whose trainer {trainers[name].name!r} is no "
+        f"{algorithm.name} copies weights {direction} {name!r}, whose trainer {trainers[name].name!r} is not a "
         f"{ability.__name__}. Use another --trainer.use."
         for direction, names, ability in (("from", schedule.sources, SendsWeights), ("to", snapshots, TakesWeights))
         for name in sorted(names)
@@ -217,8 +217,8 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
     ]
     raise_problems("these weights cannot be copied", uncopied)
     rounded = [
-        f"{algorithm.name} moves the weights of {name!r} by a share at a time. Stored in bf16, they would lose small "
-        f"moves to rounding. Set --{where_trainer(name).removesuffix('.trainer')}.storage fp32."
+        f"{algorithm.name} moves the weights of {name!r} by a fraction at a time. Stored in bf16, they would lose "
+        f"small changes to rounding. Set --{where_trainer(name).removesuffix('.trainer')}.storage fp32."
         for name in sorted(snapshots & schedule.sources)
         if plugins_of_run.spec(name).storage == "bf16"
     ]
@@ -240,16 +240,16 @@ def lending_problems(
     problems = []
     for loan in loans:
         if loan.role not in roles or loan.borrower not in roles:
-            reason = f"there is no such role; there are {', '.join(roles)}"
+            reason = f"the run has no such role; its roles are {', '.join(roles)}"
         elif roles[loan.role].head != "lm":
-            reason = f"it has a {roles[loan.role].head!r} head, not that of a language model"
+            reason = f"it has a {roles[loan.role].head!r} head, not a language-model head"
         elif roles[loan.role].trained or loan.role in snapshots:
             reason = "its weights change during the run"
         elif loan.role in precomputed:
             reason = f"{loan.role}.precompute = true unloads its model. Remove it"
         else:
             continue
-        problems.append(f"{loan.borrower!r} is to compute with the output head of {loan.role!r}, but {reason}.")
+        problems.append(f"{loan.borrower!r} needs the output head of {loan.role!r}, but {reason}.")
     return problems
 
 
@@ -265,8 +265,9 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collec
     for method, names in role_names.items():
         if unknown := sorted(names - set(roles)):
             raise PluginInvalid(
-                f"{method} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nothing declares. The "
-                f"run has {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
+                f"{method} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which no plugin declares. "
+                f"The run has the roles {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., "
+                f"RoleSpec({unknown[0]!r})))."
             )
 
 
@@ -388,7 +389,7 @@ def check_eval_rows(algorithm: Algorithm, rows: int) -> None:
     if 0 < rows < min_rows:
         raise ConfigError(
             f"{algorithm.name} needs at least {min_rows} rows to evaluate on, got {rows} from data.eval. Add rows, or "
-            "leave data.eval out."
+            "remove data.eval."
         )
 
 
@@ -430,7 +431,8 @@ def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generato
         return []
     return [
         f"stream.staleness = {stream.staleness} and stream.mode = 'waves': the engines wait while the policy learns. "
-        "With --stream.mode continuous they go on. The run then depends on the clock; `rlhf replay` repeats it."
+        "With --stream.mode continuous they keep generating. The run then depends on the clock; `rlhf replay` repeats "
+        "it."
     ]
 
 
@@ -438,7 +440,7 @@ def tool_notes(rollout: Rollout, data: TrainData) -> list[str]:
     """A note if rows have tools and the rollout shows others."""
     return [
         f"data.{use} {source.name!r} has the column {TOOLS!r}, which the rollout {rollout.name!r} does not read: it "
-        "shows the policy tools of its own"
+        "shows the policy its own tools"
         for use, sources in data.sources.items()
         for source in sources
         if rollout.needs_messages and source.layout is not None and TOOLS in source.layout.columns

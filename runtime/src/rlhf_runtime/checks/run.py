@@ -311,7 +311,7 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
         if first != role:
             raise ConfigError(
                 f"{other} and {owner} declare the role {role.name!r} differently: {first} and {role}. Give {owner} "
-                "another role: with its option `role`, where it has one, or in its roles()"
+                "another role: with its option `role`, if it has one, or in its roles()"
             )
     return {name: role for name, (role, _) in declared.items()}
 

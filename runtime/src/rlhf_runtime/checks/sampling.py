@@ -50,8 +50,8 @@ def sampling(run: RunPlugins) -> list[str]:
     ]
     if cut and CORRECTION not in needs.features:
         problems.append(
-            f"sampling.{', sampling.'.join(cut)}: training samples would come from another distribution than the one "
-            "whose log-probs are trained on. Leave it at its default, or set an importance correction: "
+            f"sampling.{', sampling.'.join(cut)}: training samples would come from a different distribution than the "
+            "one whose log-probs are trained on. Leave it at its default, or set an importance correction: "
             "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
     coarse = run.generator_class.approximation(run.parts[GENERATOR].config) if run.generator_class is not None else ""
@@ -69,8 +69,8 @@ def sampling(run: RunPlugins) -> list[str]:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
     if unscored and not needs.reward and config.data.eval and config.eval.metric is None:
         problems.append(
-            "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
-            "length, or remove it."
+            "data.eval: nothing scores the answers, so no best model can be chosen. Set --reward NAME, or "
+            "--eval.metric length, or remove it."
         )
     problems += _demonstrations(run, needs) + _greedy(run, needs)
     if config.stream.round > 1 and config.stream.staleness > 0:
@@ -89,7 +89,8 @@ def _demonstrations(run: RunPlugins, needs: Needs) -> list[str]:
     if share and (needs.reward or not 0 < share < 1):
         problems.append(
             f"{name} declares demonstration_share = {share:g} and reward = {needs.reward}: answers of the data are not "
-            "scored, so demonstration_share needs reward = False and lies from 0 to below 1. Report this to its author."
+            "scored, so demonstration_share needs reward = False and a value from 0 to below 1. Report this to its "
+            "author."
         )
     if per_group and not needs.reward:
         problems.append(
@@ -105,7 +106,8 @@ def _demonstrations(run: RunPlugins, needs: Needs) -> list[str]:
     if per_group and needs.generator_logprobs:
         problems.append(
             f"{name} configured like this takes samples from the data, for which the generator reports no log-probs, "
-            "and reads such log-probs. Leave out the option that does, such as --algorithm.loss.correction.preset."
+            "but reads the generator's log-probs. Remove the option that reads them, such as "
+            "--algorithm.loss.correction.preset."
         )
     if needs.answered and config.env is not None:
         sources = ", ".join(map(repr, needs.demonstration_sources))
@@ -113,8 +115,9 @@ def _demonstrations(run: RunPlugins, needs: Needs) -> list[str]:
         if share:
             rows = f"a share of {share:.3g} of the rows"
         problems.append(
-            f"{name} configured like this learns from the answers of {rows}. These answers are to the row's prompt, "
-            f"not to an environment, but env {config.env.use!r} is set. Remove it, or have all answers sampled."
+            f"{name} configured like this learns from the answers of {rows}. These answers reply to the row's prompt, "
+            f"not to an environment, but env {config.env.use!r} is set. Remove it, or let the policy sample all "
+            "answers."
         )
     return problems
 
@@ -130,7 +133,7 @@ def _greedy(run: RunPlugins, needs: Needs) -> list[str]:
     if needs.greedy and run.rollout is not None and not run.rollout.needs_generator:
         problems.append(
             f"{name} configured like this compares samples with a greedy answer to the same prompt, but rollout "
-            f"{run.config.rollout.use!r} generates nothing, so it has none. Use another --rollout.use or "
+            f"{run.config.rollout.use!r} generates nothing, so there is no greedy answer. Use another --rollout.use or "
             "--algorithm.advantage.use; `rlhf replay RUN` repeats a run with its greedy answers."
         )
     return problems
@@ -195,19 +198,19 @@ def _agents(run: RunPlugins) -> list[str]:
     problems = []
     if not rollout.plays_agents:
         problems.append(
-            f"{game}, and rollout {run.config.rollout.use!r} plays one agent. Set --rollout.use to a rollout that "
+            f"{game}, but rollout {run.config.rollout.use!r} plays only one agent. Set --rollout.use to a rollout that "
             "plays several (e.g. multi_turn)."
         )
     if needs.greedy:
         problems.append(
             f"{game}. {run.algorithm.name} configured like this compares samples with a greedy answer to the same "
-            "prompt, which is not drawn in such games. Use another --algorithm.advantage.use, such as rae."
+            "prompt, which is not sampled in such games. Use another --algorithm.advantage.use, such as rae."
         )
     curriculum = run.parts["curriculum"].resolved.cls if "curriculum" in run.parts else None
     if curriculum is not None and curriculum.min_scores:
         problems.append(
-            f"{game}, and curriculum {curriculum.name!r} chooses rows by the scores of a prompt's samples, which are "
-            "of different agents. Remove [curriculum], or use one that reads no scores."
+            f"{game}, and curriculum {curriculum.name!r} chooses rows by the scores of a prompt's samples, which "
+            "belong to different agents. Remove [curriculum], or use one that reads no scores."
         )
     return problems
 
@@ -261,7 +264,8 @@ def generator_capabilities(run: RunPlugins) -> list[str]:
     if algorithm.needs().generator_logprobs and "logprobs" not in generator.capabilities:
         problems.append(
             f"{algorithm.name} configured like this needs the log-probs of the generator, which generator "
-            f"{generator.name!r} does not report (it can: {', '.join(sorted(generator.capabilities)) or 'nothing'})."
+            f"{generator.name!r} does not report (its capabilities: "
+            f"{', '.join(sorted(generator.capabilities)) or 'nothing'})."
         )
     pairs = ((TakesModule, SharesModule), (TakesTensors, SendsWeights))
     if not any(issubclass(generator, takes) and issubclass(trainer, gives) for takes, gives in pairs):
@@ -291,13 +295,13 @@ def stream(run: RunPlugins) -> list[str]:
     if section.mode == "waves":
         if section.order != "submission":
             problems.append(
-                f"stream.order = {section.order!r}: batches that are generated whole are in submission order. Remove "
-                "it, or set --stream.mode continuous."
+                f"stream.order = {section.order!r}: batches that are generated as a whole are in submission order. "
+                "Remove it, or set --stream.mode continuous."
             )
         if section.oversample is not None:
             problems.append(
-                f"stream.oversample = {section.oversample:g}: batches are generated whole, with nothing beside them. "
-                "Remove it, or set --stream.mode continuous."
+                f"stream.oversample = {section.oversample:g}: batches are generated as a whole, and no others are "
+                "started meanwhile. Remove it, or set --stream.mode continuous."
             )
         if config.sync.in_flight != "continue":
             problems.append(
@@ -312,28 +316,28 @@ def stream(run: RunPlugins) -> list[str]:
         return problems
     if config.sync.keys == "keep" and config.sync.in_flight != "continue":
         problems.append(
-            f"sync.keys = 'keep': with sync.in_flight = {config.sync.in_flight!r} no answer goes on with new weights. "
-            "Remove one of them."
+            f"sync.keys = 'keep': with sync.in_flight = {config.sync.in_flight!r} no answer continues with new "
+            "weights. Remove one of them."
         )
     elif config.sync.keys == "keep" and generator is not None and KEEPS_KEYS not in generator.capabilities:
         problems.append(
-            f"sync.keys = 'keep': generator {generator.name!r} keeps no keys and values when it gets new weights. "
-            "Remove it, or use another --generator.use."
+            f"sync.keys = 'keep': generator {generator.name!r} does not keep keys and values when it receives new "
+            "weights. Remove it, or use another --generator.use."
         )
     if ANSWERS not in launcher.capabilities:
         problems.append(
-            f"stream.mode = 'continuous': launcher {launcher.name!r} generates and trains in turns, so samples cannot "
-            f"go on while the policy learns. Remove it, or use a launcher with the capability {ANSWERS!r}: "
-            "`rlhf plugins list launcher`, `rlhf plugins show NAME`."
+            f"stream.mode = 'continuous': launcher {launcher.name!r} alternates between generation and training, so "
+            "samples cannot continue while the policy learns. Remove it, or use a launcher with the capability "
+            f"{ANSWERS!r}: `rlhf plugins list launcher`, `rlhf plugins show NAME`."
         )
     elif generator is not None and not issubclass(generator, AnswersRequests):
         problems.append(
-            f"stream.mode = 'continuous': generator {generator.name!r} answers no single requests. Remove it, or use a "
-            "generator that does (--generator.use): `rlhf plugins list generator`, `rlhf plugins show NAME`."
+            f"stream.mode = 'continuous': generator {generator.name!r} does not answer single requests. Remove it, or "
+            "use a generator that does (--generator.use): `rlhf plugins list generator`, `rlhf plugins show NAME`."
         )
     if section.round > 1:
         problems.append(
-            f"stream.round = {section.round} generates whole rounds before the first of their steps, and stream.mode = "
+            f"stream.round = {section.round} generates whole rounds before the first of their steps, but stream.mode = "
             "'continuous' generates all the time. Remove one of them; --stream.staleness allows older samples."
         )
     if section.oversample is not None and section.oversample > section.staleness + 1:

@@ -51,8 +51,8 @@ def rows_per_step(run: RunPlugins) -> list[str]:
     if rows >= min_rows:
         return []
     return [
-        f"{algorithm.name} needs at least {min_rows} rows a step, got data.batch_size = {rows}; set --data.batch_size "
-        f"{min_rows} or more."
+        f"{algorithm.name} needs at least {min_rows} rows per step, got data.batch_size = {rows}; set "
+        f"--data.batch_size {min_rows} or more."
     ]
 
 
@@ -62,7 +62,7 @@ def trainer_capabilities(run: RunPlugins) -> list[str]:
     if run.algorithm.needs().loans and not issubclass(trainer, LendsHead):
         problems.append(
             f"{run.algorithm.name} lets a role compute with the output head of another role, which trainer "
-            f"{trainer.name!r} does not support (it is no LendsHead). Use another --trainer.use."
+            f"{trainer.name!r} does not support (it is not a LendsHead). Use another --trainer.use."
         )
     if STORAGE not in trainer.capabilities:
         problems += [
@@ -86,7 +86,7 @@ def sync(run: RunPlugins) -> list[str]:
         problems.append(f"[sync] is set, but {reason}, so nothing is sent. Remove it.")
     if section.tolerance is not None and section.canaries == 0:
         problems.append(
-            f"sync.tolerance = {section.tolerance:g} is for the canaries, but sync.canaries = 0. Remove it."
+            f"sync.tolerance = {section.tolerance:g} applies to the canaries, but sync.canaries = 0. Remove it."
         )
     return problems
 
@@ -99,7 +99,7 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
     """
     problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
     if forms and form not in forms:
-        problems.append(f"data.loss_on = {data.loss_on!r} is for {' and '.join(forms)}; {learns}. Remove it.")
+        problems.append(f"data.loss_on = {data.loss_on!r} applies to {' and '.join(forms)}, but {learns}. Remove it.")
     by_readers: dict[tuple[DataForm, ...], list[str]] = {}
     for field, readers in READ_OF.items():
         is_read = form in readers or (answers and field in _OF_ANSWERS)
@@ -116,12 +116,12 @@ def ignored_columns(run: RunPlugins) -> list[str]:
     data, algorithm, form = run.config.data, run.algorithm, run.algorithm.data
     problems = ignored_fields(data, form, algorithm.name, bool(algorithm.needs().answered))
     if data.earlier_answers == "sampled" and (run.rollout is None or not run.rollout.needs_env):
-        problems.append("data.earlier_answers = 'sampled' is for rollouts with an environment. Remove it.")
+        problems.append("data.earlier_answers = 'sampled' applies to rollouts with an environment only. Remove it.")
     losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
     if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
         problems.append(
-            f"data.margin = {data.margin!r}: the loss of {algorithm.name} reads no margins. Remove it, or use one that "
-            "does."
+            f"data.margin = {data.margin!r}: the loss of {algorithm.name} reads no margins. Remove it, or use a loss "
+            "that does."
         )
     return problems
 
@@ -147,20 +147,20 @@ def roles(run: RunPlugins) -> list[str]:
     problems, config, algorithm = [], run.config, run.algorithm
     if config.checkpoint.export_trained and {r.name for r in run.roles.values() if r.trained} <= {"policy"}:
         problems.append(
-            f"checkpoint.export_trained: {algorithm.name!r} configured like this trains no role beside the policy, "
+            f"checkpoint.export_trained: {algorithm.name!r} configured like this trains no role except the policy, "
             "which is exported in any case. Remove it."
         )
     sections: Mapping[str, ModelSection] = {"critic": config.critic, "reference": config.reference}
     for name, section in sections.items():
         if name not in run.roles and section != ModelSection():
             problems.append(
-                f"[{name}] is set, but {algorithm.name!r} configured like this holds no role {name!r} (it holds "
+                f"[{name}] is set, but {algorithm.name!r} configured like this has no role {name!r} (it has "
                 f"{', '.join(sorted(run.roles))}). Remove the section, or switch on what needs it."
             )
     for name in config.roles:
         if name not in run.roles or name in ("policy", "critic", "reference"):
             hint = f"Write [{name}]." if name in ("policy", "critic", "reference") else "Remove the section."
-            problems.append(f"[roles.{name}]: no selected plugin declares this further role. {hint}")
+            problems.append(f"[roles.{name}]: no selected plugin declares this role. {hint}")
     return problems
 
 
@@ -179,7 +179,7 @@ def equal_answers(run: RunFile) -> list[str]:
         return []
     return [
         f"eval.samples = {run.eval.samples} at eval.temperature = 0 gives the same answer {run.eval.samples} times, so "
-        "pass@k tells nothing. Set --eval.temperature 1, or --eval.samples 1."
+        "pass@k is not informative. Set --eval.temperature 1, or --eval.samples 1."
     ]
 
 
@@ -193,12 +193,14 @@ def evaluation(run: RunPlugins) -> list[str]:
             )
         for name in ("save_best", "export_best"):
             if not getattr(config.checkpoint, name):
-                problems.append(f"checkpoint.{name} = false: there is no data.eval, so no step is the best. Remove it.")
+                problems.append(
+                    f"checkpoint.{name} = false: there is no data.eval, so there is no best step. Remove it."
+                )
         return problems
     if config.eval.patience is not None and config.eval.every is None:
         problems.append(
-            f"eval.patience = {config.eval.patience} counts evaluations during training, and eval.every is not set: "
-            "there is one at the end only. Set --eval.every STEPS, or remove it."
+            f"eval.patience = {config.eval.patience} counts evaluations during training, but eval.every is not set: "
+            "the only evaluation is at the end. Set --eval.every STEPS, or remove it."
         )
     return problems + equal_answers(config) if run.generator_class is not None else problems
 
@@ -226,16 +228,16 @@ def offline(run: RunPlugins) -> list[str]:
         of_answers.append("metric")
     for name in [n for n in _not_default(config.eval) if n in of_answers and config.data.eval and not answers]:
         problems.append(
-            f"eval.{name} = {getattr(config.eval, name)!r} is of answers, and without a reward or an environment "
+            f"eval.{name} = {getattr(config.eval, name)!r} applies to answers, but without a reward or an environment "
             "data.eval is scored by the loss. Remove it, or set --reward NAME."
         )
     for active in run.rewards:
         if active.instance.is_teacher:
-            problems.append(f"reward {active.name!r} gives log-probs of a teacher to samples, and {reason}. Remove it.")
+            problems.append(f"reward {active.name!r} gives log-probs of a teacher to samples, but {reason}. Remove it.")
     for reward in config.reward:
         if reward.credit != "outcome":
             problems.append(
-                f"reward.{reward.label}.credit = {reward.credit!r} is of training, and {reason}. Remove it."
+                f"reward.{reward.label}.credit = {reward.credit!r} applies to training, but {reason}. Remove it."
             )
     if not config.data.eval:
         for kind, is_set in (("reward", bool(config.reward)), ("env", isinstance(config.env, EnvSection))):
@@ -244,12 +246,12 @@ def offline(run: RunPlugins) -> list[str]:
     if config.run.show_samples is not None:
         problems.append(f"run.show_samples = {config.run.show_samples}: {reason}. Remove it.")
     if config.env is not None and config.env.credit != "outcome":
-        problems.append(f"env.credit = {config.env.credit!r} is of training, and {reason}. Remove it.")
+        problems.append(f"env.credit = {config.env.credit!r} applies to training, but {reason}. Remove it.")
     head = next((role.head for role in algorithm.needs().roles if role.name == "policy"), "lm")
     if config.data.eval and head != "lm" and (config.reward or config.env is not None):
         problems.append(
             f"reward or env is set to evaluate by answers, but the policy of {algorithm.name} has a {head!r} head and "
-            "writes none; data.eval is scored by the loss. Remove it."
+            "writes no answers; data.eval is scored by the loss. Remove it."
         )
     return problems
 
@@ -263,13 +265,13 @@ def curriculum(run: RunPlugins) -> list[str]:
     problems, name = [], f"curriculum {curriculum.name!r}"
     if curriculum.min_scores and algorithm.data != "prompts":
         problems.append(
-            f"{name} chooses rows by the scores of sampled answers, and {algorithm.name} learns from {algorithm.data} "
+            f"{name} chooses rows by the scores of sampled answers, but {algorithm.name} learns from {algorithm.data} "
             "and samples nothing in training. Remove [curriculum], or use one that reads no scores."
         )
     elif curriculum.min_scores and scored and not run.has_rewards and config.env is None:
         problems.append(
-            f"{name} chooses rows by the scores of answers, and nothing gives any. Set --reward NAME, or remove "
-            "[curriculum]."
+            f"{name} chooses rows by the scores of answers, but nothing scores the answers. Set --reward NAME, or "
+            "remove [curriculum]."
         )
     elif config.sampling.samples_per_prompt < curriculum.min_scores:
         problems.append(
@@ -279,15 +281,15 @@ def curriculum(run: RunPlugins) -> list[str]:
         )
     if not curriculum.repeats and config.stream.mode == "continuous" and config.stream.replay is None:
         problems.append(
-            f"stream.mode = 'continuous': {name} promises that no row comes twice in a batch, and a group that is "
-            "rejected leaves its place to one that was chosen for a later batch. Remove [curriculum] or stream.mode."
+            f"stream.mode = 'continuous': {name} guarantees that no row occurs twice in a batch, but a rejected group "
+            "is replaced by one that was chosen for a later batch. Remove [curriculum] or stream.mode."
         )
     if not config.data.shuffle:
         problems.append(f"data.shuffle = false: {name} decides the order of the rows. Remove one of them.")
     if not curriculum.reads_probabilities and any(source.probability is not None for source in config.data.train):
         problems.append(
-            f"data.train: probabilities are given, and {name} does not read them: it decides which rows come. Remove "
-            "the probabilities, or [curriculum]."
+            f"data.train: probabilities are set, but {name} does not read them: it chooses the rows. Remove the "
+            "probabilities, or [curriculum]."
         )
     return problems
 
@@ -299,7 +301,7 @@ def reward_sources(run: RunPlugins) -> list[str]:
     trains = run.trains and run.scored and run.algorithm.needs().reward and run.online
     labels = list(dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval)))
     problems = [
-        f"reward.{reward.label}.sources: {source!r} is no source of data.train or data.eval; there are "
+        f"reward.{reward.label}.sources: {source!r} is not a source of data.train or data.eval; available: "
         f"{', '.join(map(repr, labels)) or 'none'}."
         for reward in config.reward
         for source in reward.sources

@@ -32,10 +32,10 @@ HELP = {
     "eval-data": "held-out data; may be given several times",
     "backend": "launcher, trainer and generator under one name",
     "output": "run directory",
-    "seed": "seed of every random choice",
+    "seed": "seed of all random choices",
     "steps": "number of steps of the run",
     "resume": "continue from the newest checkpoint in the run directory",
-    "overwrite": "delete the run that the run directory holds",
+    "overwrite": "delete the run in the run directory",
 }
 EVERY_FLAG = "Every option of a run file is a flag, such as --trainer.lr 1e-5; `rlhf explain` says what each means."
 REPEATABLE_FLAGS = ("reward", "data", "eval-data")

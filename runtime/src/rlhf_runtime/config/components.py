@@ -258,7 +258,7 @@ def _slot(
     use = setting.get("use", slot.use)
     if not isinstance(use, str):
         raise ConfigError(
-            f"{path}.use{origin(f'{path}.use', origins)}: the name of a plugin, got {type_and_value(use)}"
+            f"{path}.use{origin(f'{path}.use', origins)}: expected the name of a plugin, got {type_and_value(use)}"
         )
     try:
         resolved = plugins.resolve(slot.kind, str(use))
@@ -266,8 +266,8 @@ def _slot(
         if "use" in setting:
             raise
         raise PluginNotFound(
-            f"{error} The algorithm takes it for its slot where {path}.use is not set. Set that to another, or to a "
-            "class in a file: file:PATH.py:CLASS."
+            f"{error} The algorithm uses this plugin for the slot if {path}.use is not set. Set that option to another "
+            "plugin, or to a class in a file: file:PATH.py:CLASS."
         ) from None
     if _is_default(plugins, slot, resolved):
         options = {**slot.defaults, **options}

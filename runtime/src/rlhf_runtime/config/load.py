@@ -63,7 +63,7 @@ def load(
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
-        flag = "" if file_name.endswith(".toml") else " A file of rows takes a flag of its own: --data FILE."
+        flag = "" if file_name.endswith(".toml") else " To pass a file of rows, use --data FILE."
         raise ConfigError(f"{path} is not valid TOML: {error}.{flag}{unquoted(text, str(error))}") from None
     origins = {p: f"{file_name}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
@@ -129,7 +129,7 @@ def unquoted(text: str, error: str) -> str:
     if not word or FlagText(word).value != word:  # the word is a valid value, so the error is in the line before
         return ""
     if word in ("None", "null"):
-        return f" TOML has no {word}: leave the line out."
+        return f" TOML has no {word}: remove the line."
     return f' Text is quoted: "{word}".'
 
 
@@ -190,11 +190,13 @@ def _read(path: str) -> str:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         names = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
-        hint = f" In {file.parent} there are: {', '.join(names)}.{did_you_mean(file.name, names)}" if names else ""
-        raise ConfigError(f"no run file {path}.{hint}") from None
+        hint = f" TOML files in {file.parent}: {', '.join(names)}.{did_you_mean(file.name, names)}" if names else ""
+        raise ConfigError(f"the run file {path} does not exist.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         config = file / "config.toml"
-        hint = f" The run file of this run is {config}, its model --model {file / 'model'}." if config.exists() else ""
+        hint = (
+            f" The run file of this run is {config}; its model is --model {file / 'model'}." if config.exists() else ""
+        )
         raise ConfigError(f"cannot read the run file {path}: {error}.{hint}") from None
 
 
@@ -245,8 +247,9 @@ def _backend(name: str, plugins: Plugins) -> dict[str, str]:
         names = sorted({entry.name for entry in plugins.list("backend")})
         install = plugins.how_to_install(distribution_of(name))
         raise ConfigError(
-            f"--backend {name}: no such backend; there are {', '.join(names) or 'none'}.{did_you_mean(name, names)}"
-            f"{install} Or choose --launcher.use, --trainer.use and --generator.use singly."
+            f"--backend {name}: unknown backend; available: "
+            f"{', '.join(names) or 'none'}.{did_you_mean(name, names)}{install} Or choose --launcher.use, "
+            "--trainer.use and --generator.use individually."
         ) from None
     references = {kind: getattr(backend.cls, kind) for kind in ("launcher", "trainer", "generator")}
     if absent := [kind for kind, reference in references.items() if not reference]:
@@ -299,7 +302,9 @@ def _check_depth(data: Any) -> None:
         ]
         if not level:
             return
-    raise ConfigError(f"the configuration nests tables and lists more than {MAX_DEPTH} deep. Remove what is too deep.")
+    raise ConfigError(
+        f"the configuration nests tables and lists more than {MAX_DEPTH} levels deep. Reduce the nesting."
+    )
 
 
 def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") -> list[str]:

@@ -149,7 +149,7 @@ class Overrides:
             return labels.index(part)
         listing = ", ".join(f"{i} ({label})" for i, label in enumerate(labels)) or "none"
         self.problems.append(
-            f"--{key}: {path} has no entry {part!r}; there are: {listing}.{did_you_mean(part, labels)}"
+            f"--{key}: {path} has no entry {part!r}; its entries are: {listing}.{did_you_mean(part, labels)}"
         )
         return None
 
@@ -163,10 +163,10 @@ class Overrides:
         old_fields = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in section_fields})]
         for field in old_fields:
             if field not in flags and not self.origins.get(field, "").startswith(("flag", "option")):
-                was = f"{old!r}" if old is not None else "the plugin that is there by default"
+                was = f"{old!r}" if old is not None else "the default plugin"
                 self.problems.append(
-                    f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces by {new!r}. "
-                    f"Remove it from the file, or say what it should be with --{field}."
+                    f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces with "
+                    f"{new!r}. Remove it from the file, or set it with --{field}."
                 )
 
 

@@ -24,20 +24,22 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
         label = f"[placement.{name}]"
         if name not in parts:
             problems.append(
-                f"{label}: this run holds {', '.join(parts)}.{did_you_mean(name, parts)} Remove the section."
+                f"{label}: this run has only {', '.join(parts)}.{did_you_mean(name, parts)} Remove the section."
             )
         elif section.share is not None:
             host = sections.get(section.share, PlacementSection())
             if section.share == name or section.share not in parts:
                 hosts = ", ".join(h for h in parts if h != name)
-                problems.append(f"{label} shares the devices of {section.share!r}; it can share those of {hosts}.")
+                problems.append(f"{label} shares the devices of {section.share!r}; it can only share those of {hosts}.")
             elif host.share is not None:
                 problems.append(
                     f"{label} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
                     "itself in both."
                 )
             elif "devices" in section.model_fields_set and name != GENERATOR:
-                problems.append(f"{label}: devices are those of {section.share!r}; give only one of share and devices.")
+                problems.append(
+                    f"{label}: it uses the devices of {section.share!r}; set only one of share and devices."
+                )
             elif (ranks := ranks_of(sections, name)) * section.devices > (host.ranks or 1) * host.devices:
                 problems.append(
                     f"{label}: {ranks} ranks x {section.devices} devices do not fit on the {host.ranks or 1} ranks "
@@ -74,8 +76,8 @@ def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:
     if tensor * pipeline > place.devices:
         raise ConfigError(
             f"[placement.generator]: generator {generator!r} divides an engine over tensor_parallel x "
-            f"pipeline_parallel = {tensor} x {pipeline} = {tensor * pipeline} workers, each on a GPU of its own, or on "
-            f"a core of its own where there are none; an engine has devices = {place.devices}. Set "
+            f"pipeline_parallel = {tensor} x {pipeline} = {tensor * pipeline} workers, each on its own GPU, or on its "
+            f"own CPU core if there are no GPUs; an engine has devices = {place.devices}. Set "
             f"placement.generator.devices = {tensor * pipeline}, or lower the generator's parallel sizes."
         )
     return replace(place, workers=tensor * pipeline)

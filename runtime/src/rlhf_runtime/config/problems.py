@@ -141,7 +141,7 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         tables = item is not None and item[0] is dict and model_of(item[1]) is not None
         is_list = item is not None and item[0] is not dict
         advice = f" Write a table [{path}.NAME] for each." if tables else _how_to_give(path, is_list)
-        return f"{label}: required, and not given.{advice}"
+        return f"{label}: required, but not set.{advice}"
     message = str(error["msg"])
     if kind in ("value_error", "assertion_error"):
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

@@ -21,7 +21,9 @@ from rlhf_runtime.config.flag_values import PLUGIN_OPTIONS
 
 def _name(text: str) -> str:
     if wrong := sorted({c for c in text if unicodedata.category(c) in ("Cc", "Cs")}):
-        raise ValueError(f"the name {text!r} has {wrong[0]!r}, a control character. Use letters, digits and signs.")
+        raise ValueError(
+            f"the name {text!r} contains {wrong[0]!r}, a control character. Use letters, digits and symbols."
+        )
     return text
 
 
@@ -111,7 +113,7 @@ class RunSection(ComponentConfig):
     def _stops_within_the_run(self) -> RunSection:
         if self.steps is not None and self.stop_after is not None and self.stop_after > self.steps:
             raise ValueError(
-                f"run.stop_after = {self.stop_after}, and the run has only run.steps = {self.steps}. Remove stop_after."
+                f"run.stop_after = {self.stop_after}, but the run has only run.steps = {self.steps}. Remove stop_after."
             )
         return self
 

@@ -71,7 +71,10 @@ class Suggestions:
         absent = () if matches else OTHER_NAMES.get(key.replace("-", "_"), ())
         names = [f"--{name}" if flag else name for name in dict.fromkeys([*matches, *absent])]
         if absent:
-            return f" It would be {' or '.join(names[:MAX_NAMES])}, which the plugins of this run do not have."
+            return (
+                f" The corresponding option is {' or '.join(names[:MAX_NAMES])}, which the plugins of this run do not "
+                "have."
+            )
         return f" Did you mean {' or '.join(names[:MAX_NAMES])}?" if names else ""
 
     @cached_property

@@ -119,7 +119,7 @@ def precompute(
     try:
         table = ValueTable.load(path, model)
     except SafetensorError as error:  # after an incomplete copy, or a loss of power
-        note(f"{path} is damaged ({error}), and is computed again")
+        note(f"{path} is damaged ({error}), so it is computed again")
         table = ValueTable()
     annotations = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 

@@ -109,8 +109,9 @@ class WeightSync:
         if not isinstance(generator, TakesTensors):
             location = "in this process" if worker is not None else "in another process"
             raise CapabilityError(
-                f"generator {generator.name!r} ({type(generator).__name__}) gets no weights from the policy, which is "
-                f"{location}. It must be a rlhf.interfaces.TakesTensors, or a TakesModule in the process of the policy."
+                f"generator {generator.name!r} ({type(generator).__name__}) cannot receive weights from the policy, "
+                f"which is {location}. It must be an rlhf.interfaces.TakesTensors, or a TakesModule in the process of "
+                "the policy."
             )
         start = time.perf_counter()
         if isinstance(generator, EnginePool):
@@ -145,12 +146,16 @@ class WeightSync:
             self._base_proven = False
             message = f"the weight sync of version {version} cannot be proven:\n  " + "\n  ".join(problems)
             if attempt < tries:
-                self.note(f"{message}\nsending once more")
+                self.note(f"{message}\nsending the weights again")
         if self.section.check == "warn" and fit:
             self.note(message)
             return metrics | {"sync/unproven": 1.0}
-        on = ' sync.check = "warn" goes on all the same.' if fit else " The generator cannot go on with a part of them."
-        raise SyncError(f"{message}\nThe run stops, because samples of other weights would be trained on.{on}")
+        on = (
+            ' With sync.check = "warn" the run continues anyway.'
+            if fit
+            else " The generator cannot continue with only some of the weights."
+        )
+        raise SyncError(f"{message}\nThe run stops, because it would train on samples of other weights.{on}")
 
     def _send(self, generator: TakesTensors, version: int) -> tuple[list[Proof], _Reference]:
         generator.begin_load(version)
@@ -184,7 +189,7 @@ class WeightSync:
             if canary is not None:
                 return [*canaries, canary]
             self.note(
-                f"syncs are proven without a canary with an image, which needs more than {self.longest} tokens "
+                f"syncs are proven without an image canary, which needs more than {self.longest} tokens "
                 "(data.max_tokens)"
             )
             self.images = None
@@ -226,8 +231,8 @@ class WeightSync:
             label = "the canary with an image" if all(c.images for c in wrong) else "the canaries"
             over = "in the median" if coarse else "on average"
             problems.append(
-                f"log-probs of {label} differ from the trainer's by {largest:.2g} {over}; allowed are {tolerance:g} "
-                f"(sync.tolerance). {self._suspects(generator)}"
+                f"log-probs of {label} differ from the trainer's by {largest:.2g} {over}; at most {tolerance:g} is "
+                f"allowed (sync.tolerance). {self._suspects(generator)}"
             )
         return problems, largest
 
@@ -237,7 +242,7 @@ class WeightSync:
         for bucket in self._buckets(generator):
             stale += generator.stale(bucket)
         if not stale:
-            return "No single tensor could be shown to be stale: look for other arithmetic (dtype, attention)."
+            return "No single tensor could be shown to be stale: look for differences in arithmetic (dtype, attention)."
         return f"Stale in the generator: {_listing(stale)}."
 
 

@@ -194,8 +194,8 @@ def _require_pool(generator: Generator, launcher: Launcher) -> EnginePool:
         return generator
     raise CapabilityError(
         f"stream.mode = 'continuous': launcher {launcher.name!r} launched generator {generator.name!r} as a "
-        f"{type(generator).__name__}, which is no rlhf.interfaces.EnginePool and answers no single requests. Remove "
-        "it, or use another --launcher.use or --generator.use."
+        f"{type(generator).__name__}, which is not an rlhf.interfaces.EnginePool and does not answer single requests. "
+        "Remove it, or use another --launcher.use or --generator.use."
     )
 
 

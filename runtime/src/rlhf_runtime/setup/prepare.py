@@ -246,7 +246,7 @@ def with_folder(config: RunFile) -> RunFile:
     """The run file, with ``run.output`` filled in if the user did not set it."""
     run = config.run
     if run.resume and run.overwrite:
-        raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Leave one out.")
+        raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Remove one of them.")
     if "run.output" in config.origins.options:
         return config
     output = str(default_folder(run.resume or run.overwrite))
@@ -284,7 +284,7 @@ def total_steps(config: RunFile, rows_per_epoch: int) -> int:
     steps = config.run.epochs * rows_per_epoch / config.data.batch_size
     if steps > MAX_STEPS:
         raise ConfigError(
-            f"run.epochs = {config.run.epochs:g} passes over {rows_per_epoch} rows, {config.data.batch_size} a step, "
-            f"are {steps:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
+            f"run.epochs = {config.run.epochs:g} passes over {rows_per_epoch} rows, {config.data.batch_size} per step, "
+            f"need {steps:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
         )
     return max(1, math.ceil(steps))

@@ -106,7 +106,7 @@ def _check_unsaved(folder: Path) -> None:
         raise CheckpointError(
             f"there is no checkpoint in {folder / 'checkpoints'}, but {folder} holds {', '.join(lost)}, which a run "
             "from step 0 would replace. Restore the checkpoints from a copy, start another run with another --output, "
-            "or start this one anew with --overwrite. Nothing was changed."
+            "or start this one from the beginning with --overwrite. Nothing was changed."
         )
 
 
@@ -114,8 +114,8 @@ def check_steps(steps_done: int, total: int) -> None:
     """Raises ConfigError if a resumed run has already finished more steps than ``total``."""
     if steps_done > total:
         raise ConfigError(
-            f"a run of {total} steps cannot be resumed after step {steps_done}. Steps count from the start of the run, "
-            f"those before the resume included: set run.steps to more than {steps_done}, e.g. --steps "
+            f"a run of {total} steps cannot be resumed after step {steps_done}. Steps are counted from the start of "
+            f"the run, including those before the resume: set run.steps to more than {steps_done}, e.g. --steps "
             f"{steps_done + total}."
         )
 
@@ -126,8 +126,8 @@ def _no_steps(prepared: Prepared, steps_done: int) -> list[str]:
     if last is None or not last <= steps_done < total:
         return []
     return [
-        f"run.stop_after = {last}, and {steps_done} of {total} steps are done: this start makes no further step. To go "
-        f"on, remove it, or set it to a later step: --run.stop_after {total}"
+        f"run.stop_after = {last}, but {steps_done} of {total} steps are done: this start runs no further steps. To "
+        f"continue, remove it, or set it to a later step: --run.stop_after {total}"
     ]
 
 
@@ -159,7 +159,7 @@ def restore(
     with store.writing(directory.path):
         directory.cut(step)
     if missing := directory.metrics.missing(step if state.unfinished is None else step - 1):
-        note(f"{directory.metrics.path} has no line of {missing}: it was cut or replaced")
+        note(f"{directory.metrics.path} has no line for {missing}: it was truncated or replaced")
     note(f"resumed after step {step} from {checkpoint.path}")
     for line in _no_steps(prepared, step):
         note(line)
@@ -228,19 +228,19 @@ def check_record(prepared: Prepared) -> None:
     old_config = load(str(folder / "config.toml"))
     if different := [name for name in SECTIONS if _section(old_config, name) != _section(config, name)]:
         raise ConfigError(
-            f"stream.replay = {str(folder)!r} records another run: [{'], ['.join(different)}] differ. Use its own run "
-            f"file: rlhf replay {folder}"
+            f"stream.replay = {str(folder)!r} records a different run: [{'], ['.join(different)}] differ. Use its own "
+            f"run file: rlhf replay {folder}"
         )
     if old_config.run.seed != config.run.seed:
         raise ConfigError(
-            f"stream.replay = {str(folder)!r} was recorded with seed {old_config.run.seed}, and run.seed = "
+            f"stream.replay = {str(folder)!r} was recorded with seed {old_config.run.seed}, but run.seed = "
             f"{config.run.seed}. Remove it."
         )
     last = min(config.run.stop_after or prepared.total_steps, prepared.total_steps)
     missing = next((step for step in range(1, last + 1) if not RunDirectory.rollouts_of(folder, step).is_file()), None)
     if missing is not None:
         reason = "" if old_config.checkpoint.save_rollouts else " It was run with checkpoint.save_rollouts = false."
-        fewer = f" Set --steps {missing - 1} to replay what is there." if missing > 1 else ""
+        fewer = f" Set --steps {missing - 1} to replay the recorded steps." if missing > 1 else ""
         raise ConfigError(
             f"stream.replay = {str(folder)!r} records no samples of step {missing} of {last}.{reason}{fewer}"
         )
