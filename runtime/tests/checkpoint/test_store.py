@@ -50,6 +50,8 @@ def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch):
     assert not store.notes
     with pytest.raises(CheckpointError, match=r"at least 12.0 GiB.*Free some space, or choose another run.output"):
         store.check_space(3 * 2**28 * 4, copies=1)
+    usage = usage._replace(total=0, free=0)  # not known
+    store.check_space(2**40, copies=1)
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

@@ -69,15 +69,17 @@ class CheckpointStore:
             parameters: number of trained parameters, of all roles.
             copies: number of checkpoints that the run has at a time.
         """
-        free, copies = self._free(), max(1, copies - len(self.complete()))
+        disk, copies = self._disk(), max(1, copies - len(self.complete()))
+        if not disk.total:  # a mounted object store that reports no sizes
+            return
         least, usual = 4 * parameters, 12 * parameters  # weights in fp32, with two moments
-        text = f"{self.root} is on a disk with {free / 2**30:.1f} GiB of free space"
-        if free < least:
+        text = f"{self.root} is on a disk with {disk.free / 2**30:.1f} GiB of free space"
+        if disk.free < least:
             raise CheckpointError(
                 f"{text}, and a checkpoint takes at least {least / 2**30:.1f} GiB ({parameters:,} trained parameters "
                 "in fp32). Free some space, or choose another run.output."
             )
-        if free < copies * usual:
+        if disk.free < copies * usual:
             self._note(
                 f"{text}, and the run needs about {copies * usual / 2**30:.1f} GiB: {copies} checkpoints with the "
                 f"weights and two moments of {parameters:,} trained parameters in fp32. Free some space, lower "
@@ -251,7 +253,7 @@ class CheckpointStore:
         text = f"{file} could not be saved: {type(cause).__name__}: {cause}."
         if disk_is_full(cause):
             text += (
-                f" The disk is full ({self._free() / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
+                f" The disk is full ({self._disk().free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
                 f"(now {self.keep}), set checkpoint.save_rollouts = false (the samples of every step) or choose "
                 "another run.output."
             )
@@ -270,9 +272,9 @@ class CheckpointStore:
                 raise
             raise self.unwritten(str(path), cause) from cause
 
-    def _free(self) -> int:
-        """Bytes of free space."""
-        return shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
+    def _disk(self) -> Any:
+        """Size and free space, in bytes, of the disk that the checkpoints are on."""
+        return shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
