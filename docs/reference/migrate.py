@@ -52,8 +52,9 @@ HEAD = """# From {name}
 
 <!-- Written by docs/reference/migrate.py from the tables of rlhf migrate: do not edit. -->
 
-What becomes of the options of {name}. [`rlhf migrate`](../how-to/migrate.md) uses these tables. An option has the same
-value here unless the last column says otherwise. A default of {name} that differs from ours is written to the run file.
+The options of {name} and their equivalents in rlhf. [`rlhf migrate`](../how-to/migrate.md) uses these tables. An option
+has the same value in rlhf unless the last column says otherwise. A default of {name} that differs from ours is written
+to the run file.
 {facts}
 """
 
@@ -66,7 +67,7 @@ def pages() -> dict[Path, str]:
 def page(key: str) -> str:
     parts = [HEAD.format(name=FRAMEWORKS[key].NAME, facts=FACTS[key]).rstrip()]
     for group, rows in table(key).items():
-        lines = [f"## {TITLES[key][group]}", "", "| option | default | here | |", "|---|---|---|---|"]
+        lines = [f"## {TITLES[key][group]}", "", "| option | default | in rlhf | remarks |", "|---|---|---|---|"]
         parts.append("\n".join([*lines, *map(line, rows)]))
     return "\n\n".join(parts) + "\n"
 

@@ -37,7 +37,7 @@ def reference() -> str:
 
 def table(path: str, config: type[BaseModel]) -> str:
     """The fields of a section itself; a nested table is one row."""
-    lines = ["| field | type | default | |", "|---|---|---|---|"]
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, field in config.model_fields.items():
         if name == "options":
             continue
