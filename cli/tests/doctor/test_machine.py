@@ -135,7 +135,7 @@ def test_memory(tmp_path):
 
 
 def test_disk(tmp_path):
-    assert machine.disk(tmp_path, need=1 << 60, content="5 checkpoints").status == "fail"
+    assert machine.disk(tmp_path, need=1 << 60, content="5 checkpoints").status == "warn"
     small = in_a_namespace(
         "-m",
         f"mount -t tmpfs -o size=2g tmpfs {tmp_path}",

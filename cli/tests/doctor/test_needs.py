@@ -109,13 +109,13 @@ def test_output_that_can_be_written(tmp_path, model):
     sizes = {"policy.model": needs.Weights(10**9, 0), "reference.model": needs.Weights(10**12, 0)}
     check, room = needs.output(run(run__output=tmp_path / "runs" / "a"), sizes)
     assert check.status == "ok"
-    assert "5 checkpoints (weights and Adam's moments in fp32) take about 55.9 GiB" in room.text
+    assert "5 checkpoints of all weights with Adam's moments in fp32 take about 55.9 GiB" in room.text
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 def test_output_without_room(tmp_path):
     _, room = needs.output(run(run__output=tmp_path), {"policy.model": needs.Weights(10**14, 0)})
-    assert room.status == "fail"
+    assert room.status == "warn"
 
 
 def test_output_below_a_file(tmp_path):

@@ -108,12 +108,12 @@ def loopback(ports: int = PORTS) -> Finding:
 
 
 def disk(path: Path, name: str = "disk", need: int = 0, content: str = "") -> Finding:
-    """Free space for ``path``. ``need``: estimated bytes of ``content``."""
+    """Free space for ``path``. ``need``: bytes of ``content``, estimated from above, so that a lack is a warning."""
     usage = shutil.disk_usage(path)
     text = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
     if need:
         text += f"; {content} take about {gib(need)}"
-    if usage.free < max(DISK_FAIL, need // 2):
+    if usage.free < DISK_FAIL:
         return Finding(name, "fail", text, "free some space, choose another folder, or keep fewer checkpoints")
     if usage.free < max(DISK_WARN, need):
         return Finding(name, "warn", text, "free some space, choose another folder, or keep fewer checkpoints")

@@ -145,7 +145,7 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
     trained = [size.parameters for name, size in sizes.items() if name in ("policy.model", "critic.model")]
     copies = config.checkpoint.keep + 2  # the best checkpoint, and the one that is being written
     need = sum(trained) * BYTES_PER_PARAMETER * copies
-    room = disk(place, "output disk", need, f"{copies} checkpoints (weights and Adam's moments in fp32)")
+    room = disk(place, "output disk", need, f"{copies} checkpoints of all weights with Adam's moments in fp32")
     has_run = (path / "config.toml").exists()
     if has_run and not (config.run.resume or config.run.overwrite or is_free(path)):
         fix = "continue it with --resume, delete it with --overwrite, or choose another folder with --output"
