@@ -161,7 +161,7 @@ def test_settings_of_a_sync_that_never_happens_are_refused():
 
 
 def test_group_size():
-    message = messages(BASE, Fake(group_min=2))
+    message = messages([*BASE, ("sampling.samples_per_prompt", "1")], Fake(group_min=2))
     assert "leave_one_out needs at least 2 samples per prompt, got 1; set --sampling.samples_per_prompt 8" in message
 
 

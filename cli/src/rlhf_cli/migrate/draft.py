@@ -210,6 +210,7 @@ class Draft:
                 defaults[path] = self.values.get(f"trainer.{option}", option_defaults.get(f"trainer.{option}"))
             if _general(path) == "placement.NAME.ranks" and f"{path.removesuffix('ranks')}share" not in self.values:
                 defaults[path] = 1
+        defaults.pop("sampling.samples_per_prompt", None)  # it depends on the algorithm
         return defaults
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from rlhf.interfaces import Algorithm
 from rlhf.plugins import Plugins
 from rlhf.types import Update
-from rlhf_runtime.checks.sampling import GROUP
 from rlhf_runtime.checks.sections import READ_OF
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.data_section import SourceSection
@@ -21,7 +20,7 @@ from rlhf_runtime.config.flag_values import FlagText, plain
 from rlhf_runtime.config.load import placeholder
 from rlhf_runtime.config.options import Option, plugin_options, run_file_options, sections
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
-from rlhf_runtime.config.sections import MAX_STEPS, Choice
+from rlhf_runtime.config.sections import GROUP, MAX_STEPS, Choice
 
 from rlhf_cli.main import plugin_names
 

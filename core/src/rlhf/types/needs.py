@@ -41,6 +41,7 @@ class Needs:
 
     roles: tuple[RoleSpec, ...]
     group_min: int = 1
+    """Smallest number of samples per prompt. If it is above 1, ``sampling.samples_per_prompt`` is 8 by default."""
     generator_logprobs: bool = False
     features: tuple[str, ...] = ()
     """``correction``: the loss corrects for samples from another distribution than the policy's. ``teachers``: the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, Generator, ModelSpec, Place, Reward, Rollout, Trainer
@@ -19,7 +19,7 @@ from rlhf_hub.published import pinned
 from rlhf_runtime.config.components import Selection, Selections
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import EvalSection, ModelSection
+from rlhf_runtime.config.sections import GROUP, EvalSection, ModelSection
 from rlhf_runtime.rewards.scoring import ActiveReward
 
 _SECTION_ROLES = ("policy", "critic", "reference")
@@ -198,7 +198,17 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     plugins.check_requirements(config.run.requires)
     selections = Selections.of(plugins, config)
     algorithm = selections.algorithm.build(run_options(selections))
+    selections = replace(selections, config=_with_group_size(selections.config, algorithm))
     return _with_parts(selections, algorithm, active_rewards(selections), scored, commits)
+
+
+def _with_group_size(config: RunFile, algorithm: Algorithm) -> RunFile:
+    """The run file with the default of ``sampling.samples_per_prompt`` for an algorithm that compares samples."""
+    smallest, sampling = algorithm.needs().group_min, config.sampling
+    if algorithm.data != "prompts" or smallest < 2 or "samples_per_prompt" in sampling.model_fields_set:
+        return config
+    sampling = sampling.model_copy(update={"samples_per_prompt": max(GROUP, smallest)})
+    return config.model_copy(update={"sampling": sampling})
 
 
 def job_plugins(

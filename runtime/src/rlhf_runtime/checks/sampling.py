@@ -19,13 +19,12 @@ from rlhf.interfaces import (
 from rlhf.types import Needs, OnlineShape
 
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import GROUP
 from rlhf_runtime.samples.episodes import agents_played
 
 if TYPE_CHECKING:
     from rlhf_runtime.checks.run import RunPlugins
 
-GROUP = 8
-"""Number of samples per prompt that messages suggest for algorithms that compare the samples of a prompt."""
 CORRECTION = "correction"
 """Value in ``Needs.features``: the loss corrects for samples from another distribution than the policy's."""
 TEACHERS = "teachers"
@@ -41,7 +40,7 @@ def sampling(run: RunPlugins) -> list[str]:
     if s.samples_per_prompt < needs.group_min:
         problems.append(
             f"{name} needs at least {needs.group_min} samples per prompt, got {s.samples_per_prompt}; set "
-            f"--sampling.samples_per_prompt {max(GROUP, needs.group_min)}, as `rlhf init` does"
+            f"--sampling.samples_per_prompt {max(GROUP, needs.group_min)}, or remove it: this is the default"
         )
     cut = [
         f"{key} = {value}"

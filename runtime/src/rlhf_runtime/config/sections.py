@@ -234,9 +234,13 @@ class CheckpointSection(ComponentConfig):
     """Write the samples of every step to ``rollouts/``, and the answers of every evaluation to ``evaluations/``."""
 
 
+GROUP = 8
+"""Default of ``sampling.samples_per_prompt`` for algorithms that compare the samples of a prompt."""
+
+
 class SamplingSection(ComponentConfig):
     samples_per_prompt: Count = 1
-    """Answers drawn per prompt: the group size."""
+    """Answers drawn per prompt: the group size. Default: 8 if the algorithm compares the answers to a prompt."""
     max_new_tokens: Count = 256
     """Largest number of tokens in a sampled turn."""
     temperature: Positive = 1.0

@@ -94,7 +94,7 @@ def train(
     """Run an algorithm to its end, in this process, as the command ``rlhf train`` does::
 
         result = rlhf.train(algorithm="NAME", model="path/to/model", data=rows, reward=score, steps=100,
-                            options={"trainer.lr": 1e-5, "sampling.samples_per_prompt": 8}, output="runs/first")
+                            options={"trainer.lr": 1e-5}, output="runs/first")
 
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once. Afterwards only the
     run's folder remains: no process, thread or file elsewhere.
