@@ -112,7 +112,8 @@ def test_kept_samples_become_demonstrations():
 def test_needs():
     needs = build(keep=3).needs()
     assert [(r.name, r.trained) for r in needs.roles] == [("policy", True)]
-    assert (needs.group_min, needs.generator_logprobs) == (3, False)
+    assert (needs.group_min, needs.generator_logprobs) == (4, False)
+    assert build(keep=3, min_reward=0.5).needs().group_min == 3
 
 
 def test_no_minibatch_is_empty():

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 class RejectionSamplingConfig(ComponentConfig):
     keep: int = Field(default=1, ge=1)
-    """Number of samples per prompt that are trained on: those with the highest rewards."""
+    """Number of samples per prompt that are trained on: those with the highest rewards. Below
+    ``sampling.samples_per_prompt``, or equal to it with ``min_reward``."""
     min_reward: float | None = None
     """Samples with a lower reward are never kept, so a prompt may give fewer than ``keep``, or none. Absent: no limit.
     """
@@ -50,8 +51,10 @@ class RejectionSampling(Algorithm[Group]):
     slots = {"loss": Slot("loss", "nll")}
 
     def needs(self) -> Needs:
+        # With as many samples as are kept, nothing would be rejected.
+        smallest = self.config.keep + (self.config.min_reward is None)
         # "correction": any text may be a demonstration, so sampling with top_p needs no importance weights.
-        return Needs((RoleSpec("policy", trained=True),), self.config.keep, features=("correction",))
+        return Needs((RoleSpec("policy", trained=True),), smallest, features=("correction",))
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.trajectories import assemble
