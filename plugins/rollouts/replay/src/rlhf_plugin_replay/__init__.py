@@ -31,7 +31,8 @@ class ReplayRollout(Rollout):
     that the recorded run had filtered out are left out and refilled again.
 
     The recording contains the environment's rewards for turns. ``[env]`` of the recorded run may stay: no environment
-    is opened, and its ``credit`` still determines how those rewards are credited.
+    is opened, and its ``credit`` still determines how those rewards are credited. It also contains the rewards that a
+    rollout got by ``ctx.score()``: replay such a run without ``[[reward]]``, or they count twice.
     """
 
     name = "replay"
