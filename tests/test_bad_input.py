@@ -281,7 +281,7 @@ def test_a_run_file_that_a_parser_never_finishes_is_refused(shop: Workshop, text
 @pytest.mark.parametrize(("epochs", "steps"), [("1e308", "inf"), ("1e7", "3e+07")])
 def test_more_passes_than_a_run_can_have_steps(shop: Workshop, epochs: str, steps: str) -> None:
     run = shop.run("rloo", "run", "--dry-run", "--run.epochs", epochs, run={"steps": None})
-    refused(run, f"are {steps} steps; a run has at most 10000000. Lower run.epochs, or set run.steps.")
+    refused(run, f"need {steps} steps; a run has at most 10000000. Lower run.epochs, or set run.steps.")
 
 
 def test_an_output_folder_already_used(shop: Workshop) -> None:

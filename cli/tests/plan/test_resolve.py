@@ -385,7 +385,7 @@ def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
 def test_an_engine_and_its_devices_must_agree(layout):
     with pytest.raises(ConfigError, match=r"'vllm' divides an engine over .* = 4 x 1 = 4 workers.* has devices = 2\."):
         layout(CLUSTER, {"generator.tensor_parallel": "4"})
-    with pytest.raises(ConfigError, match=r"devices = 2 GPUs and 1 workers .*: 1 would stand idle"):
+    with pytest.raises(ConfigError, match=r"devices = 2 GPUs but only 1 workers .*, so 1 GPUs would be idle"):
         layout(CLUSTER, {"generator.tensor_parallel": "1"})
     cores = {"generator.memory_share": "0.5", "generator.tensor_parallel": "1"}
     on_cpus = layout(CLUSTER, cores, machine=Machine("cpu", 64 * GIB))

@@ -81,7 +81,7 @@ def test_placements_that_fit(places, resources, strategy):
 def test_gpus_that_an_engine_does_not_use_are_refused():
     places = {"policy": Place(2), GENERATOR: Place(1, 2, workers=1)}
     check_fits(places, nodes((4, 0)), "PACK")
-    with pytest.raises(ConfigError, match="devices = 2 GPUs and 1 workers"):
+    with pytest.raises(ConfigError, match="devices = 2 GPUs but only 1 workers"):
         check_fits(places, nodes((4, 4)), "PACK")
 
 

@@ -32,7 +32,7 @@ def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):
     with pytest.raises(ConfigError, match=r"\[placement.policy\] asks for 2 ranks of 1 devices"):
         launcher.place({"policy": Place(2)})
     launcher.choose_link(TransformersGenerator, "auto")
-    with pytest.raises(ConfigError, match=r"sync\.transport = 'shared': with launcher 'local' weights are"):
+    with pytest.raises(ConfigError, match=r"sync\.transport = 'shared': launcher 'local' passes weights within one"):
         launcher.choose_link(TransformersGenerator, "shared")
     with pytest.raises(CapabilityError, match=r"1 rank, but forward\(\) was called with arguments for 2"):
         group.call("forward", [(), ()])

@@ -38,7 +38,7 @@ def messages(task, base_url, api_key):
     pictures = [{"type": "image", "source": {"type": "url", "url": "x"}}]
     result = {"type": "tool_result", "tool_use_id": "a", "content": pictures}
     for lost in ({"role": "system", "content": pictures}, {"role": "user", "content": [result]}):
-        with pytest.raises(BadRequestError, match=r"messages\[1\]\.content is .*; allowed: a text or a list"):
+        with pytest.raises(BadRequestError, match=r"messages\[1\]\.content is .*; allowed: a string or a list"):
             client.messages.create(messages=[history[0], lost], **fields)
     for wrong in ({"type": "text"}, {"type": "tool_use", "id": "a", "name": "add", "input": None}):
         asked_wrongly = [history[0], {"role": "assistant", "content": [wrong]}, history[0]]

@@ -72,16 +72,16 @@ class CheckpointStore:
         disk, copies = self._disk(), max(1, copies - len(self.complete()))
         if not disk.total:  # a mounted object store that reports no sizes
             return
-        least, usual = 4 * parameters, 12 * parameters  # weights in fp32, with two moments
+        weights, states = 4 * parameters, 12 * parameters  # bytes in fp32, without and with two moments
         text = f"{self.root} is on a disk with {disk.free / 2**30:.1f} GiB of free space"
-        if disk.free < least:
+        if disk.free < weights:
             raise CheckpointError(
-                f"{text}, and a checkpoint takes at least {least / 2**30:.1f} GiB ({parameters:,} trained parameters "
+                f"{text}, and a checkpoint takes at least {weights / 2**30:.1f} GiB ({parameters:,} trained parameters "
                 "in fp32). Free some space, or choose another run.output."
             )
-        if disk.free < copies * usual:
+        if disk.free < copies * states:
             self._note(
-                f"{text}, and the run needs about {copies * usual / 2**30:.1f} GiB: {copies} checkpoints with the "
+                f"{text}, and the run needs about {copies * states / 2**30:.1f} GiB: {copies} checkpoints with the "
                 f"weights and two moments of {parameters:,} trained parameters in fp32. Free some space, lower "
                 f"checkpoint.keep (now {self.keep}), or choose another run.output."
             )
