@@ -119,5 +119,5 @@ def test_the_command_can_be_configured(words):
 
 
 def test_an_incomplete_command_is_detected():
-    with pytest.raises(ConfigError, match="at least 2 samples per prompt"):
-        configure(["train", "--algo", "grpo", "--reward", "plugin:math", "--model", "PATH", "--data", "FILE"])
+    with pytest.raises(ConfigError, match="an online run needs a reward"):
+        configure(["train", "--algo", "grpo", "--model", "PATH", "--data", "FILE"])
