@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import shutil
 import signal
 import sys
 
@@ -107,6 +108,16 @@ def test_finished_steps_are_saved_after_a_failure(shop: Workshop) -> None:
     assert "saved what was learnt in 2 steps" in broken.said
     marker.unlink()
     assert_same_run(shop.train("rloo", "broken", "--resume", **reward), baseline)
+
+
+def test_a_disk_without_space_for_a_checkpoint_is_refused_before_the_first_step(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(shop.folder)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    run = shop.run("sft", "run")
+    refused(run, "0.0 GiB of free space, and a checkpoint takes at least", code=1)
+    assert not (run.path / "metrics.jsonl").exists()
 
 
 @pytest.fixture(scope="module")
