@@ -31,8 +31,10 @@ class ReplayRollout(Rollout):
     that the recorded run had filtered out are left out and refilled again.
 
     The recording contains the environment's rewards for turns. ``[env]`` of the recorded run may stay: no environment
-    is opened, and its ``credit`` still determines how those rewards are credited. It also contains the rewards that a
-    rollout got by ``ctx.score()``: replay such a run without ``[[reward]]``, or they count twice.
+    is opened, and its ``credit`` still determines how those rewards are credited.
+
+    Limitation: the recording of a rollout that called ``ctx.score()`` already contains the rewards of ``[[reward]]``,
+    so they would count twice. Use the command ``rlhf replay`` for such a run: it keeps the recorded rewards.
     """
 
     name = "replay"
