@@ -32,7 +32,8 @@ def words(tmp_path):
 
 
 def test_a_table_of_places_and_memory(words, capsys):
-    assert main([*words, "--device", "cpu", "--device-memory", "64GiB", "--policy.dtype", "fp32"]) == 0
+    every = ["--checkpoint.every", "10"]
+    assert main([*words, *every, "--device", "cpu", "--device-memory", "64GiB", "--policy.dtype", "fp32"]) == 0
     out = capsys.readouterr().out
     assert "Placement: 1 device" in out
     assert "596,049,920" in out
@@ -42,6 +43,7 @@ def test_a_table_of_places_and_memory(words, capsys):
     assert ["gradients", "", "", "2.22 GiB"] in rows
     assert any(row[:2] == ["generator", "cache"] for row in rows)
     assert "fits: the host has 64.0 GiB" in out
+    assert "a checkpoint takes about 6.66 GiB of disk; the run has up to 4 at a time: 26.6 GiB" in out
 
 
 def test_json_holds_bytes(words, capsys):
@@ -55,6 +57,7 @@ def test_json_holds_bytes(words, capsys):
     assert train["rows"]["policy"]["weights"] == 4 * 596_049_920
     assert train["total"] == sum(size for parts in train["rows"].values() for size in parts.values())
     assert list(group["phases"]) == ["load", "generate", "train"]
+    assert plan["checkpoints"] == {"bytes": 12 * 596_049_920, "most": 1}
 
 
 def test_a_plan_that_does_not_fit_says_why_and_suggests_one_that_does(words, capsys):

@@ -153,7 +153,7 @@ def cpu_memory() -> int | None:
 
 
 def _show(plan: Plan, change: Nearest | None, notes: Iterable[str], times: StepTimes | None) -> None:
-    from rlhf_cli.plan.report import verdict
+    from rlhf_cli.plan.report import disk, verdict
     from rlhf_cli.runs.output import terminal
 
     console = terminal()
@@ -162,7 +162,7 @@ def _show(plan: Plan, change: Nearest | None, notes: Iterable[str], times: StepT
         console.print(_memory(plan, group))
     style = {True: "green", False: "bold red", None: "yellow"}[plan.fits]
     console.print(verdict(plan), style=style)
-    for line in [*notes, *_reasons(plan, change)]:
+    for line in [*notes, disk(plan.layout), *_reasons(plan, change)]:
         console.print(line, soft_wrap=True)
     if times is not None:
         console.print(times.table())

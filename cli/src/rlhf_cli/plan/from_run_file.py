@@ -57,7 +57,8 @@ def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None)
         views_of_source = [name for name, view in views.items() if view.base_role == source]
         roles[source] = _role(run, source, places[source], machine, lengths, views_of_source)
     models = tuple(role for name, role in roles.items() if name not in views)
-    layout = Layout(models, _engines(run, places, machine, lengths), machine, views, lengths)
+    engines, checkpoints = _engines(run, places, machine, lengths), run.config.most_checkpoints
+    layout = Layout(models, engines, machine, views, lengths, checkpoints)
     if starts_beside_roles(layout):
         layout = replace(layout, engines=_engines(run, places, machine, lengths, occupied(layout)))
     return layout

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.memory import EngineMemory, ModelSize, TrainerMemory
+from rlhf_runtime.checkpoint.store import STATE_BYTES
 
 from rlhf_cli.plan.row_lengths import Lengths
 
@@ -94,12 +95,19 @@ class Layout:
     """{role: view}."""
     lengths: Lengths | None = None
     """Lengths of the sequences that the plan assumes; None: the layout does not come from a run file."""
+    most_checkpoints: int = 1
+    """The largest number of checkpoints at a time."""
 
     @property
     def places(self) -> dict[str, Place]:
         places = {role.name: role.place for role in self.roles}
         places |= {name: view.place for name, view in self.views.items()}
         return places if self.engines is None else {**places, GENERATOR: self.engines.place}
+
+    @property
+    def checkpoint(self) -> int:
+        """Size of a checkpoint in bytes, with the state of an optimizer with two moments."""
+        return STATE_BYTES * sum(role.memory.trained for role in self.roles if role.trained)
 
     def role(self, name: str) -> RoleLayout:
         return next(r for r in self.roles if r.name == name)

@@ -37,6 +37,7 @@ def as_json(plan: Plan, change: Nearest | None, notes: Sequence[str] = ()) -> di
             for s in plan.shortages
         ],
         "assumptions": list(notes),
+        "checkpoints": {"bytes": plan.layout.checkpoint, "most": plan.layout.most_checkpoints},
         "nearest": None if change is None else {"flags": dict(change.flags), "fits": change.plan.fits},
     }
 
@@ -109,6 +110,7 @@ def summary(plan: Plan) -> Iterable[str]:
         totals = ", ".join(f"{phase} {text(m.total)}" for phase, m in group.moments.items())
         yield f"memory {group.group.title}: {totals}"
     yield verdict(plan)
+    yield disk(plan.layout)
 
 
 def describe(layout: Layout, place: Place, name: str) -> str:
@@ -127,6 +129,13 @@ def describe(layout: Layout, place: Place, name: str) -> str:
         engine_devices = f" of {place.devices} devices" if name == GENERATOR and place.devices > 1 else ""
         return f"{count}{engine_devices} on the devices of {place.share}"
     return f"{count} of {place.devices} device{'s' if place.devices > 1 else ''}"
+
+
+def disk(layout: Layout) -> str:
+    """The size of the checkpoints."""
+    size, most = layout.checkpoint, layout.most_checkpoints
+    total = f"; the run has up to {most} at a time: {text(most * size)}" if most > 1 else ""
+    return f"a checkpoint takes about {text(size)} of disk{total}"
 
 
 def verdict(plan: Plan) -> str:

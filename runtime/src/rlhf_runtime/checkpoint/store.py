@@ -32,6 +32,8 @@ from rlhf_runtime.checkpoint import json_values
 
 BEST = "best.json"
 ANEW = "start the run from the beginning with --overwrite, which deletes the saved one"
+STATE_BYTES = 12
+"""Bytes of a trained parameter in a checkpoint: its weight and two moments of the optimizer, in fp32."""
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -72,7 +74,7 @@ class CheckpointStore:
         disk, copies = self._disk(), max(1, copies - len(self.complete()))
         if not disk.total:  # a mounted object store that reports no sizes
             return
-        weights, states = 4 * parameters, 12 * parameters  # bytes in fp32, without and with two moments
+        weights, states = 4 * parameters, STATE_BYTES * parameters
         text = f"{self.root} is on a disk with {disk.free / 2**30:.1f} GiB of free space"
         if disk.free < weights:
             raise CheckpointError(

@@ -155,6 +155,13 @@ class RunFile(ComponentConfig):
         """The origin of each value, for error messages; empty if the run file was created in Python."""
         return self._origins
 
+    @property
+    def most_checkpoints(self) -> int:
+        """The largest number of checkpoints that the run has at a time."""
+        has_best = self.checkpoint.save_best and bool(self.data.eval)
+        # One more than are kept, because the next is complete before the oldest is deleted.
+        return self.checkpoint.keep + 1 + has_best if self.checkpoint.every or has_best else 1
+
     def value(self, path: str) -> Any:
         """The value at a dotted path. An absent option of a plugin is None, like an option that was set to None in
         Python."""

@@ -160,10 +160,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     checked.start()
     precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
     roles = launch_roles(prepared, launcher, precomputed, directory.path)
-    has_best = config.checkpoint.save_best and bool(config.data.eval)
-    # One more than are kept, because the next is complete before the oldest is deleted.
-    copies = config.checkpoint.keep + 1 + has_best if config.checkpoint.every or has_best else 1
-    store.check_space(sum(role.facts.trained_parameters for role in roles.values()), copies)
+    store.check_space(sum(role.facts.trained_parameters for role in roles.values()), config.most_checkpoints)
     for role in roles.values():
         if isinstance(role, PrecomputedRole):
             continue  # it has no model
