@@ -13,7 +13,19 @@ from rlhf_runtime.data import chat_messages
 from rlhf_runtime.data.call_forms import argument_types, read_calls
 from rlhf_runtime.data.learned_calls import learned_form
 
-from runtime.tests.data.call_templates import ADD, FORMS, JSON, calls_of, each, elements, parsed, within, written
+from runtime.tests.data.call_templates import (
+    ADD,
+    FORMS,
+    JSON,
+    VALUE,
+    arguments,
+    calls_of,
+    each,
+    elements,
+    parsed,
+    within,
+    written,
+)
 
 
 def test_values_within_objects_and_lists_are_read_by_their_schema(template_of) -> None:
@@ -40,9 +52,21 @@ def test_values_within_objects_and_lists_are_read_by_their_schema(template_of) -
             ("<|to|>", "<|say|>"),
             "writes '<|say|>' in calls and in the answer",
         ),
+        (
+            each("<call={{ f.name }}>" + arguments("<{{ k }}>" + VALUE + "</{{ k }}>{{ '' if loop.last else ', ' }}")),
+            (),
+            "tools would never be called",
+        ),
         ("<eos>" + each("<call={{ f.name }}>" + JSON + "</call>"), (), "the end token '<eos>' before a call"),
     ],
-    ids=["another text", "another number", "no tag", "a token of answers", "after the end token"],
+    ids=[
+        "another text",
+        "another number",
+        "no tag",
+        "a token of answers",
+        "a separator after the key",
+        "after the end token",
+    ],
 )
 def test_a_form_that_cannot_be_told_or_read_is_refused(template_of, calls: str, special: tuple, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):

@@ -157,7 +157,7 @@ class _Elements:
 def learned_form(write: Writer) -> CallForm | None:
     """The form of calls. None if the template writes no calls, if its form cannot be learned, or if an answer without a
     call may have the same form."""
-    with suppress(DataError):
+    with suppress(DataError, re.error):  # no pattern can name the key outside of its argument
         form = _form(write)
         return form if form is not None and _reads(write, form) else None
     return None
