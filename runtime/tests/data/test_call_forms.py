@@ -129,6 +129,7 @@ def test_a_call_after_the_tag_of_python_and_an_answer_in_json(template_of) -> No
         ("glm 4.5", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key></tool_call>"),
         ("lfm2", "<|tool_call_start|>[add(a=b'x')]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[add(3)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(a=-1e999)]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[add(a=" + "[" * 3000 + ")]<|tool_call_end|>"),
         ("gemma 4", '<|tool_call>call:add{unit:<|"|>m}<tool_call|>'),
     ],

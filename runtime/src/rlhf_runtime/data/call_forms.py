@@ -18,7 +18,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
-from rlhf_runtime.data.messages import as_json
 from rlhf_runtime.data.strict_json import STRICT, decoded
 
 
@@ -166,8 +165,8 @@ def _literal(node: ast.expr) -> Any:
             return value
         case ast.Name(id="true" | "false" | "null" as name):
             return json.loads(name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
+            return -_literal(number)
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
@@ -181,13 +180,13 @@ def _no_call() -> NoReturn:
 
 
 def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[AnswerCall]:
-    """One call; empty if the arguments are not an object, or contain a lone surrogate."""
+    """One call; empty if the arguments are not an object, or contain what JSON text cannot: a lone surrogate, NaN."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return []
     try:
-        text = as_json(arguments)
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         f"{name}{text}".encode()
-    except (UnicodeEncodeError, RecursionError):
+    except (ValueError, RecursionError):
         return []
     return [AnswerCall(name, text, its_id or "")]
 
