@@ -315,9 +315,16 @@ def test_the_tokenizers_own_format_comes_first(tokenizer_with):
     message = parsed(template, '[call]{"name": "f", "arguments": {"a": "1"}}[/call]<eos>', prompt=head)
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "1"}'}
     assert parsed(template, "hi<eos>", prompt=head) == {"role": "assistant", "content": "hi"}
-    broken = parsed(template, "[call]{nothing[/call]<eos>", prompt=head)
-    assert broken == {"role": "assistant", "content": "[call]{nothing[/call]"}
-    assert template.messages.answers.has_unread_call(broken)
+    for text in (
+        "{nothing",
+        "5",
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": 5}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+    ):
+        broken = parsed(template, f"[call]{text}[/call]<eos>", prompt=head)
+        assert broken == {"role": "assistant", "content": f"[call]{text}[/call]"}
+        assert template.messages.answers.has_unread_call(broken)
     tokenizer.response_template = {"fields": {}}
     with pytest.raises(DataError, match=r"response_template is not valid: ValueError: .*fields must be"):
         _ = Template(tokenizer, DataSection()).messages

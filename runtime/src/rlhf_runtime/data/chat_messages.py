@@ -16,12 +16,13 @@ from rlhf_runtime.data.call_forms import (
     AnswerCall,
     CallForm,
     argument_types,
+    calls_in_objects,
     read_calls,
     read_channels,
 )
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.learned_calls import CALL_IDS, PROBE_TOOLS, Call, learned_form
-from rlhf_runtime.data.messages import Messages, as_json, as_people_read, as_template_reads, text_of
+from rlhf_runtime.data.messages import Messages, as_people_read, as_template_reads, text_of
 from rlhf_runtime.data.row_images import RowImages
 from rlhf_runtime.data.strict_json import decoded
 from rlhf_runtime.data.text_tokens import TextTokens
@@ -280,10 +281,10 @@ class ParsedAnswers:
         except Exception:  # the model's text is not in the format: it stays content
             return self._text(ids), "", []
         reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""
-        calls = []
-        for call in parsed.get("tool_calls") or []:
-            function = call.get("function", call)
-            calls.append(AnswerCall(function["name"], as_json(function.get("arguments") or {})))
+        parsed_calls = parsed.get("tool_calls") or []
+        calls = calls_in_objects([parsed_calls])
+        if parsed_calls and not calls:  # JSON that is no call, which the response_template does not check
+            return self._text(ids), "", []
         return parsed.get("content") or "", reasoning, calls
 
     def _by_tags(self, text: str, prefix: str, tools: Tools) -> tuple[str, str, list[AnswerCall]]:
