@@ -8,7 +8,7 @@ import json
 import pytest
 from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import SourceSection
-from rlhf_runtime.data.loading import load_source
+from rlhf_runtime.data.loading import JoinedSource, load_source
 
 ROWS = [{"prompt": f"p{i}", "n": i, "tags": ["a", "b"]} for i in range(5)]
 
@@ -53,6 +53,16 @@ def test_every_kind_gives_the_same_rows(tmp_path):
         assert data.columns == ["prompt", "n", "tags"]
         assert (data[3].source, data[3].index) == (path.name.split(".")[0], 3)
         assert len(source(path, max_rows=2)) == 2
+
+
+def test_files_of_one_split_may_have_different_columns(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, table in (("a", {"prompt": ["p"], "label": [1]}), ("b", {"prompt": ["q"]})):
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    data = JoinedSource(SourceSection(path="hub"), [source(tmp_path / f"{name}.parquet") for name in "ab"])
+    assert (data.columns, list(data.values("label"))) == (["prompt", "label"], [1, None])
 
 
 def test_string_views_are_read_as_text(tmp_path):

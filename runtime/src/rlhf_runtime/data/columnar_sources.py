@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class TableSource(Source):
         return {column: without_added_nulls(value) for column, value in row.items()}
 
     def values(self, column: str) -> Iterator[Any]:
+        if column not in self.columns:  # of another file of the same source
+            return itertools.repeat(None, len(self))
         return iter(self._table.column(column).slice(0, len(self)).to_pylist())
 
 
