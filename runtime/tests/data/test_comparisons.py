@@ -137,6 +137,7 @@ def test_two_preferences_ask_which_decides(read, chat):
             HELPSTEER3 | {"overall_preference": None},
             "a preference, score or rank must be a finite number, got NoneType",
         ),
+        (HELPSTEER3 | {"overall_preference": 10**400}, "must be a finite number, got int 1000"),
         (PKU | {"better_response_id": -1}, "int -1 does not say which of 2 answers is better"),
         (SHP | {"labels": 2}, "int 2 does not say which of 2 answers is better"),
         (ARENA | {"winner": "tie (bothbad)"}, r"\(a tie\)"),

@@ -62,7 +62,7 @@ def test_margins(read, chars):
         {"margin": 1.5}, {"margin": -2.0}, {"margin": 0.25}
     ]  # fmt: skip
     assert [e.values for e in read(chars, "pairs", rows)[1]] == [{}, {}, {}]  # only where named
-    for value in ("much", None, True, "inf"):
+    for value in ("much", None, True, "inf", 10**400):
         with pytest.raises(DataError, match="line 1: column 'by': a margin must be a finite number, got"):
             read(chars, "pairs", [{**rows[0], "by": value}], margin="by")
     with pytest.raises(DataError, match=r"has no column 'margin'.*--data\.margin"):

@@ -168,7 +168,7 @@ def _better(index: float, preference: Any, answers: list[Any]) -> list[float]:
 def _number(value: Any) -> float:
     try:
         number = float(value)  # csv files hold text
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last of an integer with hundreds of digits
         number = math.nan
     if not math.isfinite(number):
         raise DataError(f"a preference, score or rank must be a finite number, got {brief(value)}")

@@ -124,7 +124,7 @@ class Cells:
         value = self.value("margin")
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # the last of an integer with hundreds of digits
             number = math.nan
         if not math.isfinite(number):
             raise DataError(f"{self.name('margin')}: a margin must be a finite number, got {brief(value)}")
