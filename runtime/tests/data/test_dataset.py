@@ -8,6 +8,7 @@ import pytest
 from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.preview import preview
 
 
 @pytest.fixture
@@ -56,6 +57,13 @@ def test_long_rows_are_dropped_counted_and_resumed_over(load, chars):
 
 def answered(section, tokenizer):
     return TrainData(section, tokenizer, "prompts", 0, answers=True)
+
+
+def test_a_preview_shows_a_prompt_that_is_too_long_whatever_its_answer_is(write, chars):
+    source = write("a.jsonl", [{"prompt": "abcdef", "response": ""}])
+    [row] = preview(answered(DataSection(train=(source,), max_tokens=4), chars), 1)["shown"]
+    assert row["why"] == "the prompt has 6 tokens; data.max_tokens = 4 leaves no room to answer"
+    assert [sequence["name"] for sequence in row["sequences"]] == ["prompt"]
 
 
 def test_prompts_with_answers_are_read_as_both(write, chars, chat):

@@ -11,6 +11,7 @@ from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_files import image_size
+from rlhf_runtime.data.row_rules import check_prompt
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tokenizer import decoder_of
 
@@ -106,7 +107,9 @@ def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[
     if data.form == "prompts" and verdict.kind != "bad_rows":
         turn = data.template.encode_prompt(row)
         sequences["prompt"] = TokenSequence(turn.ids, [False] * len(turn.ids), images=turn.images)
-        if answered:  # the form in which algorithms with ``Needs.demonstration_share`` get it instead of samples
+        # The answer in the form in which algorithms with ``Needs.demonstration_share`` get it instead of samples. The
+        # verdict on a prompt that is too long says nothing about the answer, so it may be malformed and is not shown.
+        if answered and not check_prompt(len(turn.ids), data.section):
             prompt, answer = data.template.encode_answer(row)
             mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
             sequences["given answer"] = TokenSequence([*prompt.ids, *answer.ids], mask, images=prompt.images)
