@@ -133,8 +133,11 @@ def test_equal_rewards_are_refused(rewards, description):
         ("{prompt} {score}", "cannot be filled in: KeyError 'score'"),
         ("{prompt} {reward:x}", "cannot be filled in: ValueError"),
         ("{", "cannot be filled in: ValueError"),
+        ("{prompt} {reward[0]}", "cannot be filled in: TypeError"),
+        ("{prompt.text} {reward}", "cannot be filled in: AttributeError"),
+        ("Reward: {reward}", "does not contain the prompt, so rows would lose it"),
     ],
 )
-def test_a_condition_must_show_the_reward(condition, message):
+def test_a_condition_must_show_the_reward_and_a_plain_prompt(condition, message):
     with pytest.raises(ConfigError, match=message):
         export.conditional([group(("a", 0.0), ("b", 1.0))], condition)

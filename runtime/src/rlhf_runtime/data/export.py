@@ -115,18 +115,23 @@ def conditional(groups: Groups, condition: str = CONDITION) -> ExportedRows:
 
 
 def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Prompt:
-    """The prompt with the reward in it. Raises ConfigError for a condition without the field ``{reward}``, or with
-    fields other than ``{reward}`` and ``{prompt}``."""
+    """The prompt with the reward in it. Raises ConfigError for a condition without the field ``{reward}``, without
+    ``{prompt}`` if the prompt is text, or with other fields."""
     try:
         text = condition.format(prompt=prompt if isinstance(prompt, str) else "", reward=reward)
         shows = condition.format(prompt="", reward=1.0) != condition.format(prompt="", reward=-9.0)
-    except (KeyError, IndexError, ValueError) as cause:
+        has_prompt = condition.format(prompt="a", reward=reward) != condition.format(prompt="b", reward=reward)
+    except (LookupError, ValueError, AttributeError, TypeError) as cause:
         raise ConfigError(
             f"the condition {condition!r} cannot be filled in: {type(cause).__name__} {cause}. It may name {{prompt}} "
             f"and {{reward}}, e.g. {CONDITION!r}"
         ) from None
     if not shows:
         raise ConfigError(f"the condition {condition!r} does not contain the reward; use e.g. {CONDITION!r}")
+    if isinstance(prompt, str) and not has_prompt:
+        raise ConfigError(
+            f"the condition {condition!r} does not contain the prompt, so rows would lose it; use e.g. {CONDITION!r}"
+        )
     if isinstance(prompt, str):
         return text
     text = text.strip()
