@@ -87,7 +87,8 @@ def check_options(text: Callable[..., str], section: DataSection) -> None:
             )
         tools = section.template_kwargs.get("tools")
         for tool in tools if isinstance(tools, list) else ():
-            name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
+            function = tool.get("function", tool) if isinstance(tool, dict) else None
+            name = function.get("name") if isinstance(function, dict) else None
             if isinstance(name, str) and name not in text([user], answer=True):
                 raise ConfigError(
                     f"data.template_kwargs: the chat template leaves out the tool {name!r}, so the policy would not "
