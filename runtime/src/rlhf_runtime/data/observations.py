@@ -92,6 +92,6 @@ class _Frame:
     end: str
     """The text that ends an answer before another message; empty if the template writes no end token there."""
     prefix: str
-    """Text from the end of an answer (after its end token) to the text of the user's next message."""
+    """Text from the end of an answer's text to the text of the user's next message. It begins with :attr:`end`."""
     suffix: str
     """Text from the end of the user's text to the start of the policy's answer."""
