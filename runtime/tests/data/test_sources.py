@@ -158,6 +158,16 @@ def test_the_error_for_a_missing_file_lists_existing_files(tmp_path):
     assert "not one that `datasets` saved (save_to_disk). Name one of its files: train.jsonl." in refused(tmp_path)
 
 
+def test_audio_in_a_saved_folder_is_not_decoded(tmp_path):
+    import datasets
+    import pyarrow as pa
+
+    features = datasets.Features(prompt=datasets.Value("string"), audio=datasets.Audio())
+    table = pa.Table.from_pylist([{"prompt": "p", "audio": {"bytes": b"x", "path": None}}], features.arrow_schema)
+    datasets.Dataset(table, info=datasets.DatasetInfo(features=features)).save_to_disk(tmp_path / "saved")
+    assert source(tmp_path / "saved").read(0) == {"prompt": "p", "audio": {"bytes": b"x", "path": None}}
+
+
 def test_splits_and_subsets(tmp_path):
     import datasets
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -63,13 +64,14 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def with_files_of_images(dataset: Any) -> Any:
-    """The dataset with image columns in their stored form ``{bytes, path}`` instead of decoded images."""
+def with_stored_media(dataset: Any) -> Any:
+    """The dataset with columns of images, audio and video in their stored form ``{bytes, path}``. To decode audio and
+    video, ``datasets`` needs further packages, also if nothing reads these columns."""
     import datasets
 
     def stored(feature: Any) -> Any:
-        if isinstance(feature, datasets.Image):
-            return datasets.Image(decode=False)
+        if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+            return dataclasses.replace(feature, decode=False)
         if isinstance(feature, datasets.List):
             return datasets.List(stored(feature.feature), length=feature.length)
         return feature
@@ -154,5 +156,5 @@ def saved_source(path: Path, section: SourceSection) -> TableSource:
     elif section.split != "train":
         raise DataError(f"{path}: split = {section.split!r}, but the folder holds a single dataset without splits")
     flat = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
-    stored = with_files_of_images(flat)
+    stored = with_stored_media(flat)
     return TableSource(section, stored.data.table, stored)
