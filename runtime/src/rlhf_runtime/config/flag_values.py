@@ -153,6 +153,7 @@ def _members(annotation: Any) -> list[Any]:
 def _strictly(annotation: Any, value: Any) -> Any:
     if value is _MISSING:
         return _MISSING
+    # pydantic refuses `config` for a model, which has its own.
     has_own_config = model_of(annotation) is not None
     try:
         adapter = TypeAdapter(annotation) if has_own_config else TypeAdapter(annotation, config=_STRICT)

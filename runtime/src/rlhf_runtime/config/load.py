@@ -81,6 +81,7 @@ def load(
     headline = (
         f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
     )
+    # Messages about other problems contain values, so secrets are reported before them.
     raise_problems("the configuration holds secrets", _secret_problems(data, origins))
     raise_problems("the run file is not filled in", unfilled(data, origins))
     problems = [*layers.problems, *_integer_problems(data, origins)]
@@ -95,6 +96,7 @@ def load(
         problems += option_problems(plugins, chosen_by(run), origins)
     raise_problems(headline, problems)
     run.origins.update(origins)
+    # The short form `[trainer] lr = 1e-5` has no `use`. It was filled in, not set by the user.
     filled = {f"{key}.use" for key in SINGLE if isinstance(data.get(key), Mapping) and "use" not in data[key]}
     run.origins.options = tuple(path for path in run.origins.options if path not in filled)
     return run

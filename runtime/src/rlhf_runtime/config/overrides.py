@@ -52,6 +52,8 @@ class Overrides:
                 fields[f"{key}.use" if key in SINGLE else key] = raw
         for key, texts in lists.items():
             self._replace_list(key, texts)
+        # A plugin is selected before its options are set. A short form (`--algorithm.loss NAME`) is set before the
+        # options below it, which change it to a table.
         for key in sorted(fields, key=lambda k: (not k.endswith(".use"), k.count("."))):
             self._set(key, fields[key], fields)
 

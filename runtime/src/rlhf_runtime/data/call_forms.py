@@ -134,6 +134,8 @@ def value_of(text: str, types: frozenset[str]) -> Any:
     try:
         value = STRICT.decode(text.strip())
     except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
+        # Text that is not JSON is the string itself, if the argument may be one. The template may still have written
+        # these three words for a value of another type.
         if "string" in types and text.strip() not in ("True", "False", "None"):
             return text
         try:
@@ -278,26 +280,33 @@ def _quoted(text: str, types: Types, quote: str) -> list[AnswerCall]:
 # ---------------------------------------------------------------------------------------- the forms
 
 FORMS: Sequence[CallForm] = (
+    # Hermes, Qwen 2.5, Qwen3, SmolLM3, Granite 4, Falcon 3
     CallForm("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
+    # Mistral
     CallForm("[TOOL_CALLS]", r"\[TOOL_CALLS\]", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
+    # later Mistral models, which write the name before the arguments
     CallForm(
         "[TOOL_CALLS]",
         r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?\[ARGS\]",
         r"\s*(?=\[TOOL_CALLS\]|\Z)",
     ),
+    # Granite 3, Phi-4-mini
     CallForm("<|tool_call|>", r"<\|tool_call\|>", r"\s*(?:<\|/tool_call\|>|\Z)"),
+    # DeepSeek V3, with the arguments in a code fence, and V3.1
     CallForm(
         "<｜tool▁call▁begin｜>",
         r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:\w*<｜tool▁sep｜>(?!\s*\{))?"
         r"(?P<name>[^\n{<]+?)(?:\n```json\n|<｜tool▁sep｜>)",
         r"\s*(?:```\s*)?(?:<｜tool▁call▁end｜>|\Z)(?:\s*<｜tool▁calls▁end｜>)?",
     ),
+    # Kimi K2, which writes the name as part of the id
     CallForm(
         "<|tool_call_argument_begin|>",
         r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
         r"\s*(?:<\|tool_call_end\|>|\Z)?(?:\s*<\|tool_calls_section_end\|>|(?<=<\|tool_call_end\|>)|\Z)",
     ),
+    # Gemma 4 and FunctionGemma
     CallForm("<|tool_call>", r"<\|tool_call>", r"<tool_call\|>", partial(_quoted, quote='<|"|>'), tags='<|"|>'),
     CallForm(
         "<start_function_call>",
@@ -306,17 +315,29 @@ FORMS: Sequence[CallForm] = (
         partial(_quoted, quote="<escape>"),
         tags="<escape>",
     ),
+    # LFM2.5, MiniCPM3
     CallForm("<|tool_call_start|>", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
+    # Olmo 3
     CallForm("<function_calls>", r"<function_calls>", r"</function_calls>", _python),
+    # Command R7B, Command A
     CallForm("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
+    # Hunyuan A13B, Jamba, Apriel, MiniMax M1
     CallForm("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
+    # GigaChat 3.1
     CallForm("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
+    # Functionary 3.1
     CallForm("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>", trace="<function="),
+    # Nemotron Nano 2
     CallForm("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
+    # InternLM 2
     CallForm("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
+    # Apertus
     CallForm("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
+    # Llama 4
     CallForm("<|python_end|>", r"<\|python_end\|>", r"\s*\Z"),
+    # xLAM 2. The whole answer is a list of calls.
     CallForm('[{"name": "tool_call_name"', r"\A", r"\s*\Z", trace=r'"arguments"\s*:'),
+    # Llama 3.1 to 3.3. The whole answer is a call, or several calls with `;` between them.
     CallForm(
         '"parameters": ',
         r"\A\s*(?:<\|python_tag\|>)?",
@@ -350,7 +371,8 @@ def _read_json(form: CallForm, opening: re.Match[str]) -> tuple[list[AnswerCall]
     """The calls after an opening, and the end of the text that was read."""
     text, position, groups = opening.string, _after_space(opening.string, opening.end()), opening.groupdict()
     values: list[Any] = []
-    if not _JSON.match(text, position):  # an error of the decoder counts all lines before it
+    # json.JSONDecodeError counts the lines before the error: quadratic time for an answer with many openings.
+    if not _JSON.match(text, position):
         return [], opening.end()
     try:
         while not values or "name" not in groups:
@@ -374,6 +396,8 @@ def _read_text(form: CallForm, opening: re.Match[str], types: Types) -> tuple[li
     """The calls after an opening, and the position up to which the text was read: its end if no closing tag follows. A
     value may contain closing tags, so later closing tags are tried too."""
     text, boundary = opening.string, len(opening.string)
+    # Each attempt reads the text from the opening on, so their number is limited. Without a limit, an answer that
+    # repeats a closing tag would take quadratic time.
     for end in islice(re.compile(form.closing).finditer(text, opening.end()), 8):
         boundary = min(boundary, end.end())
         with suppress(ValueError, RecursionError):

@@ -180,6 +180,7 @@ class ParsedAnswers:
         elif self._in_channels:
             content, reasoning, calls = read_channels(self._text(turn.ids))
         else:
+            # Of the prompt only its end matters: whether it opens the reasoning.
             content, reasoning, calls = self._by_tags(self._text(turn.ids), self._text(prompt[-16:]), tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:

@@ -182,6 +182,8 @@ class ChatTemplate:
         plain = [m for m in trained if not messages[m].get("tool_calls")]
         if plain:
             is_last = plain[-1] == len(messages) - 1
+            # After an earlier answer the rest of the render also has the next messages. Its end is then the one that
+            # the template writes in a short conversation.
             end = self.ends.end_in(text[ends[plain[-1]] :]) if is_last else self.ends.of_text or ""
             ends |= {m: including(end, text, ends[m]) for m in plain}
         return Render(text, {m: (starts[m], ends[m]) for m in trained})

@@ -153,6 +153,8 @@ class TrainData:
             self.dropped += self._verdict.kind == "too_long"
             self.bad_rows += self._verdict.kind == "bad_rows"
             misses += 1
+            # If sources have no probabilities, so many draws include a whole pass, even if the first is in the middle
+            # of one.
             if misses >= 2 * self.rows_per_epoch:
                 raise self._nothing_left(misses, self._verdict)
         return rows
@@ -339,6 +341,7 @@ class RowCheck:
     def wait(self) -> str:
         """Wait until all rows are checked. Returns a note on rows that are left out, or an empty text. Raises DataError
         with file and line of the first row that is refused."""
+        # A thread that was not started cannot be joined.
         if self._thread.is_alive():
             self._thread.join()
         if self._error is not None:

@@ -50,6 +50,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
             image = Image.open(io.BytesIO(data))
         elif not isinstance(value, Image.Image):
             image = Image.fromarray(value)
+        # Pillow decodes a file only here, so an error in its pixels is found here too.
         image.load()
         upright = image.getexif().get(_ORIENTATION, 1) == 1
         if image.mode.startswith(_WIDE):
@@ -58,6 +59,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
             return data
         file = io.BytesIO()
         upright_image = image if upright else ImageOps.exif_transpose(image)
+        # convert() keeps the transparent colour in `image.info`, and save() would write it.
         upright_image.convert("RGB").save(file, "PNG", transparency=None)
     except DataError:
         raise

@@ -175,6 +175,7 @@ def _form(write: Writer) -> CallForm | None:
     value_end = "" if elements is None else elements.value_end
     outer, opening, closing, outer_end = _around(front, tail.replace(_KEYS[1], _KEY), _between(write), value_end)
 
+    # The mark must not occur in ordinary text, because it shows that a call was attempted.
     tags = [piece for piece in _PIECE.findall(outer + opening) if _is_tag(piece) and piece not in plain]
     mark = (tags or [opening])[0]
     if len(mark) < 4 or not re.search(r"[<>|\[\]]", mark) or not (closing or place.is_json):
@@ -184,6 +185,7 @@ def _form(write: Writer) -> CallForm | None:
     end, rest = _after_tag(closing, opening + inner_text)
     starts = _optional(outer, end=r"\s*") + _optional(front, end=r"\s*") + _pattern(tag)
     ends = _pattern(end) + _optional(rest, start=r"\s*")
+    # The JSON after the opening is the arguments alone, so the opening contains the name.
     if elements is None:  # a call as JSON may lack its closing
         starts += _NAME + _pattern(inner_text)
         ends = rf"(?:{ends}|\Z)" if closing else r"\Z"
@@ -267,6 +269,8 @@ def _elements(write: Writer, text: str, place: _Place) -> _Elements:
     key_pattern = rf"\s*{_pattern(opening)}(?P<key>[^<>\"\n]+?)(?:{kinds})"
     closing = _value_edge(end)
     item = _item(write, key_pattern + _TEXTS[0] + closing)
+    # A value ends before the next argument, so a missing closing tag does not join two of them. Only if objects and
+    # lists are written like arguments may a value contain the text before a key.
     value = "(?P<value>.*?)" if item else f"(?P<value>(?:(?!{_pattern(opening)}).)*?)"
     if has_cdata:
         value = rf"(?:\s*<!\[CDATA\[(?P<data>.*?)\]\]>\s*|{value})"
@@ -314,12 +318,14 @@ def _item(write: Writer, argument: str) -> str:
 def _reads(write: Writer, form: CallForm) -> bool:
     """Whether calls are read back, and never with another value."""
     for value in (_TEXTS[0], *_VALUES):
+        # The second argument shows whether the first value is read up to its end and not further.
         call: Call = (_NAMES[0], {_KEYS[0]: value, _KEYS[1]: _TEXTS[1]})
         types = {(_NAMES[0], _KEYS[0]): frozenset([type_of(value)]), (_NAMES[0], _KEYS[1]): frozenset(["string"])}
         try:
             _, calls = read_calls(write(_CONTENT, [call]), [form], types)
         except DataError:
             continue
+        # A call with this value may stay unread, unless it is plain text. It must not be read with another value.
         if (calls or value == _TEXTS[0]) and [(c.name, decoded(c.arguments)) for c in calls] != [call]:
             return False
     with suppress(DataError):

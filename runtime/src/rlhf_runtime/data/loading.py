@@ -143,6 +143,7 @@ class CsvSource(Source):
     def __init__(
         self, section: SourceSection, path: Path, text: str, fingerprint: str, form: CsvForm = DEFAULT_FORM
     ) -> None:
+        # The default refuses cells of more than 131,072 characters.
         csv.field_size_limit(sys.maxsize)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=form.separator, strict=True)
         self._path, self._rows, self._lines = path, list[list[str]](), array("q")
@@ -160,6 +161,7 @@ class CsvSource(Source):
                     self._rows.append(cells)
                     self._lines.append(line)
                 heads = heads and not cells
+                # A row may have several lines. Messages name its first one.
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"{path}, line {line}: not valid csv: {error}") from None
@@ -336,6 +338,7 @@ def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Sour
         kind = file_kind(Path(name))
         assert kind is not None
         path = f"{dataset.name}@{commit[:7]}/{name}"
+        # `max_rows` is about the rows of all files together.
         file_section = section.model_copy(update={"path": path, "max_rows": None})
         parts.append(open_file(file_section, folder / name, kind, form))
     return JoinedSource(section, parts)
@@ -347,6 +350,7 @@ def _files(section: SourceSection, dataset: HubName, commit: str, files: list[st
 
     title = f"the dataset {dataset} of the hub"
     cards = [name for name in CARDS if name in files]
+    # `datasets` chooses the files of a split by their names and by the card, so the other files may be empty.
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place).resolve()
         if cards:

@@ -65,6 +65,8 @@ class Observations:
         content = with_images(mark(2), images) if images else mark(2)
         user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": content}
         prompt = chat.text([user], answer=True)
+        # The second answer shows whether the template keeps reasoning in earlier answers. The frame is that of the
+        # first.
         for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
             text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
             _, answer_mark, following = text.rpartition(mark(1))

@@ -125,6 +125,7 @@ class Prompts:
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs. Raises DataError."""
+        # Raises DataError if prompts are plain text.
         _ = self.messages
         cells = self._cells(row)
         return as_api_writes(with_urls(*self._read_prompt(cells)))

@@ -110,6 +110,7 @@ class RowOrder:
         pool = 0
         if self._cumulative is not None:
             share = derive_seed(self.seed, "order/source", self.rows_taken) / 2**63
+            # The probabilities may sum to slightly less than 1, so a share can be above the last sum.
             pool = min(int(np.searchsorted(self._cumulative, share, side="right")), len(self._pools) - 1)
         size = sum(len(source) for source in self._pools[pool])
         epoch, index = divmod(self._positions[pool], size)

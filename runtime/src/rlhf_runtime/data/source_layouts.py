@@ -297,12 +297,15 @@ class _Case:
 
     def _pairs(self) -> Iterator[SourceLayout]:
         if self.chat:
+            # OpenAI's fine-tuning API
             outputs = {"prompt": "input", **OUTPUTS}
             if self._may_be(outputs) and isinstance(self.row.get("input"), Mapping):
                 yield from self._join([outputs], conversion="preferred_outputs")
+            # ms-swift
             conversation = {"messages": "messages", "rejected": "rejected_response"}
             if self._may_be(conversation) and convert.is_messages(self.row.get("messages")):
                 yield from self._join([conversation], conversion="rejected_beside")
+        # A column for each answer. Without them, several answers and columns that compare them.
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))

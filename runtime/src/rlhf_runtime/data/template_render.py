@@ -178,6 +178,7 @@ def _variables(templates: str | Mapping[str, str]) -> frozenset[str]:
     names = set[str]()
     for source in sources:
         try:
+            # The tags are an extension of transformers. As comments they keep their control of white space.
             tree = environment.parse(_GENERATION_TAGS.sub(r"{#\1 \2#}", source))
         except TemplateSyntaxError as error:
             raise ConfigError(
@@ -246,8 +247,10 @@ def _child(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
     """Render the conversations under the limits, and end the process."""
     code = 0
     try:
+        # The child inherits the handlers of its parent.
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # SIGXCPU at the first limit. SIGKILL at the second, if the first did not end the process.
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
         statm = Path("/proc/self/statm")
         if statm.exists():  # the address space so far is that of the parent process

@@ -182,7 +182,7 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, specs: Iterable[ModelS
     """
     policy_ids: dict[str, int] = tokenizer.get_vocab()
     own_rows = embedding_rows(tokenizer)
-    # rows with other tokens are refused
+    # Ids beyond the policy's own embedding never reach a role, because rows with such tokens are refused.
     largest = max(i for i in policy_ids.values() if own_rows is None or i < own_rows)
     paths = {policy.path}
     for spec in specs:
