@@ -108,6 +108,7 @@ def _select_each(
         except ConfigError as error:
             problems.append(str(error))
         except PluginError as error:
+            # Selections raises it when the run uses the section.
             selected[path] = error
             missing += [str(error)] if isinstance(error, PluginNotFound) else []
         else:
@@ -388,6 +389,7 @@ class Selections:
             offline = self.algorithm.algorithm.resolved.cls.data != "prompts"
         for kind in SINGLE:
             section: Choice | None = getattr(run, kind)
+            # The defaults of sections that the run does not use may not be installed.
             unused = offline and kind in ("rollout", "generator") and section == RunFile.model_fields[kind].default
             if kind in self and section is not None and kind != "algorithm" and not unused:
                 sections[kind] = section.model_copy(update={"options": dumped(self[kind].config)})
@@ -401,6 +403,7 @@ class Selections:
         for path, name, role in _role_trainers(run):
             if path not in self:
                 continue
+            # A role's section has only the options in which it differs from [trainer].
             options = {k: v for k, v in dumped(self[path].config).items() if k in role.trainer}
             target = sections["roles"] if path.startswith("roles.") else sections
             target[name] = role.model_copy(update={"trainer": options})

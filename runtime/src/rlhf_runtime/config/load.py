@@ -93,6 +93,7 @@ def load(
         raise_problems(headline, problems + option_problems(plugins, choices, origins))
         raise AssertionError from error
     if problems:
+        # Without other problems, the options of plugins are checked when the plugins are selected.
         problems += option_problems(plugins, chosen_by(run), origins)
     raise_problems(headline, problems)
     run.origins.update(origins)
@@ -167,6 +168,7 @@ def line_numbers(text: str) -> dict[str, int]:
             name = _plain_key(header[2])
             if header[1] == "[[":
                 counts[name] = counts.get(name, -1) + 1
+            # A table below a list of tables belongs to the last entry of that list.
             parents = sorted((c for c in counts if name == c or name.startswith(c + ".")), key=len)
             table = name
             if parents:

@@ -156,7 +156,7 @@ def _scores(meaning: str, preference: Any, other: Any, answers: list[Any]) -> li
     return [sign * _number(answer.get(meaning)) for answer in answers]
 
 
-# ---------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------ values of a row
 
 
 def _better(index: float, preference: Any, answers: list[Any]) -> list[float]:

@@ -242,7 +242,7 @@ def repeats(conversations: list[Any], prompt: Any) -> bool:
     return all(any(text_of(m["content"]).strip() == str(prompt).strip() for m in c) for c in chats)
 
 
-# ---------------------------------------------------------------------------------------- inside
+# ------------------------------------------------------------------------ turns, items and calls
 
 
 def _spoken(dialogue: str) -> list[dict[str, Any]]:

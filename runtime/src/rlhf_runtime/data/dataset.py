@@ -248,7 +248,7 @@ class TrainData:
         self.order.load_state_dict(state["order"])
         self.dropped, self.bad_rows = int(state["dropped"]), int(state.get("bad_rows", 0))
 
-    # ------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------- usable rows
 
     def _usable(self) -> Mapping[str, Sequence[int]]:
         """{source: indices of its usable rows}. Counts the others. Checks no row if no rows are to be left out."""

@@ -180,6 +180,7 @@ def _form(write: Writer) -> CallForm | None:
     mark = (tags or [opening])[0]
     if len(mark) < 4 or not re.search(r"[<>|\[\]]", mark) or not (closing or place.is_json):
         return None
+    # From here on the patterns are made, as in the example at the top of this file.
     inner_text = text[place.name[1] : place.arguments[0][0]] if elements is None else elements.texts
     front, tag = _before_tag(opening, plain)
     end, rest = _after_tag(closing, opening + inner_text)

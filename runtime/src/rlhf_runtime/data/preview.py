@@ -81,7 +81,7 @@ def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
     return texts
 
 
-# -------------------------------------------------------------------------------------------- inside
+# ----------------------------------------------------------------------- sources, rows and sequences
 
 
 def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Prompts:
                 ids.append(last)
         return tuple(dict.fromkeys(ids))
 
-    # -------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------- from a row to its prompt
 
     def _cells(self, row: Row) -> Cells:
         layout = cast(SourceLayout | None, row.layout)  # TrainData gave it to the row

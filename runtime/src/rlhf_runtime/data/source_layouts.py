@@ -389,13 +389,14 @@ class _Case:
             elif convert.is_messages(value) or self._certain("messages", column):
                 yield from self._join([{"messages": column}], fronts)
 
-    # ------------------------------------------------------------------------------------- parts
+    # ----------------------------------------------------------------------- columns and layouts
 
     def _prompts(self) -> Iterator[Mapping[str, str]]:
         if self.prompt != "needed":
             yield {}
         if self.prompt == "made":
             return
+        # 0 stands for an absent column, because null is a possible value of the context.
         context = self.row.get(CONTEXTS[-1], 0)
         has_history = HISTORY in self.columns and not self.user_columns and not isinstance(self.row.get(HISTORY), str)
         for column in self._choices("prompt", *PROMPTS):

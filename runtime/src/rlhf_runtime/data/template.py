@@ -156,7 +156,7 @@ class Template(Prompts):
         labelled = [(end, label) for end, label in zip(ends, labels, strict=True) if label is not None]
         return Example(row, [sequence], {"steps": labelled})
 
-    # -------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------- sequences and their masks
 
     def _demonstrated(self, cells: Cells) -> TokenSequence:
         if "text" in cells:

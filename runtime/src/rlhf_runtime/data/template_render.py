@@ -103,7 +103,7 @@ class TemplateRender:
 
         return self._applied(messages, apply, self._source)
 
-    # ------------------------------------------------------------------------------------- inside
+    # ----------------------------------------------------- one render, and checks of the template
 
     def _applied(self, messages: Sequence[Message], apply: Callable[[list[dict[str, Any]]], T], source: str) -> T:
         """The render of the messages. Some templates read the arguments of calls as JSON text only."""

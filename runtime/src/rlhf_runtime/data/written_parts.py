@@ -130,6 +130,7 @@ def check_parts(
     for number, text in enumerate(texts if after else ()):
         if text.message in unchecked:
             continue
+        # Templates write some texts as JSON, which escapes the characters of a marker.
         forms = mark(number), json.dumps(mark(number))[1:-1]
         if not any(form in after[text.message] for form in forms) and (not text.reasoning or text.message in reasoning):
             raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
