@@ -66,10 +66,9 @@ def toml_value(text: str) -> Any:
     if "\n" in text:
         return _MISSING
     try:
-        document = tomllib.loads(f"value = {text}\n")
+        return tomllib.loads(f"value = {text}\n")["value"]
     except (ValueError, RecursionError):  # also an integer of thousands of digits, and thousands of brackets
         return _MISSING
-    return document["value"] if len(document) == 1 else _MISSING
 
 
 def plain(value: Any) -> Any:

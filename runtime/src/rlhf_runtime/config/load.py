@@ -25,7 +25,7 @@ from rlhf_hub.hub import Commits, hub_name, is_cached
 from rlhf_hub.published import pinned, require_folder
 
 from rlhf_runtime.config.components import chosen_by, dumped, option_problems
-from rlhf_runtime.config.flag_values import NO_VALUE, PYTHON_BOOLEANS, FlagText, PythonValue, plain, read
+from rlhf_runtime.config.flag_values import PYTHON_BOOLEANS, FlagText, PythonValue, plain, read
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
@@ -328,13 +328,13 @@ def _sections(value: Any) -> Any:
         fields = {name: getattr(value, name) for name in type(value).model_fields if name != "options"}
         clash = fields.keys() & value.options.keys()
         return _sections({**fields, "options": value.options} if clash else {**fields, **value.options})
-    if isinstance(value, RunFile) or hasattr(type(value), "model_fields"):
+    if hasattr(type(value), "model_fields"):
         return _sections({name: getattr(value, name) for name in type(value).model_fields})
     if isinstance(value, Mapping):
         return {k: _sections(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
         return [_sections(v) for v in value]
-    return plain(value) if isinstance(value, FlagText) or value is NO_VALUE else value
+    return plain(value)
 
 
 _BEGIN, _END = "<fill in: ", ">"

@@ -92,8 +92,8 @@ class DatasetAnswers:
 def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
     """The answers in a column. Raises DataError if the column holds none."""
     value = columns.get(name)
-    is_list = isinstance(value, list) and not _is_message_list(value)
-    texts = [_text(item, name) for item in (value if is_list and isinstance(value, list) else [value])]
+    items = value if isinstance(value, list) and not _is_message_list(value) else [value]
+    texts = [_text(item, name) for item in items]
     if not texts:
         raise DataError(f"column {name!r} holds no answer")
     return texts
