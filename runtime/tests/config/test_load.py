@@ -402,6 +402,10 @@ def test_a_value_given_in_python_is_not_converted():
         ({"run": {"seed": 3}}, r"\[run\] is a section"),
         ({"algorithm__use": 3}, r"algorithm\.use \(option 'algorithm\.use'\)"),
         ({"data__train": [3]}, r"data\.train"),
+        (
+            {"data__template_kwargs": {"x": {"y": ["a", None]}}},
+            r"data\.template_kwargs\.x\.y \(.*TOML has no null, got list",
+        ),
     ],
 )
 def test_a_wrong_value_given_in_python_is_refused(options, problem):

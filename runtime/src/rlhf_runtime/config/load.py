@@ -84,7 +84,7 @@ def load(
     # Messages about other problems contain values, so secrets are reported before them.
     raise_problems("the configuration holds secrets", _secret_problems(data, origins))
     raise_problems("the run file is not filled in", unfilled(data, origins))
-    problems = [*layers.problems, *_integer_problems(data, origins)]
+    problems = [*layers.problems, *_toml_problems(data, origins)]
     try:
         run = RunFile.model_validate(read(RunFile, long_form(data)))
     except ValidationError as error:
@@ -311,13 +311,16 @@ def _check_depth(data: Any) -> None:
     )
 
 
-def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") -> list[str]:
-    """Problems of integers with more than 64 bits, which TOML, tensors and counters do not support."""
+def _toml_problems(value: Any, origins: Mapping[str, str], path: str = "") -> list[str]:
+    """Problems of values that a run file cannot hold: integers with more than 64 bits, which tensors and counters do
+    not support either, and None in a list that was given in Python."""
     if isinstance(value, FlagText):
         value = value.value
+    if isinstance(value, list | tuple) and any(item is None for item in value):
+        return [f"{path}{origin(path, origins)}: TOML has no null, got {type_and_value(value)}. Remove None from it."]
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return [p for k, v in items for p in _integer_problems(v, origins, f"{path}.{k}" if path else str(k))]
+        return [p for k, v in items for p in _toml_problems(v, origins, f"{path}.{k}" if path else str(k))]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return [f"{path}{origin(path, origins)}: integers are from -2^63 to 2^63 - 1, got {type_and_value(value)}."]
     return []
