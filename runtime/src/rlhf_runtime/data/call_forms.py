@@ -271,6 +271,7 @@ def _quoted(text: str, types: Types, quote: str) -> list[AnswerCall]:
     if not match:
         return []
     pieces = match[2].split(quote)
+    # Pieces at even positions are outside of strings.
     pieces[::2] = [re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+):", r'\1"\2":', piece) for piece in pieces[::2]]
     pieces[::2] = [re.sub(r"\bNone\b", "null", piece) for piece in pieces[::2]]
     pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]

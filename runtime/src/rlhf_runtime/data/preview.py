@@ -71,6 +71,7 @@ def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
     texts, done, pending = list[str](), list[int](), list[int]()
     for token in ids:
         pending.append(token)
+        # Each token is decoded after the one before it, because some tokenizers drop the space of a first token.
         text_done = decode(done)
         text = decode([*done, *pending])[len(text_done) :]
         if text.endswith(_BROKEN) and len(pending) < 8:

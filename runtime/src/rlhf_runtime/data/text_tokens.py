@@ -107,10 +107,13 @@ def edges_are_between(offsets: Sequence[Span], edges: Iterable[int]) -> bool:
     claimed = 0
     """End of the characters reported so far."""
     for start, end in offsets:
+        # an edge at a token without characters
         if start == end and bisect_left(positions, start) < bisect_right(positions, start):
             return False
+        # an edge among characters that no token reports
         if start > claimed and bisect_left(positions, claimed) < bisect_right(positions, start):
             return False
+        # an edge within a token
         if bisect_right(positions, start) < bisect_left(positions, end):
             return False
         claimed = max(claimed, end)
