@@ -40,6 +40,8 @@ def test_the_card_says_what_was_run(shop: Workshop) -> None:
 def test_paths_addresses_and_secrets_are_left_out() -> None:
     assert public("/home/ada/models/base") == "base"
     assert public("models\\base") == "base"
+    assert public("/Users/ada/My Drive/rows of ada.jsonl") == "rows of ada.jsonl"
+    assert public("~/My Drive/rows.jsonl") == public("C:\\My Files\\rows.jsonl") == "rows.jsonl"
     assert public("owner/name@main") == "owner/name@main"
     assert public("file:/home/ada/reward.py:score") == "file:reward.py:score"
     assert public("http://10.0.0.1:8000/score") == "<address>"

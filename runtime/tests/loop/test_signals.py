@@ -65,6 +65,13 @@ def test_the_second_ctrl_c_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is old_handler
 
 
+def test_the_first_ctrl_c_after_a_request_of_code_does_not_stop_at_once():
+    with StopRequest() as stop:
+        stop.request("run.stop_after = 3")
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+
+
 def test_in_a_thread_only_code_can_ask():
     states = []
 

@@ -330,7 +330,8 @@ def test_an_environment_of_one_agent_names_none_and_names_differ() -> None:
 
     with pytest.raises(EnvError, match=r"names the agent str 'a'; Env.agents\(\) names no agents"):
         play(in_process(Named), "a")
-    for names, message in (("ab", "allowed: a tuple of names"), (("a", "a"), "allowed: distinct names")):
+    texts = ((None, "allowed: a tuple of names"), ("ab", "a tuple of names"), (("a", "a"), "allowed: distinct names"))
+    for names, message in texts:
         wrong = type("Wrong", (Seats,), {"agents": classmethod(lambda cls, config, names=names: names)})
         with pytest.raises(PluginInvalid, match=message):
             Episodes(in_process(wrong), None, section())

@@ -25,7 +25,7 @@ class InvalidResult(Exception):
 def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[str, ...]:
     """The agents that the policy plays. Raises InvalidResult if :meth:`Env.agents` returned something else."""
     names = environment.agents(environment.Config() if config is None else config)
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
         raise InvalidResult(f"returned {brief(names)}; allowed: a tuple of names, empty for one agent")
     if len({*names}) < len(names):
         raise InvalidResult(f"returned {brief(names)}; allowed: distinct names")

@@ -24,6 +24,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 24
 """Points of a curve; each is the mean of its steps."""
 _REFERENCE = re.compile(r"(file|model|plugin):(.+)")
+_ABSOLUTE = re.compile(r"(~[/\\]|[/\\][^/\\\s]+[/\\]|[A-Za-z]:[/\\]).*")
 _LEFT_OUT = ("run.output", "run.resume", "run.overwrite")
 """Options about the machine's folders."""
 
@@ -130,7 +131,9 @@ def public(value: Any) -> Any:
         return "<address>"
     if (match := _REFERENCE.fullmatch(value)) is not None:
         return f"{match[1]}:{public(match[2])}"
+    # Text such as an instruction may contain a slash, so only an absolute path may contain spaces.
     is_path = ("/" in value or "\\" in value) and not re.search(r"\s", value)
+    is_path = is_path or _ABSOLUTE.fullmatch(value) is not None
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if is_path and hub_name(value) is None else value
 
 

@@ -66,7 +66,7 @@ class StopRequest:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
         self.signal = self.signal or signal.Signals(number)
         self.request(signal.Signals(number).name)
