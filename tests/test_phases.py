@@ -40,7 +40,7 @@ class Trainer(TorchTrainer):
     name = "noting"
     Config = TrainerConfig
     update, use_view, save = (noted(w, getattr(TorchTrainer, w)) for w in ("update", "use_view", "save"))
-    offload, reload = (noted(w, getattr(TorchTrainer, w)) for w in ("offload", "reload"))
+    offload, reload, export = (noted(w, getattr(TorchTrainer, w)) for w in ("offload", "reload", "export"))
 
 
 class Engine(Sleeps, Copying):
@@ -66,7 +66,7 @@ TRAINED = [*RELOAD, "update"]
 EVALUATED = [*RELOAD, "use_view", "offload", "load", "wake", "generate", *RELOAD, "use_view"]
 """The calls of an evaluation with the average, after which the live weights are used again."""
 STEP = ["wake", "generate", *TRAINED]
-ENDS = [*EVALUATED, "save"]
+ENDS = [*EVALUATED, "save", "export"]
 ORDERS = {
     1: [*BEGINNING, *STEP, "offload", "load", *RELOAD, "save", "offload", *STEP, "offload", "load", *ENDS],
     # the batches of a round one after another, and then both updates
@@ -94,6 +94,26 @@ def test_roles_compute_only_with_devices_and_release_them(shop: Workshop, round_
         checkpoint={"every": 1},
     )
     assert turns(notes) == ORDERS[round_]
+
+
+def test_a_model_is_exported_after_its_state_was_reloaded(shop: Workshop) -> None:
+    """Also where no checkpoint is due, and where a resumed run only exports. The average may be in host memory."""
+    notes = shop.folder / "notes"
+    parts = shop.file("parts.py", COPYING + TAKING_TURNS)
+    settings = {
+        "run": {"steps": 2},
+        "trainer": {"use": f"file:{parts}:Trainer", "notes": str(notes), "ema_decay": 0.5},
+        "generator": {"use": f"file:{parts}:Engine", "notes": str(notes)},
+        "sync": {"canaries": 0},
+        "placement": {"generator": {"share": "policy"}},
+        "checkpoint": {"export_every": 1},
+    }
+    shop.train("rloo", "run", **settings)
+    synced = ["offload", "load", *RELOAD]
+    assert turns(notes) == [*BEGINNING, *STEP, *synced, "export", "offload", *STEP, *synced, "save", "export"]
+    notes.unlink()
+    shop.train("rloo", "run", "--resume", **settings)
+    assert turns(notes) == [*BEGINNING, *RELOAD, "export"]
 
 
 def turns(notes: Path) -> list[str]:

@@ -86,3 +86,20 @@ def test_the_best_checkpoint_is_marked_where_an_observer_fails_after_the_evaluat
     assert "the server is down" in broken.said
     down.unlink()
     assert_same_evaluations(shop.train("rloo", "broken", "--resume", **settings), baseline)
+
+
+def test_a_resume_that_fails_after_the_missing_evaluation_loses_nothing(shop: Workshop) -> None:
+    """The step has a checkpoint already, so nothing is saved again."""
+    down, failing = shop.folder / "down", shop.folder / "failing"
+    observer = shop.file("raises.py", RAISES.format(down=str(failing)))
+    settings = {**evaluated(shop, 2), "observer": [{"use": f"file:{observer}"}]}
+    baseline = shop.train("rloo", "whole", **settings)
+    down.touch()
+    assert shop.run("rloo", "broken", **settings).code == 1
+    down.unlink()
+    failing.touch()
+    broken = shop.run("rloo", "broken", "--resume", **settings)
+    assert "the server is down" in broken.said
+    assert "what was learnt" not in broken.said
+    failing.unlink()
+    assert_same_evaluations(shop.train("rloo", "broken", "--resume", **settings), baseline)

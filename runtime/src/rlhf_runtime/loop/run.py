@@ -104,9 +104,10 @@ class Run:
         if self.state.unfinished is not None:
             self.directory.metrics.cut(self.steps_done - 1)  # an earlier resume may have come further than this
             self._end_step(self.steps_done, self.state.unfinished, saved=True)
-        self._stopping = self._stops(self.steps_done)
-        self.saves.export_best(self.steps_done)
-        self.saves.export(self.steps_done, last=self._is_last(self.steps_done))
+        else:
+            self._stopping = self._stops(self.steps_done)
+            self.saves.export_best(self.steps_done)
+            self.saves.export(self.steps_done, last=self._is_last(self.steps_done))
         with self.stop:
             while self.steps_done < self.total_steps and not self._stopping:
                 self.reports.begin_step(self.steps_done)
@@ -251,9 +252,10 @@ class Run:
                 self.reports.record(steps_done, metrics)  # the step itself is complete
                 raise
         self.reports.record(steps_done, metrics)
-        self.saves.hold(steps_done, is_best)
+        if not saved:
+            self.saves.hold(steps_done, is_best)
         self.reports.tell(steps_done, metrics)
-        if self.control.apply():
+        if self.control.apply() and not saved:
             self.saves.hold(steps_done, is_best)
         # Read once. A signal that comes later is handled after the next step, which then saves a checkpoint.
         self._stopping = self._stops(steps_done)
@@ -339,7 +341,9 @@ class Run:
     def _stops(self, steps_done: int) -> bool:
         """Whether the run ends after step ``steps_done`` although more steps are planned."""
         last = self.config.run.stop_after
-        if last is not None and self.total_steps > steps_done >= last and not self.stop.requested:
+        if steps_done == self.total_steps:
+            return False
+        if last is not None and steps_done >= last and not self.stop.requested:
             self.stop.request(f"run.stop_after = {last}")
         if not self.stop.requested and self._no_patience:
             self.progress.note(f"stopped early: {self._no_patience}")

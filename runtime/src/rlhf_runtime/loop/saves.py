@@ -104,12 +104,12 @@ class Saves:
             return
         if self._directory.exported_best() == steps_done:
             return
-        self._take_devices_back()
         with self._store.writing(self._directory.best_model), self._reports.timed("export"):
             self._directory.publish_best(steps_done, self._mark(), self.write_model)
 
     def write_model(self, path: Path) -> None:
         """Write the policy (:meth:`ModelFiles.write_policy`), with a model card."""
+        self._take_devices_back()
         self._files.write_policy(self._state.roles["policy"], path)
         write_card(path, self._directory.path)
 
@@ -123,6 +123,7 @@ class Saves:
                 self._directory.publish_model(partial(self._write_role, name), name)
 
     def _write_role(self, name: str, path: Path) -> None:
+        self._take_devices_back()
         self._files.write_role(self._state.roles[name], path)
         write_card(path, self._directory.path, name)
 
