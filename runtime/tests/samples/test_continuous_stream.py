@@ -224,6 +224,23 @@ def test_groups_are_numbered_on_after_a_resume(resumed) -> None:
     assert batches == [[(2, 2), (3, 3)], [(4, 4), (5, 5)], [(6, 6), (7, 7)]]
 
 
+def test_a_group_that_is_too_old_is_not_in_a_short_batch(stream) -> None:
+    """A rejected group is not replaced, because the run has no filter. The other group is too old."""
+
+    class Unscored(Scorer):
+        async def score(self, group: Group, trained_on: bool = True) -> None:
+            if group.row.index != 0:
+                await super().score(group, trained_on)
+
+    late = stream(Engine(100, version=1, old=(1,)), staleness=0)
+    late.rollouts.scorer = Unscored()
+    late.batches_taken = 1
+    late.start(1)
+    ready = late.take(1)
+    assert [(group.number, group.row.index) for group in ready.groups] == [(2, 1)]
+    assert (ready.counts["stale"], ready.counts["short"], ready.counts["oldest"]) == (1.0, 1.0, 0.0)
+
+
 def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
     """An engine that was replaced may sample with older weights than the run has."""
     engine = Engine(100, version=1, old=(1,))

@@ -237,9 +237,10 @@ class ContinuousStream(Stream):
             self._change.clear()
             if self._failure is not None:
                 raise self._failure
-            batch = self._fresh(step, self.pending.choose(step))
+            batch = self.pending.choose(step)
             if batch is None and self._exhausted and not self.pending.running:
-                batch = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
+                batch = list(self.pending)[: self.pending.batch_size]
+            batch = self._fresh(step, batch)
             if batch is None:
                 size = self.pending.batch_size
                 self.count(min(len(self.pending) - self.pending.running, size), size)
