@@ -194,6 +194,17 @@ def test_the_error_for_a_flipped_bit_names_the_file_and_the_remedy(tmp_path):
         store.open(1)
 
 
+def test_the_error_for_a_file_that_cannot_be_read_names_the_file(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, write("x" * folder.stat().st_size), {})
+    (path / "policy" / "model.safetensors").unlink()
+    folder.rename(path / "policy" / "model.safetensors")  # of the same size, so only reading fails
+    with pytest.raises(CheckpointError, match=r"damaged: policy/model\.safetensors cannot be read: Is a directory"):
+        store.open(1)
+
+
 def test_a_changed_manifest_is_damage_too(tmp_path):
     store = CheckpointStore(tmp_path)
     path = store.save(1, write(), {"seed": 1})

@@ -333,14 +333,18 @@ class Checkpoint:
     """{"metric", "value"} if this was the best checkpoint when it was saved."""
 
     def damage(self) -> str:
-        """The difference from the manifest, after reading every byte; empty if there is none."""
+        """The first difference from the manifest, after reading every byte; empty if there is none."""
         names = list(self.contents)
         with ThreadPoolExecutor(_threads(names)) as pool:
-            digests = pool.map(_sha256, [self.path / name for name in names])
-            for name, digest in zip(names, digests, strict=True):
-                if digest != self.contents[name]["sha256"]:
-                    return f"{name} has SHA-256 {digest[:12]}..., expected {self.contents[name]['sha256'][:12]}..."
-        return ""
+            return next(filter(None, pool.map(self._damage_of, names)), "")
+
+    def _damage_of(self, name: str) -> str:
+        expected = self.contents[name]["sha256"]
+        try:
+            digest = _sha256(self.path / name)
+        except OSError as cause:
+            return f"{name} cannot be read: {cause.strerror}"
+        return "" if digest == expected else f"{name} has SHA-256 {digest[:12]}..., expected {expected[:12]}..."
 
 
 def read_checkpoint(path: Path) -> Checkpoint | str:
