@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from rlhf.ops.batch import Batch
-from rlhf.types import Row, Turn
+from rlhf.types import Row, Trajectory, Turn
 from rlhf_modeling import packed_model
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
+from rlhf_runtime.jobs.mismatch import _Samples
 from rlhf_runtime.jobs.mismatch_causes import (
     ADAPTERS,
     ARITHMETIC,
@@ -299,6 +300,12 @@ def test_old_weights_that_are_not_kept_are_not_examined(shop: Workshop) -> None:
     early = shop.command("doctor", str(run), "--step", "3")
     assert early.code == 2
     assert all(words in early.said for words in ("not kept", "--step 1, 5", "--checkpoint.every 1"))
+
+
+def test_a_sampled_turn_without_tokens_needs_no_version() -> None:
+    turns = [Turn([5], False), Turn([6], True, [-1.0], ((0, 3),), "stop"), Turn([8], False), Turn([], True, [])]
+    samples = _Samples.of([Trajectory(Row({}, "unit", 0), turns, (0, 0))])
+    assert (samples.version_A.tolist(), samples.end_A.tolist()) == ([3], [True])
 
 
 def test_what_cannot_be_examined_is_refused(shop: Workshop, trained: Callable[..., Path]) -> None:

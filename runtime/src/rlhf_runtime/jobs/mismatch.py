@@ -289,11 +289,11 @@ class _Samples:
         batch = _assemble(trajectories)
         versions: list[int] = []
         ends: list[bool] = []
-        for turn in (turn for t in trajectories for turn in t.turns if turn.sampled):
+        for turn in (turn for t in trajectories for turn in t.turns if turn.sampled and turn.ids):
             starts = [*(first for first, _ in turn.versions[1:]), len(turn.ids)]
             for (first, version), last in zip(turn.versions, starts, strict=True):
                 versions += [version] * (last - first)
-            ends += [False] * (len(turn.ids) - 1) + [turn.finish == "stop"] if turn.ids else []
+            ends += [False] * (len(turn.ids) - 1) + [turn.finish == "stop"]
         generator_A = batch.tok["gen_logprobs"][batch.tok["loss_mask"]]
         return _Samples(batch, generator_A, torch.tensor(versions), torch.tensor(ends))
 
