@@ -57,7 +57,7 @@ class PluginWorker:
     """One process that serves one plugin. After a failure of the process itself the worker stays dead, and the pool
     starts another one.
 
-    ``error`` is the class of all raised errors. Their messages contain ``what``, by default the plugin and its
+    ``error`` is the class of all raised errors. Their messages contain ``label``, by default the plugin and its
     distribution. ``python``: the program that runs it, if it is not the Python of this process
     (:mod:`rlhf_runtime.calls.isolation`).
     """

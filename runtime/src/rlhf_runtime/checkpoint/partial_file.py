@@ -22,7 +22,7 @@ class PartialFile:
     """``for part in resume(): ...``, then ``add(part)`` until done, then ``publish()``. A part is a JSON object.
 
     Args:
-        about: JSON values that describe the job's input. Parts of another process are used only if its values are
+        header: JSON values that describe the job's input. Parts of another process are used only if its values are
             equal.
     """
 

@@ -369,7 +369,7 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
         saved = validated(SavedManifest, manifest, MANIFEST)
     except CheckpointError as error:
         return str(error)
-    if path.name != f"step-{saved.step:06d}" and not path.name.startswith(files.TEMPORARY):
+    if path.name != f"step-{saved.step:06d}":
         return f"{MANIFEST} is of step {saved.step}, not of the step in the folder's name"
     for name, entry in manifest["files"].items():
         try:

@@ -83,7 +83,8 @@ def train(
     count: Callable[[str, int, int], None] = lambda label, number, total: None,
 ) -> Metrics:
     """All optimizer steps of one update; metrics are named ``<role>/<name>``."""
-    if update.live and update.epochs * update.minibatches != 1:
+    steps = update.epochs * update.minibatches
+    if update.live and steps != 1:
         raise TrainingError(
             f"the update of {update.role!r} has {update.epochs} x {update.minibatches} optimizer steps and leaves out "
             f"{sorted(update.live)}: only an update of a single step may leave columns out, because the live output "
@@ -92,7 +93,6 @@ def train(
     role, parts, skipped = role_of(roles, update.role, "updates()"), [], 0
     grad_norms: list[float] = []
     result = None
-    steps = update.epochs * update.minibatches
     for number, minibatch in enumerate(minibatches(batch, update, seed, step), 1):
         if steps > 1:
             count("optimizer step", number, steps)

@@ -13,7 +13,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.weight_sync import HOLDS_NOTHING, WeightSync
 from rlhf_runtime.samples.failures import Failures
-from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 
 
@@ -60,7 +60,7 @@ def training_settings(config: RunFile, failures: Failures, needs: Needs) -> Roll
     return RolloutSettings(
         training_sampling(config),
         config.sampling.samples_per_prompt,
-        "sample",
+        TRAINING,
         config.run.seed,
         config.data.max_tokens,
         config.stream.rollout_deadline,
