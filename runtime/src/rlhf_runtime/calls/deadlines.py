@@ -84,6 +84,7 @@ async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
     begin, seconds_left = loop.time(), seconds
     done_tasks: set[asyncio.Future[T]] = set()
     try:
+        # Repeated, because the clock may have been stopped during the wait. Then some of the time is left.
         while not done_tasks and seconds_left > 0:
             done_tasks, _ = await asyncio.wait({task}, timeout=seconds_left)
             seconds_left = seconds - (loop.time() - begin - clock.waited())

@@ -105,6 +105,7 @@ class MainThread:
     def _next_job(self) -> Callable[[], None] | None:
         """Wait for a job. No deadline can end a coroutine that blocks the event loop: this method reports where it
         blocks, and raises StandstillError if the run was asked to stop."""
+        # The event loop sets `beat` in its next turn. As long as it is not set, a coroutine blocks the loop.
         is_reported, beat = False, threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         turned = time.monotonic()
@@ -123,6 +124,7 @@ class MainThread:
                 print(_standing_still(self._thread, time_s - turned), file=sys.stderr, flush=True)  # noqa: T201
             if self.stop is not None and self.stop.requested:
                 stop_time = time_s if stop_time is None else stop_time
+                # A block counts from the request on. Every turn of the loop starts the time anew.
                 if time_s - max(stop_time, turned) >= self._grace:
                     self._stuck = True
                     raise StandstillError(_in_the_way(self._thread, self.stop.reason, time_s - turned))

@@ -78,6 +78,7 @@ HOSTS: dict[str, type[RewardHost] | type[EnvHost]] = {"reward": RewardHost, "env
 def main() -> None:
     """Serve requests until the driver closes the connection."""
     connection = socket.socket(fileno=int(sys.argv[1]))
+    # A program that the plugin starts would keep the connection open after this process has died.
     connection.set_inheritable(False)
     if sys.platform != "linux":
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()

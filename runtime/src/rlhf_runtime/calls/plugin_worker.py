@@ -78,6 +78,7 @@ class PluginWorker:
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
         environment.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order in every worker
         end = str(peer.fileno())
+        # -P: as in the program `rlhf`, modules are not imported from the current folder.
         program = [sys.executable, "-P", "-m", "rlhf_runtime.calls.plugin_process", end]
         if python is not None:
             environment = isolation.environment(python, environment)
@@ -291,6 +292,7 @@ class WorkerPool:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
+                # The permit passes to this caller directly, so a caller that comes now cannot overtake it.
                 turn.set_result(None)
                 return
         self._free += 1

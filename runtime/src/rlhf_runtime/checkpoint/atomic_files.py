@@ -119,6 +119,7 @@ def _set_aside(path: Path) -> Path | None:
     shutil.rmtree(discarded, ignore_errors=True)
     if discarded.is_dir():  # a reader on NFS has one of its files open
         discarded = Path(tempfile.mkdtemp(prefix=f"{discarded.name}-", dir=path.parent))
+    # The new folder of mkdtemp() is empty, and rename() replaces an empty folder.
     os.rename(path, discarded)
     sync_file(path.parent)
     return discarded

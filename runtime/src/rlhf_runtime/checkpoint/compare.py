@@ -183,6 +183,7 @@ def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
     parts = key.split(".")
     for pattern in reported:
         names = pattern.split(".")
+        # zip() stops at the shorter one, so a pattern also matches every key below it.
         if len(parts) >= len(names) and all(w in ("*", p) for w, p in zip(names, parts, strict=False)):
             return "report"
     return "refuse"

@@ -52,6 +52,7 @@ class PartialFile:
                         f"{self.partial} was started with different values of {', '.join(differing)}. Use the same "
                         "values to continue it, or remove it (--force)"
                     )
+        # Else the next part would be appended to the incomplete line.
         os.truncate(self.partial, size)
         if not size:
             self._append(self.header)

@@ -144,6 +144,7 @@ def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tu
             number = 0
             for position in range(reader.num_record_batches):
                 batch = reader.get_batch(position)
+                # Arrow trusts offsets and texts that it reads. In a damaged file they may point outside of the memory.
                 batch.validate(full=True)
                 places: Sequence[int] = range(number, number + batch.num_rows)
                 number += batch.num_rows
@@ -258,6 +259,7 @@ def _record_batch(rows: list[dict[str, Any]]) -> pa.RecordBatch:
     columns = {f.name: pa.array([r.get(f.name) for r in rows], f.type) for f in SCHEMA if f.name != "turns"}
     turns = [turn for row in rows for turn in row.get("turns", ())]
     fields = {f.name: pa.array([t[f.name] for t in turns], f.type) for f in TURN if f.name not in ("ids", "logprobs")}
+    # Copied as bytes: pa.array() would make a Python number of every token.
     fields["ids"] = _lists([turn["ids"] for turn in turns], "i")
     fields["logprobs"] = _lists([turn["logprobs"] for turn in turns], "f")
     nested = pa.StructArray.from_arrays([fields[f.name] for f in TURN], fields=list(TURN))

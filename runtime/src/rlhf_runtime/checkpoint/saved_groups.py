@@ -245,6 +245,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
+    # Otherwise pydantic would accept text for a number and 1 for True.
     return TypeAdapter(hint, config=ConfigDict(strict=True))
 
 

@@ -71,6 +71,7 @@ class CheckpointStore:
             parameters: number of trained parameters, of all roles.
             copies: number of checkpoints that the run has at a time.
         """
+        # The checkpoints of a resumed run take their space already.
         disk, copies = self._disk(), max(1, copies - len(self.complete()))
         if not disk.total:  # a mounted object store that reports no sizes
             return
@@ -113,6 +114,7 @@ class CheckpointStore:
             files.discard_folder(target)  # incomplete, as just checked
             os.rename(temporary, target)
             files.sync_file(self.root)
+            # The manifest has the mark, too. If this process dies here, clean() restores the pointer from it.
             if best is not None:
                 self._point(step, best)
             self._rotate()

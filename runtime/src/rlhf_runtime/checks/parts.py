@@ -67,6 +67,7 @@ def check_parts(
     experts = _replayed_experts(plugins_of_run, specs["policy"]) if "policy" in specs else None
     if generator is not None and "policy" in specs:
         policy, data = specs["policy"], config.data
+        # End tokens and the decoder are placeholders, because they are known only when the policy is loaded.
         engine = GeneratorSpec(
             (),
             str,

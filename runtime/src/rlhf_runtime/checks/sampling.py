@@ -247,6 +247,7 @@ def _filtering(run: RunFile, unscored: bool) -> list[str]:
 def _shape(run: RunPlugins) -> OnlineShape:
     """The shape of the run. The number of turns of an answer is known only in an environment."""
     config, in_environment = run.config, _in_environment(run)
+    # A prompt has at least one token.
     s, limit = config.sampling, config.data.max_tokens - 1
     turns = config.env.max_turns if in_environment and config.env is not None else 1
     answer = min(s.max_new_tokens * turns, limit)

@@ -119,6 +119,7 @@ def loaded_policy(
     parts.algorithm.use_tokens(tokens_of(tokenizer))
     template = Template(tokenizer, parts.config.data)
     schedule = UpdateSchedule.of(parts.algorithm, steps)
+    # No other role is launched here, so there is none to share devices with.
     place = replace(parts.places_on(device_here())["policy"], share=None)
     spec = parts.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
     spec = with_precision({"policy": spec}, parts.trainer_class, start.get("on_processor"))["policy"]
@@ -150,6 +151,7 @@ def _add_to_mean(folder: Path, exports: Sequence[Path]) -> None:
 
     for path in sorted(folder.glob("*.safetensors")) if exports else ():
         tensors = load_file(path)
+        # In fp32, because sums of several bf16 tensors would be rounded after each one.
         sums = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
         for other in exports:
             with safe_open(other / path.name, "pt") as file:
@@ -157,4 +159,5 @@ def _add_to_mean(folder: Path, exports: Sequence[Path]) -> None:
                     sums[name] += file.get_tensor(name)
         means = {name: (total / (1 + len(exports))).to(tensors[name].dtype) for name, total in sums.items()}
         save_file({**tensors, **means}, path, metadata={"format": "pt"})
+        # save_file() makes files that only their owner can read.
         path.chmod(0o644)

@@ -61,6 +61,7 @@ class Passes:
         """Compute the log-probs of versions, in ascending order. The role must hold the model that the run started
         from."""
         store = CheckpointStore(self.run)
+        # Version 0 is in no checkpoint, so it is computed before another version is loaded.
         for version in versions:
             if version > 0:
                 role.every("load", store.open(version).path / "roles" / "policy")
@@ -74,6 +75,7 @@ class Passes:
     def compute_alone(self, role: Role, version: int) -> None:
         """Compute the log-probs of ``version``, with each sequence in its own micro-batch. The role must hold this
         version."""
+        # A sequence longer than the budget has a micro-batch to itself.
         role.budget = 1
         self._add(role, Pass(version, unbatched=True))
 
@@ -125,9 +127,11 @@ def logprob_head(sampling: SamplingSection, plain: bool, cut: bool) -> Head:
 def _logprobs(
     logits_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], constants: Mapping[str, Any], cut: bool
 ) -> Tensor:
+    # The trainer has divided the logits by the temperature.
     if "temperature" in columns:
         logits_CV = logits_CV * columns["temperature"][:, None]
     if cut:
+        # The sampled token was left in, but at the edge of the cut rounding could take it out here.
         stays_CV = _stays(logits_CV, **constants).scatter(1, ids_C[:, None], True)
         logits_CV = logits_CV.masked_fill(~stays_CV, -math.inf)
     return logits_CV.log_softmax(-1).gather(1, ids_C[:, None])[:, 0]
@@ -138,6 +142,7 @@ def _stays(logits_CV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
     sorted_CV = logits_CV.sort(-1, descending=True).values
     if top_k:
         sorted_CV[:, top_k:] = -math.inf
+    # The probability of all tokens before each one, so that the token at which the sum reaches top_p stays.
     before_CV = sorted_CV.softmax(-1).cumsum(-1).roll(1, -1)
     before_CV[:, 0] = 0.0
     count_C = ((before_CV < top_p) & (sorted_CV > -math.inf)).sum(-1).clamp(min=1)

@@ -62,6 +62,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     run = replace(
         run,
         config=run.config.model_copy(update={"policy": policy}),
+        # No batch is assembled that could place the rewards of steps at their tokens.
         rewards=[replace(reward, credit="outcome") for reward in run.rewards],
         parts={kind: part for kind, part in run.parts.items() if kind in ("launcher", "trainer")},
         rollout=None,

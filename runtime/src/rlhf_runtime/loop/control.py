@@ -80,6 +80,7 @@ class Control(RunControl):
         """Apply the requested options on every rank, between two steps. Returns whether there were any."""
         waiting, self._waiting = self._waiting, {}
         for option, value in waiting.items():
+            # `_waiting` is empty now, so this is the value in use.
             old_value = self.changeable[option]
             for trainer, field in self._trainers_of(option):
                 trainer.config = trainer.with_value(field, value)

@@ -173,6 +173,7 @@ def with_average(
         _use_view(EXPORTED, policy, sampler, sync=True)
         metrics = evaluate()
     except BaseException:
+        # The run ends with this error and samples no more, so the generator may keep the average.
         with suppress(RlhfError):  # if the policy's workers are gone, only the first error is shown
             _use_view("live", policy, sampler, sync=False)
         raise

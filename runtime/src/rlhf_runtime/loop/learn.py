@@ -47,6 +47,7 @@ def learn(
     """
     annotations = algorithm.annotations(step)
     with timed("annotate") if annotations else nullcontext():
+        # One call for each role, so that annotations of one view share a forward pass.
         for name in dict.fromkeys(a.role for a in annotations):
             role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
             batch = role.annotate(batch, [a for a in annotations if a.role == name])
@@ -129,6 +130,7 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
             "for at most one minibatch per unit"
         )
     for epoch in range(update.epochs):
+        # A batch that is not divided needs neither a shuffle nor the copy that select() makes.
         if update.minibatches == 1:
             yield batch
             continue
@@ -147,6 +149,7 @@ def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
         old: list[Bucket] = [target.group.value(item) for item in target.group.stream("buckets", "live")]
         old_tensors = {name: tensor for bucket in old for name, tensor in bucket.tensors}
         buckets = [mixed(source.group.value(item), old_tensors, update) for item in buckets]
+    # Counted before the call, which may fail after some tensors were replaced (Saves.rescue).
     target.changes += 1
     target.every("load_buckets", buckets)
 

@@ -74,6 +74,7 @@ def _card(
     yield "\n## Result\n"
     yield from _results(lines)
     yield "\n## Options that differ from the defaults\n\n```text"
+    # Of the first start, because a resume may read config.toml, which sets every option.
     for path in starts[0].get("options", []):
         if path not in _LEFT_OUT and (value := _option_value(config, path)) is not None:
             yield f"{path} = {json.dumps(public(value), ensure_ascii=False)}"

@@ -86,6 +86,7 @@ class Throughput:
             rate, devices = work.tokens / seconds, self._devices("policy")
             metrics |= {"throughput/trained": rate, "throughput/trained_per_device": rate / devices}
             if self._peak is not None and work.operations:
+                # Only the time of the updates counts here, while the rates above are of the whole step.
                 metrics["throughput/mfu"] = work.operations / work.seconds / (self._peak * 1e12 * devices)
         if self._sampler is not None:
             tokens, pause = self._sampler.rollouts.sampled_tokens, self._sampler.weights.pause_seconds

@@ -84,8 +84,6 @@ class Run:
     def seed(self) -> int:
         return self.config.run.seed
 
-    # ------------------------------------------------------------------------------- around the steps
-
     def steps(self) -> Iterator[int]:
         """The steps of the run, starting at the last checkpoint. Ends early after a signal (a checkpoint is saved
         first), or when ``eval.patience`` evaluations brought no improvement."""
@@ -96,6 +94,7 @@ class Run:
         self.reports.observe("run_started", info)
         self.control.apply()
         if self.config.eval.at_start and self.first_step == 0 and self.evaluation is not None:
+            # `best` does not see this value, because no checkpoint holds the model before training.
             metrics = self._evaluate(self.evaluation, 0)
             self.reports.record(0, metrics)
             self.reports.tell(0, metrics)
@@ -171,7 +170,8 @@ class Run:
         if self.sampler is None:
             return {}
         used = self.trains_on(version) or self._evaluates(version)
-        if not used and version != self.first_step:  # the first sync of a process is always made
+        # A process always makes its first sync, because its generator has no weights of the run yet.
+        if not used and version != self.first_step:
             return {}
         self.sampler.phases.begin_sync()
         metrics = self.sampler.weights.push(version)
@@ -243,6 +243,7 @@ class Run:
         """
         self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
         if self.evaluation is not None and self._evaluates(steps_done):
+            # The checkpoint of a resumed step is complete already, so nothing is held for rescue() here and below.
             if not saved:
                 self.saves.hold(steps_done, unfinished=metrics)  # including metrics of the sync
             try:
@@ -291,8 +292,6 @@ class Run:
             self.resources.callback(self.reports.observe, "run_ended", self.status)
             self.resources.callback(self._record_end, sys.exception())
             self.resources.close()  # calls all callbacks, the latest first, even if one raises
-
-    # -------------------------------------------------------------------------------------- parts
 
     def _publish(self) -> None:
         """Write the final models. A run that cannot write them has failed."""

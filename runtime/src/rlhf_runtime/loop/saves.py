@@ -70,6 +70,7 @@ class Saves:
 
     def save(self, step: int, best: bool = False) -> None:
         """Save a checkpoint after ``step`` finished steps. An error leaves older checkpoints intact."""
+        # Cleared before the save, so that rescue() does not repeat a save that failed, such as on a full disk.
         state, self._intact = self._state, None
         self._take_devices_back()
         mark = self._mark() if best else None
@@ -131,6 +132,7 @@ class Saves:
         """After a failure, save the last finished step if the weights have not changed since. So nothing is lost when a
         row, a reward or an environment fails. The run still ends with the original error."""
         state, self._intact, best = self._intact, None, self._intact_best
+        # The state was copied, but weights are read when they are saved, so they must still be those of the step.
         if state is None or self._changes() != self._intact_changes:
             return
         try:
@@ -211,6 +213,7 @@ def _complete_adapter(path: Path) -> None:
     """Copy the settings of the model to the adapter in an export, so that the adapter's folder can be used as a
     model."""
     for file in path.iterdir() if (path / ADAPTER).is_dir() else ():
+        # `in`, because the index of divided weights (model.safetensors.index.json) is left out, too.
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copyfile(file, path / ADAPTER / file.name)
 

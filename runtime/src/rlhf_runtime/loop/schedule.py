@@ -35,6 +35,7 @@ class UpdateSchedule:
                     count[update.role] += update.epochs * update.minibatches
                 else:
                     snapshots.add(update.role)
+                    # A mixture also reads the weights that it replaces.
                     sources |= {update.source} | ({update.role} if update.share < 1 else set())
             planned.append(different.setdefault(tuple(count.items()), dict(count)))
         return cls(tuple(planned), frozenset(snapshots), frozenset(sources))

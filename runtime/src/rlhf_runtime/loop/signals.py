@@ -66,6 +66,7 @@ class StopRequest:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # After a stop that code requested, the first Ctrl-C still waits for the checkpoint.
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
         self.signal = self.signal or signal.Signals(number)

@@ -112,6 +112,7 @@ def _bundles(tokens: Sequence[int], order: Sequence[int], shared: Sequence[int],
         begin, end = first[i - 1], last[i]
         joined = cost[begin] + cost[i] - shared[i]
         if joined <= cap:
+            # `last` and `first` are kept up to date only at the two ends of a bundle. No other position is read.
             cost[begin], last[begin], first[end] = joined, end, begin
     items, i = [], 0
     while i < count:

@@ -121,6 +121,7 @@ def precompute(
     except SafetensorError as error:  # after an incomplete copy, or a loss of power
         note(f"{path} is damaged ({error}), so it is computed again")
         table = ValueTable()
+    # Step 0 stands for every step. A later step that reads other tokens is refused by PrecomputedRole.forward().
     annotations = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 
     def batches() -> Iterator[Batch]:
@@ -158,6 +159,7 @@ def precompute(
 def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
     """[B]: for each sequence, a key of everything that determines the head's values."""
     columns = [batch.ids_N]
+    # Trainers divide logits by the temperature of each token, so log-probs depend on it.
     names = [n for n in ("temperature", head.over, *head.columns) if n in batch.tok]
     columns += [batch.tok[name] for name in names]
     start = repr((head.name, head.over, head.position, view, names)).encode()

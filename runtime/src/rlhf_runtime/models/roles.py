@@ -80,9 +80,11 @@ class Role:
         """:meth:`forward` without waiting. Returns a function that waits for the outputs."""
         read_B = _sequence_mask(batch, heads)
         if not bool(read_B.all()):
+            # Every sequence of the smaller batch is read, so this calls itself only once.
             wait, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
             return lambda: {name: _spread_over(read_N, values) for name, values in wait().items()}
         view = self.view if view == "live" else view
+        # Trainers divide logits by the temperature of each token, which no head names.
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         needed |= {EXPERTS} if self.facts.experts is not None and view == "live" else set()
         slim = batch.select_columns(sorted(needed))
@@ -102,6 +104,7 @@ class Role:
             batch if self.facts.wants_token_share else with_signal(batch.select_columns(self._columns(loss)), loss)
         )
         per_share = self._with_loss(computed, loss, update)
+        # Counted before the call: a step that fails may have changed the weights of some ranks (Saves.rescue).
         self.changes += 1
         self.steps_taken += 1
         start = time.perf_counter()
@@ -131,6 +134,7 @@ class Role:
         advances by the missing steps, so that it ends with the run."""
         missed, self.steps_taken = planned - self.steps_taken, 0
         if missed > 0:
+            # The schedule is saved with the weights, so a state that was held no longer fits them (Saves.rescue).
             self.changes += 1
             self.every("skip_updates", missed)
 

@@ -40,6 +40,7 @@ class Phases:
         self._aside = False
         """Whether the generator is awake."""
         self._stays_awake = False
+        # Engines start awake, but the roles use the devices until the first sync.
         if self.active:
             self._sleep()
 
@@ -82,6 +83,7 @@ class Phases:
         self._aside = False
         failed: list[RlhfError] = []
         turns: list[Callable[[], object]] = [partial(role.every, "reload") for role in self.neighbours]
+        # The engine first, because the roles reload into the memory that it frees.
         for turn in (self._sleep, *turns):
             try:
                 turn()

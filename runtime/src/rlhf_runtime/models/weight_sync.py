@@ -122,7 +122,7 @@ class WeightSync:
             generator.resume()  # not after an error: nothing is sampled with weights that are not proven
         return metrics
 
-    # -------------------------------------------------------------------------------------- parts
+    # ------------------------------------------------------------------------------- the parts of a push
 
     def _push_proven(self, generator: TakesTensors, version: int) -> dict[str, float]:
         tries = 2 if self.section.check == "retry" else 1
@@ -143,6 +143,7 @@ class WeightSync:
             if not problems:
                 self._base_proven = True
                 return metrics
+            # So the next attempt sends the base, too.
             self._base_proven = False
             message = f"the weight sync of version {version} cannot be proven:\n  " + "\n  ".join(problems)
             if attempt < tries:
@@ -225,6 +226,7 @@ class WeightSync:
         coarse = FP8_TOLERANCE if "fp8" in formats else BF16_TOLERANCE if "bf16" in formats else None
         differences = canary_differences(reference.canaries, reference.outputs()["logprobs"], answers, bool(coarse))
         tolerance = self.section.tolerance or coarse or FP32_TOLERANCE
+        # Not `gap > tolerance`, which is False for NaN.
         wrong = [canary for canary, gap in zip(reference.canaries, differences, strict=True) if not gap <= tolerance]
         largest = float(torch.tensor(differences).max())  # NaN, if one is
         if wrong:

@@ -158,6 +158,7 @@ def batch_calls(
         if forward is None:
             forward = _Pass(role, head)
             open_.append(forward)
+            # Not begun at once: other calls of this turn of the event loop join the pass before it begins.
             loop.call_soon(begin, forward)
         call = _Call(ids, positions, images, loop.create_future())
         forward.calls.append(call)

@@ -232,6 +232,7 @@ class Scorer:
                 results = [f"{type(error).__name__}: {error}"] * len(group.trajectories)
             if self.calls is not None:
                 self.calls.append(RewardCall(reward.name, group, clock.seconds, results))
+            # An attempt counts as a whole. After one failed sample, all samples of the call are scored again.
             if all(isinstance(r, RewardResult) for r in results):
                 return results
         if reward.retries:

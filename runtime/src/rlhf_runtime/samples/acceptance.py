@@ -45,9 +45,8 @@ class Acceptance:
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
         """The part of the group to train on; None if the group is rejected. The reason is counted in ``counts``. The
         filter accepts a group if it accepts the samples of one agent."""
-        if all(
-            t.is_demonstration for t in group.trajectories
-        ):  # the answer is the whole group: Needs.demonstration_share
+        # The answer of the data is the whole group (Needs.demonstration_share). It has no reward, and needs none.
+        if all(t.is_demonstration for t in group.trajectories):
             counts["demonstrations"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]

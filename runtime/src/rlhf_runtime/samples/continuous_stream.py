@@ -145,6 +145,7 @@ class ContinuousStream(Stream):
         self.next_number, self.batches_taken, self._finished = state["next_number"], state["taken"], state["finished"]
         self._rejected = state["rejected"]
         self._counts |= state["counts"]
+        # Turns that were being sampled are not in the checkpoint, so their tokens are sampled a second time.
         self._counts[RESTARTED["resume"]] += state["unfinished_tokens"]
         if self.chosen_rows is not None:
             self.chosen_rows.load_state_dict(state.get("chosen"))
@@ -220,6 +221,7 @@ class ContinuousStream(Stream):
 
     def _finish_group(self, pending: Pending, group: Group) -> None:
         """Called when all samples of ``group`` are scored."""
+        # As in waves: accept() tells the causes apart only in its counts.
         filtered = self._counts["filtered"]
         accepted = self.acceptance.accept(group, self._counts)
         self._finished += 1
@@ -267,6 +269,7 @@ class ContinuousStream(Stream):
     def _fresh(self, step: int, batch: list[Pending] | None) -> list[Pending] | None:
         """``batch`` if no token in it is older than the staleness allows. Otherwise None, and old groups are drawn
         again."""
+        # The room allows no old groups, but an engine that was just replaced may have sampled with older weights.
         scored = [(pending, pending.group) for pending in batch or [] if pending.group is not None]
         old = [(pending, group) for pending, group in scored if (age(group, step) or 0) > self.pending.staleness]
         for pending, group in old:
@@ -345,6 +348,7 @@ class ChosenRows:
             pending: groups that were started and are not trained on yet.
             room: how many groups may be started, at least 1.
         """
+        # If groups are counted in order of submission, the next one belongs to batch `step`, of which `begun` exist.
         step, begun = divmod(batches * self._batch_size + pending, self._batch_size)
         self._step = max(self._step, step)  # a group that was chosen for a later step may replace a rejected group
         rows = self._rows.take(min(room, self._batch_size - begun), self._step)

@@ -186,6 +186,7 @@ class Episode(Env):
             self._env.sampling = self.sampling
             call: Any = getattr(self._env, method)(*arguments)
             with self._sample.child(f"environment {method}"):
+                # close() of the base class returns None instead of a coroutine.
                 return check(None if call is None else await with_deadline(call, deadline), self._agents)
         except BaseException as error:
             self._failed = True

@@ -106,6 +106,7 @@ class PendingGroups:
     def remove(self, pending: Pending) -> None:
         if self._groups.pop(pending.number, None) is None:
             return
+        # A scored group behind the oldest running one stays in the heap. _settle() does not count it any more.
         if self._running.pop(pending.number, None) is None and pending.number < self._oldest_running:
             self._in_front -= 1
         self._settle()

@@ -46,6 +46,7 @@ class Waves:
         """Number of live samples that do not wait for tokens."""
         self._waiting: list[_Waiting] = []
         self._waiting_samples = 0
+        """Number of live samples that wait for tokens, each with one or several requests."""
         self._tasks: set[asyncio.Task[None]] = set()
         for _ in range(len(samples) if limit is None else min(limit, len(samples))):
             self._admit_next()
@@ -84,6 +85,7 @@ class Waves:
             return
         wave = sorted(self._waiting, key=lambda w: w.order)
         self._waiting = []
+        # All of them count as busy from now on, so the next wave waits until each has asked again or ended.
         self._busy, self._waiting_samples = self._waiting_samples, 0
         task = asyncio.get_running_loop().create_task(self._run(wave))
         self._tasks.add(task)
@@ -93,6 +95,7 @@ class Waves:
         """Pass each turn to its sample as soon as the turn is complete, while the rest of the wave continues."""
 
         def hand_over(waiting: _Waiting, turn: Turn) -> None:
+            # The sample may have been cancelled.
             if not waiting.future.done():
                 waiting.future.set_result(turn)
 
@@ -100,6 +103,7 @@ class Waves:
             for position, turn in self._generator.generate([w.request for w in wave]):
                 self._main.from_main(lambda w=wave[position], t=turn: hand_over(w, t))  # type: ignore[misc]
 
+        # An error ends only the requests that have no answer yet. Samples that have theirs continue.
         broken: Exception | None = None
         try:
             await self._main.call(job)

@@ -63,6 +63,7 @@ class RolloutSettings:
         """Whether group ``number``, of a row of ``source``, contains the answer of the data."""
         return source in self.demonstration_sources or (
             self.demonstration_share > 0
+            # A seed is uniform from 0 to below 2**63.
             and derive_seed(self.seed, f"{self.purpose}/given", number) < self.demonstration_share * 2.0**63
         )
 

@@ -88,6 +88,7 @@ class Rollouts:
     async def _groups(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count
     ) -> list[Group]:
+        # Groups of answers from the data never enter, and a wave would wait forever for a sample that does not.
         sampled_numbers = [n for n, row in enumerate(rows, first_number) if not settings.gives(n, row.source)]
         samples = [(number, sample) for number in sampled_numbers for sample in range(settings.answers)]
         if settings.failures is not None:
@@ -138,6 +139,7 @@ class Rollouts:
                     await self.scorer.score(samples_of_agent, settings.purpose == TRAINING)
         if settings.greedy:
             set_greedy_apart(group)
+        # After scoring, because a reward or the greedy answer may fail a sample, too.
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
@@ -202,6 +204,7 @@ class Rollouts:
         except InvalidResult as error:
             trajectory.status, trajectory.error = "failed", f"RolloutError: {label} {error}"
         except RlhfError as error:
+            # boundary() has turned the TimeoutError of the clock into a RolloutError.
             late = context.clock is not None and context.clock.expired()
             cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {cause}"
@@ -239,6 +242,7 @@ def one_of_each_sample(group: Group) -> list[Trajectory]:
 def set_greedy_apart(group: Group) -> None:
     """Remove the last answer of a scored group, which is greedy, and note its reward in each of the others. If it has
     no reward, the samples that have a reward fail."""
+    # It has one trajectory: a greedy answer is refused if the policy plays several agents (checks/sampling.py).
     greedy = group.trajectories.pop()
     for trajectory in group.trajectories:
         if greedy.status != "failed" and greedy.reward is not None:

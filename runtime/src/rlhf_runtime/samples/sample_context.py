@@ -173,6 +173,7 @@ class SampleContext(RolloutContext):
         answers = [turn for turn in log.values() if turn is not None]
         for number, answer, (turns, _) in zip(batch, answers, requests, strict=True):
             self._last = answer
+            # The answer itself is kept, so that no later object gets its id.
             self._answers[id(answer)] = number, turns[-1], answer
         if not training:
             self._side_turns += answers
@@ -181,6 +182,7 @@ class SampleContext(RolloutContext):
     def check_training(self, turns: Sequence[Turn]) -> None:
         """Raises RolloutError if the rollout returns a turn that it asked for with ``training = False``."""
         for number, turn in enumerate(turns):
+            # By the array of log-probs, which copies made with replace(turn, ...) share with the turn.
             if turn.logprobs is not None and any(turn.logprobs is other.logprobs for other in self._side_turns):
                 raise RolloutError(
                     f"the rollout returned turn {number}, which it asked for with training = False; omit training = "
@@ -190,6 +192,7 @@ class SampleContext(RolloutContext):
     def _request(self, turns: list[Turn], sampling: Sampling, turn_number: int, base: bool) -> GenerationRequest:
         if self._settings.is_greedy(self.index[1]):
             sampling = greedy_sampling(sampling)  # even if an environment or a program requests another temperature
+        # The model reads only what follows the last rewriting of the context.
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))
         if len(ids) >= self.max_tokens:
@@ -317,6 +320,7 @@ class TurnLog:
         """Turn ``number``, if it was sampled before for the same context."""
         context, turn = self._turns.get(number, (-1, None))
         if turn is not None and context != checksum(request):
+            # Later turns answer contexts that contain this one.
             self._turns = {n: earlier for n, earlier in self._turns.items() if n < number}
             return None
         return turn

@@ -106,6 +106,7 @@ class RecordedStream(Stream):
             )
         groups = read_groups(self._file(step + 1), self._find)
         self.batches_taken += 1
+        # A batch of answers from the data has no token of any version.
         version = min((v for group in groups if (v := oldest_version(group)) is not None), default=step)
         if step - version > self._oldest:
             raise TrainingError(
@@ -239,6 +240,7 @@ class WaveStream(Stream):
             self.next_number += len(rows)
             counts["prompts"] += len(rows)
             for group in groups:
+                # accept() returns None for every cause and tells them apart only in its counts.
                 filtered = counts["filtered"]
                 part = self.acceptance.accept(group, counts)
                 if part is not None:

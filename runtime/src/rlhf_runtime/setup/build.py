@@ -138,6 +138,7 @@ def build(prepared: Prepared, show: Show = "all", locked: bool = False) -> Run:
 
 def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -> Run:
     """Build the run. ``resources`` receives a callback that releases each part as soon as the part is started."""
+    # The folder, and the checks that read it.
     check_latest(prepared)
     prepared, directory = _claim_folder(prepared, locked)
     resources.callback(directory.close)
@@ -155,6 +156,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     check_record(prepared)
     check_observers(prepared)
 
+    # The models. Rows are checked in the background while they load.
     checked = row_check(prepared)
     resources.callback(checked.stop)
     checked.start()
@@ -170,6 +172,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
         left_out = checked.wait()
     if left_out:
         progress.note(left_out)
+    # What samples and what evaluates.
     stop = StopRequest(show=progress.urge)
     timeline = _timeline(prepared, directory, progress)
     resources.callback(timeline.close)
@@ -199,6 +202,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
             functools.partial(progress.count, "samples"),
         )
 
+    # What is saved and what is reported. Only then the checkpoint is read, into all of these objects.
     rewards = {r.name: r.instance for r in prepared.rewards}
     best = evaluation.best if evaluation is not None else None
     control = Control(stop, _trainer_options(prepared, roles), progress.note)
@@ -296,7 +300,7 @@ def _precomputed(
 ) -> Role:
     """A role whose annotations are computed for all rows before the first step, or read from the run that is
     resumed."""
-    checked.wait()
+    checked.wait()  # the check uses the tokenizer in its thread, and a tokenizer is not thread-safe
     path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
     data, size = prepared.data, BATCHES * prepared.config.data.batch_size
     examples = functools.partial(data.every_example, size)

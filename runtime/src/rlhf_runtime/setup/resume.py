@@ -74,6 +74,7 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         return None
     store = CheckpointStore(run.output)
     newest = store.newest()
+    # Called for its error only, before the models are loaded.
     store.pointer()
     read_metrics(Path(run.output) / "metrics.jsonl")  # which `restore` cuts
     if newest is None:
