@@ -243,8 +243,8 @@ def test_early_stop(shop: Workshop) -> None:
     assert ended(run)["why"].startswith("eval/loss has not improved for 2 evaluations")
     assert run.last_checkpoint.name == "step-000003"
     assert (run.path / "model" / "model.safetensors").exists()
-    whole = shop.train("sft", "whole", run={"steps": 3}, **held_out(shop, metric="loss", mode="max", patience=2))
-    assert "stopped early" not in whole.said, "no step was left out"
+    complete_run = shop.train("sft", "whole", run={"steps": 3}, **held_out(shop, metric="loss", mode="max", patience=2))
+    assert "stopped early" not in complete_run.said, "no step was left out"
 
 
 # ------------------------------------------------------------------------------------------ the stream
