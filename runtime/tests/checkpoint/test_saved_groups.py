@@ -13,7 +13,7 @@ from pyarrow import feather
 from rlhf.errors import CheckpointError
 from rlhf.types import ExpertRecord, Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint import sample_table
-from rlhf_runtime.checkpoint.saved_groups import group_lines, read_groups, write_groups
+from rlhf_runtime.checkpoint.saved_groups import group_lines, read_groups, recorded, write_groups, write_lines
 
 EXPERTS = ExpertRecord(bytes([3, 0, 1, 255] * 3), layers=2, experts=256, chosen=2)
 ROWS = {("gsm", n): Row({"prompt": f"p{n}", "answer": n}, "gsm", n) for n in range(5)}
@@ -161,6 +161,17 @@ def test_half_characters_survive(tmp_path):
     assert copy.trajectories[1] == broken.trajectories[1]
     new, old = (g.trajectories[0].turns[1] for g in (copy, broken))
     assert (new.text, new.ids, new.logprobs.tobytes()) == (old.text, old.ids, old.logprobs.tobytes())
+
+
+@pytest.mark.parametrize("name", ["samples.arrow", "samples.jsonl"])
+def test_info_with_infinity_is_written_with_half_characters_and_infinite_log_probs(tmp_path, name):
+    sampled = group(samples=1, logprob=-math.inf, info={"x": math.inf, "n": [1]})
+    sampled.trajectories[0].turns[1].text = "\ud83d"
+    (write_groups if name.endswith("arrow") else write_lines)(tmp_path / name, [sampled])
+    ((_, sample),) = recorded(tmp_path / name)
+    assert sample["rewards"]["math"]["info"] == {"x": math.inf, "n": [1]}
+    assert sample["turns"][1]["text"] == "\ud83d"
+    assert sample["turns"][1]["logprobs"][0] == -math.inf
 
 
 def test_a_foreign_row_in_a_group_is_refused(tmp_path):

@@ -79,7 +79,7 @@ def to_text(plain: Any, indent: int | None = None) -> str:
 def loads(text: str, name: str = "state", way_out: str = "") -> Any:
     """The value from which :func:`dumps` made ``text``. Raises CheckpointError for text that is not strict JSON."""
     try:
-        return json.loads(text, object_hook=_unmark, parse_constant=_refuse_constant)
+        return json.loads(text, object_hook=unmark, parse_constant=_refuse_constant)
     except (ValueError, TypeError, RecursionError) as cause:  # also a marker without a number, or too many brackets
         raise CheckpointError(f"{name} is not valid JSON: {cause}{way_out and f'. {way_out}'}") from cause
 
@@ -102,7 +102,8 @@ def read_json(path: Path, way_out: str = "") -> Any:
     return loads(text, str(path), way_out)
 
 
-def _unmark(value: dict[str, Any]) -> Any:
+def unmark(value: dict[str, Any]) -> Any:
+    """The number that :func:`encode` marked; any other dict unchanged."""
     return float(value[MARK]) if value.keys() == {MARK} else value
 
 

@@ -18,7 +18,7 @@ from rlhf.errors import CheckpointError
 from rlhf.saved import WAY_OUT
 
 from rlhf_runtime.checkpoint.atomic_files import replace_file
-from rlhf_runtime.checkpoint.json_values import dumps, encode, loads, to_text
+from rlhf_runtime.checkpoint.json_values import dumps, encode, loads, to_text, unmark
 
 IMAGE = pa.struct(
     {
@@ -229,7 +229,7 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
-    plain = encode(_plain_lists(sample), "sample", nonfinite="mark")
+    plain = encode(plain_values(sample), "sample", nonfinite="mark")
     try:
         json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
         return row
@@ -237,12 +237,13 @@ def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any
         return {**_escaped(row), "exact": to_text(plain)}
 
 
-def _plain_lists(value: Any) -> Any:
-    """``value`` with arrays converted to lists."""
+def plain_values(value: Any) -> Any:
+    """``value`` with arrays converted to lists, and without marks: a reward's info has them already, and :func:`encode`
+    refuses them."""
     if isinstance(value, Mapping):
-        return {key: _plain_lists(item) for key, item in value.items()}
+        return unmark({key: plain_values(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return [_plain_lists(item) for item in value]
+        return [plain_values(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

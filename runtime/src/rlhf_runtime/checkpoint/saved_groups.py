@@ -26,7 +26,7 @@ from rlhf.types.arrays import FloatArray
 
 from rlhf_runtime.checkpoint.atomic_files import write_atomic
 from rlhf_runtime.checkpoint.json_values import encode, loads, to_text
-from rlhf_runtime.checkpoint.sample_table import SUFFIX, read_samples, write_samples
+from rlhf_runtime.checkpoint.sample_table import SUFFIX, plain_values, read_samples, write_samples
 
 FindRow = Callable[[str, int], Row]
 """``find(source, index) -> Row``."""
@@ -258,5 +258,5 @@ def _text(line: dict[str, Any]) -> str:
         # Fast encoding in C for the long lists of tokens and log-probs; only infinities (rare) need the slow encoder.
         return to_text(line)
     except (ValueError, TypeError):
-        marked = encode(line, f"group {line['group']}, sample {line['sample']}", nonfinite="mark")
+        marked = encode(plain_values(line), f"group {line['group']}, sample {line['sample']}", nonfinite="mark")
         return to_text(marked)
