@@ -100,16 +100,60 @@ def test_completion_takes_groups_at_their_deadline_first():
     assert numbers(pending.choose(1)) == [0, 1]
 
 
+def test_completion_takes_old_groups_before_their_deadline_if_later_steps_have_no_room_for_them():
+    """Groups 0 and 1 must be in the batches of steps 1 and 2, so group 2 must not be in one of them."""
+    pending = groups(batch_size=1, staleness=2, order="completion")
+    for number, version in enumerate((0, 0, 1)):
+        add(pending, number, version)
+    score(pending, 2, finished=1)
+    assert pending.choose(1) is None
+    score(pending, 1, finished=2)
+    assert numbers(pending.choose(1)) == [1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("order", ["submission", "completion"])
+def test_no_group_misses_its_deadline(order, seed):
+    draw = random.Random(seed)
+    size, staleness = draw.randint(1, 4), draw.randint(0, 3)
+    pending = groups(batch_size=size, staleness=staleness, order=order, oversample=draw.choice([None, 1.0, 1.5]))
+    started = finished = step = 0
+    while step < 10:
+        for _ in range(pending.room(step, version=step)):
+            add(pending, started, version=step)
+            started += 1
+        chosen = pending.choose(step)
+        if chosen is not None:
+            assert all(step - staleness <= entry.version for entry in chosen)
+            for entry in chosen:
+                pending.remove(entry)
+            step += 1
+            continue
+        entry = [entry for entry in pending if entry.group is None][draw.choice([0, -1, -1, -1])]  # the oldest are slow
+        if draw.random() < 0.2:
+            pending.remove(entry)  # rejected
+        else:
+            finished += 1
+            score(pending, entry.number, finished)
+
+
 def plainly_chosen(pending: PendingGroups, step: int) -> list[int] | None:
     """What :meth:`PendingGroups.choose` promises, without anything that is counted along the way."""
     every, size = list(pending), pending.batch_size
     if pending.order == "submission":
         chosen = every[:size]
     else:
-        due = [entry for entry in every if entry.version + pending.staleness <= step]
-        rest = [entry for entry in every if entry.version + pending.staleness > step and entry.group is not None]
-        rest.sort(key=lambda entry: entry.finished)
-        chosen = sorted((due + rest)[:size], key=lambda entry: entry.number)
+        chosen, rest = [], sorted((e for e in every if e.group is not None), key=lambda entry: entry.finished)
+        for deadline in sorted({entry.version + pending.staleness for entry in every}):
+            old = [entry for entry in every if entry.version + pending.staleness <= deadline]
+            quota = min(size, len(old) - size * max(0, deadline - step))
+            while len(chosen) < quota:
+                first = next((entry for entry in rest if entry in old and entry not in chosen), None)
+                if first is None:
+                    return None
+                chosen.append(first)
+        chosen += [entry for entry in rest if entry not in chosen][: size - len(chosen)]
+        chosen.sort(key=lambda entry: entry.number)
     if len(chosen) < size or any(entry.group is None for entry in chosen):
         return None
     return [entry.number for entry in chosen]

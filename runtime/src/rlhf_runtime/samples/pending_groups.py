@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -63,9 +63,9 @@ class PendingGroups:
 
     **The promise of staleness** S: no token that step k trains on is older than version k - S. A group that was started
     at version v must therefore be in a batch of step v + S at the latest: its *deadline*. :meth:`room` allows no more
-    groups than the steps up to that deadline will train on, so every deadline can be met. :meth:`choose` takes groups
-    at their deadline first. The last possible batch of a slow group waits for it. No group is discarded because it is
-    slow.
+    groups than the steps up to that deadline will train on, so every deadline can be met. :meth:`choose` takes so many
+    old groups that this stays so. The last possible batch of a slow group waits for it. No group is discarded because
+    it is slow.
     """
 
     def __init__(
@@ -76,6 +76,10 @@ class PendingGroups:
         self._groups: dict[int, Pending] = {}
         self._running: OrderedDict[int, Pending] = OrderedDict()
         """The groups whose samples are not all scored, by number, in the order of their start."""
+        self._counts: Counter[int] = Counter()
+        """{version: number of groups}."""
+        self._scored: Counter[int] = Counter()
+        """{version: number of scored groups}."""
         self._in_front = 0
         """Number of scored groups that were started before the oldest running group."""
         self._later_numbers: list[int] = []
@@ -90,9 +94,11 @@ class PendingGroups:
     def add(self, pending: Pending) -> None:
         """Add a group that was started after all others."""
         self._groups[pending.number] = pending
+        self._counts[pending.version] += 1
         if pending.group is None:
             self._running[pending.number] = pending
         else:
+            self._scored[pending.version] += 1
             heappush(self._later_numbers, pending.number)
         self._settle()
 
@@ -100,15 +106,21 @@ class PendingGroups:
         """Called when all samples of ``pending`` are scored and ``group`` is to be trained on."""
         pending.group, pending.finished = group, finished
         if self._running.pop(pending.number, None) is not None:
+            self._scored[pending.version] += 1
             heappush(self._later_numbers, pending.number)
         self._settle()
 
     def remove(self, pending: Pending) -> None:
         if self._groups.pop(pending.number, None) is None:
             return
-        # A scored group behind the oldest running one stays in the heap. _settle() does not count it any more.
-        if self._running.pop(pending.number, None) is None and pending.number < self._oldest_running:
-            self._in_front -= 1
+        self._counts[pending.version] -= 1
+        if self._running.pop(pending.number, None) is None:
+            self._scored[pending.version] -= 1
+            # A scored group behind the oldest running one stays in the heap. _settle() does not count it any more.
+            if pending.number < self._oldest_running:
+                self._in_front -= 1
+        if not self._counts[pending.version]:
+            del self._counts[pending.version]
         self._settle()
 
     @property
@@ -141,26 +153,41 @@ class PendingGroups:
         """The groups of the batch of ``step``, in the order in which they were started; None while they are not all
         scored.
 
-        ``submission`` takes the oldest groups. ``completion`` takes groups at their deadline, then the groups that were
-        scored first.
+        ``submission`` takes the oldest groups. ``completion`` takes the groups that were scored first, but so many old
+        ones that the others can still meet their deadlines.
         """
         if not self._ready(step):
             return None
         if self.order == "submission":
             return list(islice(self._groups.values(), self.batch_size))
-        due = [pending for pending in self if pending.version + self.staleness <= step]
-        scored = [p for p in self if p.group is not None and p.version + self.staleness > step]
-        scored.sort(key=lambda pending: pending.finished)
-        return sorted((due + scored)[: self.batch_size], key=lambda pending: pending.number)
+        scored = sorted((p for p in self if p.group is not None), key=lambda pending: pending.finished)
+        chosen: dict[int, Pending] = {}
+        for version, quota in [*self._quotas(step), (math.inf, self.batch_size)]:
+            rest = (p for p in scored if p.version <= version and p.number not in chosen)
+            chosen |= {p.number: p for p in islice(rest, max(0, quota - len(chosen)))}
+        return [chosen[number] for number in sorted(chosen)]
+
+    def _quotas(self, step: int) -> Iterator[tuple[int, int]]:
+        """(version, how many groups of this or an older version the batch of ``step`` must take): those that the later
+        steps up to their deadline cannot train on."""
+        count = 0
+        for version in sorted(self._counts):
+            count += self._counts[version]
+            later_steps = max(0, version + self.staleness - step)
+            yield version, min(self.batch_size, count - later_steps * self.batch_size)
 
     def _ready(self, step: int) -> bool:
-        """Whether the batch is scored. Called after every completion, so it must not count groups."""
+        """Whether the batch is scored. Called after every completion, so it must not look at every group."""
         if len(self) - self.running < self.batch_size:
             return False
-        oldest = next(iter(self._running.values()), None)
-        if oldest is None or (self.order == "completion" and oldest.version + self.staleness > step):
-            return True
-        return self._in_front >= self.batch_size
+        if self.order == "submission":
+            return not self._running or self._in_front >= self.batch_size
+        scored = 0
+        for version, quota in self._quotas(step):
+            scored += self._scored[version]
+            if scored < quota:
+                return False
+        return True
 
 
 def oldest_version(group: Group) -> int | None:
