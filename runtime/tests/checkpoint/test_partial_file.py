@@ -1,7 +1,7 @@
 """A file made in parts: whole or absent, gone on with behind the last whole part, never of two different things."""
 
 import pytest
-from rlhf.errors import ConfigError
+from rlhf.errors import CheckpointError, ConfigError
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 
 
@@ -34,6 +34,20 @@ def test_a_part_that_was_not_finished_is_made_again(tmp_path, torn):
     second.add({"n": 2, "lines": ["two"]})
     second.publish("lines")
     assert second.path.read_text() == "one\ntwo\n"
+
+
+def test_the_parts_are_kept_if_the_file_cannot_be_written(tmp_path):
+    output = file(tmp_path)
+    assert list(output.resume()) == []
+    output.add({"lines": ["one"]})
+    output.path.mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"out\.jsonl could not be written: .*are kept in .*\.partial"
+    ):
+        output.publish("lines")
+    output.path.rmdir()
+    output.publish("lines")
+    assert output.path.read_text() == "one\n"
 
 
 def test_an_incomplete_first_line_starts_a_new_file(tmp_path):

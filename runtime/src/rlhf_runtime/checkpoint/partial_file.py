@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,13 @@ class PartialFile:
         """Write the file: the texts in the list ``key`` of every part, one per line. The parts are removed."""
         temporary = self.path.with_name(f"{TEMPORARY}{self.path.name}")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                for part in self.resume():
-                    file.writelines(f"{text}\n" for text in part[key])
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            with self._writing(self.path):
+                with temporary.open("w", encoding="utf-8") as file:
+                    for part in self.resume():
+                        file.writelines(f"{text}\n" for text in part[key])
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path)
         finally:
             temporary.unlink(missing_ok=True)
         sync_file(self.path.parent)
@@ -81,13 +83,17 @@ class PartialFile:
         self.partial.unlink(missing_ok=True)
 
     def _append(self, part: Mapping[str, Any]) -> None:
+        with self._writing(self.partial), self.partial.open("ab") as file:
+            file.write((dumps(part, self.partial.name) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
         try:
-            with self.partial.open("ab") as file:
-                file.write((dumps(part, self.partial.name) + "\n").encode())
-                file.flush()
-                os.fsync(file.fileno())
+            yield
         except OSError as cause:
             raise CheckpointError(
-                f"{self.partial} could not be written: {cause}. Its complete parts are kept: free some space and "
-                "repeat the same call to continue."
+                f"{path} could not be written: {cause}. The complete parts are kept in {self.partial}: free some space "
+                "and repeat the same call to continue."
             ) from cause
