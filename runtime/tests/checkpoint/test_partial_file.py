@@ -41,9 +41,7 @@ def test_the_parts_are_kept_if_the_file_cannot_be_written(tmp_path):
     assert list(output.resume()) == []
     output.add({"lines": ["one"]})
     output.path.mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"out\.jsonl could not be written: .*are kept in .*\.partial"
-    ):
+    with pytest.raises(CheckpointError, match=r"out\.jsonl could not be written: .*are kept in .*\.partial"):
         output.publish("lines")
     output.path.rmdir()
     output.publish("lines")

@@ -269,7 +269,7 @@ class ContinuousStream(Stream):
     def _fresh(self, step: int, batch: list[Pending] | None) -> list[Pending] | None:
         """``batch`` if no token in it is older than the staleness allows. Otherwise None, and old groups are drawn
         again."""
-        # The room allows no old groups, but an engine that was just replaced may have sampled with older weights.
+        # choose() gives no old groups, but an engine that was just replaced may have sampled with older weights.
         scored = [(pending, pending.group) for pending in batch or [] if pending.group is not None]
         old = [(pending, group) for pending, group in scored if (age(group, step) or 0) > self.pending.staleness]
         for pending, group in old:

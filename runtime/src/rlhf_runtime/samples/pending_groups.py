@@ -121,6 +121,7 @@ class PendingGroups:
                 self._in_front -= 1
         if not self._counts[pending.version]:
             del self._counts[pending.version]
+            self._scored.pop(pending.version, None)
         self._settle()
 
     @property
