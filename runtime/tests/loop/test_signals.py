@@ -50,7 +50,8 @@ def test_a_signal_asks_for_a_stop_where_its_line_cannot_be_written():
 
 def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
     calls = []
-    with StopRequest("ending soon", callback=lambda: calls.append(1)) as stop:
+    with StopRequest("ending soon") as stop:
+        stop.callback = lambda: calls.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
         stop.request("again")
     assert calls == [1]

@@ -25,7 +25,6 @@ class StopRequest:
 
     Args:
         promise: text about what the run will do, shown at the first signal.
-        callback: called at the first request, in a signal handler or by :meth:`request`.
         show: called in a signal handler with a line for the user. Returns whether it will be shown.
     """
 
@@ -34,10 +33,11 @@ class StopRequest:
     def __init__(
         self,
         promise: str = "stopping after this step, with a checkpoint",
-        callback: Callable[[], None] = lambda: None,
         show: Callable[[str], bool] = lambda text: False,
     ) -> None:
-        self.promise, self.callback, self._show = promise, callback, show
+        self.promise, self._show = promise, show
+        self.callback: Callable[[], object] = lambda: None
+        """Called at the first request, in a signal handler or by :meth:`request`."""
         self.requested = False
         self.reason = ""
         """Name of the signal, or the reason given to :meth:`request`."""
