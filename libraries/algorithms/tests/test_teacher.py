@@ -96,6 +96,16 @@ def test_a_context_has_no_record_of_experts():
     assert (hinted == -1).all()
 
 
+def test_a_sample_that_the_teacher_does_not_read_keeps_its_images():
+    images = (Image(b"", 0, 1, ()),)
+    groups = [GROUPS[0], sample(1, answered(7), hint=""), GROUPS[2]]
+    groups[1].trajectories[0].turns[0].images = images
+    subject = teacher(weights="live", context="hint")
+    batch = annotated(subject, groups)[0]
+    assert batch.images_B == ((), (), images, (), ())
+    assert subject.read(batch).images_B == assemble(groups).images_B == ((), images, ())
+
+
 def test_tokens_that_no_teacher_scored_get_no_credit():
     subject = teacher(weights="live", context="hint")
     batch = subject.read(annotated(subject)[0]).with_column("tok", "old_logprobs", torch.full((12,), -2.0))

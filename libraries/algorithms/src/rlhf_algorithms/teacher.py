@@ -257,7 +257,10 @@ class Teacher:
         mask_N = joined(torch.zeros(batch.tokens, dtype=torch.bool), torch.tensor(sampled, dtype=torch.bool))
         role_B = torch.cat([batch.role_B, torch.zeros(len(units), dtype=torch.int64)])[order_B]
         all_ids_N = joined(batch.ids_N, torch.tensor(ids, dtype=torch.int64))
-        batch = Batch(all_ids_N, lens_B[order_B], unit_B[order_B], role_B, tok, {}, batch.unit)
+        # Samples with images are refused only where the teacher reads them.
+        images = (*batch.images_B, *((),) * len(units))
+        images_B = tuple(images[b] for b in order_B.tolist()) if batch.images_B else ()
+        batch = Batch(all_ids_N, lens_B[order_B], unit_B[order_B], role_B, tok, {}, batch.unit, images_B)
         role_U = torch.tensor([self._role(sample) for sample in samples])
         return self._with_masks(batch, mask_N, role_U[batch.unit_N]), taught_U
 
