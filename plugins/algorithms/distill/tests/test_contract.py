@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rlhf.errors import ConfigError
-from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types import ExpertRecord, Group, Row, Trajectory, Turn
 from rlhf_plugin_distill import Distill, DistillDemonstrations, DistillOnPolicy
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm import AlgorithmContract
@@ -55,6 +55,8 @@ def test_given_answers_are_learnt_from_and_lengths_are_of_sampled_ones():
     assert batch.tok["loss_mask"].tolist() == [False, False, *[True] * 5, False, True, True]
     assert metrics == {"length/mean": 2.0, "length/max": 2.0, "length/truncated": 1.0}
     assert algorithm.assemble([group(0, [3, 4], [5, 6])])[1] == {}
+    sampled.trajectories[0].turns[1].experts = ExpertRecord(bytes([1, 0]), layers=1, experts=2, chosen=1)
+    assert algorithm.assemble([sampled])[0].tok["experts"].flatten().tolist() == [1, 0, -1]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from rlhf.types import Group, RewardResult, Row, RunOptions, Trajectory, Turn
+from rlhf.types import ExpertRecord, Group, RewardResult, Row, RunOptions, Trajectory, Turn
 from rlhf_plugin_dpo import DPOLoss, OnlineDPO
 
 
@@ -54,6 +54,14 @@ def test_the_best_and_the_worst():
         "pairs/chosen_score": pytest.approx(0.95),
         "pairs/rejected_score": pytest.approx(-0.5),
     }
+
+
+def test_pairs_keep_the_experts_of_their_samples():
+    samples = group([0.0, 1.0])
+    for number, trajectory in enumerate(samples.trajectories):
+        trajectory.turns[1].experts = ExpertRecord(bytes([number] * 3), layers=1, experts=2, chosen=1)
+    batch, _ = algorithm().assemble([samples])
+    assert batch.tok["experts"].flatten().tolist() == [1, 1, 1, -1, 0, 0, 0, -1]
 
 
 def test_the_first_of_several_equals_in_any_order():

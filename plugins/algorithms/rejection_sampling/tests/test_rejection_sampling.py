@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rlhf.errors import TrainingError
-from rlhf.types import Group, RewardResult, Row, RunOptions, Trajectory, Turn
+from rlhf.types import ExpertRecord, Group, RewardResult, Row, RunOptions, Trajectory, Turn
 from rlhf_plugin_rejection_sampling import RejectionSampling
 from rlhf_testing.algorithm import AlgorithmContract
 
@@ -107,6 +107,13 @@ def test_kept_samples_become_demonstrations():
     assert batch.ids_N.tolist() == [5, 6, 1, 1]
     assert batch.tok["loss_mask"].tolist() == [False, False, True, True]
     assert set(batch.tok) == {"loss_mask"}, "no temperature: log-probs are those at 1"
+
+
+def test_kept_samples_keep_their_experts():
+    samples = group(0, [0.0, 1.0])
+    for number, trajectory in enumerate(samples.trajectories):
+        trajectory.turns[1].experts = ExpertRecord(bytes([number] * 3), layers=1, experts=2, chosen=1)
+    assert build().assemble([samples])[0].tok["experts"].flatten().tolist() == [1, 1, 1, -1]
 
 
 def test_needs():

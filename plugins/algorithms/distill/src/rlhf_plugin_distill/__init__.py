@@ -147,6 +147,7 @@ class DistillOnPolicy(_Distillation):
         return [*super().columns(source), *([] if context is None else [context])]
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
+        from rlhf.ops.experts import EXPERTS
         from rlhf.ops.trajectories import assemble
         from rlhf_algorithms.pipeline import length_metrics
 
@@ -159,7 +160,8 @@ class DistillOnPolicy(_Distillation):
         metrics = length_metrics(batch.select(sampled_units)) if sampled_units else {}
         batch, left_out = self.teacher.prepared(batch, examples)
         # Without the column temperature: heads read the student's unscaled logits.
-        batch = batch.select_columns(("loss_mask", "own_tokens", "truncated", "is_demonstration", *self.teacher.masks))
+        columns = ("loss_mask", "own_tokens", "truncated", "is_demonstration", EXPERTS)
+        batch = batch.select_columns((*columns, *self.teacher.masks))
         return self.teacher.only_taught(batch), metrics | left_out
 
     def annotations(self, step: int) -> list[Annotation]:

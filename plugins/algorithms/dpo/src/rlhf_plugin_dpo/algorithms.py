@@ -12,6 +12,7 @@ from pydantic import Field
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Annotation, Needs, RoleSpec, RunOptions, Snapshot, Update
 from rlhf_algorithms.pair_learning import PairLearning
@@ -96,9 +97,11 @@ def scores(batch: Batch) -> Tensor:
 def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -> Batch:
     """A unit for each pair: the sequences of the chosen sample with role 0, and of the rejected sample with role 1.
 
-    Token columns ``loss_mask`` and ``temperature``; unit columns ``chosen_score`` and ``rejected_score`` (float64).
+    Token columns ``loss_mask`` and ``temperature``, and ``experts`` if samples have records; unit columns
+    ``chosen_score`` and ``rejected_score`` (float64).
     """
-    sides = batch.select_columns(["loss_mask", "temperature"]).select([s.unit for pair in pairs for s in pair])
+    columns = batch.select_columns(["loss_mask", "temperature", EXPERTS])
+    sides = columns.select([s.unit for pair in pairs for s in pair])
     scores_U2 = torch.tensor([[s.score for s in pair] for pair in pairs], dtype=torch.float64)
     unit = {"chosen_score": scores_U2[:, 0], "rejected_score": scores_U2[:, 1]}
     return replace(sides, unit_B=sides.unit_B // 2, role_B=sides.unit_B % 2, unit=unit)

@@ -57,6 +57,7 @@ class RejectionSampling(Algorithm[Group]):
         return Needs((RoleSpec("policy", trained=True),), smallest, features=("correction",))
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
+        from rlhf.ops.experts import EXPERTS
         from rlhf.ops.trajectories import assemble
 
         samples = assemble(examples, self.run.step_sources)
@@ -66,7 +67,7 @@ class RejectionSampling(Algorithm[Group]):
         if not best.units:
             return None, {}
         # Without the column temperature: the log-probs of a demonstration are those at temperature 1.
-        batch = samples.select_columns(["loss_mask", "group", "sample"]).select(best.units)
+        batch = samples.select_columns(["loss_mask", "group", "sample", EXPERTS]).select(best.units)
         return batch, {
             "reward/mean": best.mean,
             "reward/best": best.mean_kept,
