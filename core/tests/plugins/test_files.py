@@ -54,6 +54,15 @@ def test_the_one_class_of_a_kind_is_found_and_named_after_the_file(site, write):
     assert site.plugins().resolve("reward", f"file:{path}:One").cls is plugin.cls
 
 
+def test_a_file_whose_import_was_interrupted_is_imported_again(site, write, monkeypatch):
+    path = write("slow.py", "import os\nif 'INTERRUPT' in os.environ: raise KeyboardInterrupt\n" + CLASSES)
+    monkeypatch.setenv("INTERRUPT", "1")
+    with pytest.raises(KeyboardInterrupt):
+        site.plugins().resolve("reward", f"file:{path}")
+    monkeypatch.delenv("INTERRUPT")
+    assert values(site.plugins().resolve("reward", f"file:{path}")) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_a_function_scores_each_trajectory_with_the_whole_row(site, write, prefix):
     path = write(

@@ -84,9 +84,9 @@ class SourceFile:
         try:
             with importing(f"'file:{self.path}'"):
                 exec(compile(self.tree(), self.path, "exec"), module.__dict__)
-        except (Exception, SystemExit) as cause:
+        except BaseException as cause:  # after Ctrl-C too: the next call must not return half of a module
             del sys.modules[name]
-            if isinstance(cause, PluginImportFailed):
+            if isinstance(cause, PluginImportFailed | KeyboardInterrupt):
                 raise
             raise PluginImportFailed(f"'file:{self.path}' failed to import: {first_cause(cause)}") from cause
         return module
