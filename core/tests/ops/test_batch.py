@@ -129,6 +129,9 @@ def test_pack_refuses_units_without_tokens(units):
 def test_pack_refuses_columns_of_different_length_or_name():
     with pytest.raises(ValueError, match="different columns"):
         pack([UnitData([seq(1), SequenceData([2])])])
+    for columns in ({}, {"y": 1.0}, {"x": 1.0, "y": 1.0}):
+        with pytest.raises(ValueError, match="units have different columns"):
+            pack([UnitData([seq(1, 2)], columns), UnitData([seq(1, 2)], {"x": 1.0})])
     with pytest.raises(ValueError, match="has 1 values for 2 tokens"):
         pack([UnitData([SequenceData([1, 2], {"loss_mask": [True]})])])
     with pytest.raises(ValueError, match="needs 3 values"):

@@ -47,6 +47,9 @@ def pack(units: Sequence[UnitData]) -> Batch:
         raise ValueError(
             "pack() needs at least one unit, each unit at least one sequence, and each sequence at least one token"
         )
+    for u in units:
+        if set(u.columns) != set(units[0].columns):
+            raise ValueError(f"units have different columns: {sorted(units[0].columns)} and {sorted(u.columns)}")
     names = set(sequences[0].tok)
     for s in sequences:
         if set(s.tok) != names:
