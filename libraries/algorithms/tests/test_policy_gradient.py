@@ -244,6 +244,7 @@ def test_kl_as_a_loss_is_a_term_beside_any_loss():
         (Reduce("seq_sum_constant", over="m", roles=(0,), coef=3.0, constant=7.0),
          Reduce("seq_sum_constant", over="m", roles=(0,), constant=7.0)),
         (Reduce("seq_mean_token_mean", over="m"), Reduce("seq_mean_token_mean", over="m")),
+        (Reduce("token_mean", unit_mask="some"), Reduce("token_mean", unit_mask="some")),
         (Reduce("unit_mean", over="m", roles=(1,)), Reduce("token_mean", over="m", roles=(1,))),
         (Reduce("seq_mean", over="m", coef=2.0), Reduce("token_mean", over="m")),
     ],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -150,9 +151,8 @@ class WithKL(Beside):
     def reduce(self) -> dict[str, Reduce]:
         terms = self.inner.reduce()
         first = next(iter(terms.values()))
-        if LEVEL[first.method] == "tok":
-            return {**terms, "kl": Reduce(first.method, over=first.over, roles=first.roles, constant=first.constant)}
-        return {**terms, "kl": Reduce("token_mean", over=first.over, roles=first.roles)}
+        method = first.method if LEVEL[first.method] == "tok" else "token_mean"
+        return {**terms, "kl": replace(first, method=method, coef=1.0)}
 
     def __call__(self, x: LossInput) -> LossOutput:
         result = self.inner(x)
