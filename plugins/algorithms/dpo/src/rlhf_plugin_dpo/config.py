@@ -59,7 +59,7 @@ class DPOConfig(ComponentConfig):
     """Divergence of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``. All
     but ``reverse_kl`` need a reference."""
     f_alpha: float = 0.5
-    """alpha of the alpha-divergence."""
+    """alpha of the alpha-divergence: 1 is the reverse KL, 0 the forward KL, as in TRL."""
     ld_alpha: float | None = Field(default=None, ge=0, le=1)
     """LD-DPO: weight of the longer answer's tokens beyond the length of the shorter one. Default: 1."""
     wpo: bool = False

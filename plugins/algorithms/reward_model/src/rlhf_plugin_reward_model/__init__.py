@@ -175,13 +175,9 @@ class Moments:
         self.first = self.decay * self.first + (1 - self.decay) * mean
         self.second = self.decay * self.second + (1 - self.decay) * square
 
-    @property
-    def has_values(self) -> bool:
-        return self.weight > 0
-
     def figures(self) -> dict[str, float]:
         """``mean`` and ``std`` (population); empty before the first step."""
-        return figures(self.first / self.weight, self.second / self.weight) if self.has_values else {}
+        return figures(self.first / self.weight, self.second / self.weight) if self.weight else {}
 
     def state_dict(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if name != "decay"}
