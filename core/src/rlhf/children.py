@@ -63,6 +63,7 @@ class Child:
             request = marshal.dumps((words, dict(variables), os.fsencode(os.getcwd()), [*streams]))
             _start(request, [guards_end.fileno(), *sources])
         self._control = control.detach()
+        # Closing this end also ends the child, because the guard's end becomes readable.
         weakref.finalize(self, os.close, self._control)
 
     @property
@@ -117,6 +118,7 @@ class Child:
                 os.write(self._control, b"e")
 
     def _readable(self, milliseconds: float | None) -> bool:
+        # Not select(), which refuses descriptors from 1024 on.
         readable = select.poll()
         readable.register(self._control, select.POLLIN)
         return bool(readable.poll(milliseconds))

@@ -66,6 +66,8 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
     """The folders of this process's control groups (of version 2, and of the controller of version 1) and of their
     parents. In a container some of them may not be visible."""
     lines = [line.split(":", 2) for line in _text(membership).splitlines()]
+    # The root of each hierarchy comes first: in a container it is often the group of the process, although the path in
+    # `membership` is that of the host.
     for _, controllers, path in [("", "", "/"), ("", controller, "/"), *lines]:
         if controllers and controller not in controllers.split(","):
             continue

@@ -60,6 +60,7 @@ def serve(driver: int, channel: int) -> None:
     worker. The first descriptor controls the guard: when it becomes readable, the guard ends its worker. The guard
     writes the worker's wait status to it (4 bytes).
     """
+    # Imported here, because a single guard needs neither and should start quickly.
     import marshal
     import socket
 
@@ -118,6 +119,7 @@ def guard(
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     awaited = {signal.SIGCHLD, signal.SIGIO, *STOPS}
+    # Blocked before the fork, so that a signal that arrives before sigtimedwait() is not lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     process_id = os.getpid()
     worker = os.fork()

@@ -208,6 +208,7 @@ def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointi
     of the feed-forward layer. The head keeps four copies of the logits.
     """
     count = size.parameters
+    # A micro-batch holds at least one whole unit, and at most all units of the rank.
     tokens = min(max(work.micro_tokens or 2048, work.unit), work.unit * max(1, -(-work.units // ranks)))
     layers = [4 * size.hidden + 2 * x.query + x.key + x.value + 4 * x.ffn for x in size.layers]
     activations = size.hidden * len(layers) + max(layers) if checkpointing else sum(layers)

@@ -97,6 +97,8 @@ class Flops:
         lens = list(lens)
         weights = self.token * sum(lens) + self.head * outputs
         attention = sum(operations * sum(_pairs(n, window) for n in lens) for window, operations in self.pairs)
+        # Forward, gradient of the inputs, and gradient of the weights, which only trained weights have. Attention has
+        # no weights: its backward pass computes the gradients of both factors of each product.
         return (2.0 + self.trained) * weights + 3.0 * attention
 
 

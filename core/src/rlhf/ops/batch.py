@@ -132,8 +132,10 @@ class Batch:
             raise ValueError(f"column {name!r} per {level} needs {expected} values, got shape {tuple(values.shape)}")
         if level == "tok" and over is not None:
             mask_N = self.tok[over]
+            # Not a product with the mask, because 0 x NaN is NaN.
             values = torch.where(mask_N.view(-1, *[1] * (values.ndim - 1)), values, values.new_zeros(()))
         if level == "tok":
+            # source = None: the batch on the CPU does not have the new column.
             return replace(self, tok={**self.tok, name: values}, source=None)
         if level == "seq":
             return replace(self, seq={**self.seq, name: values}, source=None)

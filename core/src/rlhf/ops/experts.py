@@ -106,6 +106,8 @@ def expert_column(turns: Sequence[Turn]) -> Tensor | None:
             f"the records of experts come from different models: their (layers, experts per token) are {sorted(shapes)}"
         )
     column_NLK = np.full((ends[-1], *shapes.pop()), UNKNOWN, np.int16)
+    # From the last record to the first, so that earlier ones overwrite later ones. A record ends before the last token
+    # of its turn, which is never an input.
     for end, record in reversed(records):
         column_NLK[end - 1 - record.tokens : end - 1] = choices_of(record)
     return torch.from_numpy(column_NLK)
@@ -115,6 +117,7 @@ def distinct_ids(ids_N: Tensor, experts_NLK: Tensor) -> Tensor:
     """int64 [N] on the CPU: equal numbers for tokens with equal ids and equal records, for
     :func:`rlhf.ops.prefixes.sorted_by_prefix`. Numbers of other tokens differ (up to collisions of a 64-bit hash)."""
     choices_NC = experts_NLK.flatten(1).cpu().numpy()
+    # Odd factors are invertible modulo 2**64, so tokens that differ in one number only cannot collide.
     odd_C = np.random.default_rng(0).integers(-(2**62), 2**62, choices_NC.shape[1] + 1) * 2 + 1
     hash_N = choices_NC @ odd_C[1:] + ids_N.cpu().numpy() * odd_C[0]  # of int64, wraps around
     return torch.from_numpy(np.unique(hash_N, return_inverse=True)[1])

@@ -165,6 +165,7 @@ def _weights(x: LossInput, batch: Batch, over: str, term: str, level: str) -> Te
         return column[batch.index(over)]
     if level == "unit":
         return column
+    # weigh() stores the weight of an answer at the first of its sequences.
     return column.new_zeros(x.sequences).index_add(0, x.answer_B, column)
 
 

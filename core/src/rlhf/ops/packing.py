@@ -76,6 +76,7 @@ def _joined(parts: Sequence[Sequence[Any]], floats: str = "f") -> Tensor:
     kinds = {part.typecode if isinstance(part, array) else "" for part in parts}
     if len(kinds) == 1 and (kind := kinds.pop()):
         arrays = cast("Sequence[array[Any]]", parts)
+        # A bytearray, because bytes are read-only and torch warns about read-only memory.
         values_N = torch.from_numpy(np.frombuffer(bytearray().join(arrays), kind))
         return values_N.to(_FLOATS[floats] if values_N.is_floating_point() else torch.int64)
     values = list(chain.from_iterable(parts))

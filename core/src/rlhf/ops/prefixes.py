@@ -63,6 +63,8 @@ def sorted_by_prefix(
     each shares with its predecessor (0 if fewer than :data:`MIN_TOKENS`, or if their ``group`` differs)."""
     array = ids.numpy()
     raw = {b: array[starts[b] : starts[b] + lens[b]].astype(np.int32).tobytes() for b in sequences}  # half of int64
+    # The order of little-endian bytes is not that of the numbers. Any order of tokens will do, because in each of them
+    # sequences with equal prefixes are neighbours.
     order = sorted(sequences, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
     fronts = [0] * len(order)
     for i, (a, b) in enumerate(pairwise(order), 1):

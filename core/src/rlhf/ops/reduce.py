@@ -51,6 +51,7 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
     tokens_S = torch.zeros(batch.answers, dtype=torch.float64).index_add_(0, answer_B, tokens_B)
     live_S = tokens_S > 0
     n_tokens, n_sequences = float(tokens_S.sum()), float(live_S.sum())
+    # Nothing is trained on, and the divisors below would be 0.
     if n_tokens == 0:
         size = {"tok": batch.tokens, "seq": batch.sequences, "unit": batch.units}[LEVEL[reduce.method]]
         return torch.zeros(size)

@@ -22,6 +22,7 @@ def return_to_go(R_NA: Tensor, mask_NA: Tensor, gamma: float) -> Tensor:
     """
     R = torch.where(mask_NA, R_NA, 0.0).double()
     if gamma == 1.0:
+        # The same sums without a loop over positions.
         G = R.flip(1).cumsum(1).flip(1)
     else:
         G, after_N = torch.zeros_like(R), R.new_zeros(R.shape[0])
@@ -53,6 +54,7 @@ def gae(
     next_value_N = after_N if boot_N is None else boot_N.double()
     for t in reversed(range(R.shape[1])):
         mask_N = mask_NA[:, t]
+        # At a masked position this difference means nothing, and where() below discards it.
         delta_N = R[:, t] + gamma * next_value_N - V[:, t]
         after_N = torch.where(mask_N, delta_N + gamma * lam * after_N, after_N)
         next_value_N = torch.where(mask_N, V[:, t], next_value_N)

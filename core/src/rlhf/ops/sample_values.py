@@ -26,6 +26,7 @@ def group_number(number: int, agent: str) -> int:
     """A group number for the trajectories of one agent in group ``number`` of the run. It differs between agents, so
     that no statistic of a group mixes agents. If the policy plays a single agent, it is ``number`` itself. The numbers
     of one agent have the order of the groups."""
+    # A multiple of 2**31 from 2**31 to 2**62: above all numbers of groups, and the sum is an int64.
     return number + (((derive_seed(0, agent) >> 32) + 1) << 31 if agent else 0)
 
 
@@ -76,6 +77,7 @@ def states_of(trajectory: Trajectory) -> dict[int, str]:
     states, texts = dict[int, str](), list[str]()
     for number, turn in enumerate(trajectory.turns):
         if turn.sampled:
+            # repr() keeps the boundaries of the turns: ['ab', 'c'] and ['a', 'bc'] are different observations.
             states[number] = repr(texts)
             texts = []
         else:

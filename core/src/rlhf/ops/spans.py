@@ -26,6 +26,7 @@ def owners(counts: Tensor) -> Tensor:
     """
     ends = torch.cumsum(counts, 0)
     steps = ends.new_zeros(int(ends[-1]) if len(ends) else 0)
+    # With a count of 0 two ends would be equal, and one of the two steps would be lost.
     steps[ends[:-1]] = 1
     return steps.cumsum_(0)
 
@@ -36,6 +37,8 @@ def spans(starts: Tensor, counts: Tensor) -> Tensor:
     ends = torch.cumsum(counts, 0)
     steps = ends.new_ones(int(ends[-1]) if len(ends) else 0)
     steps[:1] = starts[:1]
+    # Inside a range each number is 1 more than the one before it. At the end of a range the step is the jump to
+    # the start of the next one.
     steps[ends[:-1]] = starts[1:] - starts[:-1] - counts[:-1] + 1
     return steps.cumsum_(0)
 
@@ -51,6 +54,7 @@ def sums(mask: Tensor, counts: Tensor) -> Tensor:
     if not len(counts):
         return torch.zeros(0, dtype=torch.int64)
     starts = torch.cumsum(counts, 0) - counts
+    # For an empty range reduceat gives the value at its start, not 0. Therefore counts must be > 0.
     return torch.from_numpy(np.add.reduceat(mask.numpy().view(np.int8), starts.numpy(), dtype=np.int64))
 
 

@@ -106,6 +106,7 @@ def assemble(
     trajectories = [t for t in live if t.reward is not None or not scored]
     if not any(t.sampled_tokens for t in trajectories):
         return None
+    # A column has a value for every sampled token: one turn without log-probs, such as a demonstration, leaves it out.
     with_logprobs = all(turn.logprobs is not None for t in trajectories for turn in t.turns if turn.sampled)
     layout = _Layout()
     for trajectory in trajectories:
@@ -212,6 +213,8 @@ class _Layout:
         turns = [t.turns[n] for t, n in self.turns]
         if not any(turn.images for turn in turns):
             return ()
+        # A sequence ends with a turn that has tokens (`_sequences`). So an empty turn at an end belongs to the next
+        # sequence.
         per_sequence: list[list[Turn]] = []
         ends = iter(accumulate(self.lens))
         offset, end = 0, 0
@@ -267,6 +270,7 @@ class _Layout:
     def turn_columns(self) -> dict[str, Tensor]:
         """``state``, ``turn`` and ``turn_reward``."""
         counts_T = [len(t.turns[n].ids) for t, n in self.turns]
+        # Keys are ids, because trajectories are mutable and not hashable.
         ends = {(id(t), n): end for (t, n), end in zip(self.turns, accumulate(counts_T), strict=True)}
         reward_N = np.zeros(self.tokens)
         numbers: dict[tuple[int, str], int] = {}
@@ -333,4 +337,5 @@ def _sequences(trajectory: Trajectory) -> list[list[int]]:
         sampled = [i for i, n in enumerate(numbers) if trajectory.turns[n].sampled and trajectory.turns[n].ids]
         if sampled:
             taught.append(numbers[: sampled[-1] + 1])
+    # The first turn has a token: the run refuses samples that do not start with a prompt.
     return taught or [contexts[0][:1]]

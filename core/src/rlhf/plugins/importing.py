@@ -44,12 +44,14 @@ def importing(label: str) -> Iterator[None]:
             late.append(place(thread))
             signal.pthread_kill(thread, signal.SIGINT)  # interrupts a wait too
 
+    # os._exit() raises nothing, so a plugin that calls it would end the run without a message.
     leave_now, os._exit = os._exit, leave
     watcher = threading.Thread(target=watch, name="rlhf-import", daemon=True)
     watcher.start()
     try:
         yield
     except KeyboardInterrupt:
+        # The signal of the limit. Any other interrupt is the user's Ctrl-C.
         if late:
             raise PluginImportFailed(f"{label}: its import took more than {LIMIT_SECONDS:g} s, at {late[0]}") from None
         raise

@@ -63,6 +63,7 @@ def registered_classes(module: ModuleType, kind: str, label: str) -> list[type[A
     for implementation in implementations:
         try:
             with importing(label):
+                # Hooks import what they offer, so a hook may block or exit like an import.
                 offered = implementation.function()
         except PluginImportFailed:
             raise

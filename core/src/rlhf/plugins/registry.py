@@ -286,6 +286,7 @@ def _reduce(plugin: Resolved) -> tuple[Any, ...]:
     return Resolved, (*fields, options)
 
 
+# Not Resolved.__reduce__: it would have to import this module, which imports that of Resolved.
 copyreg.pickle(Resolved, _reduce)
 
 

@@ -72,6 +72,7 @@ def _checked(values: Any, types: tuple[type, ...], name: str, allowed: str) -> l
         hint = " (write .tolist())" if hasattr(values, "tolist") else ""
         raise TypeError(f"{name} is {values!r:.80}; allowed: a sequence of {allowed}{hint}")
     for value in values:
+        # Not isinstance(): a bool is an int.
         if type(value) not in types:
             raise TypeError(f"{name} holds {value!r:.80} ({type(value).__name__}); allowed: {allowed}")
     return list(values)  # array() would take bytes for the memory of its numbers

@@ -87,6 +87,7 @@ class Turn:
         ) -> None: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Not in __post_init__, so that arrays assigned later are converted too.
         if name == "ids":
             value = int_array(value, "Turn.ids")
         elif name == "logprobs" and value is not None:

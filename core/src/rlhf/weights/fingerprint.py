@@ -62,6 +62,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]
+        # view(int64) needs whole words at addresses that are multiples of 8.
         if part.numel() % 8 or part.data_ptr() % 8:  # a padded copy
             words = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.uint8, device=flat.device)
             words[: part.numel()] = part

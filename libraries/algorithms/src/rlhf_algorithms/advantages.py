@@ -169,6 +169,7 @@ class GDPO(ReturnToGo):
     def baseline(self, r_N: Tensor, group_N: Tensor, sources: Sources | None = None) -> Tensor:
         sum_N = torch.zeros(r_N.shape, dtype=torch.float64)
         for weight, values_N in (sources or {"reward": (1.0, r_N)}).values():
+            # NaN: the source gave no value, so the sample is in no statistic of this source.
             own_N = ~values_N.isnan()
             values, groups = values_N[own_N], group_N[own_N]
             sum_N[own_N] += weight * group_center(values, groups) / (group_std(values, groups) + 1e-9)
@@ -352,6 +353,7 @@ class PassAtK(ReturnToGo):
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         super().__init__(config)
+        # With fewer than k samples there is no subset of k, and no sample would get credit.
         self.group_min = self.config.k
 
     def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:

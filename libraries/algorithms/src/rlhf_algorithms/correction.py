@@ -108,6 +108,7 @@ class CorrectionConfig(ComponentConfig):
             return data
         scheme = PRESETS.get(str(data.get("preset")))
         if scheme is not None:
+            # As if the user had set them: _check_divergence requires that `high` is set.
             return {"low": scheme.low, "high": scheme.high, **data}
         return data if data.get("statistic", "ratio") == "ratio" else {"low": 0.0, **data}
 

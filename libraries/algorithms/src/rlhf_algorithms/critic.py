@@ -86,6 +86,7 @@ class ValueScale:
         become the critic's own outputs."""
         self.add(batch.tok[RETURNS][batch.tok["loss_mask"]])
         batch = batch.with_column("tok", RETURNS, ((batch.tok[RETURNS].double() - self.mean) / self.std).float())
+        # Not (values - mean) / std: the mean and std have changed since values() converted them.
         return batch.with_column("tok", VALUES, said_N)
 
     def add(self, returns_A: Tensor) -> None:

@@ -45,6 +45,7 @@ def k2(d: Tensor) -> Tensor:
 
 def k3(d: Tensor) -> Tensor:
     """Unbiased and never negative; tangent beyond ``EXP_BOUND``."""
+    # expm1, because exp(-d) - 1 loses the digits of small differences.
     exponent, excess = clip(-d, -math.inf, EXP_BOUND), torch.relu(-d - EXP_BOUND)
     return torch.expm1(exponent) + math.exp(EXP_BOUND) * excess + d
 

@@ -40,6 +40,7 @@ class PairLearning(Algorithm[Example]):
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         """Pack the pairs (:func:`rlhf_algorithms.pairs.pack_pairs`) and count the pairs that were left out."""
+        # Imported here, because it needs torch, and most users of a base class do not.
         from rlhf_algorithms.pairs import pack_pairs
 
         batch = pack_pairs(examples)

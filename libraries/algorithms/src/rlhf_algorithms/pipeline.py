@@ -136,6 +136,7 @@ def token_rewards(batch: Batch, r_U: Tensor, kl_N: Tensor | None, beta: float) -
     """
     mask_N = batch.tok["loss_mask"]
     last_L = torch.from_numpy(np.flatnonzero(batch.tok["last_action"].numpy() & mask_N.numpy()))
+    # The unit of a token is the first one that ends after it.
     unit_L = torch.searchsorted(torch.tensor(batch.tokens_per_unit()).cumsum(0), last_L, right=True)
     step_N = batch.tok["step_reward"] if "step_reward" in batch.tok else torch.zeros(batch.tokens)
     if kl_N is not None:
@@ -212,6 +213,7 @@ def add_turn_credit(batch: Batch, advantage: Advantage, r_U: Tensor, advantages_
     unit_M = turns_M2[:, 0]
     state_M = torch.zeros_like(unit_M).index_copy_(0, turn_A, batch.tok["state"][mask_N])
     reward_M = torch.zeros(len(unit_M), dtype=torch.float64).index_add_(0, turn_A, batch.tok["turn_reward"][mask_N])
+    # Everything that no trained token of a turn earned: rewards of sources, shaping.
     left_U = r_U - torch.zeros_like(r_U).index_add_(0, unit_M, reward_M)
     last_M = torch.ones_like(unit_M, dtype=torch.bool)
     last_M[:-1] = unit_M[1:] != unit_M[:-1]
@@ -259,6 +261,7 @@ def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
     raw_U, group_U = batch.unit["reward"], batch.unit["group"]
     std_G = one_per_group(group_std(raw_U, group_U), group_U)
     step_N = batch.tok.get("step_reward", torch.zeros(1))
+    # Most batches have no step rewards. Two numbers tell, without a copy of the tokens' rewards.
     step_reward_A = masked(step_N, batch.tok["loss_mask"]) if any(step_N.aminmax()) else step_N[:0]
     steps: Metrics = {}
     if step_reward_A.numel() and any(step_reward_A.aminmax()):  # at least one is not 0

@@ -291,6 +291,7 @@ class PolicyGradient(Algorithm[Group]):
             return self._without_masked(self._without_drift(batch)), pipeline.length_metrics(batch) | metrics
         kl: KLConfig = self.config.kl
         penalty = pipeline.KLPenalty(self.kl.beta, kl.chosen, kl.before_baseline) if self._kl_in("reward") else None
+        # The critic's own outputs: the clip of its loss compares with them.
         said_N = batch.tok["old_values"] if self.scale is not None else None
         batch, metrics = self.stages(batch if self.scale is None else self.scale.values(batch), penalty)
         if self.scale is not None and said_N is not None:

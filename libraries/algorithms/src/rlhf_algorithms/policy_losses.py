@@ -148,6 +148,7 @@ class PolicyLoss(Loss):
             metrics["stale_masked"] = ("token", stale_A.float())
         if self.config.top_entropy is not None:
             values_A = torch.where(x[PUSHES] > 0, values_A, torch.zeros_like(values_A))
+        # k3(log p - log q) estimates KL(p || q) for tokens that p sampled, so the older policy is p.
         if x.has("old_logprobs"):
             metrics["kl_old"] = ("token", k3(x["old_logprobs"] - x["logprobs"].detach()))
         if x.has("gen_logprobs"):
@@ -179,6 +180,7 @@ def top_threshold(batch: Batch, share: float) -> float:
     sorted_A = batch.column(UNCERTAINTY)[batch.tok["loss_mask"]].sort().values
     if not sorted_A.numel():
         return math.inf
+    # Less 1e-9, because (1 - 0.7) * 10 is computed as 3.0000000000000004, whose ceiling is 4.
     return float(sorted_A[math.ceil((1 - share) * (sorted_A.numel() - 1) - 1e-9)]) - EQUAL
 
 

@@ -41,6 +41,8 @@ def clipped_surrogate(
     Returns: (loss values to minimise, bool where a clip is active), same shape.
     """
     unclipped, clipped = ratio * advantages, clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+    # Within the range both sides are ratio * advantage. minimum() gives each of two equal values half of the gradient,
+    # so that the sum is the gradient of the ratio.
     objective, active = torch.minimum(unclipped, clipped), clipped < unclipped
     if dual_clip is not None:
         floor = dual_clip * advantages

@@ -200,6 +200,7 @@ class Teacher:
         for sample in samples:
             results = [sample.rewards[name] for name in self._run.teachers if name in sample.rewards]
             steps = [step for result in results for step in sorted(result.steps)]
+            # An empty answer has no log-probs, but it is not left out if the teacher was asked.
             taught.append(bool(steps) or (bool(results) and not sample.sampled_tokens))
             if steps and len(steps) != sample.sampled_tokens:
                 raise TrainingError(
@@ -244,6 +245,7 @@ class Teacher:
         added = len(ids)
         unit_B = torch.cat([batch.unit_B, torch.tensor(units, dtype=torch.int64)])
         lens_B = torch.cat([batch.lens_B, torch.tensor(lens, dtype=torch.int64)])
+        # Stable: the teacher's sequence is the last of its unit.
         order_B = torch.argsort(unit_B, stable=True)
         index_N = spans((torch.cumsum(lens_B, 0) - lens_B)[order_B], lens_B[order_B])
 

@@ -220,6 +220,7 @@ class Covariance(PPOLoss):
             picked = covariance_A.topk(count).indices
         else:
             indices = ((covariance_A >= self.config.low) & (covariance_A <= self.config.high)).nonzero()[:, 0]
+            # The tokens with the smallest draws are a random choice.
             picked = indices[draws(batch)[mask_N][indices].argsort(stable=True)[:count]]
         selected_A = torch.zeros(logprobs_A.shape).index_fill_(0, picked, 1.0)
         return batch.with_column("tok", SELECTED, torch.zeros(batch.tokens).masked_scatter_(mask_N, selected_A))
@@ -243,5 +244,6 @@ def draws(batch: Batch) -> Tensor:
     place_N = torch.arange(batch.tokens) - batch.starts_B[batch.seq_N]
     mixed_N = batch.ids_N
     for other_N in (before_N, place_N, place_N):
+        # 31 bits after every round, so that the product with a factor of 30 bits is an int64.
         mixed_N = ((mixed_N ^ (mixed_N >> 15)) * 0x2C1B3C6D + other_N) & 0x7FFFFFFF
     return mixed_N ^ (mixed_N >> 12)

@@ -115,8 +115,11 @@ class DistillOnPolicy(_Distillation):
         output, column = self._hidden, HIDDEN
         if self._changes:
             self._check_changing(loss, teacher.weights)
+            # Only the algorithm knows that the teacher's weights change; it is no option of the loss.
             loss.by_ids = True
             output, column = top_head(loss.config.top_k, loss.config.temperature), TOP
+        # coef is not used, but 0 would turn the teacher off. Rewards that teach give the log-probs of sampled tokens,
+        # not distributions.
         credit = TeacherConfig(coef=1.0, task=False, **dict(teacher))
         self.teacher = Teacher(credit, replace(self.run, teachers={}), output, column)
 

@@ -80,6 +80,7 @@ def between(logp_CV: Tensor, logq_CV: Tensor, kind: Divergence, beta: float) -> 
         return kl(logp_CV, logq_CV)
     if kind == "reverse_kl":
         return kl(logq_CV, logp_CV)
+    # log m from the logs of p and q: the sum of the probabilities would be 0 where both underflow.
     logm_CV = torch.logaddexp(logp_CV + math.log(beta), logq_CV + math.log1p(-beta))
     return beta * kl(logp_CV, logm_CV) + (1 - beta) * kl(logq_CV, logm_CV)
 

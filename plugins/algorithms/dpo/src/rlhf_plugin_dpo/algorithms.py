@@ -104,6 +104,7 @@ def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -
     sides = columns.select([s.unit for pair in pairs for s in pair])
     scores_U2 = torch.tensor([[s.score for s in pair] for pair in pairs], dtype=torch.float64)
     unit = {"chosen_score": scores_U2[:, 0], "rejected_score": scores_U2[:, 1]}
+    # The samples alternate, chosen and rejected: the units 2n and 2n + 1 become the roles 0 and 1 of pair n.
     return replace(sides, unit_B=sides.unit_B // 2, role_B=sides.unit_B % 2, unit=unit)
 
 

@@ -17,6 +17,8 @@ def tail_weights(answer_A: Tensor, answers: int, alpha: float) -> Tensor:
     """
     count_S = torch.bincount(answer_A, minlength=answers)
     shared_S = count_S.view(-1, 2).min(1).values.repeat_interleave(2)
+    # The position of a token in its answer is its place among all tokens in the order of answers, less the first place
+    # of its answer.
     order_A = torch.sort(answer_A, stable=True).indices
     start_S = torch.cumsum(count_S, 0) - count_S
     position_A = torch.empty_like(answer_A)

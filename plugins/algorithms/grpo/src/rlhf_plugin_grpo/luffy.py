@@ -78,6 +78,7 @@ class LuffyLoss(PPOLoss):
         values_A, metrics = super().surrogate(x)
         demonstration_A, logprobs_A = x["is_demonstration"][x.unit_A], x["logprobs"].float()
         shaped_A = -x["advantages"] * torch.sigmoid(logprobs_A - math.log(self.config.gamma))  # p / (p + gamma)
+        # Ratio and clip mean nothing for the expert's tokens, whose loss does not use them.
         all_metrics: dict[str, Any] = {name: (*metric, ~demonstration_A) for name, metric in metrics.items()}
         all_metrics["demonstration_prob"] = ("token", logprobs_A.detach().exp(), demonstration_A)
         return torch.where(demonstration_A, shaped_A, values_A), all_metrics

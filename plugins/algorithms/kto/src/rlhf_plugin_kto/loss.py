@@ -154,6 +154,7 @@ def mismatched_drift(batch: Batch) -> float:
             f"the token columns {sorted(batch.tok)}. Use the algorithm kto or kto_pair, or another loss_type"
         )
     mask_N = batch.tok[TWIN_MASK]
+    # Not the number of units: a row may have no mismatched answer, or one without a trained token after a cut.
     answers = int(batch.seq_N[mask_N].unique().numel())
     drift = (batch.tok["twin_logprobs"].double() - batch.tok["twin_ref_logprobs"].double())[mask_N].sum()
     return max(0.0, float(drift) / answers) if answers else 0.0

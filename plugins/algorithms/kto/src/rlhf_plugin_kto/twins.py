@@ -68,6 +68,7 @@ def twins(rows: Sequence[Labelled]) -> list[int | None]:
     partners: list[int | None] = [None] * len(rows)
     for position, i in enumerate(order):
         for k in range(1, len(order)):
+            # Negative positions count from the end: the order is cyclic.
             other = rows[order[position - k]]
             if other.question != rows[i].question if prompts_differ else other.answer != rows[i].answer:
                 partners[i] = order[position - k]

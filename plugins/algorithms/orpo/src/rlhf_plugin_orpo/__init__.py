@@ -70,6 +70,7 @@ class ORPOLoss(Loss):
         if self.config.nll_on == "completion":
             mean_S = x.mean_per_sequence(logprobs_A)
         else:
+            # The tokens of x are those of TEXT_MASK, with prompts; the odds are those of answers.
             answer_A = x["loss_mask"].to(logprobs_A.dtype)
             mean_S = x.sum_per_sequence(logprobs_A * answer_A) / x.sum_per_sequence(answer_A).clamp(min=1)
         chosen_U, rejected_U = x.of_role(mean_S, 0), x.of_role(mean_S, 1)

@@ -249,6 +249,8 @@ class PerSource(Algorithm[Group]):
             if not batch_updates:
                 return []
             planned = replace(planned, minibatches=max(update.minibatches for update in batch_updates.values()))
+            # A member that trains nothing (all its samples are masked) keeps its coefficients: its loss is computed,
+            # with the factor 0.
             plans = {name: batch_updates.get(name, plans[name]) for name in all_updates}
         coef = {f"{name}/{key}": value for name, u in plans.items() for key, value in u.coef.items()}
         coef |= {f"{name}/{FACTOR}": m.weight_at(step) / m.weight for name, m in self._moving.items()}

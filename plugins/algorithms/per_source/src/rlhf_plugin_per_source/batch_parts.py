@@ -78,6 +78,7 @@ def _shared(b: Batch, parts: Collection[Batch]) -> dict[str, Tensor]:
 
 
 def _padded(values: Tensor, start: int, size: int) -> Tensor:
+    # The only part: nothing to pad.
     if values.shape[0] == size:
         return values
     padded = values.new_zeros((size, *values.shape[1:]))

@@ -56,6 +56,7 @@ class LossOfMembers(Loss):
                         loss,
                         f"reads the output {head!r}, which is not computed from the tokens under loss_mask alone",
                     )
+                # Members share the forward pass, so one output serves all that read it.
                 if heads.setdefault(head, output) != output:
                     raise _unfit(name, loss, f"uses {head!r} for a different output than another member")
         self._outputs = tuple(heads.values())

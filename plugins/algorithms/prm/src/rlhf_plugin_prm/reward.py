@@ -217,6 +217,7 @@ def close_last_step(
     number, turn = len(trajectory.turns) - 1, trajectory.turns[-1]
     if not turn.sampled or ends.count(turn.text + ends.separator) == ends.count(turn.text):
         return
+    # decode() keeps special tokens and the turn's text does not, so they differ if the turn ends with an end token.
     end = len(turn.ids) - (ends.decode(turn.ids) != turn.text)
     context, place = all_contexts[-1], (number, end - 1)
     if end and place not in context.places:

@@ -135,6 +135,7 @@ class PairwiseLoss(Loss):
         from torch.nn import functional
 
         scores_B = x["scores"]
+        # Each answer of a pair is one sequence, so this only brings the scores into the order of answers.
         scores_S = scores_B.new_zeros(x.sequences).index_add(0, x.answer_B, scores_B)
         chosen_U, rejected_U = x.of_role(scores_S, 0), x.of_role(scores_S, 1)
         margin_U = chosen_U - rejected_U
@@ -188,6 +189,7 @@ class Moments:
 
 def figures(mean: float, square: float) -> dict[str, float]:
     """``mean`` and ``std`` from the mean and the mean square."""
+    # Rounding may make the difference negative if all scores are equal.
     return {"mean": mean, "std": math.sqrt(max(0.0, square - mean * mean))}
 
 
