@@ -56,17 +56,10 @@ class RewardModel(Algorithm[Example]):
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` if rows have one."""
-        from rlhf.ops.packing import SequenceData, UnitData, pack
+        from rlhf.ops.rows import pack_rows
 
-        units = [
-            UnitData(
-                [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role, s.images) for s in example.sequences],
-                {"margin": float(example.values["margin"])} if "margin" in example.values else {},
-            )
-            for example in examples
-            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are the bare prompt
-        ]
-        return pack(units) if units else None, {}
+        # An answer without a token has a score too. Only pairs of two bare prompts are left out.
+        return pack_rows(examples), {}
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         return [Update("policy", "loss")]
