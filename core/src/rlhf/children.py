@@ -165,6 +165,7 @@ def _start(request: bytes, descriptors: Sequence[int]) -> None:
     with _starting:
         if _supervisor is None or not _supervisor.running:
             _supervisor = _Supervisor()
+        # Inside the lock, so that the requests of two threads do not mix.
         _supervisor.start(request, descriptors)
 
 

@@ -86,6 +86,7 @@ def serve(driver: int, channel: int) -> None:
             child = -1
         if child == 0:
             requests.close()
+            # If it were ignored, the kernel would discard the worker's status.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()  # the keys of a terminal (Ctrl-C) reach only the driver
             status = guard(supervisor, command, environment, folder, dict(zip(numbers, streams, strict=True)), control)
@@ -129,6 +130,7 @@ def guard(
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         execute(command, environment, folder, streams)
+    # As long as the guard holds a pipe, its reader does not see the end.
     for stream in streams.values():
         os.close(stream)
     controls = [control] if control >= 0 else []

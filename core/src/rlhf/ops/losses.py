@@ -107,6 +107,7 @@ class LossInput:
     @property
     def unit_S(self) -> Tensor:
         """int64 [S]: which unit each sequence belongs to."""
+        # All sequences of an answer are of one unit, so it does not matter which of them is written last.
         return self._batch.unit_B.new_zeros(self.sequences).index_put((self.answer_B,), self._batch.unit_B)
 
     def sum_per_sequence(self, values_A: Tensor) -> Tensor:
@@ -124,6 +125,7 @@ class LossInput:
 
     def of_role(self, values_S: Tensor, role: int) -> Tensor:
         """[S] -> [U]: the value of each unit's sequence of that role (every unit must have one)."""
+        # unique() sorts, and answers are numbered unit by unit.
         index_U = self._batch.read(lambda batch: torch.unique(batch.answer_B[batch.role_B == role]))
         if len(index_U) != self.units:
             raise TrainingError(

@@ -118,6 +118,7 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
 
     members = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     candidates: list[Any] = [c for c in members if isinstance(c, type) and issubclass(c, interface(kind))]
+    # If all are abstract, check_class() refuses one with a message that says what is missing.
     concrete = [c for c in candidates if not abstract_methods(c)] or candidates
     if kind == "reward" and not concrete:
         concrete = [f for f in members if _is_function(f) and form_of_function(f)]

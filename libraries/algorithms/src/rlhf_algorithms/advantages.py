@@ -126,6 +126,7 @@ class GroupNorm(ReturnToGo):
         centred_N = group_center(r_N, group_N)
         if self.config.std == "none":
             return centred_N
+        # The mean is always the group's; only the scale may be the batch's.
         one_group_N = group_N if self.config.std == "group" else torch.zeros_like(group_N)
         return centred_N / (group_std(r_N, one_group_N) + 1e-9)
 

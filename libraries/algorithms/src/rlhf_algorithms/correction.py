@@ -176,6 +176,7 @@ def correction_weights(
     if statistic == "ratio":
         weights_A = _weights(_at_level(log_A, level, sequence_A, sequences), mode, config)
         if config.preset == "seq_mask_tis":
+            # The sequence passes if its mean is inside the band, and then keeps the weights of its tokens.
             mean_A = _at_level(log_A, "sequence_mean", sequence_A, sequences)
             weights_A = torch.where(_weights(mean_A, "mask", config) > 0, weights_A, 0.0)
     else:

@@ -78,6 +78,7 @@ def credit(
     r_U = shaped_U
     if kl is not None and kl_N is not None and kl.before_baseline:
         r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
+    # turn_credit() has a baseline of its own, so it gets the rewards before this one.
     whole_U = r_U
     r_U = baseline(batch, advantage, r_U, weights)
     r_U = clip_rewards(r_U, reward_clip)

@@ -77,6 +77,7 @@ class PolicyGradient(Algorithm[Group]):
         kl: KLConfig = self.config.kl
         self.kl = KLController(kl.coef, kl.target, kl.horizon)
         self.advantage: Advantage = self.parts["advantage"]
+        # The wrappers replace the part, because the run trains with parts[Update.loss].
         if kl.coef > 0 and kl.where == "loss":
             self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
         if self.config.echo_coef is not None:
@@ -143,6 +144,7 @@ class PolicyGradient(Algorithm[Group]):
         part, slot = self.parts.get("value_loss"), self.slots.get("value_loss")
         if part is None or slot is None:
             return
+        # The slot's defaults apply to the plugin that it names only.
         defaults = type(part.config).model_validate(dict(slot.defaults) if part.name == slot.use else {})
         options = [n for n in type(defaults).model_fields if getattr(part.config, n) != getattr(defaults, n)]
         if options:
@@ -171,7 +173,7 @@ class PolicyGradient(Algorithm[Group]):
                     '"loss": Slot("loss", NAME)}'
                 )
 
-    # ------------------------------------------------------------------------------------ declared
+    # ---------------------------------------------------------------------- requirements and plans
 
     def needs(self) -> Needs:
         roles = [RoleSpec("policy", trained=True)]
@@ -266,7 +268,7 @@ class PolicyGradient(Algorithm[Group]):
         kl = self.config.kl
         return [*updates, *snapshots_due(kl.snapshot_every, kl.snapshot_share, step), *self.teacher.snapshots()]
 
-    # ---------------------------------------------------------------------------------------- work
+    # ------------------------------------------------------------------------- the calls of a step
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         batch = assemble(
@@ -349,6 +351,7 @@ class PolicyGradient(Algorithm[Group]):
         learns = step >= self.config.critic_warmup  # else the policy is not trained, so nothing is adapted
         if self._uses_kl:
             used["kl/coef"] = self.kl.beta
+            # KL in the reward is measured before the updates, by credit(); KL in the loss during them.
             kl = metrics.get("kl/reference" if self._kl_in("reward") else "policy/kl_reference")
             if kl is not None and learns:  # None: the only update was skipped
                 self.kl.update(kl, batch.units)
@@ -377,7 +380,7 @@ class PolicyGradient(Algorithm[Group]):
             self.scale.load_state_dict(rest.pop("values"))
         super().load_state_dict(rest)
 
-    # ------------------------------------------------------------------------------------- derived
+    # -------------------------------------------------------------------- derived from the options
 
     @property
     def source_weights(self) -> Mapping[str, float]:

@@ -99,6 +99,7 @@ class PolicyLoss(Loss):
         reduction = Reduce(c.aggregation, constant=float(c.max_length or 1))
         terms = {"policy": reduction}
         if c.entropy_coef:
+            # Negative, because the bonus is maximised.
             terms["entropy"] = Reduce(c.aggregation, coef=-c.entropy_coef, constant=reduction.constant)
         return terms
 

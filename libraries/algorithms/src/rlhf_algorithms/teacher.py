@@ -97,7 +97,7 @@ class Teacher:
             return sum(not sources or source in sources for sources in self._run.teachers.values())
         return int(not self._role_of or source in self._role_of)
 
-    # ------------------------------------------------------------------------------------ declared
+    # ---------------------------------------------------------------------- requirements and plans
 
     def roles(self) -> list[RoleSpec]:
         """The roles that the run holds for the teacher."""
@@ -132,7 +132,7 @@ class Teacher:
             "log-probs at temperature 1. Set --sampling.temperature 1, or use a role as teacher."
         ]
 
-    # ---------------------------------------------------------------------------------------- work
+    # ------------------------------------------------------------------------- the calls of a step
 
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
         """Add the columns and sequences that :meth:`annotations` reads to the batch of ``groups``. Metric
@@ -223,6 +223,7 @@ class Teacher:
         temperatures: list[float] = []
         prompts: dict[tuple[str, int], Sequence[int] | None] = {}
         for unit, sample in enumerate(samples):
+            # All samples of a row have the same prompt.
             key = (sample.row.source, sample.row.index)
             if key not in prompts:
                 prompts[key] = self._prompt(sample)

@@ -168,6 +168,7 @@ class PairwiseAlgorithm(Algorithm[Any]):
         used = self._shift
         if "policy/chosen_reward" in metrics:  # absent if the only update was skipped
             mean = (metrics["policy/chosen_reward"] + metrics["policy/rejected_reward"]) / 2
+            # Each pair has two rewards.
             self._rewards += 2 * batch.units
             self._shift += (mean - self._shift) * 2 * batch.units / self._rewards
         return {"bco_shift": used}

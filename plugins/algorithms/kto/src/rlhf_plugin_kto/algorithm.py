@@ -62,6 +62,7 @@ class KTO(Algorithm[Example]):
                     place = (side, example.row.source, example.row.index)
                     rows.append(Labelled.of(example.sequences[index], desirable, place))
                     sources.add(number)
+        # Data rows are counted, not answers: both answers of a pair follow the same prompt.
         if not rows or (self._mismatched and len(sources) < 2):
             return None, {}
         left_out = {"labels/left_out": answers - len(rows)}

@@ -144,7 +144,7 @@ class PerSource(Algorithm[Group]):
                 "`sources` of a member"
             )
 
-    # ------------------------------------------------------------------------------------ declared
+    # ---------------------------------------------------------------------- requirements and plans
 
     def needs(self) -> Needs:
         """The combined needs of all members. Samples may come from another distribution only if every member's loss
@@ -184,7 +184,7 @@ class PerSource(Algorithm[Group]):
             for line in member.conflicts(shape)
         ]
 
-    # ---------------------------------------------------------------------------------------- work
+    # ------------------------------------------------------------------------- the calls of a step
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf_plugin_per_source.batch_parts import join
@@ -253,6 +253,7 @@ class PerSource(Algorithm[Group]):
             # with the factor 0.
             plans = {name: batch_updates.get(name, plans[name]) for name in all_updates}
         coef = {f"{name}/{key}": value for name, u in plans.items() for key, value in u.coef.items()}
+        # The reductions already contain m.weight.
         coef |= {f"{name}/{FACTOR}": m.weight_at(step) / m.weight for name, m in self._moving.items()}
         live = {f"{name}/{column}": output for name, u in plans.items() for column, output in u.live.items()}
         return [replace(planned, coef=coef | idle, live=live)]
@@ -280,7 +281,7 @@ class PerSource(Algorithm[Group]):
             member.load_state_dict(state.get(name, {}))
         super().load_state_dict({name: value for name, value in state.items() if name not in self.members})
 
-    # ------------------------------------------------------------------------------------- derived
+    # -------------------------------------------------------------------- derived from the options
 
     @property
     def _moving(self) -> dict[str, Member]:
@@ -379,6 +380,7 @@ def metrics_of(name: str, members: Sequence[str], metrics: Mapping[str, float]) 
     other members."""
     member_metrics = {}
     for key, value in metrics.items():
+        # The longest prefix first, because each one also begins with the next.
         for start in ("policy/loss/", "policy/", ""):
             owner, slash, rest = key.removeprefix(start).partition("/")
             if key.startswith(start) and slash and owner in members:
