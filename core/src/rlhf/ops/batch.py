@@ -92,6 +92,15 @@ class Batch:
         return torch.arange(self.tokens, device=self.lens_B.device) - self.starts_B[self.seq_N]
 
     @property
+    def image_N(self) -> Tensor:
+        """bool [N], on the CPU: the tokens that stand for an image."""
+        mask_N = torch.zeros(self.tokens, dtype=torch.bool)
+        for start, images in zip(self.starts_B.tolist(), self.images_B, strict=False):  # none: no sequence has one
+            for image in images:
+                mask_N[start + image.start : start + image.start + image.tokens] = True
+        return mask_N
+
+    @property
     def answer_B(self) -> Tensor:
         """int64 [B]: index of each sequence's (unit, role) pair, in order of first appearance. Reductions call such a
         pair a sequence. A trajectory whose context was rewritten has several sequences and one answer."""

@@ -132,16 +132,9 @@ def assemble(
     tok["last_action"] = empty((batch.tokens,), torch.bool).zero_()
     tok["last_action"][last_U[last_U >= 0]] = True
     batch = replace(batch, tok=tok, images_B=layout.images())
-    return _with_observations(batch, layout) if observations else batch
-
-
-def _with_observations(batch: Batch, layout: _Layout) -> Batch:
-    """``batch`` with the column ``observation_mask``."""
-    mask_N = layout.observations()
-    for start, images in zip(batch.starts_B.tolist(), batch.images_B, strict=False):
-        for image in images:
-            mask_N[start + image.start : start + image.start + image.tokens] = False
-    return batch.with_column("tok", OBSERVATIONS, mask_N, over=None)
+    if observations:
+        batch = batch.with_column("tok", OBSERVATIONS, layout.observations() & ~batch.image_N, over=None)
+    return batch
 
 
 def compress(batch: Batch, values_N: Tensor) -> tuple[Tensor, Tensor]:

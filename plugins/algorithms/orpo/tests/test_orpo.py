@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.types import Row
+from rlhf.types import Image, Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_orpo import CLOSEST, ORPO, TEXT_MASK, ORPOLoss, log1mexp, log_odds
@@ -90,6 +91,14 @@ def test_the_likelihood_may_be_of_the_prompt_too_but_the_odds_are_the_answers():
     assert metrics["loss/nll"] == pytest.approx((4 * math.log(2)) / 4)
     assert metrics["log_odds"] == pytest.approx(math.log(3), rel=1e-5)
     assert total == pytest.approx(math.log(2) - 0.1 * math.log(3 / 4), rel=1e-6)
+
+
+def test_the_tokens_of_an_image_in_the_prompt_are_not_trained_on():
+    example = pair(prompt=4)
+    images = (Image(b"", 1, 2, ()),)
+    example = Example(example.row, [replace(sequence, images=images) for sequence in example.sequences])
+    batch = ORPO(parts={"loss": ORPOLoss(ORPOLoss.Config(nll_on="all"))}).assemble([example])[0]
+    assert batch.tok[TEXT_MASK].tolist() == [False, False, False, True, True, True, *[False] * 4, True]
 
 
 def test_the_likelihood_is_the_mean_over_tokens_of_the_batch():

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 TEXT_MASK = "text_mask"
-"""Token mask of ``nll_on = "all"``: all tokens of the chosen sequence except its first, and those of the rejected
-answer."""
+"""Token mask of ``nll_on = "all"``: the tokens of the rejected answer, and all of the chosen sequence except its first
+and those that stand for an image."""
 
 
 class ORPOConfig(ComponentConfig):
@@ -127,7 +127,7 @@ class ORPO(PairLearning):
         batch, metrics = super().assemble(examples)
         if batch is None or all(r.over != TEXT_MASK for r in self.parts["loss"].reduce().values()):
             return batch, metrics
-        text_N = (batch.position_N > 0) & (batch.role_B == 0)[batch.seq_N]
+        text_N = (batch.position_N > 0) & (batch.role_B == 0)[batch.seq_N] & ~batch.image_N
         return batch.with_column("tok", TEXT_MASK, batch.tok["loss_mask"] | text_N, over=None), metrics
 
 
