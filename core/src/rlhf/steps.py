@@ -42,7 +42,10 @@ class StepEnds:
             while (end := self._end(text, offset)) is not None:
                 ends.append(i)
                 offset = end
-            if ends and ends[-1] == i and offset == len(text):
+            # The text so far need not be decoded again, also not if blank text is left after a blank separator ("\n" in
+            # a token ".\n\n"): it is in no step, and no separator that ends a step can begin in it.
+            rest = text[offset:]
+            if ends and ends[-1] == i and (not rest or not (rest + self.separator).strip()):
                 start, offset = i + 1, 0
         return ends
 

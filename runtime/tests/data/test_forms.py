@@ -131,6 +131,19 @@ def test_two_separators_end_one_step():
         StepEnds(str, "")
 
 
+@pytest.mark.parametrize("separator", ["\n", "\n\n"])
+def test_each_step_is_decoded_by_itself(separator):
+    """Else the cost of a long solution grows with the square of its length."""
+    table, lengths = {0: "a", 1: ".\n\n"}, []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return "".join(table[i] for i in ids)
+
+    assert StepEnds(decode, separator)([0, 0, 1] * 100) == [3 * n + 2 for n in range(100)]
+    assert max(lengths) == 3
+
+
 def test_a_separator_over_several_tokens_and_bytes():
     data = "Да\n ки\n нет ки\n".encode()
 
