@@ -59,5 +59,7 @@ def test_a_target_without_a_bonus_is_refused() -> None:
     parts = {"advantage": LeaveOneOut(), "loss": PPOLoss()}
     with pytest.raises(ConfigError, match=r"entropy.target = 0.5 adapts the coefficient of the entropy bonus"):
         Bonus(PolicyGradientConfig(entropy=EntropyConfig(target=0.5)), parts)
+    with pytest.raises(ConfigError, match=r"entropy_coef is 0.1: .* above 0 and at most algorithm.entropy.high = 0.05"):
+        bonus(target=0.5, high=0.05)
     with pytest.raises(ValidationError, match="set target too"):
         EntropyConfig(step=0.1)

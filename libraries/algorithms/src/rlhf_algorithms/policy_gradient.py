@@ -126,16 +126,16 @@ class PolicyGradient(Algorithm[Group]):
             )
 
     def _entropy_start(self) -> float:
-        """The coefficient of the loss's entropy bonus. Raises ConfigError if it should adapt but the loss has no
-        bonus."""
+        """The coefficient of the loss's entropy bonus. Raises ConfigError if it should adapt but the loss has no bonus,
+        or one above ``entropy.high``."""
         if self.config.entropy.target is None:
             return 0.0
         start = getattr(self.loss.config, "entropy_coef", None)
-        if not start or start < 0:
+        if not start or not 0 < start <= self.config.entropy.high:
             raise ConfigError(
                 f"algorithm.entropy.target = {self.config.entropy.target} adapts the coefficient of the entropy bonus, "
-                f"but algorithm.loss.entropy_coef is {start}: set it to a number above 0, the coefficient's initial "
-                "value"
+                f"but algorithm.loss.entropy_coef is {start}: set it to the coefficient's initial value, above 0 and "
+                f"at most algorithm.entropy.high = {self.config.entropy.high:g}"
             )
         return float(start)
 
