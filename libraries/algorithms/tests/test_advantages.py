@@ -221,6 +221,8 @@ def test_scores_of_right_and_wrong_answers_are_the_gradient_of_pass_at_k():
     )
     assert best_of_k_scores(torch.zeros(4).double(), 3).tolist() == [0.0] * 4
     assert best_of_k_scores(torch.tensor([0.0, 1.0]).double(), 3).tolist() == [0.0, 0.0], "an incomplete group"
+    one_right = torch.zeros(1100, dtype=torch.float64).index_fill_(0, torch.tensor(7), 1.0)
+    assert torch.equal(best_of_k_scores(one_right, 550).round(decimals=9), 550 * one_right), "beyond the largest float"
     assert PassAtK(PassAtK.Config(k=5)).group_min == 5
 
 

@@ -370,7 +370,9 @@ def best_of_k_scores(r_G: Tensor, k: int) -> Tensor:
     n = r_G.numel()
     order = r_G.argsort(stable=True)
     sorted_G = r_G[order]
-    subsets_G = torch.tensor([math.comb(j, k - 2) for j in range(n)], dtype=torch.float64)
+    subsets = max(math.comb(n, k), 1)
+    # Divided as ints, because both may be too large for a float.
+    weight_G = torch.tensor([n * math.comb(j, k - 2) / subsets for j in range(n)], dtype=torch.float64)
     # Sum of (g_i - g_j) over j < i; each counts once for every subset in which j is the best of k - 1 others.
-    gains_GG = (sorted_G[:, None] - sorted_G[None, :]).tril(-1) * subsets_G
-    return torch.zeros_like(r_G).index_copy(0, order, gains_GG.sum(1)) * n / max(math.comb(n, k), 1)
+    gains_GG = (sorted_G[:, None] - sorted_G[None, :]).tril(-1) * weight_G
+    return torch.zeros_like(r_G).index_copy(0, order, gains_GG.sum(1))
