@@ -96,6 +96,15 @@ def test_a_context_has_no_record_of_experts():
     assert (hinted == -1).all()
 
 
+def test_an_empty_answer_gets_no_sequence_of_the_teacher():
+    groups = [sample(0, answered()), sample(1, answered(3))]
+    subject = teacher(weights="live", context="hint")
+    batch, metrics = annotated(subject, groups)
+    assert batch.lens_B.tolist() == [len(PROMPT), len(PROMPT) + 1, len(HINTED) + 1]
+    assert metrics == {"teacher/left_out": 0.5}
+    assert subject.read(batch).ids_N.tolist() == assemble(groups).ids_N.tolist()
+
+
 def test_a_sample_that_the_teacher_does_not_read_keeps_its_images():
     images = (Image(b"", 0, 1, ()),)
     groups = [GROUPS[0], sample(1, answered(7), hint=""), GROUPS[2]]

@@ -230,7 +230,10 @@ class Teacher:
             prompt, answer = prompts[key], _answer(sample)
             count = sum(len(turn.ids) for turn in answer)
             longest = self._run.max_tokens
-            if prompt is None or self._role(sample) < 0 or (longest is not None and len(prompt) + count > longest):
+            # read() recognises a sequence of the teacher by its answer, so there is none for an empty answer.
+            if prompt is None or not count or self._role(sample) < 0:
+                continue
+            if longest is not None and len(prompt) + count > longest:
                 continue
             ids += prompt
             sampled += [False] * len(prompt)
