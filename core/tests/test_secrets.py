@@ -32,6 +32,8 @@ def test_redact_hides_secrets_and_nothing_else():
 )
 def test_secret_keys(key):
     assert redact({key: "abc"}) == {key: "<hidden>"}
+    assert redact({key: ["abc", 1, ""], "x": ["abc"]}) == {key: ["<hidden>", 1, ""], "x": ["abc"]}
+    assert redact({key: {"value": "abc"}}) == {key: {"value": "<hidden>"}}
 
 
 FORMS = [

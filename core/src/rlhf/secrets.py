@@ -59,15 +59,21 @@ def find_secrets(data: Any, path: str = "") -> Iterator[str]:
             yield from find_secrets(value, key_path)
 
 
-def redact(value: Any) -> Any:
-    """A copy with ``<hidden>`` for text under keys like ``api_key``, ``token``, ``password``, for user names and
-    passwords in URLs, for such parameters in their queries, and for well-known forms of tokens. Numbers stay
-    (``max_tokens``), and so do tokens of a vocabulary (``eos_token``)."""
+def redact(value: Any, is_secret: bool = False) -> Any:
+    """A copy with ``<hidden>`` for text under keys like ``api_key``, ``token``, ``password``, also in lists and tables
+    there, for user names and passwords in URLs, for such parameters in their queries, and for well-known forms of
+    tokens. Numbers stay (``max_tokens``), and so do tokens of a vocabulary (``eos_token``).
+
+    Args:
+        is_secret: whether ``value`` is under such a key.
+    """
     if isinstance(value, Mapping):
-        return {k: HIDDEN if isinstance(v, str) and v and _hides(str(k)) else redact(v) for k, v in value.items()}
+        return {k: redact(v, is_secret or _hides(str(k))) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
+        return [redact(item, is_secret) for item in value]
     if isinstance(value, str):
+        if value and is_secret:
+            return HIDDEN
         value = _USER_IN_URL.sub(HIDDEN, value)
         value = _QUERY.sub(lambda m: f"{m[1]}={HIDDEN if _hides(m[1]) else m[2]}", value)
         return _HIDE.sub(HIDDEN, value)
