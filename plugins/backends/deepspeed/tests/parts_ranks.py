@@ -22,6 +22,7 @@ from tests.support.trainer_rank_cases import TrainerRankCases
 LORA: dict[str, dict[str, Any]] = {
     "all": {"stage": 2, "lora": {"rank": 2, "alpha": 8}},
     "some": {"stage": 0, "lora": {"rank": 3, "alpha": 8, "targets": ("q_proj", "o_proj", "down_proj")}},
+    "unfused": {"stage": 2, "kernels": "none", "lora": {"rank": 2, "alpha": 8}},
 }
 MUON: dict[str, dict[str, Any]] = {
     "whole": {"stage": 0},

@@ -17,8 +17,12 @@ from rlhf.errors import CapabilityError, CheckpointError, ConfigError, ModelErro
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_cli.plan.model_size import read_size
+from rlhf_modeling.config import LoraOptions
+from rlhf_modeling.sharded.loading import load_on_host
 from rlhf_modeling.sharded.process_group import _store
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.parallel_layers import divide
+from rlhf_plugin_deepspeed.topology import Topology
 from rlhf_plugin_deepspeed.trainer import storage
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
@@ -144,6 +148,17 @@ def test_offload_and_reload_work_with_weights_in_host_memory(folder):
         scores = [instance.forward([batch(5)], ("logprobs",))[0]["logprobs"] for instance in (policy, twin)]
         assert torch.equal(*scores)
         policy.reload()
+
+
+def test_layers_with_adapters_that_are_not_fused_can_be_divided(folder):
+    """One part, so the divided model must compute what the whole one did, which ``divide`` compares."""
+    trainer(spec(folder))  # this process joins a group of one rank
+    model = load_on_host(spec(folder), torch.device("cpu"), LoraOptions(rank=2), "none")
+    for name, parameter in model.module.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+    split = divide(model, Topology(spec(folder), 1, 60.0), torch.device("cpu"))
+    assert split.dims["model.layers.0.self_attn.q_proj.lora_B.default.weight"] == 0
 
 
 def test_zero_grad_discards_gradients_in_every_stage(folder):

@@ -179,9 +179,13 @@ class Divided:
 
 def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Callable[[Tensor], Tensor]:
     """The forward of a layer with an adapter, both in parts."""
-    if entrance is not None:
-        return lambda x_NI: with_adapter(layer, entrance(x_NI))
-    return lambda x_NP: _summed(with_adapter(layer, x_NP), layer.base_layer.bias, topology.group)
+
+    def forward(x: Tensor) -> Tensor:
+        rows = (x if entrance is None else entrance(x)).flatten(0, -2)  # layers that are not fused pass [1, N, I]
+        out = with_adapter(layer, rows).unflatten(0, x.shape[:-1])
+        return out if entrance is not None else _summed(out, layer.base_layer.bias, topology.group)
+
+    return forward
 
 
 def divide(model: LoadedModel, topology: Topology, device: torch.device) -> TensorSplit:
