@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rlhf_modeling.sharded.process_group import _store
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.parallel_layers import divide
 from rlhf_plugin_deepspeed.topology import Topology
-from rlhf_plugin_deepspeed.trainer import storage
+from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer, storage
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
@@ -148,6 +149,16 @@ def test_offload_and_reload_work_with_weights_in_host_memory(folder):
         scores = [instance.forward([batch(5)], ("logprobs",))[0]["logprobs"] for instance in (policy, twin)]
         assert torch.equal(*scores)
         policy.reload()
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"optimizer": "muon", "stage": 3}], ids=str)
+def test_gradients_in_host_memory_that_gpus_would_exchange_are_refused(folder, options):
+    two, option = replace(spec(folder), world_size=2), next(iter(options))
+    config = DeepSpeedTrainerConfig(offload_optimizer="cpu", **options)
+    with pytest.raises(CapabilityError, match=rf"{option} = \S+ exchanges them between its 2 ranks, and NCCL"):
+        DeepSpeedTrainer.check(config, two, "cuda")
+    DeepSpeedTrainer.check(config, two, "cpu")
+    DeepSpeedTrainer.check(config.model_copy(update={"offload_optimizer": "none"}), two, "cuda")
 
 
 def test_layers_with_adapters_that_are_not_fused_can_be_divided(folder):

@@ -102,6 +102,7 @@ class DeepSpeedTrainer(ShardedTrainer):
                 f"tensor_parallel = {config.tensor_parallel} divides models of text, but role {spec.role.name!r} has "
                 "an image-text model. Set tensor_parallel = 1, with stage = 3 to divide the model."
             )
+        _check_host_gradients(config, spec, device)
         if config.stage == 3 and adapter_of(spec.path) is not None:
             raise ConfigError(
                 f"the model {spec.path!r} of role {spec.role.name!r} is an adapter, which stage = 3 cannot load: no "
@@ -253,6 +254,20 @@ class DeepSpeedTrainer(ShardedTrainer):
 
     def division(self) -> dict[str, Any]:
         return {"stage": self.config.stage, "tensor_parallel": self.topology.parts}
+
+
+def _check_host_gradients(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str | None) -> None:
+    """Raises CapabilityError if ranks on GPUs would exchange gradients that are in host memory, which NCCL refuses."""
+    on_gpus = device == "cuda" and config.device != "cpu" and spec.world_size > 1
+    if not (on_gpus and spec.role.trained and config.offload_optimizer != "none"):
+        return
+    if config.tensor_parallel > 1 or config.optimizer == "muon":
+        option = "optimizer = 'muon'" if config.optimizer == "muon" else f"tensor_parallel = {config.tensor_parallel}"
+        raise CapabilityError(
+            f"offload_optimizer = {config.offload_optimizer!r} keeps the gradients of role {spec.role.name!r} in host "
+            f"memory, but {option} exchanges them between its {spec.world_size} ranks, and NCCL exchanges memory of "
+            "GPUs only. Remove one of the two options."
+        )
 
 
 def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
