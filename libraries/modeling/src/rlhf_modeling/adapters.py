@@ -140,6 +140,7 @@ def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
     if layer.disable_adapters:
         return y_NO
     z_NR = layer.lora_A[NAME](layer.lora_dropout[NAME](x_NI))
+    # Autocast leaves in-place operations alone, so the factor is converted here.
     return y_NO.addmm_(z_NR, layer.lora_B[NAME].weight.t().to(y_NO.dtype), alpha=layer.scaling[NAME])
 
 

@@ -213,6 +213,8 @@ class PackedAttention:
             sizes = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
             kinds.add(LayerKind(*sizes, options.scaling, sliding_window, softcap))
         plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
+        # Inputs are converted below. Autocast would round the fp32 inputs of scaled_dot_product_attention to bf16
+        # again.
         with torch.autocast(q.device.type, enabled=False):
             if not on_cpu and self._flashes(q, k, v, dtype, options):
                 return self._flash(q, k, v, dtype, options)[None], None
@@ -225,6 +227,8 @@ class PackedAttention:
             if runs is not None:
                 high = [x.to(torch.float32 if on_cpu else dtype) for x in flat]
                 long_LHD = sdpa_attention(high[0], high[1], high[2], runs, options).to(dtype)
+                # The rows of long sequences in the first result are undefined. index_copy gives them no gradient
+                # either.
                 out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
         assert out_NHD is not None
         return out_NHD[None], None

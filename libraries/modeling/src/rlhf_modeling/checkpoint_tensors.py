@@ -52,6 +52,7 @@ class Published:
 
     def _plan(self, published_shapes: Mapping[str, torch.Size]) -> None:
         for name, shape in self._own_shapes.items():
+            # A tensor that converts differently alone than among all others must be converted together with them.
             shapes = self._published_shapes({name: shape})
             if any(published_shapes.get(n) != s for n, s in shapes.items()):
                 self._joint.append(name)

@@ -30,6 +30,7 @@ class Copy:
     def swapped_in(self) -> Iterator[None]:
         """Context in which the parameters hold the second values. Only weights that are rounded from masters are
         copied."""
+        # After the swap the masters hold the second values, from which the weights are rounded.
         self._swap()
         live = {name: p.data for name, p in self.rounded.items()}
         for name, p in self.rounded.items():

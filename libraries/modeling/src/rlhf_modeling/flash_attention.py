@@ -59,6 +59,7 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, lines: Lines, o
     options_of_torch: dict[str, Any] = {"enable_gqa": True} if grouped > 1 else {}
     if grouped > 1 and "enable_gqa" not in _options(varlen_attn):  # torch 2.11
         k, v, options_of_torch = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), {}
+    # torch counts the tokens before the query. transformers' window includes the query's own token.
     window = -1 if options.window is None or options.window >= lines.longest_K else options.window - 1
     out: Any = varlen_attn(
         q_NHD.contiguous(),

@@ -47,6 +47,7 @@ def _count(module: Any, outputs: int, adapters: bool) -> Flops | None:
     for name, p in module.named_parameters():
         if p.ndim < 2 or id(p) in uncounted_ids:
             continue
+        # Shared experts process every token.
         chosen = ".experts." in f".{name}." and "shared" not in name
         if chosen and share is None:
             return None

@@ -142,6 +142,7 @@ def _scale(norm: Any) -> tuple[Tensor | None, float]:
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """[..., 1]: 1 / sqrt(mean(x^2) + eps)."""
+    # Unlike x.square().mean(), this does not store the squares.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(_constant(eps, norm.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 

@@ -69,6 +69,7 @@ def compute(
     out: dict[str, Tensor] = {}
     for over, position in dict.fromkeys((h.over, h.position) for h in heads):
         group = [h for h in heads if (h.over, h.position) == (over, position)]
+        # On the host: their number and values are read here, and reading them from a GPU would wait for its work.
         index_A = positions(batch.host, group[0])
         if position == "before" and bool((batch.host.position_N[index_A] == 0).any()):
             raise TrainingError(
@@ -154,6 +155,7 @@ def _in_chunks(
             {k: v[rows] for k, v in columns.items()},
         )
         if torch.is_grad_enabled():
+            # Heads draw no random numbers, and saving the generators' states takes time in every chunk.
             parts.append(checkpoint(run, *sliced, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(run(*sliced))

@@ -77,6 +77,7 @@ def compare(kind: LayerKind, device: torch.device, first: Compute, second: Compu
         answers.append([out.detach(), *torch.autograd.grad(out, leaves, towards)])
     for name, actual, want in zip(("outputs", "gradients", "gradients", "gradients"), *answers, strict=True):
         difference = float((actual.float() - want.float()).norm() / want.float().norm())
+        # True also for NaN.
         if not difference <= (OUTPUTS if name == "outputs" else GRADIENTS):
             return f"{name} differ by {difference:.1e} from those of 'sdpa', norm-wise"
     return ""

@@ -86,6 +86,7 @@ def check_liger(model: KernelModel, modules: list[nn.Module], bf16: bool) -> Non
     for low, got_NH in zip(precisions, hidden, strict=True):
         want_NH = _probe(model, low)
         difference = float((got_NH - want_NH).norm() / want_NH.norm())
+        # True also for NaN.
         if not difference < (AGREE_IN_BF16 if low else AGREE):
             raise CapabilityError(
                 f"trainer.kernels = 'liger': {type(model.module).__name__} computes different results with Liger's "

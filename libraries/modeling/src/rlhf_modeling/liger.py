@@ -133,6 +133,7 @@ def _rotating(attention: Any) -> Any:
     """transformers' own forward of the layer, in which the name ``ROTARY`` refers to Liger's function."""
     from liger_kernel.transformers.functional import liger_rope
 
+    # Without decorators, because only the code of the function itself names ROTARY.
     plain: Any = inspect.unwrap(type(attention).forward)
     if ROTARY not in plain.__code__.co_names:
         raise CapabilityError(

@@ -161,6 +161,7 @@ class LoadedModel:
         hidden_MH = torch.cat(parts)
         for _ in range(extra):  # an extra call with one token; its result is not used
             extra_1H, _ = self._call(ids_N[:1], torch.zeros_like(position_N[:1]), [1], share=False)
+            # In the graph, so that the backward pass also makes the same number of calls on every rank.
             hidden_MH = hidden_MH + 0.0 * extra_1H
         return hidden_MH, place_N
 
@@ -261,6 +262,7 @@ class LoadedModel:
             with packed(row.lens, shared, self.attention):
                 hidden_MH = self._body(**row.arguments, **bounds).squeeze(0)
         if blank:
+            # The blank image stays in the graph, because every rank takes part in the tower's backward pass.
             hidden_MH = hidden_MH[: len(ids_N)] + 0.0 * hidden_MH[len(ids_N) :].sum(0)
         return hidden_MH, None if shared is None else shared.place_N
 

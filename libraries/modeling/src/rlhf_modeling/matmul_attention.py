@@ -88,6 +88,7 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
         rows += own_GQ.numel()
         buckets.append(bucket)
     elsewhere_N = row_N < 0
+    # Any valid row: the caller replaces the results of these tokens.
     row_N[elsewhere_N] = 0
     in_order = rows == tokens and bool((row_N == torch.arange(tokens)).all())
     shared = any(s.skip for s in stretches)
@@ -118,6 +119,7 @@ class _MatmulAttention(torch.autograd.Function):
             q = _gather(q_NHD, bucket.rows_GQ, key_heads)
             k, v = (_gather(x, bucket.keys_GP, key_heads) for x in (k_NKD, v_NKD))
             exact = q.dtype == torch.float32
+            # In bf16 a scaled q would be rounded a second time, so the fp32 scores are scaled instead.
             if exact:
                 q.mul_(scaling)
             scores = torch.bmm(q, k.transpose(1, 2)).float()
@@ -155,6 +157,7 @@ class _MatmulAttention(torch.autograd.Function):
                 _add(dk_NKD, torch.bmm(ds.transpose(1, 2), q), bucket)
                 queries.add(bucket, torch.bmm(ds, k), key_heads)
         dq_NHD = queries.by_token()
+        # Another kernel computes the gradient of these tokens, and autograd adds the two.
         if layout.elsewhere_N is not None:
             dq_NHD.masked_fill_(layout.elsewhere_N[:, None, None], 0.0)
         return dq_NHD, dk_NKD.to(grad_NHD.dtype), dv_NKD.to(grad_NHD.dtype), None, None, None

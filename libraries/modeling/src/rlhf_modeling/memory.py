@@ -79,6 +79,7 @@ def trainer_memory(
             quantized = saving_of(part, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
     elif trained:
         count, matrices = part.parameters - frozen, part.matrices
+    # Bytes that exist in every phase.
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
     weights = int((parameters * s.weight_bytes - quantized) * copies)
     optimizer = int((count * s.optimizer_bytes - matrices * s.matrix_saving) / s.optimizer_ranks)
@@ -94,6 +95,7 @@ def trainer_memory(
     if freed:
         rest = replace(rest, device={**rest.device, "allocator": freed})
     offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, buffers, pixels)
+    # The phases.
     forward = _fullest(_forward(s, a, part, work.annotated or work.outputs), a.device)
     phases = {
         "load": PhaseMemory(_load(s, a, part, size, count, quantized)),

@@ -109,6 +109,7 @@ def adapt(model: LoadedModel, spec: ModelSpec, lora: LoraOptions, device: torch.
     module, kind = model.module, lora.quantization
     own_head = None if model.kind == "lm" else model.head
     saved = saved_modules(module, lora.modules_to_save or (), own_head, ())
+    # Chosen before the adapters exist, because their factors are linear layers too.
     frozen = quantizable(module, model.head, saved) if kind is not None else []
     add_adapters(module, model.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     if kind is not None:
@@ -216,6 +217,7 @@ def _has_head(adapter: AdapterFolder | None) -> bool:
 def draw_head(model: LoadedModel, spec: ModelSpec) -> None:
     """Draw the weights of a new head, which must be whole."""
     head = model.head
+    # Drawn on the CPU, so that every device and every division of the model gets the same values.
     generator = torch.Generator().manual_seed(derive_seed(spec.seed, "head/" + spec.role.name))
     with torch.no_grad():
         head.weight.copy_(

@@ -25,6 +25,7 @@ class OrthogonalAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         groups = self.param_groups
+        # AdamW's step() updates everything in self.param_groups.
         try:
             self.param_groups = [g for g in groups if not g.get("muon")]
             super().step()
@@ -37,6 +38,7 @@ class OrthogonalAdamW(torch.optim.AdamW):
     def muon_step(self, group: dict[str, Any]) -> None:
         """Muon's step for whole matrices, by torch's own functions, with the state of this optimizer."""
         options = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
+        # A second optimizer, because torch's Muon refuses parameters that are not matrices. Its state is kept here.
         muon = torch.optim.Muon(group["params"], **options, adjust_lr_fn="match_rms_adamw")
         muon.state = self.state
         muon.step()
@@ -96,6 +98,7 @@ def clip(parameters: Parameters, max_norm: float | None) -> float:
         return 0.0
     norm = torch.nn.utils.get_total_norm(grads)
     value = float(norm)
+    # Infinity would turn gradients into 0 and NaN. The caller skips a step with such a norm.
     if max_norm is not None and value > max_norm and value != float("inf"):
         torch._foreach_mul_(grads, max_norm / (value + 1e-6))
     return value
@@ -122,6 +125,7 @@ def give_back(device: torch.device) -> None:
     """Free cached GPU memory, so that other processes can use it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        # Releases memory that was sent to another process and is no longer used there.
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 

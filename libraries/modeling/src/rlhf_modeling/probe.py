@@ -203,6 +203,7 @@ def _draws(model: LoadedModel, ids_T: Tensor) -> bool:
 
     try:
         first = hidden(0)
+        # The third pass excludes differences that do not come from the seed, such as the order of sums on a GPU.
         return not torch.equal(first, hidden(1)) and torch.equal(first, hidden(0))
     finally:
         _evaluate(model.module, training)
@@ -256,6 +257,7 @@ def _nearest_of_config(model: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -
     """The number in the config, or the inverse of one, that is closest to the measured factor."""
     plain_TV, cap = model.head(hidden_TH).float(), model.softcap
     if cap is not None:
+        # Inverts the cap. At the cap itself the inverse is infinite.
         want_TV = cap * torch.atanh((want_TV / cap).clamp(-0.999999, 0.999999))
     fitted = float((plain_TV * want_TV).sum() / (plain_TV * plain_TV).sum())
     config = model.module.config.get_text_config().to_dict()

@@ -51,6 +51,7 @@ class RateSchedule:
 
     def factor(self, step: int) -> float:
         if step < self.warmup:
+            # Neither 0 in the first step, which would change nothing, nor 1 before the warm-up is over.
             return (step + 1) / (self.warmup + 1)
         if self.shape == "constant":
             return 1.0

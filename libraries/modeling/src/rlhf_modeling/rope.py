@@ -43,6 +43,7 @@ class LengthRope:
 
     def _forget(self) -> None:
         for module in self.modules:
+            # If layers have different types, transformers puts the type before the names of these attributes.
             for name in [n for n in vars(module) if n.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
             for name, buffer in list(module.named_buffers(recurse=False)):

@@ -152,6 +152,7 @@ def _sizes(router: nn.Module, model: str, hidden: int) -> tuple[int, int]:
         others_MK = torch.rand(_TOKENS, experts, generator=draw).argsort(-1)[:, :chosen]
         with _Choice(others_MK) as choice:
             trial = copy(hidden_MH)
+        # The first token has no record, the others are sent to the router's own choices: nothing may change.
         with _Choice(torch.where(torch.arange(_TOKENS)[:, None] < 1, -1, own_MK)):
             replay = copy(hidden_MH)
         fits = choice.calls == 1 and torch.equal(trial[2], others_MK) and not torch.equal(trial[1], outputs[1])

@@ -82,7 +82,7 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
 
 
 def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceRuns, options: Options) -> Tensor:
-    """[N, H, D] -> [L, H, D] at ``where.own_L``."""
+    """[N, H, D] -> [L, H, D] at ``layout.own_L``."""
     q_sizes = [r.count * (r.length - r.first) for r in layout.runs]
     k_sizes = [r.count * r.length for r in layout.runs]
     parts = []

@@ -81,6 +81,7 @@ def share_prefixes(
     end, previous_start = 0, 0
     for b, front in zip(order, fronts, strict=True):
         start, length = starts[b], lens[b] - front
+        # Sorted, so the sequence before this one has the same prefix (:mod:`rlhf.ops.prefixes`).
         places[start : start + front] = places[previous_start : previous_start + front]
         places[start + front : start + lens[b]] = every[end : end + length]
         if length:

@@ -129,6 +129,7 @@ def check_files(spec: ModelSpec) -> None:
     if spec.trust_remote_code or importlib.util.find_spec("accelerate") is None:
         return
     if from_lm:
+        # The checkpoint has no such head, so any size will do.
         config.num_labels = 1
 
     state = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}

@@ -37,6 +37,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     keys: set[int] = set()
     tensors = {}
     for name, tensor in module.state_dict().items():
+        # Tensors without memory all have the address 0.
         key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
         if key not in keys:
             keys.add(key)

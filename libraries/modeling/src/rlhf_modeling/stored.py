@@ -96,6 +96,8 @@ def _is_norm(part: nn.Module) -> bool:
 
 def _normed(norm: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, with its vectors in fp32."""
+    # The table itself is changed, because setattr accepts only parameters. float() is part of the graph, so the
+    # gradient reaches the stored vector.
     stored = dict(norm._parameters)
     try:
         for name, p in stored.items():

@@ -211,6 +211,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         resolved = [self._head(o) for o in outputs]
         results = []
         with (
+            # The current view is swapped in already. A second swap would bring the live weights back.
             self._view("live" if view == self.current_view else view),
             determinism(self.config.deterministic),
             self._casts(len(micros), backward=False),
@@ -340,7 +341,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         bf16 = self.precision.bf16 and not self.config.head_fp32
         self.borrowed[role] = comparable.to(self.device, torch.bfloat16 if bf16 else torch.float32)
 
-    # ------------------------------------------------------------------------------------ internals
+    # ------------------------------------------------------------------------------------- coverage
 
     def coverage(self) -> dict[str, list[str]]:
         return {} if self._coverage is None else {k: list(v) for k, v in self._coverage.items()}

@@ -124,6 +124,7 @@ class ImageInputs:
             position_N = torch.cat([position_N, torch.arange(len(more_T), device=ids_N.device)])
             images_B = [()] * len(lens) + [(image,)]
             lens.append(len(more_T))
+        # Pixels, placeholders and positions, sequence by sequence.
         pixels = iter(self.pixels.collect([image for images in images_B for image in images]))
         positions: list[Tensor] = []
         kinds: list[Tensor] = []
@@ -147,12 +148,14 @@ class ImageInputs:
             positions.append(position)
             deltas.append(delta)
             start += lens[b]
+        # The row: each image once, in the order of its tokens.
         images = [by_place[place] for place in sorted(by_place)]
         kind_N, position_N = torch.cat(kinds).to(ids_N.device), torch.cat(positions, -1).to(ids_N.device)
         if shared is not None:
             ids_N, kind_N, position_N = (x[..., shared.source_M] for x in (ids_N, kind_N, position_N))
         sampled_N = (ids_N == self.token) & ~kind_N
         plain_N = ids_N if bool(sampled_N.any()) else None
+        # Some id that is not the placeholder. Its embedding is not used (:meth:`image_context`).
         other = 1 if self.token == 0 else 0
         arguments = {
             "input_ids": torch.where(sampled_N, other, ids_N)[None],
@@ -178,7 +181,7 @@ class ImageInputs:
             if hook is not None:
                 hook.remove()
 
-    # ------------------------------------------------------------------------------------ internals
+    # -------------------------------------------------------------------- placeholders and positions
 
     def _placeholders(
         self, b: int, ids_T: Tensor, images: Sequence[Image], pixels: Sequence[Pixels]

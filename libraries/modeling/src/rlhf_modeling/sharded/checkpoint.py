@@ -147,6 +147,7 @@ def _restore_optimizer(trainer: ShardedWeights, saved: checkpoint_files.RankFile
         for key, by_name in saved.scalars().items():
             values = [by_name[n] for n in names if n in by_name]
             if values:
+                # The optimizer has one number per flat, but the parameters of a flat may come from several flats.
                 restored[key] = torch.tensor(max(values), dtype=torch.float32, device=flat.owner.device)
         if restored:
             optimizer.state[flat.owner] = restored

@@ -33,6 +33,7 @@ class ShardedCopy:
     @torch.no_grad()
     def _swap(self) -> None:
         for flat, second in zip(self.partition.flats, self.tensors, strict=True):
+            # The flats are views of the optimizer's memory, so values are exchanged and not tensors.
             live = flat.data.clone()
             flat.data.copy_(second)
             second.copy_(live)

@@ -47,6 +47,8 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
             update = gradient.lerp(momentum, group["momentum"])  # Nesterov's
             for piece in flat.pieces:
                 updates[piece.name] = flat, piece, update[piece.offset : piece.offset + piece.numel]
+        # Every rank goes through all names, also of matrices of which it has no element, because all must exchange
+        # them.
         names = [name for flat in flats for name in flat.names]
         size, rank = dist.get_world_size(), dist.get_rank()
         for first in range(0, len(names), size):
@@ -70,6 +72,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         device = update[2].device if update is not None else self._partition.flats[0].owner.device
         split, replicated = self._split, self._partition.replicated
         matrix = torch.zeros(self._shapes[name], device=device)
+        # Every rank has the whole update, so nothing needs to be collected.
         everywhere = replicated and split.topology.parts == 1
         spare = replicated and split.topology.replica > 0  # another replica sends the same elements
         if update is not None and (everywhere or (split.counts(name) and not spare)):

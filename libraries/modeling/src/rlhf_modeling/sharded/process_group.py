@@ -74,6 +74,7 @@ def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
         return dist.TCPStore(host, port, spec.world_size, timeout=limit)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
+        # The store closes the descriptor that it gets, and the listener closes its own.
         return dist.TCPStore(
             host, port, spec.world_size, is_master=True, timeout=limit, master_listen_fd=os.dup(listener.fileno())
         )

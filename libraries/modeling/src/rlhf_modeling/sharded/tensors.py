@@ -77,6 +77,7 @@ class NamedTensors(ABC):
             tensor = self._put_together(name, merge)
             if first:
                 yield merged_name(name), tensor
+            # Otherwise two whole tensors would exist while the next one is gathered.
             del tensor
 
     @torch.no_grad()

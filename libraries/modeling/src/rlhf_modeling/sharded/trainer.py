@@ -129,6 +129,7 @@ class ShardedTrainer(ShardedWeights):
         local = sum(self.split.squares(self.partition, i) for i in indices)
         facts = torch.tensor([local, float(bool(self._bad_loss))], dtype=torch.float64, device=self.device)
         squares, bad = total(facts).tolist()
+        # Replicas hold the same elements, and each has counted them.
         norm = math.sqrt(squares / self.split.topology.replicas if self.partition.replicated else squares)
         if bad:
             return norm, first_text(self._bad_loss)

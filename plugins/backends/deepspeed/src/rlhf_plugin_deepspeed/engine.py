@@ -118,6 +118,7 @@ class ZeroEngine:
         else:
             optimizer.zero_grad(set_to_none=True)
         if self.stage in (1, 2):
+            # DeepSpeed does all of this in its step, which is not taken.
             optimizer._release_preflattened_grad_buffers()
             for index in range(len(optimizer.bit16_groups)):
                 optimizer.averaged_gradients[index] = None
@@ -135,6 +136,7 @@ class ZeroEngine:
         """Move tensors that only the step needs to host memory."""
         pin, state = torch.cuda.is_available(), self._states
         if self.stage in (1, 2):
+            # With an optimizer in host memory DeepSpeed leaves out its state and the masters, which are there already.
             include = [state.optim_states, state.lp_grads, *([state.hp_params] if self.masters else [])]
             self.engine.offload_states(include=include, pin_memory=pin)
             return
@@ -194,6 +196,7 @@ def engine_config(config: DeepSpeedTrainerConfig, elements: int, stored: str = "
     zero: dict[str, Any] = {
         "stage": config.stage,
         "reduce_bucket_size": bucket,
+        # DeepSpeed demands a multiple of two.
         "allgather_bucket_size": bucket + bucket % 2,
         "contiguous_gradients": True,
     }
@@ -216,6 +219,7 @@ def engine_config(config: DeepSpeedTrainerConfig, elements: int, stored: str = "
         "communication_data_type": "fp32",
     }
     return (bf16 if stored == "bf16" else {}) | {
+        # DeepSpeed demands a batch size. ZeroEngine itself says where an optimizer batch ends.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # the trainer clips, with the norm that it reports

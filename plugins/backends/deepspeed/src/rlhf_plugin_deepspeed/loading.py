@@ -89,6 +89,7 @@ def _round(module: Any) -> None:
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` for stage 3. It is not probed yet."""
     copies = second_copies(config.hpz_partition_size, config.timeout)
+    # The number of parameters is not known yet. It would only limit the size of the buckets.
     divided = engine_config(config, 2**62)
     with quiet(), copies, _transformers_divides(divided):
         model = load_model(spec, device, divided=True)

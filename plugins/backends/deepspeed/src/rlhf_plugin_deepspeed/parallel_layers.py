@@ -61,6 +61,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A copy, because all_reduce works in place and autograd may use the gradient elsewhere.
         grad_sum = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad_sum, group=ctx.group)
         return grad_sum, None
@@ -212,6 +213,7 @@ def divide(model: LoadedModel, topology: Topology, device: torch.device) -> Tens
     model.module.eval().to(device)
     after_NH = _probe(model).to(before_NH)
     difference = float((after_NH - before_NH).norm() / before_NH.norm())
+    # True also for NaN.
     if not difference < AGREE:
         raise CapabilityError(
             f"tensor_parallel = {topology.parts}: {type(model.module).__name__} computes different results when its "

@@ -154,6 +154,7 @@ class DeepSpeedTrainer(ShardedTrainer):
                 self.base = build_optimizer(self.parameters, self.tensors.shapes, outer_ids, self.config)
             if trained or divided:
                 self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device, spec.storage)
+            # Stage 3 gathers weights in the engine's hooks, so only now can the model be computed.
             if divided:
                 probe(model, spec)
                 self.choose_kernel()

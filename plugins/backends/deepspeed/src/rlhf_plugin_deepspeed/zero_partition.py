@@ -86,6 +86,7 @@ def _partitioned(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -
             numel = min(width, parameter.ds_numel - start)
             if numel:
                 pieces.append(Piece(names[parameter], start, offset, numel))
+            # The padding of the last part is in the flat too.
             offset += width
         yield Flat(flat, pieces, [names[p] for p in group])
 

@@ -58,6 +58,7 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+# torch's own function, also while :func:`sparing_linear` replaces it.
 _plain: Any = torch.nn.functional.linear
 
 

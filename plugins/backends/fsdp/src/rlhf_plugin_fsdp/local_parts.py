@@ -37,6 +37,7 @@ class LocalParts(Partition):
         self.owners: dict[str, nn.Parameter] = {}
         """{name: the tensor that the optimizer steps}."""
         for name, source in zip(parameters, self.sources, strict=True):
+            # As torch.chunk divides, which FSDP2 uses.
             rows = -(-source.shape[0] // ranks)
             start = min(rank * rows, source.shape[0]) * (source.numel() // max(1, source.shape[0]))
             owner = nn.Parameter(_rows(source), requires_grad=source.requires_grad)

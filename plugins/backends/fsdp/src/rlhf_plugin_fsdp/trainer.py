@@ -104,6 +104,7 @@ class FsdpTrainer(ShardedTrainer):
             model = load_on_host(spec, device, lora, self.config.kernels)
             require_divisible(model, spec, self.config.sequence_parallel)
             self.prepare(model, spec, device)
+            # Names and formats are noted before divide(), which replaces the parameters and stores masters in fp32.
             outer_parameters = [p for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()]
             outer = {name for name, p in self.parameters.items() if any(p is o for o in outer_parameters)}
             stored = {name for name, p in self.parameters.items() if trained and p.dtype == torch.bfloat16}

@@ -83,6 +83,7 @@ class Decoder:
         attention = [c._attn_implementation_internal for c in self._configs]
         autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
         try:
+            # The public property would also change the parts of a config, such as a vision tower's.
             for c in self._configs:
                 c._attn_implementation_internal = NAME
             with _evaluating(self.module), autocast:
@@ -101,6 +102,7 @@ class Decoder:
             images: the images of each prompt; empty: no images.
         """
         lens = [len(p) for p in prompts]
+        # A bytearray, because torch warns about memory that cannot be written.
         ids_N = torch.frombuffer(bytearray().join(prompts), dtype=torch.int32).to(self.device, torch.int64)
         position_N = torch.cat([torch.arange(n, device=self.device) for n in lens])
         last_P = torch.tensor(lens, device=self.device).cumsum(0) - 1
@@ -127,6 +129,7 @@ class Decoder:
         return self._forward(route, _row(token_S, position_S + delta_S), None)
 
     def _forward(self, route: PackedAttention, arguments: dict[str, Tensor], keep_P: Tensor | None) -> Tensor:
+        # Otherwise the logits of all tokens of the prompts exist at once.
         extra = {"logits_to_keep": keep_P} if keep_P is not None and self._keep else {}
         with attend_with(route), nullcontext() if self.routers is None else self.routers.recorded() as recorded:
             out = self.module(**arguments, use_cache=False, return_dict=True, **extra)

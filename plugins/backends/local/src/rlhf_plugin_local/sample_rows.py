@@ -157,12 +157,14 @@ class SampleRows:
         step_B, alive_B = self.step[slot_index], self.alive[slot_index]
         at_B1 = step_B[:, None]
         token_B, logprob_B = draw(logits_BV, parameters, self.uniforms[slot_index].gather(1, at_B1)[:, 0])
+        # Store the tokens, and the experts of the tokens before them.
         rows_B = torch.arange(self.used, device=self.device)[slot_index]
         if choices_SLK is not None:
             self.experts[rows_B, step_B - 1] = choices_SLK.to(torch.int16)
         self.tokens[rows_B, step_B] = token_B
         self.logprobs[rows_B, step_B] = logprob_B
         self.last[slot_index] = token_B
+        # Which rows end. Stop strings are searched on the host.
         stopped_B = (token_B[:, None] == self.stop_ids[slot_index]).any(-1)
         broken_B = ~logprob_B.isfinite()
         done_B = (stopped_B | broken_B | (step_B + 1 >= self.limit[slot_index])) & (alive_B > 0)

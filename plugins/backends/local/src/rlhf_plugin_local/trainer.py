@@ -97,6 +97,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             outer_ids = {
                 id(p) for m in (self.module.get_input_embeddings(), self.loaded_model.head) for p in m.parameters()
             }
+            # The optimizer gets masters instead of weights that are stored in bf16.
             outer_ids = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outer_ids}
             self.optimizer = build_optimizer(self.stepped, outer_ids, self.config)
             self.schedule = RateSchedule(self.config, spec.total_updates)
@@ -281,8 +282,6 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             name = facts["precision"]
             self.precision = Precision(name == "bf16", f"{name} on {self.device.type}: as in the resumed run")
         self.zero_grad()
-
-    # ------------------------------------------------------------------------------------ internals
 
     def _fixed_facts(self) -> dict[str, Any]:
         """Facts that must be the same in the checkpoint and in the run that resumes from it."""
