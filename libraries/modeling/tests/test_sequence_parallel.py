@@ -54,11 +54,11 @@ def test_ranks_and_heads_must_be_divisible(plain):
 def test_the_probe_refuses_what_the_config_does_not_show(tmp_path, plain):
     tiny_architecture(tmp_path, "gpt_oss")
     with pytest.raises(CapabilityError, match="attention sinks, which packed attention does not support"):
-        require_divisible(load_model(spec(tmp_path), CPU), spec(tmp_path), 2)
+        require_divisible(load_model(spec(tmp_path), CPU), 2)
     model = load_model(spec(plain), CPU)
-    require_divisible(model, spec(plain), 2)
+    require_divisible(model, 2)
     with pytest.raises(CapabilityError, match="does not divide the 2 attention heads"):
-        require_divisible(model, spec(plain), 4)
+        require_divisible(model, 4)
     model.module.model.norm.register_forward_hook(lambda module, inputs, out: out + out.roll(1, 1))
     with pytest.raises(CapabilityError, match="parts of its layers other than attention depend on other tokens"):
-        require_divisible(model, spec(plain), 2)
+        require_divisible(model, 2)

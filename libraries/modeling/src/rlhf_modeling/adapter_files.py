@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rlhf_modeling.adapters import NAME, adapted, alpha, is_adapter
 from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import LoraOptions
+from rlhf_modeling.export_files import head_bias
 from rlhf_modeling.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def write_adapter(
     folder.mkdir()
     files = _trained(model.module, tensors)
     if classifier is not None:
-        files["score.bias"] = torch.zeros(model.head.out_features, dtype=files["score.weight"].dtype)
+        files |= head_bias(model, files["score.weight"].dtype)
     base = base_of(spec)
     hub = hub_name(base)
     kinds = {"lm": "CAUSAL_LM"}

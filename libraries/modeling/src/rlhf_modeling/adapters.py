@@ -45,7 +45,7 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
     container.add_module(MODEL, module)
     config = peft.LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha if options.alpha is not None else 2 * options.rank,
+        lora_alpha=alpha(options),
         lora_dropout=options.dropout,
         target_modules=[f"{MODEL}.{name}" for name in layers],
         use_rslora=options.use_rslora,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
 import torch
 from rlhf.errors import CapabilityError
 from torch import Tensor, nn
@@ -11,28 +9,12 @@ from torch import Tensor, nn
 from rlhf_modeling import liger
 from rlhf_modeling.config import Kernels
 from rlhf_modeling.fused import LAYERS, fuse_layers, restore_layers
+from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.stored import in_bf16, in_fp32
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 AGREE, AGREE_IN_BF16 = 1e-3, 2e-2
 """Largest relative norm of the difference between hidden states of Liger's and of transformers' layers. In bf16 two
 implementations of 30 layers on a CPU differ by 5e-3."""
-
-
-class KernelModel(Protocol):
-    """A :class:`rlhf_modeling.model.LoadedModel`."""
-
-    module: PreTrainedModel
-
-    @property
-    def layout(self) -> str: ...
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor: ...
 
 
 def check_kernels(kernels: Kernels, device: str) -> None:
@@ -43,7 +25,7 @@ def check_kernels(kernels: Kernels, device: str) -> None:
         raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Remove the option.")
 
 
-def use_kernels(model: KernelModel, kernels: Kernels, bf16: bool = False) -> None:
+def use_kernels(model: LoadedModel, kernels: Kernels, bf16: bool = False) -> None:
     """Use the chosen kernels in the layers of a whole model if they compute the same as transformers' own code.
 
     Args:
@@ -63,7 +45,7 @@ def use_kernels(model: KernelModel, kernels: Kernels, bf16: bool = False) -> Non
         _fuse(model)
 
 
-def _takes_liger(model: KernelModel) -> bool:
+def _takes_liger(model: LoadedModel) -> bool:
     """Use Liger's kernels if they are available, know the layers and compute the same."""
     config = model.module.config
     if liger.why_not(_device(model).type) or in_bf16(model.module) or config.get_text_config() is not config:
@@ -75,16 +57,15 @@ def _takes_liger(model: KernelModel) -> bool:
     return True
 
 
-@torch.no_grad()
-def check_liger(model: KernelModel, modules: list[nn.Module], bf16: bool) -> None:
+def check_liger(model: LoadedModel, modules: list[nn.Module], bf16: bool) -> None:
     """Compare a model whose ``modules`` compute with Liger's kernels with the same one without them, in fp32 and, if it
     will be computed in ``bf16``, in bf16. CapabilityError where the hidden states differ."""
     forwards = [module.forward for module in modules]
     precisions = (False, True) if bf16 else (False,)
-    hidden = [_probe(model, low) for low in precisions]
+    hidden = [probe_hidden(model, low) for low in precisions]
     restore_layers(modules)
     for low, got_NH in zip(precisions, hidden, strict=True):
-        want_NH = _probe(model, low)
+        want_NH = probe_hidden(model, low)
         difference = float((got_NH - want_NH).norm() / want_NH.norm())
         # True also for NaN.
         if not difference < (AGREE_IN_BF16 if low else AGREE):
@@ -97,21 +78,21 @@ def check_liger(model: KernelModel, modules: list[nn.Module], bf16: bool) -> Non
         module.forward = forward
 
 
-@torch.no_grad()
-def _fuse(model: KernelModel) -> bool:
+def _fuse(model: LoadedModel) -> bool:
     """Fuse the layers where that gives the same hidden states of one packed row. Returns whether all layers are
     fused."""
     if model.layout == "alone":
         return False
-    before_NH = _probe(model)
+    before_NH = probe_hidden(model)
     layers = fuse_layers(model.module)
-    if layers and not torch.allclose(_probe(model), before_NH, rtol=1e-4, atol=1e-4):
+    if layers and not torch.allclose(probe_hidden(model), before_NH, rtol=1e-4, atol=1e-4):
         restore_layers(layers)
         return False
     return len(layers) == model.module.config.get_text_config().num_hidden_layers
 
 
-def _probe(model: KernelModel, bf16: bool = False) -> Tensor:
+@torch.no_grad()
+def probe_hidden(model: LoadedModel, bf16: bool = False) -> Tensor:
     """fp32 [7, hidden], of two sequences."""
     device = _device(model)
     ids_N = torch.arange(7, device=device) % model.vocabulary
@@ -119,5 +100,5 @@ def _probe(model: KernelModel, bf16: bool = False) -> Tensor:
         return model.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
 
 
-def _device(model: KernelModel) -> torch.device:
+def _device(model: LoadedModel) -> torch.device:
     return next(model.module.parameters()).device

@@ -99,7 +99,7 @@ def divide_rows(model: LoadedModel, spec: ModelSpec, ranks: int, seconds: float)
 # --------------------------------------------------------------------------------------------------- probe
 
 
-def require_divisible(model: LoadedModel, spec: ModelSpec, ranks: int) -> None:
+def require_divisible(model: LoadedModel, ranks: int) -> None:
     """Raises CapabilityError if a row cannot be divided over ``ranks`` ranks: a part of its tokens, with the attention
     of the whole row, has other hidden states than in the whole row. Call this function after
     :func:`rlhf_modeling.probe.probe`, with weights that are whole or gathered by hooks. It does not communicate with

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError
 from rlhf_modeling.adapters import NAME, with_adapter
+from rlhf_modeling.kernels import probe_hidden
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import has_noise
-from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -198,7 +198,7 @@ def divide(model: LoadedModel, topology: Topology, device: torch.device) -> Tens
     modules = dict(model.module.named_modules())
     layers = {name: m for name, m in modules.items() if type(m).__name__ in LAYERS}
     _check(model, layers, topology)
-    before_NH = _probe(model)
+    before_NH = probe_hidden(model)
     divided = Divided()
     for name, layer in layers.items():
         for half, (inward, outward) in HALVES.items():
@@ -211,7 +211,7 @@ def divide(model: LoadedModel, topology: Topology, device: torch.device) -> Tens
             if isinstance(part := getattr(layer.self_attn, norm, None), nn.Module):
                 divided.partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in part.named_parameters()}
     model.module.eval().to(device)
-    after_NH = _probe(model).to(before_NH)
+    after_NH = probe_hidden(model).to(before_NH)
     difference = float((after_NH - before_NH).norm() / before_NH.norm())
     # True also for NaN.
     if not difference < AGREE:
@@ -249,12 +249,3 @@ def _check(model: LoadedModel, layers: dict[str, Any], topology: Topology) -> No
             f"tensor_parallel = {topology.parts}: {class_name} has dropout or other noise, and its ranks would draw "
             "the same noise for different heads. Set it to 0 in the model's config, or remove tensor_parallel."
         )
-
-
-@torch.no_grad()
-def _probe(model: LoadedModel) -> Tensor:
-    """Hidden states [7, hidden] of two sequences."""
-    device = next(model.module.parameters()).device
-    ids_N = torch.arange(7, device=device) % model.vocabulary
-    with in_fp32(model.module):
-        return model.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()

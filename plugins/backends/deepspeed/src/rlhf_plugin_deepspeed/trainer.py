@@ -162,7 +162,7 @@ class DeepSpeedTrainer(ShardedTrainer):
                 self._compute_together(divided)
             if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
                 check_liger(model, use_liger(self.module), self.precision.bf16)
-            require_divisible(model, spec, self.config.sequence_parallel)
+            require_divisible(model, self.config.sequence_parallel)
             divide_rows(model, spec, self.config.sequence_parallel, self.config.timeout)
             names = {p: name for name, p in self.parameters.items()}
             self.partition = ZeroPartition(

@@ -102,7 +102,7 @@ class FsdpTrainer(ShardedTrainer):
         with collective(spec, "__init__", self.config.timeout):
             lora = self.config.lora if trained else None
             model = load_on_host(spec, device, lora, self.config.kernels)
-            require_divisible(model, spec, self.config.sequence_parallel)
+            require_divisible(model, self.config.sequence_parallel)
             self.prepare(model, spec, device)
             # Names and formats are noted before divide(), which replaces the parameters and stores masters in fp32.
             outer_parameters = [p for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()]
