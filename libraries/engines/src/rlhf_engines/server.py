@@ -19,7 +19,7 @@ from rlhf_engines.requests import NewTokens, OpenRequest
 from rlhf_engines.weight_files import PROTOCOL, digest
 
 T = TypeVar("T")
-EVENT = "data: {"
+EVENT = b"data: {"
 CONNECT = 10.0
 """Timeout for a connection, in seconds."""
 IDLE = 2.0
@@ -160,9 +160,9 @@ class EngineServer(ABC):
             if response.status_code != 200:
                 await response.aread()
                 raise self._refusal(response)
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 if line.startswith(EVENT):
-                    event = json.loads(line.removeprefix("data: "))
+                    event = json.loads(line.removeprefix(b"data: "))
                     if "error" in event:
                         raise ModelError(f"the server {self.url} failed: {event['error']}")
                     yield event
@@ -179,6 +179,16 @@ class EngineServer(ABC):
 
     def _refusal(self, response: httpx.Response) -> ModelError:
         return ModelError(f"the server {self.url} refused a request: {_start(response)}")
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream of events."""
+    # httpx's aiter_lines() also ends a line at U+2028 and U+0085, which servers write unescaped inside JSON.
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _start(response: httpx.Response) -> str:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces import GeneratorSpec
-from rlhf.types import GenerationRequest, Sampling
+from rlhf.types import GenerationRequest, Sampling, Turn
 from rlhf_engines.requests import NewTokens, OpenRequest
 from rlhf_engines.weight_files import PROTOCOL
 from rlhf_plugin_sglang.generator import (
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
     answer: ClassVar[object] = {}
 
     def do_GET(self) -> None:
-        data = json.dumps(self.answer).encode()
+        data = self.answer if isinstance(self.answer, bytes) else json.dumps(self.answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -172,6 +172,20 @@ def test_a_sample_that_a_limit_of_the_server_ended_is_refused():
         pytest.raises(ModelError, match="ended a sample after 2 of at most 5 tokens"),
     ):
         asyncio.run(sample(url))
+
+
+def test_a_line_separator_in_a_text_does_not_end_an_event():
+    info = {"finish_reason": {"type": "length", "length": 1}, "output_token_logprobs": [[-0.5, 7, None]]}
+    event = json.dumps({"output_ids": [7], "text": "a\u2028b\x85", "meta_info": info}, ensure_ascii=False)
+    request = GenerationRequest((3,), 0, Sampling(1, stop=("z",)))
+
+    async def sample(url: str) -> Turn:
+        server = SglangServer(url, {}, {}, 5.0, 1)
+        sampling = body(request, (), VOCABULARY, "")
+        return await server.sample(lambda: OpenRequest(0, request, str, 0, "SGLang"), sampling)
+
+    with answering(f"data: {event}\n\ndata: [DONE]\n\n".encode()) as url:
+        assert [*asyncio.run(sample(url)).ids] == [7]
 
 
 @pytest.mark.parametrize(
