@@ -163,6 +163,17 @@ def test_nothing_is_sampled_during_a_pause(asking):
     assert waiting.result(60).versions == ((0, 1),)
 
 
+@pytest.mark.full
+def test_the_first_request_also_waits_for_the_end_of_a_pause(asking):
+    a = asking()
+    a.run.engines.pause()
+    [waiting] = a.ask(requests(1, 1))
+    time.sleep(0.3)
+    assert not waiting.done()
+    a.run.engines.resume()
+    assert waiting.result(60).versions == ((0, 1),)
+
+
 def test_the_requests_of_a_killed_engine_go_to_the_others(a):
     queries = requests(2)
     futures = a.ask(queries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,6 +55,9 @@ class EngineGroup(Sleeps, EnginePool):
         self._proofs: list[Proof] = []
         self._single: EngineRequests | None = None
         """Calls the engines from the first :meth:`answer` on."""
+        self._pauses, self._starting = 0, threading.Lock()
+        """Number of unfinished pauses, and a lock for it and the start of ``_single``. The first request may arrive in
+        another thread during a load."""
 
     # ---------------------------------------------------------------------------------- generation
 
@@ -122,8 +126,12 @@ class EngineGroup(Sleeps, EnginePool):
                 single.cancel(name)
 
     async def answer(self, request: GenerationRequest) -> Turn:
-        if self._single is None:
-            self._single = EngineRequests(self.pool)
+        with self._starting:
+            if self._single is None:
+                single = EngineRequests(self.pool)
+                for _ in range(self._pauses):
+                    single.hold(drain=False)
+                self._single = single
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Turn] = loop.create_future()
 
@@ -157,12 +165,16 @@ class EngineGroup(Sleeps, EnginePool):
     # ------------------------------------------------------------------------------------- weights
 
     def pause(self) -> None:
-        if self._single is not None:
-            self._single.hold(drain=self.spec.in_flight == "drain")
+        with self._starting:
+            self._pauses, single = self._pauses + 1, self._single
+        if single is not None:
+            single.hold(drain=self.spec.in_flight == "drain")
 
     def resume(self) -> None:
-        if self._single is not None:
-            self._single.release()
+        with self._starting:
+            self._pauses, single = self._pauses - 1, self._single
+        if single is not None:
+            single.release()
 
     def repair(self) -> None:
         if self.pool.dead:
