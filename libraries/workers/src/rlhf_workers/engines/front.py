@@ -301,9 +301,9 @@ def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list
         by_prompt.setdefault(request.context_key, []).append(position)
     groups = [(len(requests[members[0]].ids), members) for members in by_prompt.values()]
     load = [length + sum(requests[p].sampling.max_new_tokens for p in members) for length, members in groups]
-    pieces = []
+    pieces, total = [], sum(load)
     for (length, members), weight in zip(groups, load, strict=True):
-        parts = min(len(members), -(-weight * engines // sum(load)))
+        parts = min(len(members), -(-weight * engines // total))
         for n in range(parts):
             piece = members[n * len(members) // parts : (n + 1) * len(members) // parts]
             pieces.append((-length - sum(requests[p].sampling.max_new_tokens for p in piece), piece))
