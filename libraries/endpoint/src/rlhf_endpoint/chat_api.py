@@ -34,6 +34,8 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
         raise invalid("response_format", kind, "{type: 'text'}")
     if body.get("top_logprobs"):
         raise invalid("top_logprobs", body["top_logprobs"], "0")
+    if not isinstance(options := body.get("stream_options") or {}, Mapping):
+        raise invalid("stream_options", options, "an object")
     choices = body.get("n", 1)
     if type(choices) is not int or not 1 <= choices <= MOST_CHOICES:
         raise invalid("n", choices, f"1 to {MOST_CHOICES}")

@@ -30,8 +30,11 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
     for field in _STATE:
         if body.get(field):
             raise ApiError(400, f"{field} is not supported; send the whole conversation as input", field)
-    kind = (body.get("text") or {}).get("format") or {}
-    if kind.get("type", "text") != "text":
+    text = body.get("text") or {}
+    if not isinstance(text, Mapping):
+        raise invalid("text", text, "an object")
+    kind = text.get("format") or {}
+    if not isinstance(kind, Mapping) or kind.get("type", "text") != "text":
         raise invalid("text.format", kind, "{type: 'text'}")
     tools = body.get("tools")
     if isinstance(tools, list):

@@ -183,7 +183,7 @@ def _key(message: Message) -> dict[str, Any]:
     }
     if images := _images(message.get("content")):
         key["images"] = images
-    if calls := message.get("tool_calls"):
+    if (calls := message.get("tool_calls")) and isinstance(calls, list):  # others are refused when they are encoded
         key["calls"] = [_call(call) for call in calls]
     if role != "assistant" and message.get("name"):
         key["name"] = message["name"]

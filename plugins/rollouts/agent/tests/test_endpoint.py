@@ -42,6 +42,14 @@ REFUSED = {
     "stream of another type": ("stream='yes'", 400, "invalid_value"),
     "state": ("path='/responses', input='x', previous_response_id='y'", 400, None),
     "an unknown item": ("path='/responses', input=[{'type': 'item_reference'}]", 400, "invalid_value"),
+    "calls of another type": (
+        "messages=[{'role': 'assistant', 'content': 'x', 'tool_calls': 5}, {'role': 'user', 'content': 'y'}]",
+        400,
+        "invalid_messages",
+    ),
+    "a text of another type": ("path='/responses', input='x', text='y'", 400, "invalid_value"),
+    "a format of another type": ("path='/responses', input='x', text={'format': 'json'}", 400, "invalid_value"),
+    "stream options of another type": ("stream=True, stream_options='usage'", 400, "invalid_value"),
     "too long": ("messages=[{'role': 'user', 'content': 'x' * 3000}]", 400, "context_length_exceeded"),
 }
 
