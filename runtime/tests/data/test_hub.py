@@ -294,11 +294,13 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     parts = {"model.safetensors.index.json": index, "model-1.safetensors": b"1", "model-2.safetensors": b"2"}
     hub.publish("model", "owner/parts", {"config.json": "{}", **parts, "consolidated.safetensors": b"w"})
+    hub.publish("model", "owner/partial", {"config.json": "{}", "model.safetensors.index.json": index})
     hub.publish("model", "owner/pickled", {"config.json": "{}", "pytorch_model.bin": b"p"})
     hub.publish("model", "owner/gguf", {"README.md": "", "tiny.gguf": b"GGUF"})
-    light, full, coded, divided, pickled, gguf, none = client.ask(
+    light, full, coded, divided, partial, pickled, gguf, none = client.ask(
         hub.url, {"model": "owner/tiny"}, {"model": "owner/tiny", "weights": True},
         {"model": "owner/tiny", "code": True}, {"model": "owner/parts", "weights": True},
+        {"model": "owner/partial", "weights": True},
         {"model": "owner/pickled", "weights": True}, {"model": "owner/gguf", "weights": True}, {"model": "owner/tinny"},
     )  # fmt: skip
     assert light["path"] == f"owner/tiny@{old}"
@@ -310,6 +312,8 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     assert coded["folder"] == full["folder"]
     assert not hub.asked("*consolidated*")
     assert sorted(p.name for p in Path(divided["folder"]).iterdir()) == ["config.json", *sorted(parts)]
+    assert "the model owner/partial@" in partial["error"]
+    assert "has no model-1.safetensors: neither the cache" in partial["error"]
     assert "owner/pickled@" in pickled["error"]
     assert "has its weights only in pytorch_model.bin, which rlhf does not read" in pickled["error"]
     for error, name in ((pickled["error"], "pickled"), (gguf["error"], "gguf")):

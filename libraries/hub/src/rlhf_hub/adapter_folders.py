@@ -66,7 +66,8 @@ def require_base(adapter: AdapterFolder) -> None:
     """Raises ModelError if the base of an adapter looks like a folder but is none, or is itself an adapter."""
     base = adapter.base
     place = Path(base).expanduser()
-    looks_local = place.is_absolute() or base.startswith((".", "~")) or base.count("/") > 1
+    name = base.partition("@")[0]  # a revision may contain more slashes: refs/pr/1
+    looks_local = place.is_absolute() or base.startswith((".", "~")) or name.count("/") > 1
     if looks_local and not place.is_dir():
         raise ModelError(
             f"{adapter.folder} is an adapter of {base}, but this folder does not exist. Copy the base there, or merge "

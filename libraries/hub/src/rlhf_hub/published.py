@@ -98,6 +98,11 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
             else:
                 refuse_other_weights_on_hub(path, files_of("model", repo, commit))
             folder = download("model", repo, commit, [*patterns, *names])
+            if absent := [name for name in names if not (folder / name).is_file()]:
+                raise ModelError(
+                    f"the model {path} has no {absent[0]}: neither the cache ({folder}) nor the hub provides it. If a "
+                    "download was interrupted, repeat it while the hub can be reached."
+                )
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
     return str(folder)
@@ -153,7 +158,7 @@ def content_of(folder: Path, full_config: bool = False) -> str:
 
 def _content(folder: Path, patterns: Sequence[str], full_config: bool) -> str:
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
         if path.name == "generation_config.json" and not full_config:
             digest.update(_end_tokens(path))
             continue
