@@ -36,8 +36,12 @@ class EngineServersConfig(ComponentConfig):
     @classmethod
     def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            try:
+                parts = urlsplit(url)
+                is_address = parts.port != 0 and parts.scheme in ("http", "https") and bool(parts.hostname)
+            except ValueError:  # a port that is no number
+                is_address = False
+            if not is_address or parts.username or parts.query:
                 raise ValueError(
                     f"{url!r} is not the address of a server; allowed: http://HOST:PORT or https://HOST:PORT"
                 )

@@ -252,11 +252,11 @@ class ServerGenerator(TakesTensors, Generator):
     ) -> list[tuple[EngineServer, list[Any]]]:
         file = self._folder.path / f"{self._buckets}.safetensors"
         self._buckets += 1
-        write(bucket, file)
         try:
+            write(bucket, file)
             return self._call(method, str(file))
         finally:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------- calls
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rlhf.errors import SyncError
 from rlhf.weights.bucket import Bucket
 from rlhf.weights.fingerprint import host_bytes
 from torch import Tensor
@@ -84,7 +85,10 @@ def write_bucket(bucket: Bucket, path: Path, base: Mapping[str, Tensor] | None =
 
     Args:
         base: {name: tensor} in host memory, the tensors that every reader holds.
+
+    Raises SyncError if the file cannot be written, for example because the disk is full.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     names = dict(zip((name for name, _ in bucket.tensors), bucket.fingerprints, strict=True))
@@ -95,7 +99,13 @@ def write_bucket(bucket: Bucket, path: Path, base: Mapping[str, Tensor] | None =
             entries[name] = tensor.detach().cpu().contiguous().clone()
         elif len(changes[0]):
             entries[GAPS + name], entries[VALUES + name] = changes
-    save_file(entries, path, {FINGERPRINTS: json.dumps(names)})
+    try:
+        save_file(entries, path, {FINGERPRINTS: json.dumps(names)})
+    except (OSError, SafetensorError) as error:
+        raise SyncError(
+            f"{bucket.nbytes / 2**20:.0f} MiB of weights cannot be written to {path.parent}: {error}. Free space there "
+            "for one bucket (sync.bucket_mb), or name another folder (generator.folder)."
+        ) from error
 
 
 def read_bucket(path: Path, base: dict[str, Tensor] | None = None) -> Bucket:
