@@ -14,7 +14,7 @@ import pytest
 from rlhf.errors import WorkerError
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher
+from rlhf_plugin_processes.launcher import OutputPrinter, ProcessesConfig, ProcessesLauncher, open_log
 from run_with_a_child import Parent
 
 from tests import orphans
@@ -107,3 +107,13 @@ def test_output_is_shown_with_names_and_kept(tmp_path, capsys):
     launcher.shutdown()
     assert "(policy rank 0) hello from a worker\n" in capsys.readouterr().out
     assert "hello from a worker" in (tmp_path / "workers" / "policy-0.log").read_text()
+
+
+def test_the_output_of_a_replaced_engine_is_shown_once(tmp_path, capsys):
+    printer = OutputPrinter()
+    for number in range(2):
+        log, path = open_log(tmp_path, "engine 0")
+        printer.add("engine 0", path)
+        os.write(log.number, b"start %d\n" % number)
+    printer.close()
+    assert capsys.readouterr().out == "(engine 0) start 0\n(engine 0) start 1\n"

@@ -62,6 +62,8 @@ class OutputPrinter:
         self._thread: threading.Thread | None = None
 
     def add(self, worker: str, path: str) -> None:
+        if any(file.name == path for _, file in self._files):  # a replaced engine continues the file
+            return
         file = open(path, "rb")  # noqa: SIM115
         file.seek(0, os.SEEK_END)
         self._files.append((worker, file))
