@@ -101,6 +101,10 @@ def test_workers_are_found_by_name_in_a_namespace(launch):
     actor = ray.get_actor("policy-0", namespace="mine")
     assert ray.get(actor.pulse.remote()) == ray.get(policy.members[0].side_call("pulse"))
     ray.get_actor("engine-0", namespace="mine")
+    other = launch(namespace="mine")
+    other.place({"policy": Place()})
+    with pytest.raises(ConfigError, match=r"policy-0 .*launcher.namespace = 'mine'\. Set another namespace"):
+        other.launch_trainer(OddTrainer, None, spec())
 
 
 def test_calls_in_the_wrong_order_are_refused(launch):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 import ray
+from rlhf.errors import ConfigError
 from rlhf.interfaces import Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle, slug
@@ -84,8 +85,14 @@ class RayLauncher(WorkerLauncher):
                 scheduling_strategy=self._reservation.strategy(allocation.bundle),
                 **self._actor_name(name),
             )
-            members.append(Actor(name, actor.remote(name, os.getcwd(), env, gpus)))
-        self._running += members
+            try:
+                members.append(Actor(name, actor.remote(name, os.getcwd(), env, gpus)))
+            except ValueError as cause:
+                raise ConfigError(
+                    f"{cause}. Another run of this cluster has a worker of this name in launcher.namespace = "
+                    f"{self.config.namespace!r}. Set another namespace, or remove the option."
+                ) from cause
+            self._running.append(members[-1])
         described = [m.ask("describe", *self._plugins) for m in members]
         for member, facts in zip(members, self._answers(members, described), strict=True):
             member.facts = facts

@@ -49,8 +49,7 @@ def installation(examination: Examination) -> Iterator[Finding]:
         return
     answer = examination.ask(probes.start)
     if answer.error:
-        fix = "the lines above say why; logs are in /tmp/ray/session_latest/logs"
-        yield Finding("ray start", "fail", f"{answer.error}\n{_last_lines(answer)}", fix)
+        yield Finding("ray start", "fail", f"{answer.error}\n{_last_lines(answer)}", "the lines above say why")
         return
     yield Finding("ray start", "ok", f"started, ran a task and stopped in {answer.seconds:.1f} s")
 
