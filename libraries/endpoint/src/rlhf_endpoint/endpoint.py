@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import secrets
 import time
 from collections import deque
@@ -19,7 +18,6 @@ from rlhf_endpoint.chat_request import ApiError
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.session import Session
 
-_LOG = logging.getLogger(__name__)
 LARGEST = 10 * 2**20
 """Maximum number of bytes of a request. Larger requests are refused."""
 ENDED_LIMIT = 1000

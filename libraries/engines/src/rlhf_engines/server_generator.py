@@ -196,9 +196,10 @@ class ServerGenerator(TakesTensors, Generator):
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[list[float]]]:
         self._ready("score")
+        length = min(server.facts["length"] for server in self._servers)
         for ids in sequences:
-            if len(ids) >= min(server.facts["length"] for server in self._servers):
-                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored; at most {self.longest - 1} can")
+            if len(ids) >= length:
+                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored; at most {length - 1} can")
         return [values for _, values in self._ask_servers(lambda server: server.logprobs(sequences, self._load))]
 
     # ------------------------------------------------------------------------------------- weights

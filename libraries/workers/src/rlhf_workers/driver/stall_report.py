@@ -51,17 +51,17 @@ class StallReport:
     def page(self) -> str:
         """The report's text."""
         pending_members = [m for m in self.waited_for if m is not self.member]
-        stacks = {id(m): m.side_call("stacks") for m in (self.member, *pending_members[:_MAX_OTHERS])}
-        self.calls.wait(list(stacks.values()), len(stacks), _ASK_SECONDS)
-        reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *pending_members[:_MAX_OTHERS])}
+        members, others = [self.member, *pending_members[:_MAX_OTHERS]], pending_members[_MAX_OTHERS:]
+        stacks = [m.side_call("stacks") for m in members]
+        self.calls.wait(stacks, len(stacks), _ASK_SECONDS)
+        reports = {m.name: _report(self.calls, m, question) for m, question in zip(members, stacks, strict=True)}
         start = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
         lines = [self.headline, f"Since {start}.", "", "What to look at"]
         lines += [f"- {hint}" for hint in self._hints(reports)]
-        for member in (self.member, *pending_members[:_MAX_OTHERS]):
+        for member in members:
             lines += ["", f"{'=' * 8} {member.name} ({member.location})", reports[member.name]]
-        if len(pending_members) > _MAX_OTHERS:
-            lines += ["", f"... and {len(pending_members) - _MAX_OTHERS} more pending workers: "]
-            lines[-1] += ", ".join(m.name for m in pending_members[_MAX_OTHERS:])
+        if others:
+            lines += ["", f"... and {len(others)} more pending workers: {', '.join(m.name for m in others)}"]
         if log := self.member.facts.get("stderr"):
             lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
             lines.append(self.member.on_its_node(log_tail, log, _LOG_LINES))

@@ -63,8 +63,7 @@ class Watchdog:
         self._states = {id(m): _State(m) for m in members}
         self.doing, self.calls, self.config, self.reports = doing, calls, config, reports
         self._reachable, self._on_stall = check, stalled
-        self._begun = self._next = time.monotonic()
-        self._next += config.heartbeat
+        self._next = time.monotonic() + config.heartbeat
 
     def join(self, member: WorkerHandle) -> None:
         """Start to monitor a worker. Does nothing if it is already monitored."""
