@@ -49,6 +49,7 @@ class Endpoint:
         try:
             if self._started is None:
                 self._started = asyncio.ensure_future(self._start())
+            # If this sample is cancelled, the other samples still need the server.
             _, port = await asyncio.shield(self._started)
             self._sessions[key] = session
             yield f"http://127.0.0.1:{port}/{key}/v1", key
@@ -69,6 +70,7 @@ class Endpoint:
                 app.router.add_post(f"{prefix}/v1/{name}", self._api(name))
             app.router.add_get(f"{prefix}/v1/models", self._models)
         app.router.add_route("*", "/{rest:.*}", self._unknown)
+        # By default aiohttp waits up to 60 s for requests that are still open. The samples have ended.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)

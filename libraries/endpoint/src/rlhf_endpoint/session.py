@@ -51,7 +51,9 @@ class Session:
             retry: whether the client marks the request as repeated.
         """
         name = f"key {key}" if key else f"body {hashlib.sha256(body).hexdigest()}"
+        # Without key or mark, an equal body is a new request: a program may want several samples of one conversation.
         task = self._answer_tasks.get(name) if key or retry else None
+        # A request that failed is tried again.
         if task is None or (task.done() and task.exception() is not None):
             task = asyncio.ensure_future(work())
             self._answer_tasks[name] = task

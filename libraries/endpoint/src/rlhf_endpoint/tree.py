@@ -66,6 +66,7 @@ class Tree:
         """The last answer whose conversation is a prefix of ``messages``, and the length of this prefix."""
         match: tuple[Node | None, int] = None, 0
         for end, digest in enumerate(_digests(messages, tools), 1):
+            # The newest first: the same answer may have been sampled several times.
             for node in reversed(self._nodes.get(digest, ())):
                 if _same_reasoning([*node.context, node.answer], messages):
                     match = node, end

@@ -85,6 +85,7 @@ class OpenRequest:
 
     def continue_with(self, version: int, count: int) -> None:
         """Tokens after the first ``count`` are sampled with weights of ``version``."""
+        # No token was sampled with the last version.
         if self._versions[-1][0] == count:
             self._versions.pop()
         if not self._versions or self._versions[-1][1] != version:  # the same weights may be sent again
@@ -127,6 +128,7 @@ class OpenRequest:
             ids=ids,
             sampled=True,
             logprobs=logprobs,
+            # Without versions of tokens after the end. An empty answer keeps the first version.
             versions=tuple(v for v in self._versions if v[0] < max(count, 1)),
             finish=finish,
             temperature=self.request.sampling.temperature or 1.0,

@@ -151,6 +151,7 @@ class ServerGenerator(TakesTensors, Generator):
         try:
             while (turn := turns.get()) is not None:
                 ready = [turn]
+                # One check of the servers' weights covers all turns that are ready.
                 while not turns.empty() and (turn := turns.get()) is not None:
                     ready.append(turn)
                 self._confirm({server.url: server for _, server, _ in ready})
@@ -163,6 +164,7 @@ class ServerGenerator(TakesTensors, Generator):
 
     async def _draw(self, requests: Sequence[GenerationRequest], turns: Any) -> None:
         free: asyncio.Queue[EngineServer] = asyncio.Queue()
+        # Each server once per round, so that few requests are also divided evenly.
         for _ in range(self.config.requests):
             for server in self._servers:
                 free.put_nowait(server)
@@ -205,6 +207,7 @@ class ServerGenerator(TakesTensors, Generator):
     # ------------------------------------------------------------------------------------- weights
 
     def begin_load(self, version: int) -> None:
+        # Set first: if a step below fails, servers may have different weights.
         self._not_ready = f"its weights of version {version} are not complete"
         self._ask_servers(lambda server: server.pause(self.spec.sync_timeout))
         holders = self._call("rlhf_start", None if self._sent_weights is None else self._sent_weights.begin(version))
@@ -238,6 +241,7 @@ class ServerGenerator(TakesTensors, Generator):
                 if self._sent_weights is not None:
                     received, nbytes = self._sent_weights.proof(received), self._sent_weights.nbytes
                 proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
+        # Only now: servers without complete weights stay paused.
         self._ask_servers(lambda server: server.resume(self.spec.sync_timeout))
         if self._sent_weights is not None:
             self._sent_weights.end(load)

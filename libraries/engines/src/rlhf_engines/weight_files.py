@@ -96,6 +96,7 @@ def write_bucket(bucket: Bucket, path: Path, base: Mapping[str, Tensor] | None =
     for name, tensor in bucket.tensors:
         changes = _changes(tensor, base[name]) if base and name in base else None
         if changes is None:
+            # clone(), because safetensors refuses to save tensors that share memory.
             entries[name] = tensor.detach().cpu().contiguous().clone()
         elif len(changes[0]):
             entries[GAPS + name], entries[VALUES + name] = changes

@@ -97,6 +97,7 @@ def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
         return sorted(huggingface_hub.HfApi().list_repo_files(repo.name, revision=commit, repo_type=kind))
     except Exception as error:  # of the client or its transport; differs by version
         folder = _cached(kind, repo, commit)
+        # If the hub answered, its refusal counts, not the cache.
         if folder is None or isinstance(error, HfHubHTTPError):
             raise HubError(explain(kind, repo, error)) from error
         return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
@@ -116,6 +117,7 @@ def download(kind: Kind, repo: HubName, commit: str, patterns: Sequence[str]) ->
     if folder is not None and all((folder / name).is_file() for name in names):
         return folder
     try:
+        # The client reads them as patterns.
         filters = [glob.escape(name) for name in names]
         return Path(
             huggingface_hub.snapshot_download(repo.name, repo_type=kind, revision=commit, allow_patterns=filters)
@@ -178,6 +180,8 @@ def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
                 f"the hub cannot be reached: {kind} {repo} is assumed to be {folder.name}, the downloaded commit"
             )
         return folder.name
+    # The client notes the commit of a branch only if it downloads by the name of the branch. Files are downloaded by
+    # commit here, so the note is written here. Without a network the name is looked up in it.
     with suppress(OSError):  # a cache that is not writable suffices as long as the hub can be reached
         ref = _place(kind, repo) / "refs" / repo.revision
         ref.parent.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ class WorkerLauncher(Launcher):
         """All started workers, including those of a failed start."""
         self._launched: list[RankGroup | EngineGroup] = []
 
-    # ------------------------------------------------------------------ what each launcher says
+    # ------------------------------------------------------------------ defined by each launcher
 
     @abstractmethod
     def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
@@ -106,6 +106,7 @@ class WorkerLauncher(Launcher):
         with self._or_nothing():
             members = self._start({f"{role} rank {rank}": allocation for rank, allocation in enumerate(allocations)})
             if len(members) > 1:
+                # The ranks meet at an address of the node on which rank 0 runs.
                 [meeting] = self._answers(members[:1], [members[0].ask("rendezvous")])
                 spec = replace(spec, rendezvous=meeting)
             self._build(members, [(trainer, config, replace(spec, rank=rank)) for rank in range(len(members))])
@@ -157,13 +158,14 @@ class WorkerLauncher(Launcher):
 
     def _end_workers(self, last_first: ExitStack) -> None:
         """Register the shutdown of all workers, first groups and engines. Every callback runs, even if one raises."""
+        # Callbacks run in reverse order: groups and engines are closed first, then every process is killed.
         for member in self._running:
             last_first.callback(member.kill)
         for group in self._launched:
             last_first.callback(group.close if isinstance(group, EngineGroup) else group.shutdown)
         self._launched, self._running, self._reserved_devices = [], [], None
 
-    # --------------------------------------------------------------------------------------- parts
+    # --------------------------------------------------- starts, answers and monitoring of workers
 
     def _reserved(self, *roles: str) -> ReservedDevices:
         """The reserved devices. Raises CapabilityError if one of ``roles`` was not placed."""
@@ -215,5 +217,6 @@ class WorkerLauncher(Launcher):
 
 def divide_plugins(plugins: Sequence[Resolved]) -> tuple[list[Resolved], list[dict[str, str]]]:
     """(plugins from files, which are sent as text; the manifest of the installed plugins)."""
+    # Only installed plugins have a version that every node can be compared with.
     installed = [p for p in plugins if p.distribution != FILE and p.version]
     return [p for p in plugins if p not in installed], [p.manifest() for p in installed]

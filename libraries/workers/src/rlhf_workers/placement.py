@@ -126,6 +126,7 @@ def _layout(
                 for name, amount in needs.items():
                     room[name] -= amount
                 if strategy == "STRICT_SPREAD":
+                    # The node takes no second rank.
                     room.clear()
                 yield index, node
                 break
@@ -175,6 +176,7 @@ def allocate(
     tenants = Counter(part[0][0] for ranks in devices.values() for part in ranks)
 
     def cpus(bundle: int) -> float:
+        # Rounded down: tenants that together need more than the bundle has could not all start.
         return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
 
     return {role: [Allocation(part[0][0], cpus(part[0][0]), part) for part in ranks] for role, ranks in devices.items()}

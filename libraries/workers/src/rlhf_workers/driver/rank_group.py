@@ -63,6 +63,7 @@ class RankGroup(WorkerGroup):
         self._open = method, items
         while (item := self._next(method, items, answers, timeout)) is not None:
             yield self.calls.stored(item)
+            # This reference would keep the item in the store while the next one is computed.
             del item
         self._open = None
         self._collect(method, answers)
@@ -81,6 +82,7 @@ class RankGroup(WorkerGroup):
     def finish_stream(self, method: str) -> None:
         """Read an unfinished stream to its end, before ``method`` is called. Raises WorkerError if the ranks cannot be
         called any more."""
+        # Until its stream ends, rank 0 serves no other call.
         if not self._broken and self._open is not None:  # its reader failed or stopped early
             (started, items), self._open = self._open, None
             with self._watching(started, self.members[:1]) as watchdog:
@@ -95,7 +97,7 @@ class RankGroup(WorkerGroup):
         for member in self.members:
             member.kill()
 
-    # -------------------------------------------------------------------------------------- parts
+    # ------------------------------------------------------------------ waiting for answers and items
 
     @contextmanager
     def _watching(self, method: str, members: Sequence[WorkerHandle]) -> Iterator[Watchdog]:

@@ -85,6 +85,7 @@ class Watchdog:
             if ready:
                 if len(waitables) == 1:
                     return ready
+                # The first wait returns one of them. Others may be ready, too.
                 also, _ = self.calls.wait(waitables, len(waitables), 0.0)
                 return also or ready
             if end is not None and time.monotonic() >= end:
@@ -96,6 +97,7 @@ class Watchdog:
     def _check(self) -> None:
         for state in self._states.values():
             self._listen(state)
+            # No second question while one is unanswered: it would wait behind the first one.
             if state.question is None:
                 state.question = state.member.side_call("pulse")
         time_s = time.monotonic()

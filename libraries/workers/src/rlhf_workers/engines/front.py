@@ -184,9 +184,11 @@ class EngineGroup(Sleeps, EnginePool):
 
     def begin_load(self, version: int) -> None:
         self._replace_dead(refresh=False)
+        # An engine may die while the link connects. The link is built until all ends are alive.
         while self.link is not None and not self.link.fit:
             self.link.build(self.pool)
             self._replace_dead(refresh=False)
+        # Set before the load is complete: an engine that dies during this load needs a refresh at its end.
         self._has_weights = True
         if self._single is not None and self.spec.in_flight == "restart":
             self._single.begin_again()
@@ -235,6 +237,7 @@ class EngineGroup(Sleeps, EnginePool):
     def wake(self) -> bool:
         discarded = self._sleeps and any(self.pool.ask("wake").values())
         self.has_base = self.has_base and not discarded
+        # If an engine is replaced here, its refresh has sent the weights to all engines.
         self._asleep, reloads = False, self._reloads
         self._replace_dead()
         return discarded and self._reloads == reloads
@@ -306,6 +309,7 @@ def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list
         parts = min(len(members), -(-weight * engines // total))
         for n in range(parts):
             piece = members[n * len(members) // parts : (n + 1) * len(members) // parts]
+            # Negative loads: sorted() then begins with the heaviest piece. Equal ones are ordered by position.
             pieces.append((-length - sum(requests[p].sampling.max_new_tokens for p in piece), piece))
     shares: list[list[int]] = [[] for _ in range(engines)]
     loads = [(0, engine) for engine in range(engines)]

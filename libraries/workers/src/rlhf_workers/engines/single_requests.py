@@ -100,6 +100,7 @@ class EngineRequests:
             pending = self._open.pop(name, None)
             if pending is not None and pending.engine is not None:
                 self._shares[pending.engine].discard(name)
+                # An engine must be told only of requests that were already sent to it.
                 if self._new[pending.engine].pop(name, None) is None:
                     self._dropped[pending.engine].append(name)
 
@@ -162,7 +163,7 @@ class EngineRequests:
             self._condition.notify_all()
         self._thread.join()
 
-    # ----------------------------------------------------------------------------- on the own thread
+    # ------------------------------------------------------------------- on the thread of this class
 
     def _serve(self) -> None:
         try:
@@ -185,6 +186,7 @@ class EngineRequests:
                 self._count_idle()
                 if not self._holds:
                     self._assign()
+                # A drain continues to call, because engines sample only during calls.
                 if not self._holds or self._drain:
                     self._call()
                 if self._calls:
@@ -245,6 +247,7 @@ class EngineRequests:
         """Put the requests of a dead engine back at the front of the queue."""
         if tokens := self._tokens.pop(engine, 0):
             self._restarted["engine"] += tokens
+        # appendleft() reverses the order again: the oldest request is sampled first.
         for name in sorted(self._shares.pop(engine, ()), reverse=True):
             self._open[name].engine = None
             self._waiting.appendleft(name)

@@ -50,6 +50,7 @@ class WeightLink:
         from rlhf_workers.links.link import Link
 
         self.drop()
+        # After a failed sync rank 0 may still be in the stream of its buckets.
         self.policy.finish_stream("connect_trainer")
         if self._receivers is None:
             first = min(pool.members)

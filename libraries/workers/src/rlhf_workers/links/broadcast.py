@@ -46,6 +46,7 @@ class BroadcastSender(Sender):
                 continue
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
             layout.write(bucket, buffer)
+            # Receivers become ready when they get the header. So it is sent before the wait for them.
             yield BucketHeader(number, layout)
             try:
                 self._broadcast(buffer, number)
@@ -93,6 +94,7 @@ class IdleSender(Sender):
                 self.coordination.wait_for_count(_SEND_COUNT, self._taken_count, "waiting for rank 0 to send a bucket")
             except (SyncError, RuntimeError):  # rank 0 reports the cause; it still gathers with the other ranks
                 self._source_failed = True
+        # The driver reads the headers of rank 0 only.
         return iter(())
 
 

@@ -103,6 +103,7 @@ def serve(host: str, timeout: float) -> tuple[Coordination, str]:
         The connection of this process, and the store's ``HOST:PORT``.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # TCPStore itself would listen on all addresses of the machine.
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(

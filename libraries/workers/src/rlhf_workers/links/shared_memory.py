@@ -97,6 +97,7 @@ class SharedMemorySender(Sender):
         except SyncError as error:
             self._error = str(error)
         else:
+            # Otherwise the store would keep one handle per bucket for the whole run.
             self.coordination.delete(self._keys.pop(number))
 
     def close(self) -> None:
@@ -175,6 +176,7 @@ def _open_handle(handle: str, device: torch.device) -> Tensor:
 
 
 def _map_host(process: int, number: int, nbytes: int) -> Tensor:
+    # Writable, although it is only read: torch warns if it makes a tensor of read-only memory.
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
     try:
         return _map(file, nbytes)

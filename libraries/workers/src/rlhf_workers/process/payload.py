@@ -61,6 +61,7 @@ def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
     if not any(per_rank):
         return None
     first, length = per_rank[0], len(per_rank[0])
+    # By identity, not by value: comparing large arguments takes time, and == of tensors compares their elements.
     shared = [
         n for n in range(length) if len(per_rank) > 1 and all(len(a) > n and a[n] is first[n] for a in per_rank[1:])
     ]
@@ -74,6 +75,7 @@ def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
         return ()
     shared: dict[int, Any] = _load(payload.shared)
     arguments: list[Any] = _load(payload.ranks[rank])
+    # In ascending order, so that each position counts the arguments that were inserted before it.
     for position in sorted(shared):
         arguments.insert(position, shared[position])
     return tuple(arguments)
@@ -87,6 +89,7 @@ class _PayloadPickler(cloudpickle.CloudPickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided:
+            # As bytes, because numpy has no bfloat16.
             flat = obj.detach().cpu().contiguous().reshape(-1)
             buffer = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
             return _tensor, (buffer, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))

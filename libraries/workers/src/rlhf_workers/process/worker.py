@@ -110,6 +110,7 @@ class Worker(ABC):
 
         address = self.address()
         if interface := interface_of(address):
+            # A value that the user has set, for example in launcher.env, is kept.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         problem = None
         try:

@@ -55,6 +55,7 @@ class Channel:
         with self._sending:
             self._end.sendall(_HEADER.pack(len(data), len(numbers)))
             for start in range(0, len(numbers), _BATCH):
+                # Linux passes descriptors over a stream socket only together with at least one byte.
                 socket.send_fds(self._end, [b"f"], numbers[start : start + _BATCH])
             self._end.sendall(data)
 

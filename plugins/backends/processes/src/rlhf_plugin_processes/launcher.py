@@ -40,6 +40,7 @@ def open_log(folder: Path | None, worker: str) -> tuple[Descriptor, str]:
     if folder is None:
         with tempfile.TemporaryFile(prefix="rlhf-") as file:
             nameless = Descriptor(os.dup(file.fileno()))
+        # A file that is opened through /proc has its own offset. Reading it does not move that of the worker.
         return nameless, f"/proc/{os.getpid()}/fd/{nameless.number}"
     path = folder / f"{slug(worker)}.log"
     try:
@@ -80,6 +81,7 @@ class OutputPrinter:
         for worker, file in list(self._files):
             while line := file.readline():
                 if not line.endswith(b"\n") and not takes_partial:
+                    # The rest of the line is not written yet.
                     file.seek(-len(line), os.SEEK_CUR)
                     break
                 sys.stdout.write(f"({worker}) {line.decode(errors='replace').rstrip()}\n")

@@ -72,6 +72,7 @@ class WorkerLoop:
         if room is not None:
             self._room[message.call] = room
         while True:
+            # Wait before the item is computed, so that it does not occupy memory while it waits for its reader.
             if room is not None:
                 room.acquire()
             if (item := next(items, end)) is end:

@@ -49,6 +49,7 @@ class WorkerProcess(WorkerHandle):
         end, workers_end = socket.socketpair()
         with workers_end:
             number = workers_end.fileno()
+            # -P keeps this folder off the import path, where its modules, such as channel.py, could hide others.
             program = [sys.executable, "-P", str(_PROGRAM), str(number)]
             self._child = Child(program, stdout=log.number, stderr=log.number, pass_fds=[number], env=variables)
         path = [os.path.abspath(p) for p in sys.path]
@@ -96,6 +97,7 @@ class WorkerProcess(WorkerHandle):
         return reference
 
     def _begin(self, answer: CallReference | ReferenceStream, number: int, kind: str, content: Any) -> None:
+        # Under the lock, because the reading thread fails all waiting calls once, when the worker has died.
         with self._guard:
             death = self._death
             if death is None:

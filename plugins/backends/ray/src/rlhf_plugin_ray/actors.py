@@ -51,6 +51,7 @@ class RayCalls(Calls):
     def wait(
         self, waitables: Sequence[Any], count: int = 1, timeout: float | None = None
     ) -> tuple[list[Any], list[Any]]:
+        # fetch_local=False: the driver must know that an object exists, but needs no copy of weights on another node.
         return ray.wait(list(waitables), num_returns=count, timeout=timeout, fetch_local=False)
 
     def get(self, ref: Any) -> Any:

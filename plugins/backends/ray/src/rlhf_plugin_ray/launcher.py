@@ -69,7 +69,7 @@ class RayLauncher(WorkerLauncher):
             self._end_workers(last_first)
             self._reservation, self._cluster = None, None
 
-    # --------------------------------------------------------------------------------------- parts
+    # -------------------------------------------------------------------------- how processes start
 
     def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
         assert self._reservation is not None
@@ -80,6 +80,7 @@ class RayLauncher(WorkerLauncher):
             remote = ray.remote(concurrency_groups={"watch": 1})  # type: ignore[call-overload]  # ray's types lack it
             actor = remote(RayWorker).options(
                 num_cpus=allocation.cpus,
+                # The placement group holds the GPUs. Several actors may share one, and CUDA_VISIBLE_DEVICES names them.
                 num_gpus=0,
                 max_restarts=0,
                 scheduling_strategy=self._reservation.strategy(allocation.bundle),

@@ -104,6 +104,7 @@ class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
         full = count == request.sampling.max_new_tokens
         if not full:
             ids[-1] = self.spec.eos_token_ids[0]
+        # Rounding can place a change of weights after the last token.
         spans = {min(first, count - 1): version for first, version in versions}
         return Turn(
             ids,

@@ -60,6 +60,7 @@ class SimulatedPool(SimulatedGenerator, EnginePool):
         """Wait until the tokens are drawn. Returns the versions of the weights that drew them."""
         versions, start, load_count = [(0, self.version)], time.monotonic(), len(self._loads)
         wait, draw_seconds = seconds, 0.0
+        # New weights may have arrived while the last tokens were drawn.
         while wait > 0 or len(self._loads) > load_count:
             await asyncio.sleep(wait)
             if self.spec.in_flight != "drain":  # a drain waits for this sample

@@ -33,6 +33,7 @@ def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]
         detokenize=False,
         logprobs=0,
         flat_logprobs=True,
+        # Only a stop string is searched for here after each token.
         output_kind=RequestOutputKind.DELTA if s.stop else RequestOutputKind.FINAL_ONLY,
     )
 

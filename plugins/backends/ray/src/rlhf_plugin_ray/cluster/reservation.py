@@ -63,6 +63,7 @@ class Reservation:
 
         answers: dict[int, Any] = {}
         for index in sorted({index for allocation in allocations for index, _ in allocation.slots}):
+            # A task that takes all GPUs of a bundle is told their ids. They are free for it, because actors take none.
             strategy = self.strategy(index)
             task = ray.remote(location).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=strategy)
             answers[index] = task.remote()

@@ -35,6 +35,7 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platfo
         "trust_remote_code": spec.trust_remote_code,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
         "quantization": config.quantization,
+        # vLLM also seeds numpy, whose seeds have 32 bits.
         "seed": spec.seed % 2**32,
         "max_model_len": length,
         "max_num_seqs": config.max_sequences,
@@ -43,7 +44,9 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platfo
         "pipeline_parallel_size": config.pipeline_parallel,
         "enforce_eager": platform.cpu if config.eager is None else config.eager,
         "enable_prefix_caching": config.prefix_caching,
+        # After temperature and truncation, because training needs the distribution that was sampled from.
         "logprobs_mode": "processed_logprobs",
+        # The defaults in the model's generation_config.json must not change requests.
         "generation_config": "vllm",
         "worker_extension_cls": WORKER,
         # With it, vLLM computes the next tokens before the last ones are known here. A sync between two steps would

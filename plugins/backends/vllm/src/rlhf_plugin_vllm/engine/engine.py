@@ -193,6 +193,7 @@ class Engine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        # vLLM itself would wait longer for workers that do not end.
         self._workers.end()
         foreign = _running.pop(id(self))
         _sleeping.discard(id(self))

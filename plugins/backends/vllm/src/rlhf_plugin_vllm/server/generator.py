@@ -45,6 +45,7 @@ class VllmServerGenerator(ServerGenerator):
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
+            # The field of the protocol is a signed number of 64 bits.
             "seed": request.seed - 2**64 if request.seed >= 2**63 else request.seed,
             "max_tokens": s.max_new_tokens,
             "min_tokens": 0,

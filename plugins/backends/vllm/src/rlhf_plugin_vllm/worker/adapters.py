@@ -115,7 +115,7 @@ class AdapterLoads:
                 names.append(name)
         return names
 
-    # -------------------------------------------------------------------------------------- parts
+    # ----------------------------------------------------------------------------- layers and factors
 
     def _place(self, name: str) -> tuple[str, str]:
         """(vLLM's name of the layer before packing, ``A`` | ``B``). Raises SyncError for a layer without adapters."""

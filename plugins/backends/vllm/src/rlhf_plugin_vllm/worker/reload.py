@@ -42,6 +42,7 @@ class Reload:
         self.loaded_names: set[str] = set()
         """vLLM's names of parameters that were loaded, wholly or partly."""
         self.nbytes = 0
+        # Before the next line, which moves the weights to the device `meta`.
         self.quantised = QuantisedLayers(model, self.names)
         initialize_layerwise_reload(model)
         parameters = dict(model.named_parameters())  # without the scales of quantised weights, which are computed here
@@ -89,6 +90,7 @@ class Reload:
 
         Raises SyncError if a quantised layer computes with other weights than the received ones.
         """
+        # Before abandon(), after which vLLM no longer knows how much of a layer was loaded.
         missing = self.names.missing(self.needed, self.loaded_names, self.received)
         if not missing:
             missing = [f"a part of {name}" for name in self._unfinished()]
