@@ -8,6 +8,7 @@ import pytest
 from rlhf.errors import ModelError
 from rlhf_hub.adapter_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of, require_base
 from rlhf_hub.published import content_of
+from rlhf_hub.upload import push
 
 
 @pytest.mark.parametrize(("base", "is_folder"), [("owner/name", False), ("models/owner/name", True)])
@@ -27,3 +28,11 @@ def test_a_dangling_link_is_no_content(tmp_path):
     content = content_of(tmp_path)
     (tmp_path / "tokenizer.json").symlink_to("nowhere")
     assert content_of(tmp_path) == content
+
+
+def test_an_adapter_with_damaged_settings_is_not_uploaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    (tmp_path / ADAPTER_CONFIG).write_text("{")
+    (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
+    with pytest.raises(ModelError, match=rf"{ADAPTER_CONFIG} cannot be read: .*Copy the adapter again"):
+        push(tmp_path, "owner/name", private=True, note=print)

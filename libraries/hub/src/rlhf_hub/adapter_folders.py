@@ -53,13 +53,18 @@ def adapter_of(path: str) -> AdapterFolder | None:
     file = folder / ADAPTER_CONFIG
     if not file.is_file() or any(folder.glob("model*.safetensors*")):
         return None
+    return AdapterFolder(folder, read_adapter_config(file))
+
+
+def read_adapter_config(file: Path) -> dict[str, Any]:
+    """The content of an :data:`ADAPTER_CONFIG`. Raises ModelError if it cannot be read."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as cause:
         raise ModelError(f"{file} cannot be read: {cause}. Copy the adapter again.") from cause
     if not isinstance(config, dict):
         raise ModelError(f"{file} does not contain a JSON object. Copy the adapter again.")
-    return AdapterFolder(folder, config)
+    return config
 
 
 def require_base(adapter: AdapterFolder) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rlhf.errors import ConfigError
 from rlhf.secrets import redact
 
-from rlhf_hub.adapter_folders import ADAPTER_CONFIG
+from rlhf_hub.adapter_folders import ADAPTER_CONFIG, read_adapter_config
 from rlhf_hub.hub import HubError, hub_name
 
 ADAPTER = "adapter"
@@ -36,7 +34,8 @@ def push(folder: Path, repo: str, private: bool, note: Callable[[str], None]) ->
         note: shows which files are left out.
 
     Raises ConfigError before any request if there is no token or no model, or if the base of an adapter is a local
-    folder. Raises HubError if the hub refuses, or if its repository is public although ``private`` is set.
+    folder; ModelError if the settings of an adapter cannot be read; HubError if the hub refuses, or if its repository
+    is public although ``private`` is set.
     """
     import huggingface_hub
 
@@ -90,6 +89,5 @@ def _names_folder(folder: Path) -> bool:
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         return False
-    config: Any = json.loads(file.read_text(encoding="utf-8"))
-    base = config.get("base_model_name_or_path")
+    base = read_adapter_config(file).get("base_model_name_or_path")
     return not isinstance(base, str) or hub_name(base) is None
