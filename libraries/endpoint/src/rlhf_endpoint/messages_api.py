@@ -174,6 +174,7 @@ def _text_field(number: int, block: Mapping[str, Any], field: str) -> str:
 def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
+        # The field signature is required by Anthropic's client. Nothing checks it when the block comes back.
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"]})

@@ -88,6 +88,7 @@ def _messages(body: Mapping[str, Any], answers: Mapping[str, Message]) -> list[d
         return [*messages, {"role": "user", "content": entries}]
     if not isinstance(entries, list) or not entries:
         raise invalid("input", entries, "a string or a list of at least one item")
+    # Reasoning is an item before the message or calls to which it belongs.
     reasoning = ""
     open_turn = False  # whether calls belong to the last message
     for number, item in enumerate(entries):

@@ -82,6 +82,7 @@ class Session:
                 self._number += 1
                 if begins is not None:
                     self._begins(*begins)
+                # Each further choice starts a sequence, because a sequence has one answer after each context.
                 begins = "again", "another answer to the same request"
                 message = self._message(turn, request)
                 self._tree.add(node, context, turn, messages, message, request.tools)

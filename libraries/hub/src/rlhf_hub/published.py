@@ -91,6 +91,7 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
         patterns = [*SETTINGS, *(["*.py"] if code else [])]
         folder = download("model", repo, commit, patterns)
         if weights:
+            # The index came with the settings. It names the files of weights that are divided.
             index = folder / INDEX
             names = ["model.safetensors"]
             if index.is_file():

@@ -28,6 +28,7 @@ def inspect_process(pid: int) -> str:
     lines = [f"State: {_state(folder)}"]
     for task in sorted(folder.glob("task/*"), key=lambda t: int(t.name)):
         if task.name == str(pid) or "(running)" in _state(task) or "disk" in _state(task):
+            # The file holds 0 for a thread that does not wait in the kernel.
             waits = _read(task / "wchan").strip("0\n")
             lines.append(
                 f"thread {task.name} {_read(task / 'comm').strip()}: {_state(task)}" + f", in {waits}" * bool(waits)
@@ -51,6 +52,7 @@ def _read(path: Path) -> str:
 
 
 def _spied(pid: int) -> str:
+    # First beside this Python: a virtual environment that is not activated is not on the PATH.
     tool = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if tool is None:
         return "No Python stacks: py-spy is not installed on the node (pip install py-spy)."

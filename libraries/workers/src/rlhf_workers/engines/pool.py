@@ -104,6 +104,7 @@ class EngineWorkers:
                     failed.append(error)
                     self._on_failure()  # another engine's death may be the cause
                     continue
+                # An engine that answered may be dead all the same, because its posted call raised WorkerError.
                 if ref in last and number not in self.dead:
                     answers[number] = unpack(answer)[0]
         if failed and not self.dead:

@@ -34,6 +34,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
+        # The driver creates the error again by the name of its class, so the class must be one of the core.
         kind = next(
             (c for c in type(error).__mro__ if issubclass(c, RlhfError) and c.__module__ == errors.__name__), None
         )

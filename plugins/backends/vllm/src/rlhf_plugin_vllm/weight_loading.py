@@ -72,6 +72,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
             raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
         if self._generating:
             raise ModelError("samples are being generated: exhaust or close generate() before begin_load()")
+        # A load needs no cache, whose memory the roles may still use.
         self._wake_parts(_WEIGHTS)
         self._not_ready = f"its weights of version {version} are not complete"
         self._loads += 1

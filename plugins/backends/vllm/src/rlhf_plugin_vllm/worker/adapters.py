@@ -136,6 +136,7 @@ class AdapterLoads:
     def _stored(self, factor: str, tensor: Tensor) -> Tensor:
         """The factor in the engine's number format, rounded once; B with the scale."""
         scale = self.adapters.scaling if factor == "B" else 1.0
+        # A copy, because the memory of the bucket is used again for the next one.
         return (tensor.float() * scale).to(self.dtype, copy=True)
 
     def _install(self) -> None:

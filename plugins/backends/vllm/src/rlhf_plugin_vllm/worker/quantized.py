@@ -72,6 +72,7 @@ def is_quantised(layer: nn.Module) -> bool:
 def quantised(weight_NK: Tensor) -> Tensor:
     """The weight as vLLM's ``fp8_per_channel`` quantises it, in fp32: E4M3 with a scale for each row."""
     limit, rows_NK = torch.finfo(FORMAT).max, weight_NK.float()
+    # The lower bound is vLLM's smallest scale. It keeps rows of zeros finite.
     scale_N1 = (rows_NK.abs().amax(1, keepdim=True) / limit).clamp_min(1 / (limit * 512))
     return (rows_NK / scale_N1).clamp(-limit, limit).to(FORMAT).float() * scale_N1
 
