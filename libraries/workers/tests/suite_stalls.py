@@ -69,6 +69,22 @@ def test_a_stopped_worker_is_reported_before_the_stall_timeout(launch, tmp_path)
     assert "policy rank 0" not in text, "it had answered"
 
 
+def test_a_stopped_rank_is_named_while_the_first_rank_streams(launch, tmp_path):
+    launcher = launch(heartbeat=0.3, stall_timeout=600.0, reports=str(tmp_path))
+    launcher.place({"policy": Place(2)})
+    pair = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), "", world_size=2))
+    pid = pair.members[1].facts["pid"]
+    items = pair.stream("arrays", 2, 10, 15.0)
+    next(items)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=r"policy rank 1 .* has not responded for \d+ s in policy.arrays\(\)"):
+            list(items)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "======== policy rank 0" in (tmp_path / "stall-policy-1.txt").read_text(), "its item was still awaited"
+
+
 def test_an_engine_stopped_while_it_samples_is_reported(watched, tmp_path):
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.3), GeneratorSpec((0,), str))
     pid = engines.pool.members[0].facts["pid"]

@@ -147,7 +147,7 @@ class RankGroup(WorkerGroup):
         self, method: str, items: Any, answers: Mapping[Any, WorkerHandle], timeout: float | None
     ) -> Any | None:
         source, waiting = self.members[0], dict(answers)
-        with self._watching(method, [source]) as watchdog:
+        with self._watching(method, [source, *waiting.values()]) as watchdog:
             while True:
                 ready = watchdog.wait([items, *waiting], timeout)
                 if not ready:
@@ -156,7 +156,9 @@ class RankGroup(WorkerGroup):
                 if items in ready:
                     return next(items, None)
                 for ref in ready:  # another rank has ended; if it failed, rank 0 may wait for it forever
-                    answer = result_of(self.calls, waiting.pop(ref), ref)
+                    member = waiting.pop(ref)
+                    watchdog.leave(member)
+                    answer = result_of(self.calls, member, ref)
                     if isinstance(answer, FailedCall):
                         error = self.first_cause(method, answer, waiting)
                         if not self._broken and not _runs_out(self.calls, items):
