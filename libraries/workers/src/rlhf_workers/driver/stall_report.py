@@ -51,7 +51,7 @@ class StallReport:
     def page(self) -> str:
         """The report's text."""
         pending_members = [m for m in self.waited_for if m is not self.member]
-        members, others = [self.member, *pending_members[:_MAX_OTHERS]], pending_members[_MAX_OTHERS:]
+        members, remainder = [self.member, *pending_members[:_MAX_OTHERS]], pending_members[_MAX_OTHERS:]
         stacks = [m.side_call("stacks") for m in members]
         self.calls.wait(stacks, len(stacks), _ASK_SECONDS)
         reports = {m.name: _report(self.calls, m, question) for m, question in zip(members, stacks, strict=True)}
@@ -60,8 +60,8 @@ class StallReport:
         lines += [f"- {hint}" for hint in self._hints(reports)]
         for member in members:
             lines += ["", f"{'=' * 8} {member.name} ({member.location})", reports[member.name]]
-        if others:
-            lines += ["", f"... and {len(others)} more pending workers: {', '.join(m.name for m in others)}"]
+        if remainder:
+            lines += ["", f"... and {len(remainder)} more pending workers: {', '.join(m.name for m in remainder)}"]
         if log := self.member.facts.get("stderr"):
             lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
             lines.append(self.member.on_its_node(log_tail, log, _LOG_LINES))
