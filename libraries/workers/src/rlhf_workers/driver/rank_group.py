@@ -34,8 +34,9 @@ class RankGroup(WorkerGroup):
         self.role, self.members, self.size = role, list(members), len(members)
         self._watch = watch
         self._broken = ""
-        self._open: tuple[str, Any] | None = None
-        """(method, items) of a stream that was not read to its end; its rank 0 waits for room in the store."""
+        self._open: tuple[str, Any, Mapping[Any, WorkerHandle]] | None = None
+        """(method, items, answers of the other ranks) of a stream that was not read to its end; its rank 0 waits for
+        room in the store."""
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """If a rank fails, its error is raised without waiting for ranks that wait for the failed rank in a collective.
@@ -60,7 +61,7 @@ class RankGroup(WorkerGroup):
         source, followers = self.members[0], self.members[1:]
         items = source.items("stream", method, payload, 0, queue_size=_QUEUE_SIZE)
         answers = {m.ask("drain", method, payload, 0): m for m in followers}
-        self._open = method, items
+        self._open = method, items, answers
         while (item := self._next(method, items, answers, timeout)) is not None:
             yield self.calls.stored(item)
             # This reference would keep the item in the store while the next one is computed.
@@ -81,13 +82,12 @@ class RankGroup(WorkerGroup):
 
     def finish_stream(self, method: str) -> None:
         """Read an unfinished stream to its end, before ``method`` is called. Raises WorkerError if the ranks cannot be
-        called any more."""
+        called any more, and the error of a rank that failed in the stream while rank 0 may wait for it."""
         # Until its stream ends, rank 0 serves no other call.
         if not self._broken and self._open is not None:  # its reader failed or stopped early
-            (started, items), self._open = self._open, None
-            with self._watching(started, self.members[:1]) as watchdog:
-                while watchdog.wait([items]) and next(items, None) is not None:
-                    pass
+            (started, items, answers), self._open = self._open, None
+            while self._advance(started, items, answers, None) is not None:
+                pass
         if self._broken:
             raise WorkerError(f"{self.role}: {method}() can no longer be called: {self._broken}")
 
