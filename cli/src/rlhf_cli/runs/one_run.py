@@ -52,7 +52,7 @@ def _print_title(console: Console, record: RunRecord) -> None:
         "folder": str(record.path),
         "algorithm": record.algorithm,
         "model": record.model,
-        "data": ", ".join(str(source.get("path", "")) for source in record.option("data.train", [])),
+        "data": record.data,
         "started": ", ".join(time.strftime(TIME) for time in record.started),
         "last change": record.time.strftime(TIME),
     }

@@ -14,7 +14,7 @@ import re
 from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,10 @@ def report(runs: Sequence[Path], page: Path) -> None:
 
     Raises ConfigError if a folder holds no run, or ``page`` is a file that is not such a page.
     """
-    records = [RunRecord.read(run) for run in runs]
+    _write([RunRecord.read(run) for run in runs], page)
+
+
+def _write(records: Sequence[RunRecord], page: Path) -> None:
     check_page(page)
     selection = ShownSamples(len(records))
     values: list[dict[str, Any]] = []
@@ -103,7 +106,8 @@ def try_report(run: Path, note: Callable[[str], None]) -> Path | None:
     noted."""
     page = run / REPORT
     try:
-        report([run], page)
+        # rlhf.train still holds the folder if it wrote objects there, but the run in it has ended.
+        _write([replace(RunRecord.read(run), is_held=False)], page)
     except Exception as error:
         note(f"{page} was not written: {type(error).__name__}: {error}")
         return None

@@ -53,7 +53,6 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
     """The facts as JSON values. ``problems`` names everything that cannot be read."""
     lines = metric_lines(record)
     state, reason = record.state
-    sources = record.option("data.train")
     facts = {
         "path": str(record.path),
         "name": str(record.option("run.name") or record.path.resolve().name),
@@ -61,7 +60,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "why": reason,
         "algorithm": record.algorithm,
         "model": record.model,
-        "data": ", ".join(str(s.get("path")) for s in _list(sources) if isinstance(s, Mapping)),
+        "data": record.data,
         "started": [time.isoformat(" ", "minutes") for time in record.started],
         "changed": record.time.isoformat(" ", "minutes"),
         "steps": lines[-1]["step"] if lines else 0,

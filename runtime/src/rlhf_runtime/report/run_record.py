@@ -115,6 +115,13 @@ class RunRecord:
         return str(self.option("policy.model", ""))
 
     @property
+    def data(self) -> str:
+        """The paths of the rows that it trains on."""
+        sources = self.option("data.train")
+        sources = sources if isinstance(sources, list) else []
+        return ", ".join(str(source.get("path", "")) for source in sources if isinstance(source, Mapping))
+
+    @property
     def total_steps(self) -> int | None:
         """None if the run had a number of epochs, and comes from a release that did not record its steps."""
         steps = self.start.get("total_steps") or self.option("run.steps")
@@ -145,11 +152,11 @@ class RunRecord:
         tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
         for number, raw in enumerate(self.lines):
             line = self.line(number) if b'"eval/' in raw else {}
-            if line.get("step", 0) > 0:  # step 0 is the model before training: no checkpoint contains it
-                try:
+            try:
+                if line.get("step", 0) > 0:  # step 0 is the model before training: no checkpoint contains it
                     tracker.update(line["step"], line)
-                except (ConfigError, TypeError, ValueError):  # this evaluation does not have the metric
-                    continue
+            except (ConfigError, TypeError, ValueError):  # this evaluation does not have the metric
+                continue
         if tracker.value is None or tracker.step is None or tracker.metric is None:
             return None
         return BestEvaluation(tracker.metric, tracker.value, tracker.step)
