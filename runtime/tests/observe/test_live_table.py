@@ -9,8 +9,9 @@ import sys
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_runtime.observe.live_table import short, sparkline
+from rlhf_runtime.observe.live_table import LiveTable, short, sparkline
 from rlhf_runtime.observe.progress import Progress
 
 SAMPLES = {
@@ -176,3 +177,23 @@ def test_a_curve_has_the_means_of_its_values() -> None:
         "nan",
         "-3",
     ]
+
+
+def test_values_and_notes_may_be_added_while_the_table_is_drawn():
+    """The main thread adds them, another thread draws."""
+    table = LiveTable(Console(file=io.StringIO(), width=100, height=40), 9, lambda: 0.0)
+
+    class Value:
+        def __float__(self):
+            table.step(1, {"reward": 2.0}, {})
+            return 1.0
+
+    class Text(str):
+        def split(self):
+            table.note("b")
+            return ["a"]
+
+    table.step(1, {"reward": Value()}, {})
+    table.step(1, {"reward": 3.0}, {})
+    table.note(Text("a"))
+    table._picture()

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -150,7 +150,7 @@ class LiveTable:
             if text:
                 lines.append(_row(label, text))
         lines += self._sample(width)
-        lines += [_row("note", text, "yellow") for text in self._notes]
+        lines += [_row("note", text, "yellow") for text in list(self._notes)]
         lines = lines[: max(2, self._console.height - 1)]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis" if self._plain_text("…") else "crop"
@@ -177,7 +177,7 @@ class LiveTable:
         for row in range(rows):
             line = Text()
             for label in labels[row::rows]:
-                values = self._curves[label]
+                values = list(self._curves[label])  # a copy: the main thread adds values while this thread draws
                 line.append(f"{label[: LABEL - 1]:<{LABEL}}", "bold")
                 line.append(f"{short(values[-1]):>{VALUE}} ", "" if math.isfinite(values[-1]) else "red")
                 line.append(f"{sparkline(values, size) if self._plain_text(BARS) else '':<{size}} ", "cyan")
@@ -237,7 +237,7 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
-def sparkline(values: deque[float], width: int) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """A curve of ``width`` characters. Each is the mean of an equal number of values. Values that are not finite are
     left out. The curve is empty without two different values."""
     finite = [v for v in values if math.isfinite(v)]
