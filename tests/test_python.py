@@ -61,6 +61,7 @@ def test_rlhf_train_gives_the_numbers_of_the_run_file(shop):
         result = train(shop, name, reward={"reward": reward})
         assert finished(result).lines() == command.lines()
         assert finished(result).weights == command.weights
+        assert '"state":"finished"' in (result.output / "report.html").read_text()
     assert (result.status, result.reason) == ("finished", "")
     assert result.metrics == read_metrics(command.path.parent / "by_group" / "metrics.jsonl")
 
@@ -146,6 +147,8 @@ def test_the_trained_model_answers(shop):
         result.generate("1+1=")
     with pytest.raises(ConfigError, match=r"prompt 1 is str ''; allowed: a text or a list of messages, not empty"):
         result.generate(["1+1=", ""])
+    with pytest.raises(ConfigError, match="max_new_tokens: should be greater than 0, got integer 0"):
+        result.generate(["1+1="], max_new_tokens=0)
 
 
 def test_the_samples_of_a_step_are_objects(shop):

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
 from rlhf.errors import ConfigError, RolloutError, brief
 from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.config.problems import describe
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice, EvalSection, StreamSection, SyncSection
 from rlhf_runtime.jobs.inference import evaluate_model
@@ -115,11 +117,15 @@ class Result:
         data = DataSection(
             eval=(SourceSection(path=str(file)),), **{name: getattr(config.data, name) for name in PROMPT_FIELDS}
         )
-        settings = {"temperature": temperature, "max_new_tokens": max_new_tokens or config.eval.max_new_tokens}
+        tokens = config.eval.max_new_tokens if max_new_tokens is None else max_new_tokens
+        try:
+            section = EvalSection(temperature=temperature, max_new_tokens=tokens)
+        except ValidationError as error:
+            raise ConfigError(f"generate(): {'; '.join(describe(error, EvalSection, '', {}))}") from None
         return config.model_copy(
             update={
                 "data": data,
-                "eval": EvalSection.model_validate(settings),
+                "eval": section,
                 "policy": config.policy.model_copy(update={"model": str(self.model_path)}),
                 "reward": (),
                 "env": None,
