@@ -60,3 +60,9 @@ def test_folders_elsewhere_get_no_link():
     started(Path("elsewhere/3")).close()
     started(Path("runs/name")).close()
     assert not Path("runs/latest").exists()
+
+
+def test_a_folder_called_latest_in_which_a_run_starts_is_refused():
+    with RunDirectory.create("runs/latest"), pytest.raises(ConfigError, match="runs/latest is a folder with a run"):
+        default_folder(takes_newest=False)
+    assert default_folder(takes_newest=False) == Path("runs/latest")

@@ -142,7 +142,7 @@ def default_folder(takes_newest: bool) -> Path:
     Raises ConfigError if ``runs/latest`` is a folder instead of a link, and holds a run.
     """
     if LATEST.is_dir() and not LATEST.is_symlink():  # a run had it as run.output
-        if not takes_newest and not is_free(LATEST):
+        if not takes_newest and not (is_free(LATEST) and _idle(LATEST)):
             raise ConfigError(
                 f"{LATEST} is a folder with a run, so it cannot be the link to the newest run. Rename it (mv {LATEST} "
                 f"{LATEST.parent / '1'}), name another folder with --output, continue it with --resume, or replace it "
