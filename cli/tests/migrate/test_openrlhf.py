@@ -267,6 +267,11 @@ def test_rows_of_supervised_runs():
         ("--data.prompt_dataset a@b", "a@b"),
         ("--actor.lr_scheduler polynomial", "polynomial"),
         ("--actor.eps_clip_low_high 0.1", "two numbers, LOW and HIGH"),
+        ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1", "two numbers, LOW and HIGH"),
+        (
+            "--algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 1 2 3",
+            "is_correction_threshold 1 2 3: it takes HIGH, or LOW and HIGH",
+        ),
         ("--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv", "gating tv"),
         ("--data.max_samples $N", r"\$N.*--set N=VALUE"),
         ("stray", "stray"),

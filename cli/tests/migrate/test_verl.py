@@ -233,6 +233,7 @@ def test_keys_of_the_newest_version_and_of_groups():
         ("reward.reward_manager.name=prime", "allowed: naive, dapo"),
         (f"{A}.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size"),
         (f"{A}.rollout.tensor_model_parallel_size=0", "it must be at least 1"),
+        ("data.train_max_samples=null", "null cannot be converted for all of these options: data.train_max_samples"),
     ],
 )
 def test_what_means_nothing_here_is_refused(overrides, telling):

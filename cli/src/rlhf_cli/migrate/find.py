@@ -52,7 +52,17 @@ def migrate(
     fields = _trl(source, read_settings) if framework == "trl" else module.read(_start(source, read_settings, module))
     fields.replace({name: value for name, value in settings.items() if name not in read_settings.read_names})
     fields.check(allow_unknown)
-    draft: Draft = module.convert(fields)
+    try:
+        draft: Draft = module.convert(fields)
+    except (TypeError, KeyError):
+        # Some options may be null and others not, and the tables do not say which.
+        nulls = [option.text for option in fields.user_values.values() if option.value is None]
+        if not nulls:
+            raise
+        raise ConfigError(
+            f"null cannot be converted for all of these options: {', '.join(nulls)}. Remove them, or give values: "
+            "--set NAME=VALUE"
+        ) from None
     return draft.text(plugins)
 
 

@@ -239,6 +239,8 @@ def _correction(draft: Draft) -> None:
     else:
         return
     threshold = s["algo.advantage.is_correction_threshold"]
+    if threshold is not None and len(threshold) > 2:
+        raise s.refused("algo.advantage.is_correction_threshold", "it takes HIGH, or LOW and HIGH")
     low, high = [0.5, 5.0] if threshold is None else [0.0, *threshold][-2:]
     draft.set("algorithm.loss.correction.low", low, "algo.advantage.is_correction_threshold")
     draft.set("algorithm.loss.correction.high", high, "algo.advantage.is_correction_threshold")
@@ -286,7 +288,9 @@ def _sampling(draft: Draft) -> None:
         draft.set("algorithm.shaping.overlong_buffer", int(buffer), "reward.overlong_buffer_len")
         draft.set("algorithm.shaping.overlong_max", longest, "rollout.max_new_tokens", "data.max_len")
     if s["algo.dynamic_filtering_enable"]:
-        low, high = s["algo.dynamic_filtering_range"]
+        if len(bounds := s["algo.dynamic_filtering_range"]) != 2:
+            raise s.refused("algo.dynamic_filtering_range", "it takes two numbers, LOW and HIGH")
+        low, high = bounds
         names = ("algo.dynamic_filtering_range", "algo.dynamic_filtering_enable")
         draft.set("stream.filter.low", low, *names)
         draft.set("stream.filter.high", high, *names)

@@ -26,7 +26,8 @@ for _ in range(7):  # nested brackets, up to the depth that scripts have
     _ROUND = _ROUND.replace("INNER", r"\((?:[^()]|INNER)*\)")
 _COMMAND = rf"\$\[[^\[\]]*\]|\${_ROUND.replace('|INNER', '')}"
 _BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-_QUOTED = rf'"(?:\\.|{_COMMAND}|{_BRACES}|[^"\\])*"'
+# Possessive: if the quote is not closed, each $(...) could be read in two ways, which takes exponential time.
+_QUOTED = rf'"(?:\\.|{_COMMAND}|{_BRACES}|[^"\\])*+"'
 _VARIABLE = rf"{_BRACES}|\$\w+|\$[@*#?$!-]"
 _PIECE = re.compile(
     rf"\\(?P<escaped>.)|\$?'(?P<single>[^']*)'|(?P<double>{_QUOTED})|(?P<command>{_COMMAND}|`[^`]*`)"
