@@ -69,6 +69,14 @@ def of_a_shard(file):
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def header_of_no_tensors(file):
+    file.write_bytes((2).to_bytes(8, "little") + b"[]")
+
+
+def without_shards(file):
+    file.write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "expected"),
     [
@@ -78,6 +86,8 @@ def of_a_shard(file):
         ("model.safetensors", Path.unlink, "holds no *.safetensors"),
         ("model.safetensors", cut(-100), "truncated or damaged"),
         ("model.safetensors", cut(20), "is not a safetensors file, or is truncated (20 bytes)"),
+        ("model.safetensors", header_of_no_tensors, "a header without shapes and offsets of tensors"),
+        ("model.safetensors.index.json", without_shards, "model.safetensors.index.json has no weight_map"),
         ("model.safetensors", of_a_shard, "1 of 2 files of weights are missing: model-00002-of-00002.safetensors"),
     ],
 )

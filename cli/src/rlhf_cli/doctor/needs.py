@@ -75,7 +75,10 @@ def read_model(folder: Path) -> Weights:
     read_json(folder / "config.json")
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index.name} has no weight_map")
+        names = sorted(set(weight_map.values()))
     else:
         names = sorted(p.name for p in folder.glob("*.safetensors"))
     absent = [name for name in names if not (folder / name).exists()]
@@ -103,11 +106,15 @@ def _safetensors(path: Path) -> Weights:
         if not 2 <= length <= size - 8:
             raise ValueError(f"{path.name} is not a safetensors file, or is truncated ({size} bytes)")
         header = json.loads(file.read(length))
-    tensors = [value for name, value in header.items() if name != "__metadata__"]
-    end = max((t["data_offsets"][1] for t in tensors), default=0)
+    try:
+        tensors = [value for name, value in header.items() if name != "__metadata__"]
+        end = max((t["data_offsets"][1] for t in tensors), default=0)
+        parameters = sum(prod(tensor["shape"]) for tensor in tensors)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path.name} has a header without shapes and offsets of tensors: {error}") from None
     if size != 8 + length + end:
         raise ValueError(f"{path.name} has {size} bytes, but its header says {8 + length + end}: truncated or damaged")
-    return Weights(sum(prod(tensor["shape"]) for tensor in tensors), size)
+    return Weights(parameters, size)
 
 
 def data(config: RunFile) -> Finding:
