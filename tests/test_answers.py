@@ -138,6 +138,11 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         (("generate", "--model", "m", "--prompt", "a", "--eval.samples", "2"), "gives the same answer 2 times"),
         (("generate", "--model", "m", "--prompt", "a", "--save", "no/where.jsonl"), "there is no folder no"),
         (("eval", "--model", "m", "--data", "b", "--reward", "math", "--save", "."), "is a folder"),
+        pytest.param(
+            ("eval", "--model", "m", "--data", "b", "--reward", "math", "--save", "/proc/self/a.jsonl"),
+            "--save /proc/self/a.jsonl cannot be created",
+            marks=pytest.mark.linux("no user can make files in /proc/self"),
+        ),
     ],
 )
 def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str) -> None:

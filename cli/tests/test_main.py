@@ -436,3 +436,24 @@ def test_help_of_a_command_is_its_docstring(command, capsys):
 )
 def test_the_word_after_a_flag_of_the_run_file_is_its_value_unless_it_is_a_flag(words, rest, dotted):
     assert split_dotted(words, ["-o", "--output"]) == (rest, dotted)
+
+
+def test_an_error_of_the_system_is_one_message(command, capsys):
+    def run(args):
+        raise PermissionError(13, "Permission denied", "/etc/run.toml")
+
+    command(run)
+    assert main(["probe"]) == 1
+    line = "rlhf: PermissionError: [Errno 13] Permission denied: '/etc/run.toml'. --traceback shows where it was raised"
+    assert capsys.readouterr().err == f"{line}\n"
+    with pytest.raises(PermissionError):
+        main(["probe", "--traceback"])
+
+
+@pytest.mark.linux("/dev/full stands for a full disk")
+def test_output_to_a_full_disk_is_one_message():
+    code = "import sys\nfrom rlhf_cli.main import main\nsys.exit(main(['plugins', 'list']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left on device" in done.stderr

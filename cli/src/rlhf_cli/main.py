@@ -64,8 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("rlhf: interrupted\n")
         return 130
     except BrokenPipeError:  # the reader closed the pipe, as in ``rlhf plugins list | head -1``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except OSError as error:  # a full disk, or a folder without write access
+        if traceback:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_output()
+        sys.stderr.write(f"rlhf: {type(error).__name__}: {error}. --traceback shows where it was raised\n")
+        return 1
+
+
+def _discard_output() -> None:
+    """Python writes the rest of the output when it ends, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def plugin_names(plugins: Plugins, kind: str | None) -> list[str]:

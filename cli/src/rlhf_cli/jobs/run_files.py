@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from rlhf.errors import ConfigError
@@ -30,6 +32,11 @@ def check_folder(save: Path | None) -> None:
     if save is not None and (not save.parent.is_dir() or save.is_dir()):
         problem = "is a folder" if save.is_dir() else f"cannot be created: there is no folder {save.parent}"
         raise ConfigError(f"--save {save} {problem}. Name a file in a folder that exists.")
+    try:
+        if save is not None:  # a folder is made there, because permission bits do not prove write access
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=save.parent))
+    except OSError as cause:
+        raise ConfigError(f"--save {save} cannot be created: {cause.strerror}. Name another folder.") from cause
 
 
 def load_for_answers(
