@@ -41,12 +41,13 @@ BASE = "base"
 
 @dataclass
 class Model:
-    """The adapters of one client. ``state``: the folder with the training state from when the trainer last held it.
-    ``changed``: whether the model has been trained since."""
+    """The adapters of one client."""
 
     folder: Path
     state: Path
+    """Folder of its training state, as of the last time that it was written."""
     unsaved: bool = False
+    """Whether the trainer holds a newer state of it."""
     unnamed: list[str] = field(default_factory=list)
     """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, the oldest first."""
 

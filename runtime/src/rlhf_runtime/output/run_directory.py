@@ -223,7 +223,7 @@ class RunDirectory:
         return validated(SavedBest, read_json(file, way_out), file).step if file.is_file() else None
 
     def publish_best(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
-        """Call ``write`` to fill :attr:`best_model` atomically, and add ``best.json``: the step and ``about``."""
+        """Call ``write`` to fill :attr:`best_model` atomically, and add ``best.json``: the step and ``facts``."""
 
         def write_both(folder: Path) -> None:
             write(folder)

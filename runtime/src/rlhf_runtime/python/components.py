@@ -168,7 +168,7 @@ def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[s
 def named_items(items: Any, argument: str) -> list[tuple[str | None, Any]]:
     """A list of (name or None, item) from one item, a list, or {name: item}.
 
-    Raises ConfigError if a name is not text, or the list is empty.
+    Raises ConfigError if a name is not text, or is empty.
     """
     if isinstance(items, Mapping):
         for name in items:

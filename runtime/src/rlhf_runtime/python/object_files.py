@@ -135,12 +135,12 @@ def save_dataset(data: Any, path: Path) -> str:
     import datasets
 
     dataset = data.flatten_indices(keep_in_memory=True) if data._indices is not None else data
-    shows_bars = datasets.are_progress_bars_disabled()
+    hides_bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         dataset.save_to_disk(str(path))
     finally:
-        if not shows_bars:
+        if not hides_bars:
             datasets.enable_progress_bars()
     return content_hash(dataset.data.table)
 
