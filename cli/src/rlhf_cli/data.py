@@ -52,6 +52,7 @@ class DataPreviewCommand(Command):
             raise ConfigError(
                 "no model is named, but the model's tokenizer is needed. Set --model PATH (a folder or a hub name)."
             )
+        # Before the imports below, which take seconds.
         look_for_models(config)
         from rlhf.plugins import Plugins
         from rlhf_runtime.checks.sections import ignored_fields

@@ -165,6 +165,7 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
         args = parser.parse_args(words)
     try:
         code: object = command.run(args)
+    # --help or a wrong flag of an action: the parser of the action has written its message.
     except IntendedExit:
         raise
     except SystemExit as end:

@@ -47,6 +47,7 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
     raised = [line["error"] for line in lines if "error" in line]
     if raised:
         error = raised[0]
+    # A probe that reported an error may hang while it ends, so its error comes first.
     elif late:
         error = f"no answer within {timeout:g} s"
     elif code < 0:

@@ -96,6 +96,7 @@ def _installation(request: Request) -> list[Step]:
 
 
 def _run(request: Request, config: RunFile) -> list[Step]:
+    # Read here, because the check of the output needs the sizes too.
     findings, sizes = needs.models(config)
     return [
         ("run plugins", lambda: run_plugins(request)),

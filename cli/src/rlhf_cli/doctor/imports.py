@@ -116,6 +116,7 @@ def plugins(timeout: float) -> Finding:
         for (kind, ref), value in zip(pending, answer.values, strict=False):
             status[kind, ref] = value
         pending = pending[len(answer.values) :]
+        # The child reports plugins in order, so it died in the first one without a report.
         if pending:
             kind, ref = pending.pop(0)
             status[kind, ref] = f"importing it ended the process: {answer.error}"

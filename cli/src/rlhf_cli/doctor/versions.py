@@ -29,6 +29,7 @@ class Installed:
         self.path = path
         self._distributions: dict[str, Any] = {}
         for distribution in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
+            # The metadata of a damaged installation have no name.
             if name := distribution.metadata["Name"]:
                 self._distributions.setdefault(canonicalize_name(name), distribution)
 

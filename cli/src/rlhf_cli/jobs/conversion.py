@@ -73,6 +73,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
             require_shapes(source, module, skeleton)
             expected = outputs(module, source)
             model.save(module, place)
+            # safetensors writes files that only their owner may read.
             for path in place.glob("*.safetensors"):
                 path.chmod(0o644)
             kind = type(module)
@@ -80,6 +81,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
             facts["texts"] = compare_tokenizers(source, tokenizer, place, note)
             copy = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
             difference = float((outputs(copy, place) - expected).abs().max())
+            # Not `>`: a difference that is NaN is refused too.
             if not difference <= TOLERANCE:
                 raise ModelError(
                     f"the outputs of the written model differ from those of {source} by up to {difference:g}. "

@@ -76,6 +76,7 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
         name = dtype or ("bf16" if module.config.dtype == torch.bfloat16 else "fp32")
         number_format = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
         require_disk(folder, sum(weight.numel() for weight in module.parameters()) * number_format.itemsize)
+        # Compare twice, each time in fp32: the sums before rounding, and the rounded weights after they were written.
         wrapped = with_adapter_of(module, adapter).eval()
         expected = outputs(wrapped.get_base_model(), path)
         merged = merge_in_place(wrapped).eval()
@@ -133,6 +134,7 @@ def _load(adapter: AdapterFolder, place: str) -> tuple[PreTrainedModel, bool]:
 
 def _require_equal(values: torch.Tensor, expected: torch.Tensor, subject: str) -> None:
     difference = float((values - expected).abs().max())
+    # Not `>`: a difference that is NaN is refused too.
     if not difference <= TOLERANCE:
         raise ModelError(
             f"the outputs of {subject} differ from those of base and adapter together by up to {difference:g}; at most "
@@ -168,5 +170,6 @@ def _write(module: PreTrainedModel, adapter: AdapterFolder, place: str, target: 
     for name in PROCESSOR_FILES:
         if (Path(place) / name).is_file():
             shutil.copyfile(Path(place) / name, target / name)
+    # safetensors writes files that only their owner may read.
     for file in target.glob("*.safetensors"):
         file.chmod(0o644)

@@ -47,6 +47,7 @@ class ScoreCommand(Command):
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
         require_new_file(args.file, args.force)
+        # Before the import below, which takes seconds.
         look_for_models(config)
         from rlhf_cli.jobs.score_answers import score_answers
 

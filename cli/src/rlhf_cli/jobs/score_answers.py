@@ -104,6 +104,7 @@ def score_answers(
         note(f"continuing after {scores.rows} of {total} rows, from {file.partial}")
     with ExitStack() as closing:
         numbers = iter(rows[scores.rows :])
+        # If all rows are scored and only the output is missing, no model is loaded.
         if scores.rows < total:
             main = MainThread()
             closing.callback(main.close)

@@ -152,7 +152,7 @@ class Draft:
             f" ({note})" if origins and (note := self.notes.get(path)) else self.notes.get(path, "")
         )
 
-    # ---------------------------------------------------------------------------------------- others
+    # -------------------------------------------------------------------------------------- comments
 
     def _comments_on_rest(self, changes: Collection[str]) -> Iterator[str]:
         """Comments about the options from which no value of the file comes."""
@@ -223,6 +223,7 @@ def _general(path: str) -> str:
 def _equal(value: Any, default: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(default, list | tuple):
         return list(value) == list(default)
+    # In Python True == 1, but `true` is no number in a run file.
     return default is not None and isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
 
 

@@ -166,6 +166,7 @@ class PythonValues:
 
     def value(self, node: ast.expr) -> Any:
         self._expressions += 1
+        # A name may be assigned from itself, also over other names.
         if node in self._busy or self._expressions > MAX_SIZE:
             raise NoValueError
         self._busy.add(node)
@@ -201,6 +202,7 @@ class PythonValues:
                 value = self.value(operand)
                 return not value if isinstance(sign, ast.Not) else -value if isinstance(sign, ast.USub) else value
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                # As floats: a power of integers can need any amount of memory, a power of floats raises OverflowError.
                 return float(self.value(left)) ** self.value(right)
             case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
                 return _result(sign, self.value(left), self.value(right))

@@ -164,6 +164,7 @@ class _Script:
         while position < len(self.text):
             if match := _SPACE.match(self.text, position) or _COMMENT.match(self.text, position):
                 position = match.end()
+            # Before redirections, whose pattern matches its first character.
             elif match := _HERE_TEXT.match(self.text, position):
                 reads = bool(words) and words[0].text == "read"
                 here_texts.append((words[-1].text if reads else "", match[2]))
@@ -325,6 +326,8 @@ class _Script:
         if text.startswith(("${@", "${*")):
             name = "@"
         default = braced[3] if braced else None
+        # Its value; but TEXT for ${X+TEXT}, for ${X:+TEXT} if it is not empty, and for ${X:-TEXT} and ${X:=TEXT}
+        # (below) if it is.
         if name in self.variables and (braced or not text.startswith("${")):
             values = self.variables[name]
             if not (default and (default.endswith("+") or (default[0] == ":" and values[:1] in ([], [""])))):
@@ -333,6 +336,7 @@ class _Script:
                 if values and UNKNOWN in values[0]:  # it may be empty, or not set
                     return values[:1]
                 return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))] if braced else []
+        # ${X:+TEXT} of an empty variable, and ${X+TEXT} of one that the script does not set.
         if default and default.endswith("+"):
             return [""]
         if braced and default:

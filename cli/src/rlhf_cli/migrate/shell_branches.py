@@ -105,6 +105,7 @@ class Branches:
                 top.earlier = _either(top.earlier, match)
             return False
         runs = self.runs()
+        # The parser ends a command at && also inside [[ ]], so the parts of a test are collected up to ]].
         if self.test or "[[" in words:
             self.test.append((words, end))
             if words[-1:] != ["]]"] and end in ("&&", "||", "(", ")", "\n"):

@@ -421,6 +421,7 @@ def _rewards(draft: Draft) -> None:
         if module or function in OWN_REWARDS:
             uses.append((f"python:{module or 'trl.rewards'}:{function}", "reward_funcs"))
         else:
+            # The weights before this position belong to the rewards in `uses`, so the weight here is this function's.
             functions.append(f"{function} (weight {weights.pop(len(uses))})")
     if functions:
         draft.remarks.append(

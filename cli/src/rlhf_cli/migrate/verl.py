@@ -103,6 +103,7 @@ def _of_config(file: Path) -> Iterator[tuple[str, str, str]]:
         value = flat.get(inner[1], value) if inner else value
         if isinstance(value, str) and "${" in value:
             raise ConfigError(f"{file}: {key}: {value} is not resolved; write its value")
+        # PyYAML ends a single value with a line of dots.
         yield key, yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip(), str(file)
 
 

@@ -286,6 +286,7 @@ def _split(heading: str, table: str, options: Sequence[Option], algorithm: Algor
     slots = {f"algorithm.{name}": slot for name, slot in algorithm.slots.items()} if table == "algorithm" else {}
     options_of_table = [o for o in options if not o.path.startswith(tuple(f"{path}." for path in slots))]
     yield OptionTable(heading, table, options_of_table)
+    # A loss may train at the start of the run only, or late in the run only.
     updates = [u for step in (0, MAX_STEPS - 1) for u in algorithm.updates(step) if isinstance(u, Update)]
     idle = [p for p, s in slots.items() if s.kind == "loss" and p not in {f"algorithm.{u.loss}" for u in updates}]
     for path in slots:

@@ -53,12 +53,14 @@ def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None)
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
     roles = {name: _role(run, name, places[name], machine, lengths) for name in run.roles}
     views = _views(run, places, roles)
+    # The model of these roles also does the work of their views, which were only known with the sizes above.
     for source in {view.base_role for view in views.values()}:
         views_of_source = [name for name, view in views.items() if view.base_role == source]
         roles[source] = _role(run, source, places[source], machine, lengths, views_of_source)
     models = tuple(role for name, role in roles.items() if name not in views)
     engines, checkpoints = _engines(run, places, machine, lengths), run.config.most_checkpoints
     layout = Layout(models, engines, machine, views, lengths, checkpoints)
+    # How much memory is left for these engines depends on the rest of the layout.
     if starts_beside_roles(layout):
         layout = replace(layout, engines=_engines(run, places, machine, lengths, occupied(layout)))
     return layout

@@ -189,6 +189,7 @@ def _sampling_speed(
         for columns in ([0], [1], [0, 2], [1, 2], [0, 1], [0, 1, 2]):
             values = np.linalg.lstsq(terms[:, columns], seconds, rcond=None)[0]
             error = float(((terms[:, columns] @ values - seconds) ** 2).sum())
+            # Later sets have more terms, so they must explain clearly more.
             if (values >= 0).all() and error < 0.95 * smallest:
                 best, smallest = np.zeros(3), error
                 best[columns] = values

@@ -151,6 +151,7 @@ def layer_size(layer: Any, config: Any) -> LayerSize:
         active = first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") or 1
         width = first(config, "moe_intermediate_size") or ffn
         shared = sum(p.shape[-1] for n, p in matrices.items() if "shared" in n and "down_proj" in n)
+        # A gated network has three matrices of this size, another one has two.
         gated = feed > 2.5 * experts * hidden * width
         ffn = active * width + int(shared)
     else:

@@ -113,6 +113,7 @@ class Distribution:
             [p95] = quantile or [mean]
         except ValueError:
             raise ConfigError(f"{option} is {text!r}; give MEAN or MEAN,P95, e.g. 300 or 300,800") from None
+        # P95 / mean = exp(z s - s^2 / 2) is largest at s = z.
         bound = math.exp(_Z95**2 / 2) * mean
         if not (0 < mean < math.inf and mean <= p95 <= bound):
             raise ConfigError(
@@ -122,6 +123,7 @@ class Distribution:
         return cls(mean, p95)
 
     def draw(self, source: random.Random) -> float:
+        # The smaller root s of s^2 / 2 - z s + log(P95 / mean) = 0.
         sigma = _Z95 - math.sqrt(max(0.0, _Z95**2 - 2 * math.log(self.p95 / self.mean)))
         return math.exp(source.gauss(math.log(self.mean) - sigma * sigma / 2, sigma))
 

@@ -139,6 +139,7 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
             continue
         stream = layout.config.stream
         time = virtual_run(speeds, stream, settings, run.config.data.batch_size, engines.ranks, _limit(run))
+        # In waves, engines and trainer of one place never work at the same time, so the shares of their work add up.
         idle = max(0.0, time.trainer_idle + time.engines_idle - 1) if one_place and stream.mode == "waves" else None
         layouts.append(LayoutTime(name, options, time, batch, idle))
     figures = {name: value for name, value in vars(speeds).items() if name != "groups"} | {"tokens": speeds.tokens}

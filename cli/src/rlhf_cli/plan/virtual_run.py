@@ -153,6 +153,7 @@ class VirtualEngines:
 
     def _end(self) -> None:
         self._pass_time()
+        # 1e-6 of a token: after rounding, the timer may end just before the last token.
         while self._answers and self._answers[0][0] <= self._tokens + 1e-6:
             end = heapq.heappop(self._answers)[2]
             if not end.done():  # it is done if the run has ended
@@ -246,6 +247,7 @@ def virtual_run(
     make: Any = ContinuousStream if section.mode == "continuous" else WaveStream
     stream: Stream = make(rows, rollouts, settings, acceptance=acceptance, **options)
     learn = speeds.learn(batch_size * settings.samples)
+    # The first steps only fill the stream. Then whole rounds are measured, because the steps of a round differ.
     fill = section.round * (2 + section.staleness)
     count = section.round * -(-speeds.steps_to_plan(batch_size * settings.samples) // section.round)
     start = generate = sync = busy = 0.0

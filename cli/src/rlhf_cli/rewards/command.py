@@ -67,6 +67,7 @@ class RewardsTryCommand(Command):
             raise ConfigError("no data is named. Set --data FILE, or name the folder of a run.")
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to try. Set --reward NAME.")
+        # Before the imports below, which take seconds.
         look_for_models(config)
         from rlhf_cli.rewards.trial import try_rewards
         from rlhf_cli.rewards.trial_tables import as_page, as_text, sections

@@ -78,10 +78,12 @@ def _cells(points: Sequence[tuple[int, float]], axes: Axes, width: int, height: 
         for column, column_values in sorted(columns.items())
     }
     ends = list(rows.items())
+    # The first point is also joined with itself, so that a single point is drawn.
     for (left, start), (right, end) in pairwise([*ends[:1], *ends]):
         previous = round(start)
         for column in range(left, right + 1):
             row = round(start + (end - start) * (column - left) / (right - left or 1))
+            # Dots between the rows of two columns, without the dot of the column before.
             for dot in range(row, previous) if row < previous else range(min(previous + 1, row), row + 1):
                 cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
             previous = row

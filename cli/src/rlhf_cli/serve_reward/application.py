@@ -113,7 +113,7 @@ class Application:
         self._authorise(request)
         return web.Response(body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    # -------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------- errors, access and limits
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

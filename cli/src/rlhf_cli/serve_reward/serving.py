@@ -197,6 +197,7 @@ class _Server:
     def __init__(self, application: Application, access: Access, limits: RequestLimits) -> None:
         self.stop = asyncio.Event()
         self._application, self._access = application, access
+        # handler_cancellation: the samples of a client that went away no longer count towards the limit.
         self._runner = web.AppRunner(
             application.web, handler_cancellation=True, access_log=None, shutdown_timeout=limits.seconds
         )

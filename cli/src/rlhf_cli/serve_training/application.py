@@ -67,6 +67,7 @@ class TrainingApplication:
         """{sampling session: checkpoint or BASE}."""
         self._waiting: dict[str, list[tuple[SampleQuestion, asyncio.Future[bytes]]]] = {}
         """{checkpoint or BASE: sample requests for it that no job has taken yet}."""
+        # _draw() runs on the main thread, and _answer() on the event loop.
         self._guard = threading.Lock()
         self.web = web.Application(client_max_size=LARGEST, middlewares=[self._middleware])
         self.web.add_routes([web.get("/api/v1/healthz", self._health), web.post("/api/v1/telemetry", self._telemetry)])
@@ -341,6 +342,7 @@ class TrainingApplication:
 
     def _begin_task(self, name: str, coroutine: Coroutine[Any, Any, Any], **facts: Any) -> web.Response:
         if name in self._results:
+            # Python warns about a coroutine that is never awaited.
             coroutine.close()
         else:
             self._results[name] = asyncio.ensure_future(coroutine)

@@ -132,11 +132,14 @@ class TrainedModels:
         try:
             self._role.every("change", config)
             for batch, loss in pending:
+                # The trainer takes means over these sequences, but the protocol has sums: ProtocolLoss multiplies by
+                # the number.
                 sequences = len(torch.unique(batch.seq_N[batch.tok["trained"]]))
                 weighed = ProtocolLoss(loss, sequences)
                 self._role.accumulate(weigh(batch, weighed.reduce()), weighed, Update("policy", "loss"))
             result = self._role.apply()
         except BaseException:
+            # The gradients of some batches may have been added already: the next step must not follow them.
             self._role.every("zero_grad")
             raise
         if result.skipped:
@@ -177,6 +180,7 @@ class TrainedModels:
             raise BadRequest(f"trainer {trainer.name!r} loads weights only together with the optimizer's state")
         model = self._hold(name)
         self._read(checkpoint_folder(self._folder, path))
+        # The state on the disk is older than this checkpoint: it must be written before another model is loaded.
         self._live_model, model.unsaved = model, True
         self._pending[name] = []
         if not optimizer:
@@ -261,7 +265,7 @@ class TrainedModels:
         output = self._role.forward(batch, [resolve_head("logprobs", "loss_mask")])["logprobs"]
         return np.concatenate([[np.float32(np.nan)], output[1:].numpy()])
 
-    # ----------------------------------------------------------------------------- what is held
+    # ----------------------------------------------------------------- the model in the trainer
 
     def _hold(self, name: str) -> Model:
         """Load a model into the trainer, and save the training state of the model that it held."""

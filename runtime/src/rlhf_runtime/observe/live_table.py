@@ -80,6 +80,7 @@ class LiveTable:
         )
         streams = sys.stdout, sys.stderr
         self._live.start(refresh=True)
+        # Live replaced sys.stdout and sys.stderr if they are terminals. Handlers of logs still hold the old objects.
         self._redirect_logs({id(a): b for a, b in zip(streams, (sys.stdout, sys.stderr), strict=True) if a is not b})
         threading.Thread(target=self._draw, name="table", daemon=True).start()
 
@@ -151,6 +152,8 @@ class LiveTable:
                 lines.append(_row(label, text))
         lines += self._sample(width)
         lines += [_row("note", text, "yellow") for text in list(self._notes)]
+        # The terminal cannot erase lines that have scrolled out of it, so a taller table would be printed again and
+        # again.
         lines = lines[: max(2, self._console.height - 1)]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis" if self._plain_text("…") else "crop"

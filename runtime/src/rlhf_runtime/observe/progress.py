@@ -186,6 +186,7 @@ class Progress:
             parts = [f"step={step}/{self.total}"]
             parts += [f"{label.replace(' ', '_')}={_number(value)}" for label, value in values.items()]
             self._pending = " ".join([*parts, self._left().replace("left ", "left=")])
+            # A line that comes too soon is kept: the next one replaces it, or close() shows it.
             if self._shown_at is None or step >= self.total or time_s - self._shown_at >= self._interval:
                 self._flush(time_s)
 

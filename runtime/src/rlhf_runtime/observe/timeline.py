@@ -187,7 +187,7 @@ class TimelineFile(Timeline):
         with suppress(OSError):  # reported before
             self._file.close()
 
-    # --------------------------------------------------------------------------------------- parts
+    # --------------------------------------------------------------------------- slices and events
 
     @contextmanager
     def on_track(self, kind: Kind, track: int, name: str, arguments: dict[str, Any]) -> Iterator[Slice]:
@@ -216,6 +216,7 @@ class TimelineFile(Timeline):
     def _end_event(self, kind: Kind, track: int, added: dict[str, Any]) -> str:
         """The event of the innermost slice of the track, which ends now."""
         begin, name, arguments = self._open[kind, track].pop()
+        # The latest begin may be after the clock, because _begin moves it behind the slice before.
         end = self._latest[kind, track] = max(self._time_us(), self._latest[kind, track])
         values = {"args": arguments | added} if arguments or added else {}
         return self._line("X", kind, track, {"name": name, "dur": end - begin, **values}, begin)
@@ -261,6 +262,7 @@ def _open(path: Path) -> IO[bytes]:
     """Open the file to append events. The end of the array and an incomplete last line are removed."""
     file = path.open("r+b" if path.exists() else "w+b")
     size = file.seek(0, 2)
+    # Only the tail is searched: an event is much shorter than 64 KiB.
     file.seek(max(0, size - 2**16))
     tail = file.read(2**16)
     if tail.endswith(b"\n]"):

@@ -81,9 +81,8 @@ class FolderLock:
     def is_held(cls, folder: Path) -> bool:
         """Whether a process holds the lock of ``folder``. Takes no lock and writes nothing, so a run that starts at the
         same time is not refused."""
-        if (
-            os.path.realpath(folder) in cls._locked_folders
-        ):  # first: closing a descriptor releases this process's own lock
+        # First, because closing a descriptor of the file would release this process's own lock.
+        if os.path.realpath(folder) in cls._locked_folders:
             return True
         try:
             descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)

@@ -44,6 +44,7 @@ class MetricsLog:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # The new name is in the folder, which has to reach the disk too.
         if created:
             sync_file(self.path.parent)
         self._last = step

@@ -123,6 +123,7 @@ class RunDirectory:
         """Write ``config.toml``, the resolved run file. A new run deletes the folder ``objects`` of an earlier run
         (rows and models that were passed as Python objects), except files that the new run reads."""
         write_atomic(self.path / "config.toml", toml)
+        # A resume with the same objects reads the files of the first start: their names hold the hash of their content.
         files = [] if self.resumed else sorted((self.path / OBJECTS).glob("*"))
         for old in files:
             if _OBJECT_NAME.fullmatch(old.name) and old.name not in toml:

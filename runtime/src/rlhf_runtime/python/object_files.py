@@ -41,6 +41,7 @@ class ObjectFiles:
     def __init__(self, output: Path | str) -> None:
         self.output = Path(output).absolute()
         self._new: list[Path] = []
+        # From the innermost to the outermost, so that each can be deleted after those in it.
         self._made_folders = [f for f in (self.output / OBJECTS, self.output, *self.output.parents) if not f.exists()]
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
@@ -134,6 +135,7 @@ def save_dataset(data: Any, path: Path) -> str:
     """Save the selected rows with ``save_to_disk``. Returns the SHA-256 of the values."""
     import datasets
 
+    # The table below a selection still holds all rows: without this the hash would not depend on the selection.
     dataset = data.flatten_indices(keep_in_memory=True) if data._indices is not None else data
     hides_bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

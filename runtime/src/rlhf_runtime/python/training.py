@@ -138,6 +138,7 @@ def train(
     arguments = {**single, **flags, **{key: entries or None for key, entries in lists.items()}, **objects.paths}
     arguments = {key: value for key, value in arguments.items() if value is not None}
     path = None if run_file is None else os.fspath(run_file)
+    # First with placeholders for objects: wrong arguments are refused before a file is written.
     config = load(path, _overrides(arguments, options or {}), plugins)
     with objects.write(config) as file_options:
         if file_options:

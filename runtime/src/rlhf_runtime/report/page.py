@@ -95,6 +95,7 @@ def _filled(texts: dict[str, str | bytes]) -> bytes:
     """The page, with each ``{{name}}`` replaced: by a text, or by the file of that name."""
     assets = files(__package__).joinpath("assets")
     parts = re.split(r"\{\{([\w.-]+)\}\}", assets.joinpath("page.html").read_text(encoding="utf-8"))
+    # Because of the brackets in the pattern, every second part is a name.
     for index in range(1, len(parts), 2):
         text = texts.get(parts[index])
         parts[index] = assets.joinpath(parts[index]).read_text(encoding="utf-8") if text is None else text
@@ -284,6 +285,7 @@ def chosen(groups: Sequence[RecordedGroup], limit: int) -> list[RecordedGroup]:
                 result[group] = None
                 quota -= len(group.rows)
                 left -= len(group.rows)
+    # A group with more samples than the limit is still shown whole.
     return list(result) or [groups[-1]]
 
 

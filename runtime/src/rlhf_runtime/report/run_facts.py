@@ -218,6 +218,8 @@ def _events(path: Path) -> Iterator[Any]:
         for line in file:
             if damaged:
                 yield None
+            # A damaged line is reported when another line follows it. The last one may be incomplete: the run was
+            # killed.
             text, damaged = line.strip().rstrip(","), False
             if text not in ("", "[", "]"):
                 try:

@@ -164,6 +164,7 @@ class RunRecord:
     @property
     def state(self) -> tuple[str, str]:
         """(one of :data:`STATES`, the reason, which is empty if nothing is known)."""
+        # A resume holds the folder before it records its start, so the last start may still be recorded as ended.
         if self.is_held:
             return "running", _text(self.path / ".lock")
         status = str(self.end.get("status", ""))
@@ -218,6 +219,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
             yield candidate
         if len(candidate.parts) - depth >= DEPTH:
             folders.clear()
+        # os.walk goes on into the folders that are left in this list.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
