@@ -175,6 +175,14 @@ def test_a_run_goes_on_where_its_output_cannot_be_written(
     assert_same_run(Finished(shop.folder / "run", 0), whole)
 
 
+def test_a_replay_goes_on_where_its_output_cannot_be_written(shop: Workshop, whole: Finished) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream, contextlib.redirect_stdout(stream):
+        assert main(["replay", str(whole.path), "-o", str(shop.folder / "replay")]) == 0
+    assert Finished(shop.folder / "replay", 0).weights == whole.weights
+
+
 def test_a_run_stops_with_a_checkpoint_where_its_terminal_is_closed(shop: Workshop) -> None:
     arguments = shop.arguments(shop.config("rloo", "run", run={"steps": 10_000}, checkpoint={"every": 10_000}))
     process, terminal = pty.fork()

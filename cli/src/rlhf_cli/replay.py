@@ -12,6 +12,7 @@ from rlhf_runtime.config.command_line import dotted
 
 from rlhf_cli.command_input import run_file_of
 from rlhf_cli.command_output import note
+from rlhf_cli.train import standard_streams
 
 
 class ReplayCommand(Command):
@@ -49,10 +50,11 @@ class ReplayCommand(Command):
         if left_out:
             note(f"left out, because the plugins chosen by flags do not have these options: {', '.join(left_out)}")
         look_for_models(config)
-        finished = train(config, Plugins.discover())
-        sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
-        if finished.report is not None:
-            sys.stdout.write(f"report: {finished.report}\n")
+        with standard_streams():
+            finished = train(config, Plugins.discover())
+            sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
+            if finished.report is not None:
+                sys.stdout.write(f"report: {finished.report}\n")
         return finished.exit_code
 
 

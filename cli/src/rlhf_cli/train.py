@@ -53,7 +53,7 @@ class TrainCommand(Command):
         if args.dry_run:
             _show_plan(_show_run(config, plugins))
             return 0
-        with _standard_streams():
+        with standard_streams():
             return _train(config, plugins, args)
 
 
@@ -95,7 +95,8 @@ class _RunStream:
 
 
 @contextlib.contextmanager
-def _standard_streams() -> Iterator[None]:
+def standard_streams() -> Iterator[None]:
+    """The run inside continues if standard output or standard error cannot be written."""
     out, err = sys.stdout, sys.stderr
     try:
         with contextlib.redirect_stdout(_RunStream(out)), contextlib.redirect_stderr(_RunStream(err)):
