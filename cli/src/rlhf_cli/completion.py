@@ -122,11 +122,10 @@ class _Words:
                     continue
         self._options = {}
         for option in options:
-            by_place = "placement" if option.path.startswith("placement.") else ""
             if option.type == "table" or option.path.startswith("roles."):
                 continue
             text = option.doc.partition(". ")[0].replace("%", "%%")
-            for path in [option.path.replace("NAME", place) for place in PLACES] if by_place else [option.path]:
+            for path in dict.fromkeys(option.path.replace("NAME", place) for place in PLACES):
                 self._options[path] = text, plugin_names(self._plugins, option.kind) if option.kind else option.allowed
         return self._options
 

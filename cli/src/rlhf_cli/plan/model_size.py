@@ -70,7 +70,7 @@ def _size(module: Any, config: Any, path: str, head: str, trust_remote_code: boo
     outputs = _outputs(head, int(vocabulary))
     total = sum(p.numel() for p in module.parameters())
     if head != "lm":
-        total += outputs * width - (0 if tied else _numel(own_head)) + _biases(head, outputs, config)
+        total += outputs * width - (0 if tied else _numel(own_head)) + _biases(outputs, config)
     kinds = getattr(text, "layer_types", None) or ["attention"] * len(sizes)
     return ModelSize(
         path=path,
@@ -101,7 +101,7 @@ def _outputs(head: str, vocabulary: int) -> int:
     return int(count) if kind == "classes" else 1
 
 
-def _biases(head: str, outputs: int, config: Any) -> int:
+def _biases(outputs: int, config: Any) -> int:
     """A model that was saved as a token classifier has biases in its head (:mod:`rlhf_modeling.model`)."""
     return outputs if any("TokenClassification" in name for name in config.architectures or ()) else 0
 

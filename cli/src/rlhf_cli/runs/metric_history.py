@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
-from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.observe.progress import HEADLINE, shown_metrics
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.report.recorded_samples import as_number
 
@@ -54,8 +54,7 @@ class History:
         Args:
             labels: labels of the metrics in the progress.
         """
-        metrics = (next((name for name in HEADLINE[label] if name in self.names), None) for label in labels)
-        return [name for name in metrics if name is not None]
+        return shown_metrics(self.names, labels)
 
     def check(self, names: Sequence[str], run: Path) -> None:
         """Raises ConfigError for a metric that the run does not have."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 from rlhf_runtime.observe.sample_lines import printable, shortened
-from rlhf_runtime.report.recorded_samples import RecordedSample
+from rlhf_runtime.report.recorded_samples import RecordedSample, message_text
 
 from rlhf_cli.runs.curves import number
 
@@ -34,7 +34,7 @@ def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -
         text.append(f"{INDENT}{printable(name)}: {shortened(printable(words), limit)}\n")
     if sample.error:
         text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
-    _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")
+    _add(text, "prompt", message_text(sample.prompt), limit, "dim")
     for turn in sample.turns:
         marks = "".join(
             f", {name} {number(value)}"
@@ -43,8 +43,7 @@ def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -
         )
         is_completion = len(sample.turns) == 1 and turn.speaker == "policy" and not marks
         title = "completion" if is_completion else f"{turn.speaker}, {turn.tokens} tokens{marks}"
-        body = _prompt_text(turn.messages) if turn.messages else turn.text
-        _add(text, title, body, limit, "" if turn.speaker == "policy" else "dim")
+        _add(text, title, message_text(turn.messages or turn.text), limit, "" if turn.speaker == "policy" else "dim")
     text.rstrip()
     return text
 
@@ -70,13 +69,6 @@ def _finding(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return number(value)
-
-
-def _prompt_text(prompt: Any) -> str:
-    """Text, or messages with the role before each."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)
 
 
 def _add(text: Text, title: str, body: str, limit: int | None, style: str) -> None:

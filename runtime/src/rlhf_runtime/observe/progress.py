@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile
@@ -92,7 +92,6 @@ class Progress:
             With the last two, notes go to standard error.
         stream: where the display is written; None: standard output.
         interval: minimum seconds between plain lines; the first and the last line are always shown.
-        headline: the metrics to show, by label.
 
     Plain lines are ``step=12/100 reward=0.531 kl=0.0012 loss=0.12 left=0:04:12``: ``key=value``, one line per step.
     """
@@ -105,11 +104,10 @@ class Progress:
         show: Show = "all",
         stream: TextIO | None = None,
         interval: float = 1.0,
-        headline: Mapping[str, tuple[str, ...]] = HEADLINE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.total, self.first, self.steps_done = total, first, first
-        self._quiet, self._interval, self._headline, self._clock = show != "all", interval, headline, clock
+        self._quiet, self._interval, self._clock = show != "all", interval, clock
         self._lines = (stream or sys.stdout) if show == "json" else None
         """The stream for JSON lines."""
         self._console = Console(file=sys.stderr if self._quiet else stream or sys.stdout, highlight=False)
@@ -175,7 +173,7 @@ class Progress:
         if self._lines is not None:
             self._lines.write(dumps({"step": step, **metrics}, nonfinite="mark") + "\n")
             self._lines.flush()
-        values = self._values(metrics, self._headline)
+        values = self._values(metrics, HEADLINE)
         self._last_values |= values
         self._counts.update(values.keys())
         self._first_values = {**values, **self._first_values}
@@ -289,6 +287,16 @@ class Progress:
             first = f"{_number(self._first_values[label])} -> " if self._counts[label] > 1 else ""
             text += f"; {label} {first}{_number(last)}"
         return text
+
+
+def shown_metrics(names: Collection[str], labels: Iterable[str] = HEADLINE) -> list[str]:
+    """Those of ``names`` that the progress display shows, in its order.
+
+    Args:
+        labels: labels of the display.
+    """
+    metrics = (next((name for name in HEADLINE[label] if name in names), None) for label in labels)
+    return [name for name in metrics if name is not None]
 
 
 def step_seconds(metrics: Mapping[str, float], default: float) -> float:

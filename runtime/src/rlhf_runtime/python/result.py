@@ -19,7 +19,7 @@ from rlhf_runtime.config.problems import describe
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice, EvalSection, StreamSection, SyncSection
 from rlhf_runtime.jobs.inference import evaluate_model
-from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.observe.progress import shown_metrics
 from rlhf_runtime.report.recorded_samples import RecordedSample, read_samples, samples_file
 
 SHOWN_ROWS = 20
@@ -32,18 +32,13 @@ class MetricRows(list[dict[str, Any]]):
     """The lines of ``metrics.jsonl``: one dict per step, with ``step`` and every metric. A notebook shows a table."""
 
     def _repr_html_(self) -> str:
-        columns = ["step", *self._headline()]
+        columns = ["step", *shown_metrics({name for row in self for name in row})]
         shown_rows = min(len(self), SHOWN_ROWS)
         rows = [self[i * (len(self) - 1) // max(1, shown_rows - 1)] for i in range(shown_rows)]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         body = "".join(f"<tr>{''.join(f'<td>{_cell(row.get(name))}</td>' for name in columns)}</tr>" for row in rows)
         caption = f"{len(rows)} of {len(self)} steps, {len(columns) - 1} of the metrics"
         return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-    def _headline(self) -> list[str]:
-        """The metrics of the progress line that occur in a row."""
-        columns = {name for row in self for name in row}
-        return [name for names in HEADLINE.values() if (name := next((n for n in names if n in columns), None))]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rlhf_runtime.checkpoint.sample_table import read_columns
 from rlhf_runtime.data.image_files import data_url, thumbnail
 from rlhf_runtime.observe.sample_lines import shortened
 from rlhf_runtime.output.run_folder import REPORT, is_report
-from rlhf_runtime.report.recorded_samples import RecordedSample, recorded_steps, samples_with_values
+from rlhf_runtime.report.recorded_samples import RecordedSample, message_text, recorded_steps, samples_with_values
 from rlhf_runtime.report.run_facts import run_facts
 from rlhf_runtime.report.run_record import RunRecord
 
@@ -212,7 +212,11 @@ class ShownSamples:
         sampled = (turn for turn in line["turns"] if turn["sampled"])
         turns = []
         for turn, numbers in zip(sample.turns, images[opening:], strict=True):
-            entry = {"speaker": turn.speaker, "tokens": turn.tokens, "text": _cut(_text(turn.messages or turn.text))}
+            entry = {
+                "speaker": turn.speaker,
+                "tokens": turn.tokens,
+                "text": _cut(message_text(turn.messages or turn.text)),
+            }
             entry |= {name: n for name, n in (("reward", turn.reward), ("score", turn.score)) if n is not None}
             entry |= {"images": numbers} if numbers else {}
             tokens = next(sampled) if turn.speaker == "policy" else None
@@ -220,7 +224,7 @@ class ShownSamples:
                 entry["ids"] = [int(token) for token in tokens["ids"]]
                 entry |= {"logprobs": _short(tokens["logprobs"])} if tokens["logprobs"] is not None else {}
             turns.append(entry)
-        prompt = (_cut(_text(sample.prompt)), tuple(itertools.chain(*images[:opening])))
+        prompt = (_cut(message_text(sample.prompt)), tuple(itertools.chain(*images[:opening])))
         values = {
             "step": sample.step, "group": sample.group, "sample": sample.sample, "source": sample.source,
             "row": sample.row, "prompt": self.prompts.setdefault(prompt, len(self.prompts)), "turns": turns,
@@ -337,13 +341,6 @@ def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
         problem = f"{file}: {error}"
     record.problems.append(f"tokens are shown by their ids: {problem}")
     return {}
-
-
-def _text(content: Any) -> str:
-    """Text, or messages that each begin with the role."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in content)
 
 
 def _words(finding: Mapping[str, Any]) -> str:

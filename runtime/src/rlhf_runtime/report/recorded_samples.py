@@ -229,6 +229,13 @@ def _of_environment(turns: Sequence[Mapping[str, Any]]) -> dict[str, float | Non
     return {ENV: sum(rewards)} if rewards else {}
 
 
+def message_text(content: Any) -> str:
+    """Text, or messages with the role before each."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in content)
+
+
 def _text(turn: Mapping[str, Any]) -> str:
     """The text of a turn after its images: ``[image 64x64]``."""
     return "".join([*_sizes(turn), turn["text"]])

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlhf_runtime.observe.progress import HEADLINE, PHASES
+from rlhf_runtime.observe.progress import PHASES, shown_metrics
 from rlhf_runtime.report.recorded_samples import as_number
 from rlhf_runtime.report.run_record import RunRecord, value_text
 
@@ -67,7 +67,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "total_steps": record.total_steps,
         "best": None if record.best is None else [record.best.metric, record.best.value, record.best.step],
         "curves": curves(lines),
-        "headline": _headline(lines),
+        "headline": shown_metrics({name for line in lines for name in line}),
         "phases": [phase for phase in PHASES if phase not in ("save", "export")],
         "left_out": left_out(lines),
         "notes": [str(note) for note in _list(record.end.get("notes"))],
@@ -134,13 +134,6 @@ def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     words = {**LEFT_OUT_SO_FAR, **LEFT_OUT}
     skipped = "optimizer steps were skipped: a loss or gradient was not finite; their batches are in skipped/"
     return [[name, count, words.get(name, skipped)] for name, count in sums.items() if count]
-
-
-def _headline(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics in the progress display of a run."""
-    names = {name for line in lines for name in line}
-    metrics = (next((name for name in choices if name in names), None) for choices in HEADLINE.values())
-    return [name for name in metrics if name is not None]
 
 
 def _options_changed(record: RunRecord) -> dict[str, str] | None:
