@@ -50,3 +50,23 @@ def test_what_an_environment_started_ends_with_the_event_loop(pids):
     survivors = orphans.left(pids)
     assert driver.wait() == 0
     assert orphans.end(survivors)
+
+
+SERVE = """
+import asyncio, json, sys
+from rlhf_plugin_verifiers import environment_process
+
+class Player:
+    def __init__(self, environment): ...
+    async def play(self, request): await asyncio.sleep(600)
+
+environment_process.Player = Player
+asyncio.run(environment_process.serve(0, lambda answer: print(json.dumps(answer)), None))
+"""
+
+
+def test_a_sample_that_is_cancelled_before_it_begins_is_answered():
+    """The run kills a process, with all its samples, that does not answer a cancelled sample."""
+    requests = '{"number": 1}\n{"number": 1, "cancel": true}\n'
+    done = subprocess.run([sys.executable, "-c", SERVE], input=requests, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ('{"number": 1, "failed": "cancelled"}\n', 0), done.stderr

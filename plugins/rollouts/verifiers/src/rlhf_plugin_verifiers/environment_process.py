@@ -168,6 +168,7 @@ async def serve(requests: int, tell: Any, environment: Any) -> None:
         request = json.loads(line)
         if not request.get("cancel"):
             playing[request["number"]] = asyncio.create_task(answer(request))
+            await asyncio.sleep(0)  # a task that is cancelled before its first step would never answer
         elif request["number"] in playing:
             playing[request["number"]].cancel()
     for task in list(playing.values()):
