@@ -126,6 +126,21 @@ def test_what_a_server_does_wrong_is_told() -> None:
         run(check(url))
 
 
+@pytest.mark.parametrize("value", [r'"\ud83d"', "[" * 300 + "]" * 300])
+def test_arguments_that_cannot_be_sent_leave_the_server_alive(value: str) -> None:
+    async def check() -> None:
+        async with opened(one=stdio("bad"), timeout=60.0) as box:
+            slow = asyncio.create_task(ask(box, "slow"))
+            await asyncio.sleep(0)
+            answer = await ask(box, "secret", f'{{"n": {value}}}')
+            assert answer.startswith("Error: invalid arguments for 'secret': they cannot be sent: Error serializing")
+            assert await ask(box, "secret") == "none"
+            assert not slow.done()
+            slow.cancel()
+
+    run(check())
+
+
 def test_a_server_that_freezes_fails_the_sample(monkeypatch) -> None:
     monkeypatch.setattr(mcp_server, "ALIVE_DEADLINE", 0.5)
     monkeypatch.setattr(mcp_server, "CLOSE_DEADLINE", 0.2)

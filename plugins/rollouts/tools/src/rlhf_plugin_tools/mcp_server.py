@@ -12,6 +12,7 @@ from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import validator_for
 from mcp import types
 from mcp.client.stdio import stdio_client
+from pydantic import TypeAdapter
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from rlhf.errors import ConfigError, RolloutError
@@ -28,6 +29,9 @@ ALIVE_DEADLINE = 10.0
 
 CLOSE_DEADLINE = 10.0
 """Seconds that closing a connection may take before it is abandoned."""
+
+_SENT: TypeAdapter[Any] = TypeAdapter(Any)
+"""Writes JSON as ``mcp`` does."""
 
 
 class Server:
@@ -203,6 +207,10 @@ class McpTool(Tool):
             keywords = json.loads(arguments, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             raise invalid_arguments(self.name, [((), f"not JSON: {error}")]) from None
+        try:  # `mcp` ends the connection, with the calls of all samples, if it cannot write a message
+            _SENT.dump_json(keywords)
+        except ValueError as error:  # half of a surrogate pair, or lists in lists in lists
+            raise invalid_arguments(self.name, [((), f"they cannot be sent: {error}")]) from None
         try:
             problem = best_match(self._input.iter_errors(keywords))
         except Unresolvable as error:
