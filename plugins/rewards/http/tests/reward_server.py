@@ -24,10 +24,13 @@ class RewardServer(LoopbackServer):
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.reply = reply
+        self.encoding: str | None = None
+        """The header Content-Encoding of its answers."""
         self.url = f"{self.address}/get_reward"
 
     def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Answer:
         self.asked.append(body)
         self.headers.append(dict(headers))
         status, content = self.reply(body)
-        return status, content, {"Location": "/elsewhere"} if status == 302 else {}
+        fields = {"Location": "/elsewhere"} if status == 302 else {}
+        return status, content, fields if self.encoding is None else {**fields, "Content-Encoding": self.encoding}

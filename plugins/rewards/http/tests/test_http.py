@@ -135,13 +135,15 @@ def test_servers_are_asked_in_turn(server, other) -> None:
     assert (len(server.asked), len(other.asked)) == (2, 2)
 
 
-@pytest.mark.parametrize("failure", ["closed", "busy", "slow"])
+@pytest.mark.parametrize("failure", ["closed", "busy", "slow", "damaged"])
 def test_a_server_that_fails_is_left_out_and_named_once(server, other, failure, caplog) -> None:
     other.reply = {
         "closed": lengths,
         "busy": lambda _: (503, b"overloaded"),
         "slow": lambda q: (other.leave.wait(60), lengths(q))[1],
+        "damaged": lambda _: (200, b"not gzip"),
     }[failure]
+    other.encoding = "gzip" if failure == "damaged" else None
     url = closed() if failure == "closed" else other.url
     reward = make_reward(url, server, timeout=1.0 if failure == "slow" else 20.0)
     with caplog.at_level(logging.WARNING):
@@ -170,6 +172,7 @@ def test_a_server_that_answers_again_is_used_again(server) -> None:
         (200, b"[" * 100_000, "which is not JSON"),
         (200, b'{"rewards": [NaN]}', "NaN is a number that is not finite"),
         (200, b'{"rewards": [1e999]}', r"answered float inf as rewards\[0\]. The reward expects a finite number"),
+        (200, b'{"rewards": [1' + b"0" * 400 + b"]}", r"as rewards\[0\]. The reward expects a finite number"),
         (200, b'{"rewards": [1, 2]}', "answered 2 values as 'rewards' of 1 samples"),
         (200, b'{"rewards": "1"}', "answered str '1' as 'rewards' of 1 samples"),
         (200, b'{"rewards": [true]}', r"answered bool True as rewards\[0\]"),

@@ -110,6 +110,7 @@ def value(number):
         (shortened, r"sequence 1: 4 log-probs for 5 tokens"),
         (other_token, r"sequence 1: the log-prob of token 3 must be for 6, got one for 99"),
         (value(0.5), "token 3 is float 0.5; allowed: a finite number up to 0"),
+        (value(-(10**400)), "token 3 is int -1.*; allowed: a finite number up to 0"),
         (value(None), r"token 3 is .*None"),
         (value(math.nan), r"token 3 is .*nan"),
         (value(True), r"token 3 is .*True"),

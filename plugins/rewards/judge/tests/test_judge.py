@@ -204,13 +204,15 @@ def test_a_token_that_is_not_set_is_refused(monkeypatch) -> None:
         make_judge("http://x/v1", token_env="JUDGE_TOKEN")
 
 
-@pytest.mark.parametrize("failure", ["busy", "error", "slow"])
+@pytest.mark.parametrize("failure", ["busy", "error", "slow", "damaged"])
 def test_a_server_that_fails_is_asked_again(server, failure) -> None:
     def reply(request):
         if len(server.asked) > 1:
             return GOOD
         if failure == "slow":
             server.leave.wait(60)
+        if failure == "damaged":
+            return 200, b"not gzip", {"Content-Encoding": "gzip"}
         return (429 if failure == "busy" else 500), b"later", {"Retry-After": "0.3"} if failure == "busy" else {}
 
     server.reply = reply
@@ -219,6 +221,12 @@ def test_a_server_that_fails_is_asked_again(server, failure) -> None:
     assert len(server.asked) == 2
     if failure == "busy":
         assert time.monotonic() - begin >= 0.3, "not before the time that the server named"
+
+
+@pytest.mark.parametrize("after", ["soon", "Mon, 01 Jan 99999999999999999999 00:00:00 GMT"])
+def test_a_time_that_cannot_be_read_is_ignored(server, after) -> None:
+    server.reply = lambda _: GOOD if len(server.asked) > 1 else (429, b"later", {"Retry-After": after})
+    assert score(make_judge(server), "a")[0].value == 1.0
 
 
 def test_a_server_that_stays_away_fails_the_sample(server) -> None:
@@ -241,6 +249,11 @@ def test_a_server_that_stays_away_fails_the_sample(server) -> None:
         (
             200,
             b'{"choices": [{"message": {"content": "x"}}], "usage": {"prompt_tokens": "9"}}',
+            "expected text, counts",
+        ),
+        (
+            200,
+            b'{"choices": [{"message": {"content": "x"}}], "usage": {"prompt_tokens": 1' + b"0" * 400 + b"}}",
             "expected text, counts",
         ),
         (200, b" " * (10 * 2**20 + 1), "answered more than 10 MiB"),

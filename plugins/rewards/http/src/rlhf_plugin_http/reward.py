@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,7 +112,8 @@ def _numbers(values: Any, name: str, samples: int, url: str) -> list[float]:
             f"{url} answered {summary} as {name!r} of {samples} samples. The reward expects one per sample."
         )
     for n, value in enumerate(values):
-        if type(value) not in (int, float) or not math.isfinite(value):
+        # not math.isfinite(), which raises for an integer that no float can hold
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise RewardError(f"{url} answered {brief(value)} as {name}[{n}]. The reward expects a finite number.")
     return [float(value) for value in values]
 

@@ -47,9 +47,9 @@ class ServersConfig(ComponentConfig):
 
 
 class Servers:
-    """If a server cannot be reached, is too slow or answers with an HTTP status of 429 or above 499, it has failed, and
-    the next server is asked. Any other status than 200 is an error without a retry, because every server would answer
-    the same. Redirects are not followed.
+    """If a server cannot be reached, is too slow, sends a damaged answer or answers with an HTTP status of 429 or above
+    499, it has failed, and the next server is asked. Any other status than 200 is an error without a retry, because
+    every server would answer the same. Redirects are not followed.
 
     Args:
         reward: name of the plugin, for messages.
@@ -88,7 +88,7 @@ class Servers:
             for url in self._order.urls() if server is None else (server,):
                 try:
                     body = await self._post(f"{url.rstrip('/')}{path}" if path else url, question, longest)
-                except (httpx.TransportError, TimeoutError, _Unavailable) as error:
+                except (httpx.TransportError, httpx.DecodingError, TimeoutError, _Unavailable) as error:
                     slow = isinstance(error, TimeoutError | httpx.TimeoutException)
                     text = f"{url}: {f'no answer in {self._config.timeout:g} s' if slow else str(error) or repr(error)}"
                     failures.append(text)

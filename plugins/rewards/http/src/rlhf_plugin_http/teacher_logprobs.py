@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -176,7 +177,7 @@ def _values(places: Sequence[Any], ids: Sequence[int], server: str) -> list[floa
             raise RewardError(f"{server}: the log-prob of token {n} must be for {token}, got one for {keys[:80]}")
         logprob = place[str(token)]
         value: Any = logprob.get("logprob") if isinstance(logprob, Mapping) else logprob
-        if type(value) not in (int, float) or not -math.inf < value <= ABOVE_0:
+        if type(value) not in (int, float) or not -sys.float_info.max <= value <= ABOVE_0:
             raise RewardError(
                 f"{server}: the log-prob of token {n} is {brief(value)}; allowed: a finite number up to 0"
             )

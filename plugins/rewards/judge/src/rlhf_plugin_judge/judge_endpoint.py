@@ -65,12 +65,13 @@ class JudgeEndpoint:
         self._certificates = ssl.create_default_context()  # created once, because this takes longer than a request
 
     async def ask(self, body: dict[str, Any]) -> Reply:
-        """Send one request. Raises Unavailable if the server cannot be reached, is too slow, or answers with status 429
-        or above 499, and RewardError for any other answer that cannot be read. Redirects are not followed."""
+        """Send one request. Raises Unavailable if the server cannot be reached, is too slow, sends a damaged answer, or
+        answers with status 429 or above 499, and RewardError for any other answer that cannot be read. Redirects are
+        not followed."""
         async with self._turns:
             try:
                 return self._read(await self._post(body))
-            except (httpx.TransportError, TimeoutError) as error:
+            except (httpx.TransportError, httpx.DecodingError, TimeoutError) as error:
                 slow = isinstance(error, TimeoutError | httpx.TimeoutException)
                 cause = f"no answer in {self._timeout:g} s" if slow else str(error) or repr(error)
                 raise Unavailable(f"{self._url}: {cause}") from None
@@ -106,11 +107,15 @@ class JudgeEndpoint:
             raise RewardError(f"{self._url} answered {start!r}, which is not the JSON of a chat completion") from None
         if text is None:  # a refusal, or only reasoning
             text = ""
-        if not isinstance(text, str) or any(count is not None and type(count) is not int for count in counts):
+        if not isinstance(text, str) or any(count is not None and not _is_count(count) for count in counts):
             raise RewardError(
                 f"{self._url} answered content {brief(text)}, usage {brief(usage)}; expected text, counts"
             )
         return Reply(text, finish, counts[0], counts[1])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53  # so that means and prices of counts are floats
 
 
 def _seconds(after: str | None) -> float | None:
@@ -122,6 +127,6 @@ def _seconds(after: str | None) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(after).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):  # OverflowError: a number of 20 digits
             return None
     return min(LONGEST_WAIT, max(0.0, seconds)) if math.isfinite(seconds) else None
