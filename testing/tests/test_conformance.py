@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from dataclasses import dataclass
@@ -133,6 +134,20 @@ def test_good_plugin_passes_and_says_what_was_left_out():
     left_out = by_name(results)["cases"]
     assert left_out.skipped
     assert "supply: cases" in left_out.detail
+
+
+@pytest.mark.parametrize("end", [SystemExit(0), asyncio.CancelledError()])
+def test_a_plugin_that_would_end_the_program_fails_its_checks(end):
+    class Ends(NllLoss):
+        """Ends the program, with the exit code of success."""
+
+        def outputs(self):
+            raise end
+
+    results = by_name(run(Selected("loss", "nll", Ends)))
+    assert list(results) == check_names("loss")
+    assert not results["heads"].passed
+    assert results["heads"].detail.startswith(f"{type(end).__name__}: {end}")
 
 
 def test_failures_are_results_not_exceptions():

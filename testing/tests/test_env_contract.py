@@ -129,6 +129,20 @@ class NaNReward(Echo):
         return EnvStep(reward=float("nan"), done=True)
 
 
+class ScoreAsText(Echo):
+    """The score is not a number."""
+
+    async def step(self, action):
+        return EnvStep(score="0.5", done=True)
+
+
+class ImageOfPath(Echo):
+    """The name of an image file."""
+
+    async def step(self, action):
+        return EnvStep(images=("board.png",), done=True)
+
+
 class Tuple(Echo):
     """Returns a tuple."""
 
@@ -261,6 +275,8 @@ def suite(cls, **attributes):
         (IgnoresSeed, "test_replay", "two episodes with equal actions differ"),
         (SharesState, "test_replay", "another episode open at the same time"),
         (NaNReward, "test_episodes", "the reward is nan"),
+        (ScoreAsText, "test_episodes", "the score is '0.5'"),
+        (ImageOfPath, "test_episodes", r"images are \('board.png',\); allowed is a tuple of bytes"),
         (Tuple, "test_episodes", "must be an EnvStep"),
         (BeginsWithText, "test_episodes", r"reset\(\) must return EnvStep\(observation, agent=...\), got 'Bid.'"),
         (NamesAStranger, "test_episodes", r"names the agent \['third'\]; agents\(\) gives \('first', 'second'\)"),

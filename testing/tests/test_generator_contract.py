@@ -136,6 +136,17 @@ class TestAdvances(GeneratorContract):
     registered = False
 
 
+class AdvancesAll(Advances):
+    """All requests in one call, so that a request may be complete before it is dropped."""
+
+    def advance(self, requests, dropped=(), seconds=0.0):
+        return [(name, self.sample(name, request)) for name, request in requests.items()]
+
+
+def test_a_request_may_be_answered_before_it_is_dropped():
+    type("Suite", (GeneratorContract,), {"generator": AdvancesAll, "registered": False})().test_advance()
+
+
 class TestPlainGenerator(GeneratorContract):
     generator = PlainGenerator
     registered = False

@@ -71,6 +71,22 @@ class TestPlain(RewardContract):
     cases = [({"answer": "7"}, "it is 7", 1.0), ({"answer": "7"}, "it is 8", 0.0)]
 
 
+class Single(Brevity):
+    """Scores one sample per call."""
+
+    per_sample = True
+
+    async def score(self, group):
+        [trajectory] = group.trajectories
+        return [RewardResult(-float(len(trajectory.answer)))]
+
+
+class TestSingle(RewardContract):
+    reward = Single
+    registered = False
+    cases = [({}, "four", -4.0), ({}, ("a", ""), (-1.0, 0.0))]
+
+
 # ------------------------------------------------------------------------------- broken on purpose
 
 
@@ -87,6 +103,20 @@ class OneShort(Brevity):
 
     async def score(self, group):
         return (await super().score(group))[:-1]
+
+
+class TwoForOne(Single):
+    """Two results for one sample."""
+
+    async def score(self, group):
+        return 2 * await super().score(group)
+
+
+class Quits(Brevity):
+    """Ends the program."""
+
+    async def score(self, group):
+        sys.exit(0)
 
 
 class NotANumber(Brevity):
@@ -197,6 +227,8 @@ def suite(cls, **attributes):
     ("cls", "check", "message"),
     [
         (OneShort, "test_results", "must return 5 results"),
+        (TwoForOne, "test_results", "must return 5 results, one per trajectory, got 2"),
+        (Quits, "test_results", r"score calls sys.exit\(\)"),
         (NotANumber, "test_results", "value is nan"),
         (Floats, "test_results", "must be a RewardResult"),
         (Edits, "test_leaves_the_group_alone", "changed the group"),

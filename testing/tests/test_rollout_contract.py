@@ -212,6 +212,15 @@ class DropsRewards(Episode):
         return [replace(t, reward=None) for t in await super().run(row, seed, ctx)]
 
 
+class SumsRewards(Episode):
+    """Puts all of the environment's rewards on the last turn."""
+
+    async def run(self, row, seed, ctx):
+        turns = await super().run(row, seed, ctx)
+        total = sum(t.reward or 0.0 for t in turns)
+        return [*(replace(t, reward=None) for t in turns[:-1]), replace(turns[-1], reward=total)]
+
+
 class Wasteful(SingleTurn):
     """Raises an error of its own when the budget is used up."""
 
@@ -256,6 +265,7 @@ class OneConversation(ForgetsAgents):
         (OneSeed, "test_token_in_token_out", "share their seed"),
         (Undeclared, "test_env_is_closed_once", "needs_env is False, but it opens"),
         (DropsRewards, "test_env_rewards", "the turns hold 0.0"),
+        (SumsRewards, "test_env_rewards", r"one for each step, but the turns hold \[1.5\]"),
         (ForgetsAgents, "test_token_in_token_out", r"turns name the agents \[''\], not \['a', 'b'\]"),
         (OneConversation, "test_token_in_token_out", "different ones precede it"),
         (ForgetsAgents, "test_env_rewards", r"gave the agents 4 and 3.5 in total, but their turns hold \[0, 0\]"),

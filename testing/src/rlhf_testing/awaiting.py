@@ -41,8 +41,11 @@ def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> An
     does not return."""
 
     async def run() -> Any:
-        result = method(*arguments)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            result = method(*arguments)
+            return await result if inspect.isawaitable(result) else result
+        except SystemExit as error:  # the event loop would raise it again in the next call
+            raise Nonconformance(f"{name} calls sys.exit(): raise an exception that says what is wrong") from error
 
     async def limited() -> Any:
         return await asyncio.wait_for(run(), limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import inspect
@@ -216,7 +217,7 @@ def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
             first = first.__cause__
         place = _place(first, cls) if first is not failure else ""
         return CheckResult(short, False, (str(failure) or "an assertion without a message failed") + place)
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end the other checks too
         return CheckResult(short, False, f"{type(error).__name__}: {error}{_place(error, cls)}")
     return CheckResult(short, True, _first_paragraph(check))
 

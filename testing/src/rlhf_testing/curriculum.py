@@ -95,7 +95,7 @@ class Play:
         self._steps_taken = 0
 
     def run(self, end: int) -> Play:
-        """Simulate the steps before ``until``."""
+        """Simulate the steps before ``end``."""
         for step in range(self._steps_taken, end):
             while len(self.chosen) < min(step + 1 + self._staleness, STEPS):
                 self._generate(len(self.chosen))

@@ -182,6 +182,10 @@ class CheckedEpisode:
         expect(isinstance(step, EnvStep), f"{label} must be an EnvStep, got {step!r}")
         expect(isinstance(step.observation, str), f"{label}: the observation is {step.observation!r}, not a string")
         expect(not (wrong := no_number(step.reward)), f"{label}: the reward is {wrong}")
+        wrong = "" if step.score is None else no_number(step.score)
+        expect(not wrong, f"{label}: the score is {wrong} Use None if the filter should read the rewards")
+        files = isinstance(step.images, (list, tuple)) and all(isinstance(image, bytes) for image in step.images)
+        expect(files, f"{label}: images are {step.images!r:.60}; allowed is a tuple of bytes, the contents of files")
         expect(isinstance(step.done, bool), f"{label}: done is {step.done!r}, not True or False. Write bool(...)")
         expect(
             step.sampling is None or isinstance(step.sampling, Sampling),

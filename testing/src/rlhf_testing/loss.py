@@ -44,9 +44,9 @@ from rlhf_testing.loss_case import EXTREME, LEAF, LossCase, LossSubject, Padded
 from rlhf_testing.options import check_options
 
 CHUNK = 3
+"""Tokens per chunk. Trainers use thousands."""
 STEP = 0.01
 """Change of outputs that shows whether the loss reads them."""
-"""Tokens per chunk. Trainers use thousands."""
 TOLERANCE = 1e-5
 """Relative to the largest value. A matrix product of fewer rows adds in a different order."""
 

@@ -97,7 +97,15 @@ class RewardContract(Contract):
         """Whether ``score`` runs in worker processes."""
         return not inspect.iscoroutinefunction(self.cls.score)
 
-    def score(self, reward: Any, group: Group) -> list[RewardResult]:
+    def score(self, reward: Any, group: Group) -> Any:
+        """The result of ``score``. A reward that scores each sample by itself gets groups of one, as in a run."""
+        if not reward.per_sample:
+            return self._score(reward, group)
+        parts = [self._score(reward, replace(group, trajectories=[t])) for t in group.trajectories]
+        wrong = [part for part in parts if not isinstance(part, (list, tuple)) or len(part) != 1]
+        return wrong[0] if wrong else [part[0] for part in parts]
+
+    def _score(self, reward: Any, group: Group) -> Any:
         try:
             with knowing_columns(self.label(), '"columns": {EACH}'):
                 return call(reward.score, group, limit=self.limit)

@@ -207,12 +207,17 @@ class RolloutContract(Contract):
             if not context.envs:
                 continue
             expect(all(t.reward is None for t in turns if not t.sampled), f"{label} an unsampled turn has a reward")
-            total = sum(t.reward or 0.0 for t in turns)
-            want = sum(0.25 * n for n in range(1, context.envs[0].steps + 1))
+            total, step_rewards = sum(t.reward or 0.0 for t in turns), [t.reward for t in turns if t.reward]
+            expected = [0.25 * n for n in range(1, context.envs[0].steps + 1)]
+            advice = "set turn.reward = step.reward on the turn that the step answers"
             expect(
-                abs(total - want) < 1e-9,
-                f"{label} the environment gave {want} in total, but the turns hold {total}: "
-                "set turn.reward = step.reward on the turn that the step answers",
+                abs(total - sum(expected)) < 1e-9,
+                f"{label} the environment gave {sum(expected)} in total, but the turns hold {total}: {advice}",
+            )
+            expect(
+                step_rewards == expected,
+                f"{label} the environment gave {expected}, one for each step, but the turns hold {step_rewards}: "
+                f"{advice}",
             )
             if self._plays_agents(config):
                 _, turns = self.good(config, agents=AGENTS)
