@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from rlhf.plugins import Plugins
 from rlhf_cli.main import main
 from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model
@@ -319,6 +321,14 @@ def test_a_reward_file_that_changed_is_a_different_run(shop: Workshop) -> None:
     resumed = shop.train_config(config, "--resume")
     assert "continues as a different run" in resumed.said
     assert "plugins.reward:reward: was 'file " in resumed.said
+
+
+@pytest.mark.parametrize("name", ["mlflow", "swanlab", "tensorboard", "trackio", "wandb"])
+@pytest.mark.parametrize("options", [{"samples_every": 0}, {"samples": -1}])
+def test_observers_with_too_few_samples_or_steps(name: str, options: dict[str, int]) -> None:
+    config = Plugins.discover().resolve("observer", name).cls.Config
+    with pytest.raises(ValidationError, match=f"{next(iter(options))}\n  Input should be greater than"):
+        config(**options)
 
 
 # ------------------------------------------------------------------------------------------ rewards

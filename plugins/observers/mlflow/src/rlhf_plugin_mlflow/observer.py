@@ -12,10 +12,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.paths import require_possible
@@ -40,9 +40,9 @@ class MLflowConfig(ComponentConfig):
     folder ``mlruns`` in the run directory."""
     tags: Mapping[str, str] = {}
     """Labels to filter runs by."""
-    samples: int = 4
+    samples: Annotated[int, Field(ge=0)] = 4
     """Samples logged each time; 0 = none."""
-    samples_every: int = 10
+    samples_every: Annotated[int, Field(gt=0)] = 10
     """Steps between samples."""
 
     @field_validator("tracking_uri")

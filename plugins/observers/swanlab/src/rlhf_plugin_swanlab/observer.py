@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.samples import first_samples
@@ -35,9 +36,9 @@ class SwanLabConfig(ComponentConfig):
     """Labels to filter runs by."""
     mode: Literal["online", "local", "offline", "disabled"] = "online"
     """``offline``: files in ``swanlab/`` of the run directory, which ``swanlab sync`` uploads."""
-    samples: int = 4
+    samples: Annotated[int, Field(ge=0)] = 4
     """Samples logged each time; 0 = none."""
-    samples_every: int = 10
+    samples_every: Annotated[int, Field(gt=0)] = 10
     """Steps between samples."""
 
 

@@ -7,8 +7,9 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.paths import require_possible
 from rlhf.samples import Sample, first_samples
@@ -26,9 +27,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 class TensorBoardConfig(ComponentConfig):
     folder: str = "tensorboard"
     """Folder for the event files, inside the run directory."""
-    samples: int = 4
+    samples: Annotated[int, Field(ge=0)] = 4
     """Samples shown per table; 0 = no tables."""
-    samples_every: int = 10
+    samples_every: Annotated[int, Field(gt=0)] = 10
     """Steps between tables."""
 
 

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.samples import first_samples
@@ -31,9 +32,9 @@ class TrackioConfig(ComponentConfig):
     """Runs of one group are shown together."""
     space: str | None = None
     """Hugging Face Space that stores the run, ``owner/name``; if absent, a folder on this machine."""
-    samples: int = 4
+    samples: Annotated[int, Field(ge=0)] = 4
     """Samples shown per table; 0 = no tables."""
-    samples_every: int = 10
+    samples_every: Annotated[int, Field(gt=0)] = 10
     """Steps between tables."""
 
 

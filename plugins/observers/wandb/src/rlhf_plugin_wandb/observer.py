@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import wandb
+from pydantic import Field
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.samples import first_samples
@@ -32,9 +33,9 @@ class WandbConfig(ComponentConfig):
     """Labels to filter runs by."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """If absent: ``WANDB_MODE`` of the environment, else online. ``wandb sync`` uploads offline runs."""
-    samples: int = 4
+    samples: Annotated[int, Field(ge=0)] = 4
     """Samples shown per table; 0 = no tables."""
-    samples_every: int = 10
+    samples_every: Annotated[int, Field(gt=0)] = 10
     """Steps between tables."""
 
 
