@@ -51,6 +51,7 @@ FUTURE = "from __future__ import annotations\ndef half(x: Y): return 2"
 BODY = "    return x // 2"
 PAIRS = {"test_setup_code": "root = Pair(1)\nroot.other = Pair(2)"}
 ITEMS = {"test_setup_code": "items = []\nfor n in (1, 2):\n    items.append(Pair(n))"}
+SILENT = {"test_setup_code": "class Pair:\n    def __repr__(self): return self.text"}
 PAIR = (
     "class Pair:\n    __eq__ = lambda s, o: True\n    def __init__(self, n): self.n, self.other = n, None\n"
     "    def total(self): return self.n + (self.other.total() if self.other else 0)\n"
@@ -82,6 +83,11 @@ RAISES = "try:\n    f(0)\nexcept ValueError as error:\n    assert 'zero' in str(
         ("def check(f):\n    for n in (1, 2):\n        m = f(n)\n        assert m > 0\n    assert m == 2",
          {"entry_point": "f"}, "def f(n): return n", "passed passed"),
         (["assert f(root) == 3"], PAIRS, PAIR + "def f(p): return Pair(3)", "wrong"),
+        (["assert f(f(9)) == 2**20_001", "assert f(8) == f(9)"], {},
+         "def f(n): return n * 2 if n > 9 else (-1) ** n * -2**20_000", "passed wrong"),
+        (["assert f(complex('inf')) == complex('-inf')"], {}, "def f(n): return -n", "passed"),
+        (["assert f(3).n == 3"], SILENT, "class Pair: pass\ndef f(n):\n    p = Pair()\n    p.n = n\n    return p",
+         "passed"),
         (["assert f(1)"], {}, "def f(n): return (i for i in 'ab')", "error"),
         # HumanEval: the function, and the body of the one in the prompt
         (CHECK, {"entry_point": "half", "prompt": PROMPT}, "def half(x): return x // 2", "passed passed passed"),
@@ -140,7 +146,8 @@ def test_values_return_as_they_were() -> None:
     point = Point()
     point.x, point.other = (1, frozenset({b"a"})), None
     classes = {"__name__": __name__, "Point": Point}
-    value = [None, True, 1, -0.0, 1e300, 2j, "\ud800", {(1,): {2}}, math.inf, point, [[]]]
+    long = [10**5000, -(10**5000), complex("inf")]
+    value = [None, True, 1, -0.0, 1e300, 2j, "\ud800", {(1,): {2}}, math.inf, point, [[]], *long]
     result = unpack(pack(value, classes), classes)
     assert vars(result.pop(9)) == vars(point)
     value.pop(9)

@@ -3,8 +3,8 @@
 The first node is the whole value. A node is None, a bool, int, float, complex, str or bytes, or ``(kind, start,
 count)``: a container whose items are ``count`` nodes from number ``start``, which is larger than its own number. So a
 long linked list needs no recursion. The items of a dictionary are its keys and values in turn. For an object of a class
-of the program or of the tests, the kind is the class name and the items are its attributes in the same way. ``("float",
-text, 0)`` is a float without a literal, ``("type", name, 0)`` is one of Python's types.
+of the program or of the tests, the kind is the class name and the items are its attributes in the same way.
+``(kind, text, 0)`` is a number without a literal (:data:`LITERALS`), or ``("type", name, 0)`` one of Python's types.
 
 Subclasses become their base. An object gets the methods of the reader's class of the same name, or none: the reader of
 nodes runs no code of their writer.
@@ -12,6 +12,11 @@ nodes runs no code of their writer.
 
 KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)}
 TYPES = dict(KINDS, **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes)})
+LITERALS = {"float": float, "complex": complex, "int": lambda text: int(text, 16), "type": TYPES.__getitem__}
+"""{kind: the value of its text}, for infinity, NaN and integers of many digits, which newer interpreters do not read or
+write as decimal numbers."""
+LONG_BITS = 10_000
+"""Bits of an integer from which on it is written in hexadecimal form. The limit for decimal numbers is 4300 digits."""
 MAX_NODES = 500_000
 """Largest number of nodes of one value, because a list that contains itself is endless."""
 
@@ -21,10 +26,13 @@ def pack(value, classes):  # type: ignore[no-untyped-def]
     nodes, todo = [None], [(0, value)]
     while todo:
         index, value = todo.pop()
-        if value is None or type(value) in (bool, complex, bytes):
+        if value is None or type(value) in (bool, bytes):
             nodes[index] = value
         elif isinstance(value, int):
-            nodes[index] = int.__add__(value, 0)
+            number = int.__add__(value, 0)
+            nodes[index] = number if number.bit_length() < LONG_BITS else ("int", hex(number), 0)
+        elif type(value) is complex:
+            nodes[index] = value if value - value == 0 else ("complex", repr(value), 0)
         elif isinstance(value, str):
             nodes[index] = str.__add__(value, "")
         elif isinstance(value, float):
@@ -62,8 +70,8 @@ def unpack(nodes, classes):  # type: ignore[no-untyped-def]
         if type(nodes[index]) is not tuple:
             continue
         kind, start, count = nodes[index]
-        if kind in ("float", "type"):
-            values[index] = float(start) if kind == "float" else TYPES[start]
+        if kind in LITERALS:
+            values[index] = LITERALS[kind](start)
             continue
         if start <= index:
             raise ValueError("a node is its own item")
