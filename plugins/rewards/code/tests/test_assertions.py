@@ -111,6 +111,15 @@ def test_a_failed_test_says_what_was_returned(code_reward) -> None:
     assert (result.info["verdicts"], result.info["failed"]) == (["wrong", "not run"], "test 0: f() returned [2]")
 
 
+def test_the_assertions_of_a_row_are_prepared_once_for_all_answers(code_reward, launcher, monkeypatch) -> None:
+    starts = []
+    run = launcher.run
+    monkeypatch.setattr(launcher, "run", lambda *words, **options: (starts.append(words), run(*words, **options))[1])
+    reward = code_reward()
+    assert [score(reward, ["assert f(2) == 3"], f"def f(n): return n + {k}").value for k in range(3)] == [0, 1, 0]
+    assert len(starts) == 1 + 2 * 3
+
+
 def test_calls_that_need_results_end_after_some_starts(code_reward, monkeypatch) -> None:
     monkeypatch.setattr(assertions, "ROUNDS", 3)
     tests = ["assert f(f(f(0))) == 3", "assert f(f(f(f(1)))) == 5"]

@@ -22,6 +22,8 @@ from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 from rlhf_plugin_code.sandboxes import Choice, candidates, working
 
 Gradable = list[StdinTest] | list[CallTest] | Assertions
+ROWS = 32
+"""Number of rows whose assertions are kept, because the answers to a row are scored one by one."""
 
 
 class CodeConfig(ComponentConfig):
@@ -83,12 +85,13 @@ class CodeReward(Reward):
             c.cpu_seconds, c.wall_seconds, c.memory_mib * MIB, c.disk_mib * MIB, c.output_kib * 1024
         )  # fmt: skip
         self._launcher: SandboxLauncher | None = None
+        self._rows: dict[AssertionTests, Assertions] = {}
 
     def columns(self) -> tuple[str, ...]:
         return (self.config.column,)
 
     async def setup(self, context: RewardContext) -> None:
-        self._launcher = await working(self._sandboxes, self._python, self._limits)
+        self._launcher, self._rows = await working(self._sandboxes, self._python, self._limits), {}
 
     async def score(self, group: Group) -> list[RewardResult]:
         tests = read_tests(group.row, self.config.column)
@@ -97,8 +100,16 @@ class CodeReward(Reward):
         if self._launcher is None:
             raise RewardError("reward 'code': score() was called before setup(), which looks for a sandbox")
         launcher = self._launcher
-        gradable = await Assertions.of_row(tests, launcher) if isinstance(tests, AssertionTests) else tests
+        gradable = await self._assertions(tests, launcher) if isinstance(tests, AssertionTests) else tests
         return [await self._grade(t.answer, gradable, launcher) for t in group.trajectories]
+
+    async def _assertions(self, tests: AssertionTests, launcher: SandboxLauncher) -> Assertions:
+        assertions = self._rows.get(tests)
+        if assertions is None:
+            assertions = self._rows[tests] = await Assertions.of_row(tests, launcher)
+            if len(self._rows) > ROWS:
+                del self._rows[next(iter(self._rows))]
+        return assertions
 
     async def _grade(self, answer: str, tests: Gradable, launcher: SandboxLauncher) -> RewardResult:
         program = answer if self.config.extract == "text" else last_block(answer, self.config.tags)
