@@ -69,6 +69,7 @@ def model_step(
         end: whether to call ``finish``.
     """
     needs = algorithm.needs()
+    # each role has other weights: between equal models a KL, for example, would be 0
     trainers = {
         role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1)) for index, role in enumerate(needs.roles)
     }

@@ -161,6 +161,7 @@ class SamplingChecks:
             label, s = self.label(config), self.make(config)
             free = s.turns([GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True))], label)[0]
             stop = free.ids[4]
+            # the token may also come before position 4
             ids = free.ids[: free.ids.index(stop) + 1]
             request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop_token_ids=(stop,)))
             self._expect_end(s.turns([request], label)[0], ids, f"{label} stop_token_ids = ({stop},)")

@@ -204,6 +204,7 @@ class LossContract(LossSubject):
             label, case = self.label(config), self.case(config)
             one_call = case.run(case.single_micro_batch())
             for layout, parts in layouts(case.batch.units).items():
+                # this layout changes the order of the units in the batch, the others only the micro-batches
                 if layout == "reversed packing order":
                     other = self.case(config, order=parts[0]).run(case.single_micro_batch())
                 else:

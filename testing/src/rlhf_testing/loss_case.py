@@ -111,7 +111,7 @@ class LossCase:
         self.plain = batch
         self.batch = self.prepare()
 
-    # ---------------------------------------------------------------------------------- making it
+    # ------------------------------------------------------------------------------ building the batch
 
     def _add_column(self, batch: Batch, name: str) -> Batch:
         level = self.suite.levels.get(name, "unit" if name in fabricate.UNIT_COLUMNS else "tok")
@@ -158,7 +158,7 @@ class LossCase:
         """bool [N]: tokens under the mask of a term."""
         return torch.stack([batch.tok[over] for over in masks(self.loss)]).any(0)
 
-    # ------------------------------------------------------------------------------------ running
+    # ------------------------------------------------------------------------------- evaluating it
 
     def single_micro_batch(self) -> list[list[int]]:
         """One micro-batch with every unit."""

@@ -129,6 +129,7 @@ class ScriptedContext(RolloutContext):
         if self.generating:
             raise RolloutError("generate() was called while another turn of the sample is generated: generate_each()")
         self.generating = True
+        # other tasks run meanwhile, so that a second request at the same time is noticed
         await asyncio.sleep(0)
         self.generating = False
         rng = random.Random(f"{context}/{turn_number}")
@@ -142,6 +143,7 @@ class ScriptedContext(RolloutContext):
             sampling.temperature,
             text=bytes(ids).decode(),
         )
+        # a copy, because the rollout may change the turn that it gets
         self.calls.append(Call(context, sampling, turn_number, copy.deepcopy(turn)))
         return turn
 

@@ -148,6 +148,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                     ways |= {"one call per unit": [[[u]] for u in range(batch.units)], "packed together": [one_call]}
                     for way, calls in ways.items():
                         gradients, sums, _ = learned(trainer, batch, loss_instance, calls)
+                        # a trainer may leave out parameters that no gradient reaches
                         full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **gradients}
                         base = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
                         delta = distance(full, base)

@@ -104,11 +104,13 @@ class AdaptiveMixing(Curriculum):
 
     def _pick(self) -> RowSource:
         """The source of the next row."""
+        # seeds have 63 bits
         point = derive_seed(self._seed, "rows/source", sum(self._row_counts.values())) / 2**63
         for source in self._rows.sources:
             point -= self._used[source.name]
             if point < 0:
                 return source
+        # the shares may sum to slightly less than the point
         return self._rows.sources[-1]
 
     def _next(self, source: RowSource) -> int:

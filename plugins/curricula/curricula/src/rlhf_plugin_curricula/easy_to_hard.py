@@ -61,6 +61,7 @@ class EasyToHard(Curriculum):
         """Number of rows that are allowed at the latest step."""
 
     def choose(self, n: int, step: int) -> Sequence[int]:
+        # less a bit, because a share that is a whole number of rows may be rounded up
         self._allowed = max(1, math.ceil(self.share(step) * len(self._rows) - 1e-9))
         chosen: list[int] = []
         while True:

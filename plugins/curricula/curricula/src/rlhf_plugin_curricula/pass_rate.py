@@ -121,6 +121,7 @@ class PassRate(Curriculum):
         }
         chosen = []
         for _ in range(n):
+            # seeds have 63 bits
             explores = derive_seed(self._seed, "rows/explore", self._draws) < self.config.explore * 2.0**63
             for origin in ("unseen", "outside", "band") if explores else ("band", "unseen", "outside"):
                 if (row := next(queues[origin], None)) is not None:

@@ -86,6 +86,7 @@ class GymnasiumEnv(Env):
         first = int(self._space.start)
         numbers = [str(first + n) for n in range(int(self._space.n))]
         names = list(c.actions) or numbers
+        # names replace numbers, because an action may have the number of another one as its name
         self._numbers_by_name = {n: int(n) for n in numbers} | {n.casefold(): first + i for i, n in enumerate(names)}
         self._allowed = f"Actions: {', '.join(names)}"
         return f"{self._allowed}\n{self._text(observation)}"

@@ -70,6 +70,7 @@ class OpenEnv(Env):
             raise EnvError(f"no column {missing[0]!r} (option `reset`); the row has {', '.join(row.columns) or 'none'}")
         data = {"seed": seed % 2**32} | {name: row[name] for name in c.reset}  # many generators take 32 bits
         request = message("reset", data)
+        # the deadline of [env] limits each call; a server that computes a step for long answers no ping meanwhile
         with self._attributed("connecting"):
             self._connection = await connect(c.url, open_timeout=None, max_size=LONGEST, ping_interval=None)
         try:
@@ -105,6 +106,7 @@ class OpenEnv(Env):
                         await connection.send(message("close"))
                         await connection.wait_closed()
         finally:
+            # a server that is gone or busy would not answer the closing handshake
             connection.transport.abort()
             await connection.wait_closed()
 

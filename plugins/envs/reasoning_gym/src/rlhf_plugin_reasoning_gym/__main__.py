@@ -23,6 +23,7 @@ def rows(task: str, config: dict[str, Any], seeds: range) -> Iterator[dict[str, 
 def with_hash_seed() -> None:
     """Restart this program with the hash seed of worker processes, because some tasks draw from sets of texts."""
     if os.environ.get(HASH_SEED) is None:
+        # sys.argv lacks -m and the options of the interpreter
         os.execve(sys.executable, sys.orig_argv, {**os.environ, HASH_SEED: "0"})
 
 

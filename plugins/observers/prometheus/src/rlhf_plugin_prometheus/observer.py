@@ -41,6 +41,7 @@ class PrometheusObserver(Observer):
         try:
             family = socket.getaddrinfo(self.config.host, self.config.port)[0][0]
             with socket.socket(family) as trial:
+                # as the server does, which may take a port that an earlier run has just left
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind((self.config.host, self.config.port))
         except OSError as cause:

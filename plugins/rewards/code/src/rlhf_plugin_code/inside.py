@@ -15,6 +15,7 @@ def _main():  # type: ignore[no-untyped-def]
     import posix
     import sys
 
+    # not sys.stdin, whose buffer would take the beginning of the program's own input
     def read(size):  # type: ignore[no-untyped-def]
         parts = b""
         while len(parts) < size:
@@ -34,6 +35,7 @@ def _main():  # type: ignore[no-untyped-def]
 
     for name, limit in setup["limits"].items():
         resource_id = getattr(resource, name)
+        # a hard limit that was set outside, as by a container, cannot be raised
         hard_limit = resource.getrlimit(resource_id)[1]
         soft, hard = (value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit) for value in limit)
         resource.setrlimit(resource_id, (soft, hard))
@@ -106,6 +108,7 @@ def _main():  # type: ignore[no-untyped-def]
     if calls is not None:
         from _json import encode_basestring_ascii as quote
 
+        # the program prints to /dev/null, so that no print stands between the answers
         answers = posix.dup(1)
         posix.dup2(posix.open("/dev/null", posix.O_WRONLY), 1)
         write(answers, nonce + b"\n")

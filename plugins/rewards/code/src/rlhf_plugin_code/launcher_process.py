@@ -77,6 +77,7 @@ class SandboxProgram:
         try:
             with selectors.DefaultSelector() as streams:
                 for stream in (started.stdin, started.stdout, started.stderr):
+                    # a write to a full pipe would wait for the program, also after its deadline
                     os.set_blocking(stream.fileno(), False)
                 streams.register(started.stdin, selectors.EVENT_WRITE)
                 streams.register(started.stdout, selectors.EVENT_READ, out)
@@ -85,6 +86,7 @@ class SandboxProgram:
                 while True:
                     left = deadline - time.monotonic()
                     ready = {key.fileobj for key, _ in streams.select(max(0.0, min(left, LOOK_SECONDS)))}
+                    # only when no output is waiting, so that an answer that was written in time is read
                     if not ready and left <= 0:
                         return "wall", out, err
                     if time.monotonic() - looked >= LOOK_SECONDS:
@@ -131,8 +133,10 @@ class SandboxProgram:
                 if not children:  # the sandbox is still starting
                     return ""
                 pid = int(children[0])
+            # the link count of a folder is 2 plus the number of its subfolders: here one for each thread
             if os.stat(f"/proc/{pid}/task").st_nlink - 2 > THREADS:
                 return "threads"
+            # other sandboxes have no folder of their own in memory: /tmp there holds files of others
             if self._starter.parents:
                 folder = os.statvfs(f"/proc/{pid}/root/tmp")
                 if (folder.f_files - folder.f_ffree) * FILE_BYTES > max(self._limits.disk, MIB):
@@ -180,6 +184,7 @@ def main() -> None:
     last = time.monotonic() + END_SECONDS
     while running and time.monotonic() < last:
         time.sleep(0.005)
+    # a normal exit would flush standard output, and fail if one of the threads is just writing to it
     os._exit(0)
 
 

@@ -96,6 +96,7 @@ class SandboxLauncher:
         if answer["end"] in ("failed", "cancelled") or not mark or begun != nonce:
             reason = err[-500:] or f"it ended with status {answer['code']} after {answer['seconds']:.1f} s"
             raise RewardError(f"reward 'code': the sandbox {self.sandbox!r} did not start a program: {reason}")
+        # bwrap reports a signal that ended the program as 128 + its number, so a negative code is its own end
         if self.sandbox == "bwrap" and answer["end"] == "exit" and answer["code"] < 0:
             raise RewardError(f"reward 'code': signal {-answer['code']} from outside ended the program 'bwrap'")
         return Finished(answer["end"], answer["code"], answer["seconds"], rest, err, nonce)
@@ -119,6 +120,7 @@ class _Process:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        # -P: a file of the working folder must not replace a module of this process
         command = [sys.executable, "-P", "-m", "rlhf_plugin_code.launcher_process"]
         # its own session, so that an interrupt from the terminal reaches only the run
         process = subprocess.Popen(

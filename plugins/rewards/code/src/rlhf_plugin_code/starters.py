@@ -50,6 +50,7 @@ class Bwrap:
         binds = [word for path in python.paths for word in ("--ro-bind", path, path)]
         devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
         variables = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+        # --unshare-all does without a user namespace where there is none; --unshare-user fails there
         # its own session, because a signal to the process group would reach bwrap and the launcher process outside
         self._command = [
             "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
@@ -143,6 +144,7 @@ def drop_capabilities() -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     drop_from_bounding_set, version = 24, 0x20080522
+    # first, because it needs a capability: root would get those of the bounding set back at each exec
     for capability in range(64):
         libc.prctl(drop_from_bounding_set, capability, 0, 0, 0)
     header, empty_sets = (ctypes.c_uint32 * 2)(version, 0), (ctypes.c_uint32 * 6)()

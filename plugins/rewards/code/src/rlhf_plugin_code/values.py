@@ -28,6 +28,7 @@ def pack(value, classes):  # type: ignore[no-untyped-def]
         index, value = todo.pop()
         if value is None or type(value) in (bool, bytes):
             nodes[index] = value
+        # the methods of the base class, because a subclass of the program may override them
         elif isinstance(value, int):
             number = int.__add__(value, 0)
             nodes[index] = number if number.bit_length() < LONG_BITS else ("int", hex(number), 0)

@@ -111,6 +111,7 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool | None:
             return bool(difference == 0)
         symbols = sorted(difference.free_symbols, key=str)
         for shift in range(len(POINTS)):
+            # each symbol gets another value: after three symbols the points are used again, increased by 1
             values = {s: sympy.Rational(*POINTS[(i + shift) % len(POINTS)].as_integer_ratio()) + i // len(POINTS)
                       for i, s in enumerate(symbols)}  # fmt: skip
             scale = 1 + abs(sympy.N(a, DIGITS, subs=values))

@@ -146,6 +146,7 @@ class _ExpressionParser:
     def _factorial(self, base: Any) -> Any:
         if self.peek() == "!":
             raise NoValue("two factorials: of a factorial, or a double factorial")
+        # n! is below n^n, and so has at most n times the bits of n
         if not (base.is_Integer and base >= 0) or base * int(base).bit_length() > self.max_bits:
             raise NoValue("a factorial of something else than a number, or too large to work out")
         return sympy.factorial(base)

@@ -48,6 +48,7 @@ class AgentProgram:
         """Raises RolloutError: the process cannot be started."""
         command, task = self._command(), _as_json(self._task)
         self._output, self._result = Pipe(_TAIL), Pipe(_LONGEST_RESULT)
+        # a file, because a write to a pipe would wait for a program that does not read its task
         with tempfile.TemporaryFile() as standard_input:
             standard_input.write(task)
             standard_input.seek(0)

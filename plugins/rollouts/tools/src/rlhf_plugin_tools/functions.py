@@ -105,6 +105,7 @@ def _arguments(function: Callable[..., Any], descriptions: dict[str, str], label
                 f"{label}: parameter {name!r} has no type hint; the policy sees the types of all arguments"
             )
         optional = parameter.default is not parameter.empty
+        # fields of a TypedDict have no defaults, so the schema would not name them
         extra = {"default": parameter.default} if optional and _plain(parameter.default) else None
         field = Field(description=descriptions.get(name) or None, json_schema_extra=extra)
         presence: Any = NotRequired if optional else Required

@@ -101,6 +101,7 @@ class Server:
                 raise await self._died(client, doing) from None
             raise too_slow(name, timeout) from None
         except mcp.MCPError as error:
+            # a server may send this code as an error of its own; then it still answers
             if error.code == types.CONNECTION_CLOSED and not await _answers(client):
                 raise await self._died(client, f"closed its connection during a call of {name!r}") from None
             raise ToolError(f"{name!r}: {error.message}"[:LONGEST_ERROR]) from None

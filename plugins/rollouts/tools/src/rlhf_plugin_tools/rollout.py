@@ -99,6 +99,7 @@ class ToolsRollout(Rollout):
 
     async def _started(self) -> Toolbox:
         """The tools on this event loop. They are started by the first sample and closed when the loop ends."""
+        # a run has one event loop, but the conformance suite starts one for each sample
         if self._loop is not asyncio.get_running_loop():
             self._loop, self._toolbox = asyncio.get_running_loop(), None
         if self._toolbox is None or (self._toolbox.done() and self._toolbox.exception() is not None):

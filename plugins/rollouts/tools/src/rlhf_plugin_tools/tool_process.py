@@ -21,6 +21,7 @@ from rlhf_plugin_tools.tool import ToolError, as_text, raised
 
 def main() -> None:
     requests, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # a function that reads standard input must not take the next request
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)  # prints of functions are not answers

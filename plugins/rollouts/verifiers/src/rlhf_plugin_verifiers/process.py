@@ -69,6 +69,7 @@ class EnvironmentProcess:
         python = own_python(config.python)
         environment = passed_environment(config.environment)
         if config.python is not None:
+            # these name packages of this Python, which the other one must not import
             variables = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
             environment = {**variables, "PATH": os.pathsep.join([os.path.dirname(python), environment.get("PATH", "")])}
         try:
