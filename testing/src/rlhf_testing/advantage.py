@@ -74,9 +74,9 @@ class Credit:
         return Credit(r_N, group_N, sample_N, self.R_NA[index], self.mask_NA[index], values, boot)
 
 
-def fabricated(values: bool, seed: int = 0, scale: float = 1.0, samples: int = 4) -> Credit:
+def fabricated(values: bool, scale: float = 1.0, samples: int = 4) -> Credit:
     """Rewards of size ``scale`` on tokens and trajectories; ``values`` adds a critic's output."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     n, width = 3 * samples, 9
     lengths_N = torch.randint(1, width + 1, (n,), generator=g)
     lengths_N[0], lengths_N[1] = 0, width
@@ -106,14 +106,14 @@ class AdvantageContract(Contract):
     kind = "advantage"
     advantage: Any = None
 
-    def cases(self, seed: int = 0, scale: float = 1.0) -> Iterable[tuple[str, Any, Any, Credit]]:
+    def cases(self, scale: float = 1.0) -> Iterable[tuple[str, Any, Any, Credit]]:
         for config in self.grid():
             estimator = self.build(config)
             group_min = estimator.group_min
             count = isinstance(group_min, int) and not isinstance(group_min, bool) and group_min >= 1
             expect(count, f"{self.label(config)} group_min is {group_min!r}; it must be an integer of at least 1")
             samples = max(4, group_min)
-            yield self.label(config), config, estimator, fabricated(estimator.needs_values, seed, scale, samples)
+            yield self.label(config), config, estimator, fabricated(estimator.needs_values, scale, samples)
 
     # ------------------------------------------------------------------------------------- checks
 

@@ -179,21 +179,20 @@ def batch(
     units: int = 6,
     mask: str = "loss_mask",
     fresh: bool = True,
-    empty: bool = True,
 ) -> Batch:
-    """Units with the token columns ``loss_mask`` (and ``mask``) and ``temperature``.
+    """Units with the token columns ``loss_mask`` (and ``mask``) and ``temperature``. The last unit has no token under
+    the mask.
 
     Args:
         form: ``pairs`` gives units of two sequences with roles 0 and 1, everything else trajectories.
         fresh: every third trajectory is two sequences of one role (a context rewritten half-way).
-        empty: the last unit has no token under the mask.
     """
     from rlhf.ops.packing import SequenceData, UnitData, pack
 
     rng = random.Random(seed)
     unit_data = []
     for u in range(units):
-        blank = empty and u == units - 1
+        blank = u == units - 1
         roles = [0, 1] if form == "pairs" else [0, 0] if fresh and u % 3 == 1 else [0]
         sequences = []
         for role in roles:

@@ -44,13 +44,13 @@ _TEXT = {
 _NORM = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_convert_rgb": True}
 
 
-def image_template(image: str, end: str = EOS) -> str:
+def image_template(image: str) -> str:
     """A chat template with image parts: content is text, or parts of which each image is written as ``image``."""
     return (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
         "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
         f"{{% if part.type == 'image' %}}{{{{ '{image}' }}}}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
-        f"{{% endfor %}}{{% endif %}}{{{{ '{end}\\n' }}}}{{% endfor %}}"
+        f"{{% endfor %}}{{% endif %}}{{{{ '{EOS}\\n' }}}}{{% endfor %}}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
 
