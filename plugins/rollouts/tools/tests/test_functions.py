@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from rlhf.errors import ConfigError, PluginImportFailed, RolloutError
 from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
+from rlhf_plugin_tools.output import Output
 from rlhf_plugin_tools.toolbox import Toolbox
 
 from tests import orphans
@@ -293,3 +295,20 @@ def test_functions_of_one_name_are_refused(tmp_path) -> None:
             await Toolbox(config, {s: PythonFunction(s) for s in map(FunctionSource.of, config.functions)}).start()
 
     asyncio.run(run())
+
+
+@pytest.mark.linux("the size of a pipe is set")
+def test_a_process_that_prints_without_end_leaves_the_event_loop_free() -> None:
+    async def check() -> None:
+        output = Output()
+        fcntl.fcntl(output.stream, fcntl.F_SETPIPE_SZ, 2**20)
+        output.stream.write("more\n" * 100_000 + "the end\n")
+        output.started()
+        await asyncio.sleep(0)
+        assert "the end" not in output.tail(), "it is read in parts, and the loop does other work in between"
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert "the end" in output.tail()
+        output.close()
+
+    asyncio.run(check())

@@ -46,21 +46,24 @@ class Output:
             self._read_end = -1
 
     def _receive(self) -> None:
-        while self._read_end >= 0:
-            try:
-                part = os.read(self._read_end, 1 << 16)
-            except BlockingIOError:
-                return
-            if not part:
-                self._loop.remove_reader(self._read_end)
-                return
-            *lines, self._rest = (self._rest + part).split(b"\n")
-            self._rest = self._rest[-8192:]
-            for line in map(_text, lines):
-                self._lines.append(line)
-                if self._label is not None:
-                    with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
-                        sys.stderr.write(f"[{self._label}] {line}\n")
+        """Read once, as much as a pipe holds. A loop would not end while a process prints without end, and the event
+        loop would stop no call at its timeout."""
+        if self._read_end < 0:
+            return
+        try:
+            part = os.read(self._read_end, 1 << 16)
+        except BlockingIOError:
+            return
+        if not part:
+            self._loop.remove_reader(self._read_end)
+            return
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        self._rest = self._rest[-8192:]
+        for line in map(_text, lines):
+            self._lines.append(line)
+            if self._label is not None:
+                with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
+                    sys.stderr.write(f"[{self._label}] {line}\n")
 
 
 def _text(line: bytes) -> str:
