@@ -87,7 +87,40 @@ class TestSingle(RewardContract):
     cases = [({}, "four", -4.0), ({}, ("a", ""), (-1.0, 0.0))]
 
 
+class Teaches(Reward):
+    """A log-prob for each sampled token."""
+
+    name = "teaches"
+    is_teacher = True
+
+    def steps(self, trajectory):
+        sampled = [(n, turn) for n, turn in enumerate(trajectory.turns) if turn.sampled]
+        return tuple((n, token, -0.5) for n, turn in sampled for token in range(len(turn.ids)))
+
+    async def score(self, group):
+        return [RewardResult(None, steps=self.steps(t)) for t in group.trajectories]
+
+
+class TestTeaches(RewardContract):
+    reward = Teaches
+    registered = False
+
+
 # ------------------------------------------------------------------------------- broken on purpose
+
+
+class SkipsTokens(Teaches):
+    """No log-prob for the last token."""
+
+    def steps(self, trajectory):
+        return super().steps(trajectory)[:-1]
+
+
+class TeachesAndScores(Teaches):
+    """A value too."""
+
+    async def score(self, group):
+        return [RewardResult(1.0, steps=self.steps(t)) for t in group.trajectories]
 
 
 class Majority(Brevity):
@@ -229,6 +262,8 @@ def suite(cls, **attributes):
         (OneShort, "test_results", "must return 5 results"),
         (TwoForOne, "test_results", "must return 5 results, one per trajectory, got 2"),
         (Quits, "test_results", r"score calls sys.exit\(\)"),
+        (SkipsTokens, "test_results", "the value is None, with 14 steps for 15 sampled tokens"),
+        (TeachesAndScores, "test_results", "the value is 1.0, with 1 steps for 1 sampled tokens; a teacher gives no"),
         (NotANumber, "test_results", "value is nan"),
         (Floats, "test_results", "must be a RewardResult"),
         (Edits, "test_leaves_the_group_alone", "changed the group"),

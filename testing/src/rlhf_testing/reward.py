@@ -145,6 +145,14 @@ class RewardContract(Contract):
             is_sampled = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
             expect(is_sampled, f"{label}: a step reward at turn {turn}, token {token}, which the policy did not sample")
             expect(math.isfinite(value), f"{label}: the step reward at turn {turn}, token {token} is {value!r}")
+        if self.cls.is_teacher:
+            sampled = [(n, i) for n, turn in enumerate(turns) if turn.sampled for i in range(len(turn.ids))]
+            places = sorted((turn, token) for turn, token, _ in result.steps)
+            expect(
+                result.value is None and places in ([], sampled),
+                f"{label}: is_teacher is True, but the value is {result.value!r}, with {len(places)} steps for "
+                f"{len(sampled)} sampled tokens; a teacher gives no value, and one step for each token or none at all",
+            )
         try:
             json.dumps(result.info)
         except (TypeError, ValueError) as error:
