@@ -68,6 +68,16 @@ class Frozen(PlainTrainer):
         return module
 
 
+class ForgetsOnSkip(PlainTrainer):
+    """Loses the optimizer's state at a skipped step."""
+
+    def apply(self):
+        result = super().apply()
+        if result.skipped:
+            self.optimizer.state.clear()
+        return result
+
+
 class StepsAnyway(PlainTrainer):
     """Does not look at the gradient."""
 
@@ -204,6 +214,7 @@ def suite(cls):
         (ReadsMasked, "test_masked_positions", "NaN at masked positions changes the gradient"),
         (Frozen, "test_every_parameter_learns", "is it frozen"),
         (StepsAnyway, "test_skipped_step", "must skip the step"),
+        (ForgetsOnSkip, "test_skipped_step", "the step after a skipped one: .* tensors are not bit-equal"),
         (ReportsChange, "test_change", "moves the weights as far as before"),
         (IgnoresChange, "test_change", "to half of lr, apply\\(\\) reports"),
         (KeepsGradients, "test_step", "would add to them"),

@@ -96,6 +96,9 @@ class TrainerStateChecks:
                 expect(all(clean), f"{label} gradients that are not finite survive the skipped step")
                 after = step(trainer, 2)
                 expect(not after.skipped, f"{label} the step after a skipped one is skipped too: {after}")
+                twin.skip_updates(1)
+                step(twin, 2)
+                same_weights(weights_of(trainer), weights_of(twin), f"{label} the step after a skipped one:")
                 finite = all(bool(torch.isfinite(v).all()) for v in weights_of(trainer).values())
                 expect(finite, f"{label} weights are not finite after the step that follows a skipped one")
 
