@@ -183,6 +183,7 @@ class AdvantageContract(Contract):
                 f"{label} baseline() depends on the order of the trajectories: compute the statistic by group_N",
             )
             in_order, shuffled = self._returns(e, c), self._returns(e, p)
+            # each row of returns() must not depend on the other rows that it is computed with
             single_rows = [self._returns(e, c.rows(torch.tensor([n]))) for n in range(len(c.r_N))]
             for n, column in enumerate(("advantages", "returns")):
                 m = p.mask_NA

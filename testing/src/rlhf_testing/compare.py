@@ -40,6 +40,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal shape, dtype and every bit of every value (NaN equals NaN, 0 is not -0)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # torch.equal() on floats: NaN differs from NaN, and 0 equals -0
     return bool(torch.equal(_bytes(a), _bytes(b)))
 
 

@@ -97,6 +97,7 @@ class Play:
     def run(self, end: int) -> Play:
         """Simulate the steps before ``end``."""
         for step in range(self._steps_taken, end):
+            # batches are generated ahead of the step that trains on them, but not beyond the end of the run
             while len(self.chosen) < min(step + 1 + self._staleness, STEPS):
                 self._generate(len(self.chosen))
             groups = self._ready.popleft()

@@ -95,6 +95,7 @@ class LossCase:
                     mask_N = _context(batch, mask_N)
                 batch = batch.with_column("tok", head.over, mask_N, over=None)
         produced = {a.column for a in loss.prepass()}
+        # columns of the loss and of its heads, also those that prepass() fills in a run
         names = [*loss.columns(), *sorted(produced), *(c for h in self.heads for c in h.columns)]
         for name in dict.fromkeys(names):
             if not batch.has(name):

@@ -96,6 +96,7 @@ class ObserverContract(Contract):
             self.call(observer, "step_finished", step, metrics)
             if step % 2 == 0:
                 self.call(observer, "checkpoint_saved", step, output / f"step-{step}")
+        # requests until here were made during the run; run_ended() must make none
         requests = list(info.control.requests)  # type: ignore[attr-defined]
         self.call(observer, "run_ended", end)
         late = info.control.requests[len(requests) :]  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ class OpenRLHF(Adapter):
             tree = ast.parse(text)
         except SyntaxError:
             return False
+        # importing() follows for the same file, and refuses such a file before its imports fail
         self._runs_nemo_gym = "nemo_gym" in _packages(tree)
         if kind == "reward":
             functions = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -54,6 +54,7 @@ class _AgentEnv(Env):
         self._label = label_of(row, self.config.label)
         self._instance = await instantiate(self._class)
         accepts = inspect.signature(self._instance.reset).parameters
+        # OpenRLHF passes no seed, so most files do not take one
         takes_seed = "seed" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
         states = {"observation": prompt, "prompt": prompt, "label": self._label}
         result = await self._instance.reset(states, **({"seed": seed} if takes_seed else {}))

@@ -198,6 +198,7 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
     vars(module).update(contents)
 
     def missing(attribute: str) -> Any:
+        # import machinery asks modules for names such as __spec__ and expects an AttributeError
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise ImportError(

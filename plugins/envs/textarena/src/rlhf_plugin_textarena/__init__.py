@@ -226,6 +226,7 @@ class Game:
     def act(self, action: str) -> bool:
         """The turn of :attr:`player`. Returns whether the game is over."""
         with self._own_random():
+            # with the wrappers, which convert the action; only observations come from the inner game
             done, _ = self._game.step(action)
         return bool(done)
 

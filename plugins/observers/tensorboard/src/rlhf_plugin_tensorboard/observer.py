@@ -57,6 +57,7 @@ class TensorBoardObserver(Observer):
         restart = info.first_step + 1 if info.first_step else 0
         self._add(Event(step=restart, session_log=SessionLog(status=SessionLog.START)))
         config = json.dumps(redact(info.config), indent=1, default=str)
+        # Markdown shows indented lines as code
         indented = "\n".join(f"    {line}" for line in config.splitlines())
         self._add(Event(step=restart, summary=Summary(value=[_text("config", indented)])))
         self._writer.flush()

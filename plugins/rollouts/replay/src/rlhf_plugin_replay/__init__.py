@@ -119,6 +119,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for position in range(reader.num_record_batches):
             batch = reader.get_batch(position)
             batch.validate(full=True)
+            # without the turns, whose tokens stay arrays: as Python lists they would take many times the memory
             names = [n for n in ("sample", "index", "source", "row", "info", "exact") if n in batch.schema.names]
             for number, row in enumerate(batch.select(names).to_pylist()):
                 count += 1
