@@ -305,7 +305,6 @@ class _Case:
             conversation = {"messages": "messages", "rejected": "rejected_response"}
             if self._may_be(conversation) and convert.is_messages(self.row.get("messages")):
                 yield from self._join([conversation], conversion="rejected_beside")
-        # A column for each answer. Without them, several answers and columns that compare them.
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))
