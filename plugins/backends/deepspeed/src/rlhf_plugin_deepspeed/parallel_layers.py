@@ -183,7 +183,7 @@ def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Calla
 
     def forward(x: Tensor) -> Tensor:
         rows = (x if entrance is None else entrance(x)).flatten(0, -2)  # layers that are not fused pass [1, N, I]
-        out = with_adapter(layer, rows).unflatten(0, x.shape[:-1])
+        out: Tensor = with_adapter(layer, rows).unflatten(0, x.shape[:-1])
         return out if entrance is not None else _summed(out, layer.base_layer.bias, topology.group)
 
     return forward
