@@ -28,8 +28,8 @@ def shortened(text: str, limit: int | None = LONG) -> str:
 
 
 def best_and_worst(groups: Sequence[Group]) -> list[tuple[str, Sample]]:
-    """The samples with the highest reward (titled ``best``) and the lowest (``worst``); among equal samples the first.
-    If no sample has a reward, the first two samples, without a title."""
+    """The samples with the highest reward (titled ``best``) and the lowest (``worst``). Among equal samples the last is
+    the best and the first the worst, so that two are shown. If no sample has a reward, the first two samples."""
     samples = first_samples(groups, sum(len(group.trajectories) for group in groups))
     scored = sorted((s for s in samples if s.reward is not None), key=lambda s: s.reward or 0.0)
     if not scored:
