@@ -133,8 +133,8 @@ def describe(layout: Layout, place: Place, name: str) -> str:
 
 def disk(layout: Layout) -> str:
     """The size of the checkpoints."""
-    size, most = layout.checkpoint, layout.most_checkpoints
-    total = f"; the run has up to {most} at a time: {text(most * size)}" if most > 1 else ""
+    size, copies = layout.checkpoint, layout.most_checkpoints
+    total = f"; the run has up to {copies} at a time: {text(copies * size)}" if copies > 1 else ""
     return f"a checkpoint takes about {text(size)} of disk{total}"
 
 

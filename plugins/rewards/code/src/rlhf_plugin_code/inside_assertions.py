@@ -51,7 +51,7 @@ def _evaluate():  # type: ignore[no-untyped-def]
                     value = unpack(ast.literal_eval(text), classes)  # noqa: F821
                 except Exception:
                     raise NoAnswer("error", "an answer that is not a value") from None
-                last[0] = self.name + "() returned " + shown(value)
+                last[0] = self.name + "() returned " + describe(value)
                 return value
             if word == "raised":
                 name, _, message = text.partition(": ")
@@ -74,7 +74,7 @@ def _evaluate():  # type: ignore[no-untyped-def]
             verdicts[self.number] = verdict(error, counts["unanswered"] > count)
             return True
 
-    def shown(value):  # type: ignore[no-untyped-def]
+    def describe(value):  # type: ignore[no-untyped-def]
         try:
             return repr(value)[:60]
         except Exception:  # a class of the tests, a long integer, a deep list: only a message is lost

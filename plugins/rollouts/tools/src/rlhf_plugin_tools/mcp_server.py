@@ -30,7 +30,7 @@ ALIVE_DEADLINE = 10.0
 CLOSE_DEADLINE = 10.0
 """Seconds that closing a connection may take before it is abandoned."""
 
-_SENT: TypeAdapter[Any] = TypeAdapter(Any)
+_ENCODER: TypeAdapter[Any] = TypeAdapter(Any)
 """Writes JSON as ``mcp`` does."""
 
 
@@ -209,7 +209,7 @@ class McpTool(Tool):
         except (ValueError, RecursionError) as error:
             raise invalid_arguments(self.name, [((), f"not JSON: {error}")]) from None
         try:  # `mcp` ends the connection, with the calls of all samples, if it cannot write a message
-            _SENT.dump_json(keywords)
+            _ENCODER.dump_json(keywords)
         except ValueError as error:  # half of a surrogate pair, or lists in lists in lists
             raise invalid_arguments(self.name, [((), f"they cannot be sent: {error}")]) from None
         try:
