@@ -86,6 +86,8 @@ def test_rows_that_are_left_out_are_noted_and_counted_over_a_resume(load, chars)
         ([USER, BOT, USER], "must end with the assistant's answer, got the roles user, assistant, user"),
         ([USER, {**BOT, "content": "yo<eos>\n"}],
          "message 1 (assistant): the answer contains the end token '<eos>', which ends a sample"),
+        ([USER, {**BOT, "reasoning_content": "so<eos>"}],
+         "message 1 (assistant): the answer contains the end token '<eos>', which ends a sample"),
         ([USER, {"role": "assistant", "content": None}], "content must be text, got 'None'"),
         ([{"role": "User", "content": "hi"}, BOT], "message 0: the role is str 'User'; allowed: system, user"),
         ([USER, {**BOT, "tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]}, BOT],

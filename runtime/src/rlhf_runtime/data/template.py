@@ -243,9 +243,8 @@ class Template(Prompts):
         for i in trained:
             if not text_of(messages[i].get("content")).strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
-            _check_one_end(
-                chat, text_of(messages[i].get("content")), self.tokenizer.eos_token, f"message {i} (assistant)"
-            )
+            answer = "".join(text_of(messages[i].get(field)) for field in (*REASONING, "content"))
+            _check_one_end(chat, answer, self.tokenizer.eos_token, f"message {i} (assistant)")
         render = chat.render(messages, trained)
         chat.check(messages, cells.row.source, render)
         ids, mask = self._masked(render.text, [*render.answers.values()])
