@@ -351,9 +351,9 @@ def test_skipped_batches_are_kept_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SKIPPED_KEPT", 2)
     batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [False, True]})], {"reward": 0.5})])
     with start(tmp_path) as directory:
-        paths = [directory.keep_batch(step, "gradient is nan", batch) for step in (1, 2, 2)]
-    assert [p.exists() for p in paths] == [False, True, True]
-    assert [p.name for p in paths[1:]] == ["step-000002-0001.safetensors", "step-000002-0002.safetensors"]
+        paths = [directory.keep_batch(step, "gradient is nan", batch) for step in (1, 2, 2, 2, 2)]
+    assert [p.exists() for p in paths] == [False, False, False, True, True]
+    assert [p.name for p in paths[3:]] == ["step-000002-0003.safetensors", "step-000002-0004.safetensors"]
     with safe_open(paths[-1], "pt") as file:
         assert file.metadata() == {"reason": "gradient is nan"}
         assert torch.equal(file.get_tensor("ids_N"), batch.ids_N)

@@ -267,7 +267,8 @@ class RunDirectory:
         tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
         for level in ("tok", "seq", "unit"):
             tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
-        number = 1 + sum(saved_step == step for saved_step, _ in _numbered(folder))
+        numbers = [int(path.stem[-4:]) for saved_step, path in _numbered(folder) if saved_step == step]
+        number = 1 + max(numbers, default=0)  # not their count: only the last batches are kept
         path = folder / f"step-{step:06d}-{number:04d}.safetensors"
         copies = {name: values.detach().cpu().contiguous().clone() for name, values in tensors.items()}
         publish_file(path, lambda file: save_file(copies, file, {"reason": reason}))
