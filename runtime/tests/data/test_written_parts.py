@@ -166,6 +166,27 @@ def test_what_a_template_may_write_otherwise_is_checked_again(template_with, tex
         encoded(template, other)
 
 
+LATE = "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}" + MOVES.partition("endfor %}")[
+    2
+].replace("m.content", "(messages[0].content if messages[0].role == 'system' and m == asked[-1] else '') + m.content")
+"""As Mistral's: a system message stands in the last question only."""
+THREE = [*TWO, {**ASK, "content": "5?"}, {**ANSWER, "content": "5"}]
+USED = [{**ASK, "content": "0?"}, {**CALLS, "weight": 0}, RESULT, ANSWER, *TWO]
+REASONED = [USED[0], {**USED[1], "reasoning_content": "hm"}, *USED[2:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "other", "message"),
+    [(LATE, THREE, [SYSTEM, *THREE], 2), (QWEN3, USED, REASONED, 3)],
+)
+def test_the_context_of_an_answer_is_checked_with_other_messages_before_it(template_with, text, plain, other, message):
+    """The answer itself has the same form in both rows."""
+    template = template_with(text, loss_on="assistant")
+    encoded(template, plain)
+    with pytest.raises(DataError, match=rf"message {message} \(assistant\) after .* a context that it never sees"):
+        encoded(template, other)
+
+
 # ------------------------------------------------------------------------------------------- options
 
 

@@ -99,16 +99,24 @@ class ChatTemplate:
 
     def check(self, messages: Sequence[Message], source: str, render: Render | None = None) -> None:
         """Raises DataError: the template leaves out a part of the messages. Messages of the same form are checked once
-        for each source.
+        for each source, and contexts of trained answers once for each set of forms.
 
         Args:
             render: render of the messages, with the answers that are trained on. The parts of these answers must be in
                 the text of the answers.
         """
         trained = [] if render is None else [*render.answers]
-        messages_of_forms = self._unchecked(messages, trained, source)
-        if not messages_of_forms:
-            return
+        forms = _forms(messages, trained, source)
+        if messages_of_forms := self._unchecked(forms):
+            self._check_parts(messages, messages_of_forms, trained)
+            self._checked |= messages_of_forms.keys()
+        if render is not None and not self._template.has_generation:  # a template that marks its answers decides itself
+            self._check_contexts(messages, forms, render)
+
+    def _check_parts(
+        self, messages: Sequence[Message], messages_of_forms: Mapping[tuple[Any, ...], int], trained: Sequence[int]
+    ) -> None:
+        """Raises DataError: the template leaves out a part of the messages."""
         # A template that marks its answers says that its earlier ones are trained on without their reasoning.
         reasoning = trained[-1:] if self._template.has_generation else trained
         if not trained and messages[-1]["role"] == "assistant":  # the whole text is trained on
@@ -121,38 +129,37 @@ class ChatTemplate:
             answers = {m: variant.text[start:end] for m, (start, end) in variant.answers.items()}
             return [answers.get(m, variant.text) for m in range(len(other))]
 
-        numbers = messages_of_forms.values()
-        check_parts(write, messages, trained, numbers, reasoning)
-        if render is not None and not self._template.has_generation:  # a template that marks its answers decides itself
-            for m, (start, _) in render.answers.items():
-                if m and (m in numbers or m == trained[-1]):
-                    prompt, context = self.text(messages[:m], answer=True), render.text[:start]
-                    if prompt != context:
-                        raise _never_seen(messages, m, prompt, context)
-        self._checked |= messages_of_forms.keys()
+        check_parts(write, messages, trained, messages_of_forms.values(), reasoning)
+
+    def _check_contexts(self, messages: Sequence[Message], forms: Sequence[tuple[Any, ...]], render: Render) -> None:
+        """Raises DataError: the policy would answer in another context. It depends on other messages, too: Mistral's
+        template moves a system message to the last question, so an earlier answer stands after it only when it is
+        sampled."""
+        all_forms = frozenset(forms)
+        for m, (start, _) in render.answers.items():
+            key = forms[m], frozenset(forms[:m]), all_forms
+            if m and key not in self._checked:
+                prompt, context = self.text(messages[:m], answer=True), render.text[:start]
+                if prompt != context:
+                    raise _never_seen(messages, m, prompt, context)
+                self._checked.add(key)
 
     def check_context(self, messages: Sequence[Message], start: int = 0) -> None:
         """Raises DataError: the template leaves out a text that the policy did not write, in a message from number
         ``start`` on. The template may show the policy's earlier answers in any way."""
-        if messages_of_forms := self._unchecked(messages, (), None, start):
+        if messages_of_forms := self._unchecked(_forms(messages, (), None), start):
             unchecked = [m for m, message in enumerate(messages) if m < start or message["role"] == "assistant"]
             check_parts(lambda other: [self.text(other, answer=True)] * len(other), messages, (), (), (), unchecked)
             self._checked |= messages_of_forms.keys()
 
-    def _unchecked(
-        self, messages: Sequence[Message], trained: Sequence[int], source: str | None, start: int = 0
-    ) -> dict[tuple[Any, ...], int]:
-        """{form: number of the first message with this form, from ``start`` on}, for forms that were not checked yet.
-
-        ``source``: name of the source of rows; None for requests."""
-        last = {message["role"]: m for m, message in enumerate(messages)}
-        forms = dict[tuple[Any, ...], int]()
-        for m, message in enumerate(messages[start:], start):
-            previous_role = messages[m - 1]["role"] if m else ""
-            # some templates move a system message
-            has_later = tuple(m < last.get(role, -1) for role in ("user", "system"))
-            forms.setdefault((source, m in trained, previous_role, has_later, form_of(message)), m)
-        return {form: m for form, m in forms.items() if form not in self._checked}
+    def _unchecked(self, forms: Sequence[tuple[Any, ...]], start: int = 0) -> dict[tuple[Any, ...], int]:
+        """{form: number of the first message with this form, from ``start`` on}, for forms that were not checked
+        yet."""
+        numbers = dict[tuple[Any, ...], int]()
+        for m, form in enumerate(forms[start:], start):
+            if form not in self._checked:
+                numbers.setdefault(form, m)
+        return numbers
 
     # ------------------------------------------------------------------------------------- answers
 
@@ -323,6 +330,20 @@ class ChatTemplate:
                 "It is trained on anyway, because a policy would not learn to stop without it"
             )
         return ""
+
+
+def _forms(messages: Sequence[Message], trained: Sequence[int], source: str | None) -> list[tuple[Any, ...]]:
+    """For each message the properties on which a template may branch.
+
+    ``source``: name of the source of rows; None for requests."""
+    last = {message["role"]: m for m, message in enumerate(messages)}
+    forms = []
+    for m, message in enumerate(messages):
+        previous_role = messages[m - 1]["role"] if m else ""
+        # some templates move a system message
+        has_later = tuple(m < last.get(role, -1) for role in ("user", "system"))
+        forms.append((source, m in trained, previous_role, has_later, form_of(message)))
+    return forms
 
 
 # ------------------------------------------------------------------------------- passages of a render
