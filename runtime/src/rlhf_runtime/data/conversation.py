@@ -337,7 +337,7 @@ def _forms(messages: Sequence[Message], trained: Sequence[int], source: str | No
 
     ``source``: name of the source of rows; None for requests."""
     last = {message["role"]: m for m, message in enumerate(messages)}
-    forms = []
+    forms = list[tuple[Any, ...]]()
     for m, message in enumerate(messages):
         previous_role = messages[m - 1]["role"] if m else ""
         # some templates move a system message
