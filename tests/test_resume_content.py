@@ -1,4 +1,5 @@
-"""A resume compares the files that the run reads by a path: a model, a chat template, held-out rows."""
+"""A resume compares the files that the run reads by a path: a model, a chat template, held-out rows. It restores the
+state of the rollout."""
 
 from __future__ import annotations
 
@@ -73,6 +74,37 @@ def test_a_template_that_reads_the_clock_reads_the_time_of_the_runs_first_start(
     starts = json.loads((resumed.path / "manifest.json").read_text())["starts"]
     assert len(starts) == 2
     assert len({start["template_day"] for start in starts}) == 1
+
+
+COUNTS = """
+from rlhf.interfaces import Rollout
+
+
+class Counts(Rollout):
+    name = "counts"
+    count = 0
+
+    async def run(self, row, seed, ctx):
+        self.count += 1
+        ctx.report("count", self.count)
+        prompt = ctx.encode_prompt(row)
+        return [prompt, await ctx.generate([prompt], ctx.sampling)]
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+"""
+
+
+def test_a_rollout_continues_with_its_state(shop: Workshop) -> None:
+    changes = {"rollout": {"use": f"file:{shop.file('counts.py', COUNTS)}"}, "stream": {"staleness": 1}}
+    baseline = shop.train("grpo", "whole", **changes)
+    shop.train("grpo", "run", "--run.stop_after", "1", **changes)
+    resumed = shop.train("grpo", "run", "--resume", **changes)
+    assert [line["rollout/count"] for line in baseline.lines()] == [6.5, 18.5, 30.5], "means of the numbers 1 to 36"
+    assert_same_run(resumed, baseline)
 
 
 def test_a_resume_that_stop_after_ends_at_once_says_so(shop: Workshop) -> None:

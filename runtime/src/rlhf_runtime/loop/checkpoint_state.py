@@ -1,8 +1,9 @@
 """Write and read the content of a checkpoint.
 
-``state.json``: step, stream counters, state of algorithm, parts, rewards, observers, best metric. ``ready.arrow``: the
-generated batches that no step has trained on yet. ``roles/<name>/``: the files of each trained role's trainer (weights,
-optimizer, schedule, EMA). A frozen role is loaded from its model again, unless a snapshot changed it.
+``state.json``: step, stream counters, state of algorithm, parts, rewards, rollout, curriculum, observers, best metric.
+``ready.arrow``: the generated batches that no step has trained on yet. ``roles/<name>/``: the files of each trained
+role's trainer (weights, optimizer, schedule, EMA). A frozen role is loaded from its model again, unless a snapshot
+changed it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 from rlhf.errors import CheckpointError, boundary, brief
-from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward
+from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward, Rollout
 from rlhf.interfaces.curriculum import Outcome
 from rlhf.saved import Counter, Saved, refuse, validated
 from rlhf.types import Group
@@ -200,6 +201,7 @@ class RunState:
         best: BestTracker | None,
         control: Control,
         curriculum: Curriculum | None = None,
+        rollout: Rollout | None = None,
     ) -> None:
         self.roles, self.data, self.stream, self.best, self.control = roles, data, stream, best, control
         self.trained_roles = tuple(name for name, role in roles.items() if role.spec.role.trained)
@@ -211,6 +213,9 @@ class RunState:
         self.components |= {f"reward.{name}": reward for name, reward in rewards.items()}
         if curriculum is not None:
             self.components["curriculum"] = curriculum
+        # Most rollouts keep none, and checkpoints of earlier releases have no entry for them.
+        if rollout is not None and type(rollout).state_dict is not Component.state_dict:
+            self.components["rollout"] = rollout
         self.components |= {f"observer.{name}": observer for name, observer in observers.items()}
         self.updates = 0
         """Number of steps that changed weights, including those before a resume."""
@@ -224,11 +229,11 @@ class RunState:
         def keep(names: Collection[str]) -> None:
             components.update({name: c.state_dict() for name, c in self.components.items() if name in names})
 
-        stream_components = {name for name in self.components if name == "curriculum" or name.startswith("reward.")}
+        stream_components = {n for n in self.components if n in ("curriculum", "rollout") or n.startswith("reward.")}
         keep(set(self.components) - stream_components)
         values: dict[str, Any] = {"step": step, "updates": self.updates, "components": components}
         pending: list[Group] = []
-        if self.stream is not None:  # a continuous stream asks for rows and scores samples at any time
+        if self.stream is not None:  # a continuous stream takes rows, plays and scores samples at any time
             values["stream"], pending = self.stream.snapshot(partial(keep, stream_components))
         else:
             keep(stream_components)

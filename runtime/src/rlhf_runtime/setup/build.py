@@ -208,7 +208,17 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     control = Control(stop, _trainer_options(prepared, roles), progress.note)
     snapshots = prepared.schedule.snapshots
     state = RunState(
-        algorithm, roles, snapshots, data, stream, rewards, prepared.observers, best, control, prepared.curriculum
+        algorithm,
+        roles,
+        snapshots,
+        data,
+        stream,
+        rewards,
+        prepared.observers,
+        best,
+        control,
+        prepared.curriculum,
+        prepared.rollout,
     )
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
     sections = prepared.config.observer
