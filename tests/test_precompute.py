@@ -58,6 +58,29 @@ def test_a_resumed_run_loads_no_reference(shop, options):
     assert retry.lines()[-1]["policy/loss"] == pytest.approx(baseline.lines()[-1]["policy/loss"], rel=1e-6)
 
 
+STOPS = """
+from rlhf.interfaces import Observer
+
+
+class Stops(Observer):
+    name = "stops"
+
+    def run_started(self, info):
+        raise ValueError("stopped")
+"""
+
+
+def test_outputs_of_a_start_with_other_options_are_computed_again(shop, options):
+    """A run that finished no step leaves its outputs to the next run in the folder."""
+    flags = ("--reference.precompute", "true")
+    quantized = (*flags, "--reference.trainer.quantization", "nf4")
+    failing = {**options, "observer": [{"use": f"file:{shop.file('stops.py', STOPS)}"}]}
+    assert shop.run_config(shop.config("dpo", "run", **failing), *flags).code != 0
+    second = shop.train("dpo", "run", *quantized, **options)
+    expected = shop.train("dpo", "quantized", *quantized, **options)
+    assert numbers(second) == numbers(expected)
+
+
 @pytest.mark.parametrize(
     "share", [pytest.param(0.0, marks=pytest.mark.full), 0.5, pytest.param(1.0, marks=pytest.mark.full)]
 )

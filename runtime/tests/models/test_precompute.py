@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf.errors import TrainingError
@@ -138,7 +140,10 @@ def test_values_of_another_model_are_computed_again(run, tmp_path):
     run(spec=first)
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     run(spec=first)
-    assert [g.sequences for g in run.groups] == [7, 7]  # [7, 8] comes twice in the first part
+    (tmp_path / "adapter_config.json").write_text("{}")
+    run(spec=first)
+    run(spec=replace(first, storage="bf16"))
+    assert [g.sequences for g in run.groups] == [7] * 4  # [7, 8] comes twice in the first part
 
 
 def test_the_mask_is_part_of_the_key_of_values(run):

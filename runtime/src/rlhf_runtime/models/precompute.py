@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from rlhf.errors import TrainingError
@@ -106,6 +108,7 @@ def precompute(
     launch: Callable[[], Role],
     note: Callable[[str], None],
     writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext(),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> PrecomputedRole:
     """Compute the role's annotations of all examples. Values that ``path`` contains from before a resume are not
     computed again.
@@ -114,8 +117,9 @@ def precompute(
         examples: every row that the run may use. Each list is assembled into one batch.
         launch: loads the role's model; called only if values are missing.
         writing: context in which ``path`` is written; turns a full disk into the run's own error.
+        options: the options of the role's trainer that may change its outputs.
     """
-    model = identity(spec)
+    model = identity(spec, options)
     try:
         table = ValueTable.load(path, model)
     except SafetensorError as error:  # after an incomplete copy, or a loss of power
@@ -174,12 +178,15 @@ def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
     return [digest.digest() for digest in digests]
 
 
-def identity(spec: ModelSpec) -> str:
-    """Identity of a model and its arithmetic: its path and, for a folder, the sizes and times of its files."""
+def identity(spec: ModelSpec, options: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Identity of a model and its arithmetic: its path and, for a folder, the sizes and times of its files. ``options``
+    are those of :func:`precompute`."""
     folder = Path(spec.path).expanduser()
-    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("config.json")) if folder.is_dir() else []
+    # *config.json: also the settings of an adapter
+    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*config.json")) if folder.is_dir() else []
     stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
-    return hashlib.sha256(repr((spec.path, spec.role.head, spec.dtype, spec.on_processor, stats)).encode()).hexdigest()
+    arithmetic = (spec.dtype, spec.storage, spec.on_processor, sorted(options.items()))
+    return hashlib.sha256(repr((spec.path, spec.role.head, arithmetic, stats)).encode()).hexdigest()
 
 
 def _rows(batch: Batch, head: Head) -> list[slice]:

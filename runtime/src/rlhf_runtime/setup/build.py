@@ -314,7 +314,10 @@ def _precomputed(
     path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
     data, size = prepared.data, BATCHES * prepared.config.data.batch_size
     examples = functools.partial(data.every_example, size)
-    return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing)
+    trainer = prepared.trainer(spec.role.name)
+    irrelevant = trainer.resolved.cls.layout | trainer.resolved.cls.training_options
+    options = trainer.config.model_dump(mode="json", exclude=set(irrelevant))
+    return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing, options)
 
 
 def row_check(prepared: Prepared) -> RowCheck:
