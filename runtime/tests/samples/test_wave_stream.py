@@ -165,6 +165,7 @@ def test_a_resume_with_more_steps_generates_the_batches_that_are_already_due(opt
         batches.append(longer.take(step))
         rollouts.generator.version = step + 1
     assert [b.version for b in batches] == versions
+    assert all(longer.samples_with(version) for version in versions), "an evaluation with other weights ends with these"
     assert [g.number for b in batches for g in b.groups] == list(range(4 * done, 48)), (
         "no prompt is skipped or repeated"
     )

@@ -209,7 +209,7 @@ class WaveStream(Stream):
         return max(self._extended_at, self._round_of(batch) - self.staleness)
 
     def samples_with(self, version: int) -> bool:
-        return version % self.round == 0  # of the first version of a round
+        return version in (self._round_of(version), self._extended_at)
 
     def _round_of(self, step: int) -> int:
         """First step of the round."""
