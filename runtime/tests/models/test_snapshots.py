@@ -19,6 +19,7 @@ class Weights:
     tensors: dict
     limit: int = 2**20
     changes: int = 0
+    view: str = "live"
     group: "Weights" = field(init=False)
 
     def __post_init__(self):
@@ -47,6 +48,13 @@ class Weights:
                 self.tensors[name].copy_(tensor)
 
 
+class Base(Weights):
+    """A role that is the base of a policy with adapters: the policy's live weights are others."""
+
+    def stream(self, method, view):
+        return super().stream(method, "live") if view == "base" else iter([])
+
+
 def roles(dtype=torch.float32):
     policy = Weights({"b": torch.tensor([5.0]), "a": torch.tensor([[1.0, -2.0], [8.0, 0.5]])}, limit=4)
     old = {"a": torch.tensor([[3.0, 2.0], [-4.0, 0.25]], dtype=dtype), "b": torch.tensor([1.0], dtype=dtype)}
@@ -57,6 +65,12 @@ def test_a_whole_snapshot_is_a_copy():
     models = roles()
     snapshot(models, Snapshot("reference", "policy"))
     assert all(torch.equal(models["reference"].tensors[n], models["policy"].tensors[n]) for n in "ab")
+
+
+def test_the_base_of_a_policy_with_adapters_is_copied_without_them():
+    models = {**roles(), "base": Base(roles()["policy"].tensors, view="base")}
+    snapshot(models, Snapshot("reference", "base"))
+    assert all(torch.equal(models["reference"].tensors[n], models["base"].tensors[n]) for n in "ab")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

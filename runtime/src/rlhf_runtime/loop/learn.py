@@ -144,7 +144,8 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
 def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
     """``role := share source + (1 - share) role`` on every rank."""
     source, target = (role_of(roles, name, "a Snapshot in updates()") for name in (update.source, update.role))
-    buckets = list(source.group.stream("buckets", "live"))
+    # The source may be the base of a role that trains adapters, whose live weights are others.
+    buckets = list(source.group.stream("buckets", source.view))
     if update.share < 1:
         old: list[Bucket] = [target.group.value(item) for item in target.group.stream("buckets", "live")]
         old_tensors = {name: tensor for bucket in old for name, tensor in bucket.tensors}
