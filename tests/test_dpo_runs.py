@@ -242,6 +242,15 @@ def test_the_schedule_ends_with_the_run_where_steps_have_few_pairs_or_none(shop)
         assert lines[step]["policy/lr"] == pytest.approx(1e-3 * (1 - last / 18))
 
 
+def test_a_snapshot_is_taken_at_a_step_without_pairs(shop):
+    """The third step starts with a margin of 0: its reference is the policy after the second step, which is empty."""
+    run = online(shop, "run", run={"steps": 3}, trainer={"lr": 1e-2}, algorithm={"snapshot_every": 2})
+    run["reward"] = [{"use": f"file:{shop.file('fewer.py', FEWER)}"}]
+    lines = shop.train_config(run).lines()
+    assert lines[1]["empty"] == 1
+    assert lines[2]["policy/reward_margin"] == 0
+
+
 def test_options_are_checked_before_anything_starts(shop):
     finished = shop.run_config(offline(shop, "run", {"loss_type": "ipo", "label_smoothing": 0.1}))
     assert finished.code == 2

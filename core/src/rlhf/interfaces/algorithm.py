@@ -90,7 +90,7 @@ class Algorithm(Component, Generic[Examples]):
         """The batch of a step, and metrics about it (how many rows were left out).
 
         A batch of None means that there is nothing to learn from: the step is counted as empty, and the other methods
-        are not called for it.
+        are not called for it. Only the snapshots of ``updates(step)`` are taken.
 
         A sample with an empty answer is a unit too. It has no token under ``loss_mask``, but its reward counts in its
         group. ``credit`` and the losses must handle it.

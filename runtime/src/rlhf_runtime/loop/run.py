@@ -14,7 +14,7 @@ from typing import Literal
 from rlhf.errors import RlhfError, TrainingError
 from rlhf.interfaces import Algorithm, RunInfo
 from rlhf.ops.batch import Batch
-from rlhf.types import Annotation
+from rlhf.types import Annotation, Snapshot
 from rlhf.types.examples import Example
 
 from rlhf_runtime.checkpoint import CheckpointStore
@@ -23,7 +23,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.loop.control import Control
 from rlhf_runtime.loop.evaluate import Evaluation
-from rlhf_runtime.loop.learn import Metrics, learn
+from rlhf_runtime.loop.learn import Metrics, learn, snapshot
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.loop.schedule import UpdateSchedule
@@ -187,7 +187,12 @@ class Run:
         return self.data.examples(self.data.take(self.config.data.batch_size, self.steps_done))
 
     def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
-        """Count a step whose rows or groups have no training signal. No weight changes."""
+        """Count a step whose rows or groups have no training signal. No role is trained. Snapshots that are due are
+        taken all the same, or the next steps would train against an older reference."""
+        self.take_devices_back()
+        for update in self.algorithm.updates(step):
+            if isinstance(update, Snapshot):
+                snapshot(self.roles, update)
         self._catch_up(step)
         counts = ready.counts if ready is not None else {}
         self.left_out.update(counts)
