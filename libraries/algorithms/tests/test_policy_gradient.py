@@ -8,8 +8,21 @@ from pydantic import ValidationError
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import Advantage, Loss
 from rlhf.ops.returns import gae, return_to_go
-from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, RunOptions, Snapshot, Update
-from rlhf_algorithms.advantages import RAE
+from rlhf.types import (
+    Annotation,
+    Group,
+    LossOutput,
+    OnlineShape,
+    Reduce,
+    RewardResult,
+    Row,
+    RunOptions,
+    Snapshot,
+    Trajectory,
+    Turn,
+    Update,
+)
+from rlhf_algorithms.advantages import GDPO, RAE
 from rlhf_algorithms.critic import ValueScale
 from rlhf_algorithms.kl import WithKL
 from rlhf_algorithms.policy_gradient import BOOTSTRAP, PolicyGradient
@@ -421,6 +434,25 @@ def test_step_sources_reach_the_batch():
     assert not build().assemble(groups)[0].tok["step_reward"].any()
     algorithm = build(run=RunOptions(step_sources={"fabricated": 2.0}))
     assert algorithm.assemble(groups)[0].tok["step_reward"].sum() == 6.0
+
+
+def test_the_value_of_a_source_of_step_rewards_is_one_of_the_rewards_that_count_separately():
+    """Its step rewards are at their tokens, so they are not in it."""
+    results = [(0.0, 5.0, 8.0), (0.0, -5.0, 0.0), (0.0, 0.0, 0.0)]
+    row = Row({"prompt": "?"}, "data", 0)
+    samples = [
+        Trajectory(
+            row,
+            [Turn([1], False), Turn([2], True, [-0.5])],
+            (0, number),
+            rewards={"a": RewardResult(a), "b": RewardResult(value, steps=((1, 0, step),))},
+            reward=a + value,
+        )
+        for number, (a, value, step) in enumerate(results)
+    ]
+    algorithm = build(GDPO, run=RunOptions(step_sources={"b": 1.0}, weights={"a": 1.0}))
+    batch, _ = algorithm.credit(algorithm.assemble([Group(row, 0, samples)])[0])
+    assert batch.tok["advantages"][batch.tok["loss_mask"]].tolist() == pytest.approx([1.0 + 8.0, -1.0, 0.0])
 
 
 def test_shaping_applies_in_order_and_is_reported():

@@ -37,15 +37,21 @@ def check_reward(trajectory: Trajectory) -> None:
         _finite(trajectory, "score", float(trajectory.score))
 
 
-def source_reward(trajectory: Trajectory, source: str) -> float:
+def source_reward(trajectory: Trajectory, source: str, steps_placed: bool = False) -> float:
     """A source's reward for a trajectory, including step rewards, before its weight; NaN if the source gave none.
-    :data:`ENV`: the sum of the rewards of the turns."""
+    :data:`ENV`: the sum of the rewards of the turns.
+
+    Args:
+        steps_placed: leave out step rewards, which are placed at their tokens.
+    """
     if source == ENV:
         turns = [turn.reward for turn in trajectory.turns if turn.sampled and turn.reward is not None]
         return math.fsum(turns) if turns else math.nan
     result = trajectory.rewards.get(source)
-    if result is None or (result.value is None and not result.steps):
+    if result is None or (result.value is None and (steps_placed or not result.steps)):
         return math.nan
+    if steps_placed:
+        return float(result.value or 0.0)
     return (result.value or 0.0) + math.fsum(value for _, _, value in result.steps)
 
 

@@ -15,7 +15,8 @@ Columns of the batch:
 ``turn_reward``       token  float64, the environment's reward of a turn, at its last token (likewise)
 ``state``             token  int64, equal for turns of one group that follow the same observation (likewise)
 ``reward``            unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
-``reward.SOURCE``     unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
+``reward.SOURCE``     unit   float64, value of a source before its weight, without rewards in ``step_reward``, NaN:
+                             none (only those of ``rewards``)
 ``greedy``            unit   float64, reward of the greedy answer to the same prompt (only with ``greedy``)
 ``key``               unit   int64, equal for one agent and rows of one source with equal values in columns (only
                              with ``key``)
@@ -116,7 +117,7 @@ def assemble(
     lens_B, unit_B = torch.tensor(layout.lens), torch.tensor(layout.units)
     batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(trajectories, scored))
     for name in rewards:
-        values = [source_reward(trajectory, name) for trajectory in trajectories]
+        values = [source_reward(trajectory, name, name in (step_sources or {})) for trajectory in trajectories]
         batch.unit[f"reward.{name}"] = torch.tensor(values, dtype=torch.float64)
     if greedy:
         batch.unit["greedy"] = torch.tensor([greedy_reward(t) for t in trajectories], dtype=torch.float64)

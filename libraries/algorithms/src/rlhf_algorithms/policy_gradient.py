@@ -19,6 +19,7 @@ from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.tokens import Tokens
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import VALUES
+from rlhf.ops.sample_values import ENV
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, RunOptions, Snapshot, Update
 from torch import Tensor
@@ -384,8 +385,12 @@ class PolicyGradient(Algorithm[Group]):
 
     @property
     def source_weights(self) -> Mapping[str, float]:
-        """{reward source: weight} if the advantage treats each source separately; else empty."""
-        return self.run.weights if reads(self.advantage, "sources") else {}
+        """{reward source: weight} if the advantage treats each source separately; else empty. Sources with ``credit =
+        "step"`` are in it, because their results may also have a value for the whole answer."""
+        if not reads(self.advantage, "sources"):
+            return {}
+        steps = {name: weight for name, weight in self.run.step_sources.items() if name != ENV}
+        return {**self.run.weights, **steps}
 
     @property
     def _remembers(self) -> bool:
