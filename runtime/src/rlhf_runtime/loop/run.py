@@ -189,10 +189,10 @@ class Run:
     def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
         """Count a step whose rows or groups have no training signal. No role is trained. Snapshots that are due are
         taken all the same, or the next steps would train against an older reference."""
-        self.take_devices_back()
-        for update in self.algorithm.updates(step):
-            if isinstance(update, Snapshot):
-                snapshot(self.roles, update)
+        if snapshots := [update for update in self.algorithm.updates(step) if isinstance(update, Snapshot)]:
+            self.take_devices_back()
+        for update in snapshots:
+            snapshot(self.roles, update)
         self._catch_up(step)
         counts = ready.counts if ready is not None else {}
         self.left_out.update(counts)
