@@ -196,4 +196,7 @@ def test_values_and_notes_may_be_added_while_the_table_is_drawn():
     table.step(1, {"reward": Value()}, {})
     table.step(1, {"reward": 3.0}, {})
     table.note(Text("a"))
-    table._picture()
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table._picture())
+    assert "reward" in console.file.getvalue()
+    assert "note" in console.file.getvalue()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 
 import pytest
-from groups import score
+from groups import fenced, group, score
 from rlhf.errors import RewardError
 from rlhf_plugin_code import assertions
 from rlhf_plugin_code.values import pack, unpack
@@ -116,8 +117,18 @@ def test_the_assertions_of_a_row_are_prepared_once_for_all_answers(code_reward, 
     run = launcher.run
     monkeypatch.setattr(launcher, "run", lambda *words, **options: (starts.append(words), run(*words, **options))[1])
     reward = code_reward()
-    assert [score(reward, ["assert f(2) == 3"], f"def f(n): return n + {k}").value for k in range(3)] == [0, 1, 0]
+    groups = [group(["assert f(2) == 3"], fenced(f"def f(n): return n + {k}")) for k in range(3)]
+
+    async def together():
+        return await asyncio.gather(*map(reward.score, groups))
+
+    assert [result.value for (result,) in asyncio.run(together())] == [0, 1, 0]
     assert len(starts) == 1 + 2 * 3
+    with pytest.raises(RewardError, match="no test of the row calls a function of the program"):
+        score(reward, ["assert 1 == 1"], "def f(n): return n")
+    with pytest.raises(RewardError, match="no test of the row calls a function of the program"):
+        score(reward, ["assert 1 == 1"], "def f(n): return n")
+    assert len(starts) == 1 + 2 * 3 + 2, "a row that failed is evaluated again"
 
 
 def test_calls_that_need_results_end_after_some_starts(code_reward, monkeypatch) -> None:

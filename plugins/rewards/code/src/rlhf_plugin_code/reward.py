@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from rlhf_plugin_code.sandboxes import Choice, candidates, working
 
 Gradable = list[StdinTest] | list[CallTest] | Assertions
 ROWS = 32
-"""Number of rows whose assertions are kept, because the answers to a row are scored one by one."""
+"""Number of rows whose assertions are kept, because each answer to a row is scored in a call of its own."""
 
 
 class CodeConfig(ComponentConfig):
@@ -85,7 +86,7 @@ class CodeReward(Reward):
             c.cpu_seconds, c.wall_seconds, c.memory_mib * MIB, c.disk_mib * MIB, c.output_kib * 1024
         )  # fmt: skip
         self._launcher: SandboxLauncher | None = None
-        self._rows: dict[AssertionTests, Assertions] = {}
+        self._rows: dict[AssertionTests, asyncio.Task[Assertions]] = {}
 
     def columns(self) -> tuple[str, ...]:
         return (self.config.column,)
@@ -104,12 +105,17 @@ class CodeReward(Reward):
         return [await self._grade(t.answer, gradable, launcher) for t in group.trajectories]
 
     async def _assertions(self, tests: AssertionTests, launcher: SandboxLauncher) -> Assertions:
-        assertions = self._rows.get(tests)
-        if assertions is None:
-            assertions = self._rows[tests] = await Assertions.of_row(tests, launcher)
+        task = self._rows.get(tests)
+        if task is None:
+            task = self._rows[tests] = asyncio.create_task(Assertions.of_row(tests, launcher))
             if len(self._rows) > ROWS:
                 del self._rows[next(iter(self._rows))]
-        return assertions
+        try:
+            return await asyncio.shield(task)  # the deadline of one answer ends no evaluation that others wait for
+        except BaseException:
+            if task.done():  # it has failed, so that the next attempt evaluates them again
+                self._rows.pop(tests, None)
+            raise
 
     async def _grade(self, answer: str, tests: Gradable, launcher: SandboxLauncher) -> RewardResult:
         program = answer if self.config.extract == "text" else last_block(answer, self.config.tags)
