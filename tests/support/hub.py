@@ -45,6 +45,8 @@ class LoopbackHub(AbstractContextManager["LoopbackHub"]):
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
+        self.status: int | None = None
+        """If set, the status of every answer: a hub that is overloaded or broken."""
         self.writer = ""
         """The token with which models are uploaded; empty: nobody may."""
         self.requests: list[tuple[str, str]] = []
@@ -101,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.serves.requests.append((self.command, path))
+        if self.serves.status is not None:
+            return self._send(self.serves.status, b"{}")
         if match := _API.fullmatch(path):
             return self._api(*match.groups())
         if match := _FILE.fullmatch(path):

@@ -278,6 +278,15 @@ def test_without_a_network_the_cache_is_used_and_reported(hub, client):
     assert "Check the network, HF_ENDPOINT and proxies, or use a folder or file." in none["error"]
 
 
+def test_a_hub_out_of_service_leaves_the_cache_in_use(hub, client):
+    (reference,) = client.ask(hub.url, source(subset="main"))
+    hub.status = 503
+    fallback, none = client.ask(hub.url, source(subset="main"), source(path="owner/none"))
+    assert fallback["rows"] == reference["rows"]
+    assert "the hub answers 503: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
+    assert "Try again later." in none["error"]
+
+
 def test_a_hub_that_does_not_answer_times_out(client):
     """What is asked first, the commit, is asked with the client's own limit for such questions."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing

@@ -82,12 +82,11 @@ def is_cached(kind: Kind, repo: HubName) -> bool:
 
 def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
     """Every file of the repository at a commit. The list comes from the client's cached answer of the hub or from the
-    hub. If the hub cannot be reached, it contains the downloaded files.
+    hub. If the hub is out of service, it contains the downloaded files.
 
     Raises HubError.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
 
     cached_tree = getattr(huggingface_hub, "get_cached_repo_tree", None)  # of clients since 2.0
     with suppress(Exception):  # nothing is cached; only these clients have this exception
@@ -97,8 +96,7 @@ def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
         return sorted(huggingface_hub.HfApi().list_repo_files(repo.name, revision=commit, repo_type=kind))
     except Exception as error:  # of the client or its transport; differs by version
         folder = _cached(kind, repo, commit)
-        # If the hub answered, its refusal counts, not the cache.
-        if folder is None or isinstance(error, HfHubHTTPError):
+        if folder is None or _is_refusal(error):
             raise HubError(explain(kind, repo, error)) from error
         return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
@@ -160,6 +158,14 @@ def explain(kind: Kind, repo: HubName, error: BaseException) -> str:
     return f"{label} could not be read: {failure}. Check the network, HF_ENDPOINT and proxies, or use a folder or file."
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether the hub answered that the client may not have what it requested, or that it does not exist. Then the
+    answer counts, not the cache. A hub that is overloaded or broken (429, 5xx) did not answer the request."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError) and error.response.status_code < 500 and error.response.status_code != 429
+
+
 def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # in seconds; the client sets no timeout here
@@ -169,16 +175,15 @@ def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
     try:
         info = hub.repo_info(repo.name, revision=repo.revision, repo_type=kind, timeout=HF_HUB_ETAG_TIMEOUT)
         commit = str(info.sha)
-    except HfHubHTTPError as error:
-        raise HubError(explain(kind, repo, error)) from error
-    except Exception as error:  # the hub is out of reach
+    except Exception as error:
         folder = _cached(kind, repo, repo.revision)
-        if folder is None:
+        if folder is None or _is_refusal(error):
             raise HubError(explain(kind, repo, error)) from error
         if not isinstance(error, OfflineModeIsEnabled):
-            notes.append(
-                f"the hub cannot be reached: {kind} {repo} is assumed to be {folder.name}, the downloaded commit"
-            )
+            status = "cannot be reached"
+            if isinstance(error, HfHubHTTPError):
+                status = f"answers {error.response.status_code}"
+            notes.append(f"the hub {status}: {kind} {repo} is assumed to be {folder.name}, the downloaded commit")
         return folder.name
     # The client notes the commit of a branch only if it downloads by the name of the branch. Files are downloaded by
     # commit here, so the note is written here. Without a network the name is looked up in it.
