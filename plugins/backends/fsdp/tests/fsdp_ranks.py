@@ -83,7 +83,7 @@ class FsdpRanks(TrainerRankCases):
             counts.append(tensor.numel())
             return tensor
 
-        with patch.object(type(of.tensors), "whole", count):
+        with patch.object(type(of.tensors), "full_tensor", count):
             yield counts
 
     def case_kept(self) -> Any:
