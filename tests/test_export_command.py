@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rlhf
 import torch
 from rlhf_runtime.jobs import export
 from safetensors.torch import load_file
 
-from tests.runs import Finished, Say, Workshop
+from tests.runs import PROMPTS, Finished, Say, Workshop
 
 
 def equal_folders(folder: Path, expected: Path) -> None:
@@ -86,6 +87,36 @@ def short(tiny: Workshop) -> Finished:
 def test_an_online_run_is_exported_without_its_data(short: Finished, say: Say, tmp_path: Path) -> None:
     assert say("export", short.path, "--step", 1, "-o", tmp_path / "model")[0] == 0
     equal_folders(tmp_path / "model", short.path / "model")
+
+
+def test_a_run_with_functions_of_its_process_is_exported(shop: Workshop, say: Say) -> None:
+    def length(prompt: str, completion: str, row: dict[str, Any]) -> float:
+        return float(len(completion))
+
+    def words(prompt: str, completion: str, row: dict[str, Any]) -> float:
+        return float(len(completion.split()))
+
+    def watch(step: int, metrics: dict[str, float], control: Any) -> None: ...
+
+    run = shop.folder / "run"
+    rlhf.train(
+        "grpo",
+        model=shop.model,
+        data=PROMPTS,
+        reward=[length, words],
+        observers=watch,
+        steps=1,
+        output=run,
+        options={
+            "algorithm.advantage": "gdpo",  # refuses a run with one reward
+            "sampling.max_new_tokens": 4,
+            "data.batch_size": 4,
+            "data.max_tokens": 64,
+        },
+    )
+    code, _, err = say("export", run, "--step", 1, "-o", shop.folder / "model")
+    assert code == 0, err
+    equal_folders(shop.folder / "model", run / "model")
 
 
 def test_wrong_usage_is_refused_and_writes_nothing(short: Finished, say: Say, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.errors import CheckpointError, ConfigError, boundary
-from rlhf.interfaces import Algorithm
+from rlhf.interfaces import Algorithm, Reward
 from rlhf.plugins import Plugins
+from rlhf.plugins.resolved import IN_PROCESS
+from rlhf.types import Group, RewardResult
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, read_json
@@ -113,7 +115,7 @@ def loaded_policy(
         folder: a whole model to load instead of the policy's model, as a role that is not trained.
     """
     start = RunDirectory.last_start(run)
-    parts = checked(config, plugins, scored=False, commits=Commits(start.get("hub")))
+    parts = checked(_without_objects(config, plugins), plugins, scored=False, commits=Commits(start.get("hub")))
     steps = start.get("total_steps") or total_steps(parts.config, 0)
     tokenizer = load_tokenizer(parts.model("policy"), parts.config.policy.trust_remote_code)
     parts.algorithm.use_tokens(tokens_of(tokenizer))
@@ -132,6 +134,23 @@ def loaded_policy(
         resources.callback(launcher.shutdown)
         launcher.place({"policy": place}, [trainer.resolved], None)
         yield Role(spec, launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec), None), parts, template
+
+
+class _AbsentReward(Reward):
+    async def score(self, group: Group) -> list[RewardResult]:
+        raise NotImplementedError
+
+
+def _without_objects(config: RunFile, plugins: Plugins) -> RunFile:
+    """The run file without observers, and with stand-ins for the rewards that were functions or classes of the process
+    that started the run. Nothing is scored here, but the algorithm is checked against the number of rewards."""
+    rewards = list(config.reward)
+    for number, section in enumerate(rewards):
+        distribution, _, name = section.use.partition("/")
+        if distribution == IN_PROCESS:
+            plugins.register("reward", type(_AbsentReward.__name__, (_AbsentReward,), {"name": name}))
+            rewards[number] = section.model_copy(update={"options": {}})
+    return config.model_copy(update={"observer": (), "reward": tuple(rewards)})
 
 
 def _restore(algorithm: Algorithm, state: Path) -> None:
