@@ -287,6 +287,19 @@ def test_physical_tokens_count_and_a_row_is_dropped_whole(data):
     assert rows.dropped == 1
 
 
+def test_equal_rows_of_training_and_evaluation_have_the_images_of_their_own_folders(models, tmp_path):
+    """Both splits of a folder of images have a `metadata.jsonl`, so both sources have the same name."""
+    for split, image in (("train", RED), ("test", BLUE)):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "0.png").write_bytes(image)
+        (tmp_path / split / "metadata.jsonl").write_text(json.dumps({"prompt": "what?", "image": "0.png"}) + "\n")
+    sources = [(SourceSection(path=str(tmp_path / split / "metadata.jsonl")),) for split in ("train", "test")]
+    section = DataSection(train=sources[0], eval=sources[1])
+    data = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
+    rows = [*data.take(1), *data.eval_rows()]
+    assert [data.template.encode_prompt(row).images[0].data for row in (*rows, *rows)] == [RED, BLUE, RED, BLUE]
+
+
 def test_a_named_column_of_images_must_exist(data):
     row = {"prompt": "hi", "photo": "red.png"}
     with pytest.raises(DataError, match=r"no column 'photos' for images.*Did you mean 'photo'"):

@@ -75,21 +75,22 @@ class Prompts:
         """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self.shows_tools = True
         """Whether prompts show the tools of their rows. A rollout that encodes messages shows its own tools."""
-        self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
+        self._prompts: dict[tuple[str, int], tuple[Row, Turn, memoryview]] = {}
         self._cached_bytes = 0
 
     def encode_prompt(self, row: Row) -> Turn:
         """The tokens of the row's prompt, up to where the policy answers."""
         key = (row.source, row.index)
-        columns, turn, _ = self._prompts.get(key, (None, None, None))
-        if turn is None or columns != row.columns:  # training and evaluation data may have sources with the same name
+        cached_row, turn, _ = self._prompts.get(key, (row, None, None))
+        # Training and evaluation data may have sources with the same name, whose layouts have other folders of images.
+        if turn is None or cached_row.layout is not row.layout or cached_row.columns != row.columns:
             turn = self._prompt_turn(row)
             self._cached_bytes += sum(len(image.data) for image in turn.images)
             if len(self._prompts) >= _CACHED_PROMPTS or self._cached_bytes > _CACHED_BYTES:
                 self._prompts.clear()
                 self._cached_bytes = 0
             # The samples of a prompt share its array. An array that is viewed cannot grow or shrink.
-            self._prompts[key] = (row.columns, turn, memoryview(turn.ids))
+            self._prompts[key] = (row, turn, memoryview(turn.ids))
         return replace(turn)
 
     def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
