@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from rlhf.types import Row
+from rlhf.types import Row, Trajectory
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES
@@ -123,3 +123,11 @@ def test_a_rollout_with_tools_of_its_own_does_not_show_those_of_rows(tokenizer_w
     template.shows_tools = False
     row = {**ROWS["prompts"], "tools": [ADD]}
     assert tokens(template, "prompts", row) == tokens(template, "prompts", ROWS["prompts"])
+
+
+def test_messages_alone_are_not_the_recorded_prompt_of_a_row_with_tools(tokenizer_with):
+    """A row that an export made of them would lose the tools."""
+    template = Template(tokenizer_with(HERMES), DataSection())
+    for tools, prompt in (([ADD], None), ([], [ASK])):
+        row = Row({**ROWS["prompts"], "tools": tools}, "rows", 0)
+        assert template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0))) == prompt

@@ -95,12 +95,15 @@ class Prompts:
 
     def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
         """The prompt of a trajectory: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
-        if an environment added to the context, or if the trajectory failed before it had a context."""
+        if its context also has tools of the row or a text of an environment, or if the trajectory failed before it had
+        a context."""
         row, turns = trajectory.row, trajectory.turns
         if not turns or turns[0].ids != self.encode_prompt(row).ids:
             return None
         cells = self._cells(row)
-        return self._plain_prompt(cells) if self.chat is None else [*self._read_prompt(cells)[0]]
+        if self.chat is None:
+            return self._plain_prompt(cells)
+        return [*self._read_prompt(cells)[0]] if self._chat_of(cells) is self.chat else None
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with the environment's first observation. If the prompt ends with a user message, the
