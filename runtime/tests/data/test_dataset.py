@@ -55,6 +55,34 @@ def test_long_rows_are_dropped_counted_and_resumed_over(load, chars):
     assert [r.index for r in resumed.take(9)] == [r.index for r in data.take(9)]
 
 
+def test_sources_keep_their_probabilities_among_the_rows_that_are_used(write, chars):
+    """Most rows of the first source are too long."""
+    files = [write(f"{name}.jsonl", prompts(10)) for name in ("long", "all")]
+
+    def fresh(limit=3):
+        train = tuple(f.model_copy(update={"probability": 0.5}) for f in files)
+        train = (train[0], train[1].model_copy(update={"max_rows": 3}))
+        return TrainData(DataSection(train=train, max_prompt_tokens=limit, too_long="drop"), chars, "prompts", 0)
+
+    data = fresh()
+    rows = data.take(400)
+    assert abs(sum(row.source == "long" for row in rows) - 200) < 40
+    assert data.dropped > 400
+    data.check(100)
+    resumed = fresh()
+    resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    assert [(r.source, r.index) for r in resumed.take(50)] == [(r.source, r.index) for r in data.take(50)]
+
+
+@pytest.mark.parametrize("method", [TrainData.take, TrainData.check])
+def test_a_source_with_a_probability_and_no_usable_row_is_an_error(write, chars, method):
+    files = (write("a.jsonl", [{"prompt": "xx"}] * 3), write("b.jsonl", [{"prompt": "x"}] * 3))
+    train = tuple(f.model_copy(update={"probability": 0.5}) for f in files)
+    data = TrainData(DataSection(train=train, max_prompt_tokens=1, too_long="drop"), chars, "prompts", 0)
+    with pytest.raises(DataError, match=r"6 consecutive rows of 'a' .*no row of 'a' is left to train on"):
+        method(data, 30)
+
+
 def answered(section, tokenizer):
     return TrainData(section, tokenizer, "prompts", 0, answers=True)
 

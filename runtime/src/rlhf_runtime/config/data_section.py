@@ -23,7 +23,7 @@ class SourceSection(ComponentConfig):
     subset: str | None = None
     """Configuration of a hub name."""
     probability: Share | None = None
-    """Share of draws. Set it for all sources or for none. Without it, sources are concatenated."""
+    """Share of the rows that are used. Set it for all sources or for none. Without it, sources are concatenated."""
     max_rows: Count | None = None
     """Use only the first rows."""
 

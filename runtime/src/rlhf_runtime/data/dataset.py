@@ -134,7 +134,8 @@ class TrainData:
             step: the step, counted from 0, that trains on the batch of these rows. Only a curriculum reads it.
 
         Raises DataError: a row cannot be encoded or is too long (``too_long = "error"``), with its file and line; or no
-        row of a whole pass over the data is usable. Raises PluginError: a curriculum chose rows that it may not choose.
+        row of a whole pass over the data (or over a source with a probability) is usable. Raises PluginError: a
+        curriculum chose rows that it may not choose.
         """
         rows: list[Row] = []
         self._examples = {}
@@ -143,20 +144,17 @@ class TrainData:
             for row in rows:
                 self._fits(row, self._train)  # raises if it does not
             return rows
-        misses = 0
         while len(rows) < n:
-            row = self.order.take(1)[0]
-            if self._fits(row, self._train):
-                rows.append(row)
-                misses = 0
-                continue
-            self.dropped += self._verdict.kind == "too_long"
-            self.bad_rows += self._verdict.kind == "bad_rows"
-            misses += 1
-            # If sources have no probabilities, so many draws include a whole pass, even if the first is in the middle
-            # of one.
-            if misses >= 2 * self.rows_per_epoch:
-                raise self._nothing_left(misses, self._verdict)
+            row, misses = self.order.take(1)[0], 0
+            while not self._fits(row, self._train):
+                self.dropped += self._verdict.kind == "too_long"
+                self.bad_rows += self._verdict.kind == "bad_rows"
+                misses += 1
+                # So many draws include a whole pass, even if the first is in the middle of one.
+                if misses >= 2 * self.order.rows_of_pass(row):
+                    raise self._nothing_left(row, misses, self._verdict)
+                row = self.order.take_instead(row)
+            rows.append(row)
         return rows
 
     def examples(self, rows: Sequence[Row]) -> list[Example]:
@@ -203,19 +201,21 @@ class TrainData:
         Raises DataError: a row would be refused by :meth:`take`, or no row is usable.
         """
         order = RowOrder(self._train, self.order.seed, self.order.shuffle)
-        counts, first, checked = Counter[str](), "", 0
+        counts, first, checked, misses = Counter[str](), "", 0, 0
+        bad_row: Row | None = None
         while checked < rows or (rows and checked == counts.total()):  # at least until a row is usable
             if stopped():
                 break
-            row = order.take(1)[0]
+            row = order.take(1)[0] if bad_row is None else order.take_instead(bad_row)
             verdict = self.judge(row, row.source in self.answered)
             self._require_wanted(row, self._train, verdict)
             checked += 1
+            bad_row, misses = (row, misses + 1) if verdict.kind else (None, 0)
             if verdict.kind:
                 counts[verdict.kind] += 1
                 first = first or f"{self._source(self._train, row.source).location(row.index)}: {verdict.text}"
-            if checked == counts.total() >= 2 * self.rows_per_epoch:
-                raise self._nothing_left(checked, verdict)
+            if misses >= 2 * order.rows_of_pass(row):
+                raise self._nothing_left(row, misses, verdict)
         if not counts:
             return ""
         reasons = ", ".join(f"{counts[kind]} {name}" for kind, name in _LEFT_OUT.items() if counts[kind])
@@ -282,11 +282,12 @@ class TrainData:
         self._require_wanted(row, sources, verdict)
         return not verdict.kind
 
-    def _nothing_left(self, misses: int, verdict: RowVerdict) -> DataError:
+    def _nothing_left(self, row: Row, misses: int, verdict: RowVerdict) -> DataError:
+        of_source = "" if self._source(self._train, row.source).probability is None else f" of {row.source!r}"
         return DataError(
-            f"{misses} consecutive rows are over the limits (data.max_tokens = {self.section.max_tokens}, "
-            f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from, so no row is "
-            f"left to train on. The last one: {verdict.text}"
+            f"{misses} consecutive rows{of_source} are over the limits (data.max_tokens = {self.section.max_tokens}, "
+            f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from, so no row"
+            f"{of_source} is left to train on. The last one: {verdict.text}"
         )
 
     def _require_wanted(self, row: Row, sources: Sequence[Source], verdict: RowVerdict) -> None:

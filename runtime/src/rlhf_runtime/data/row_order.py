@@ -57,7 +57,16 @@ class RowOrder:
 
     def take(self, n: int) -> list[Row]:
         """The next ``n`` rows. Continues with the next pass, so no rows at the end of a pass are dropped."""
-        return [self._next() for _ in range(n)]
+        return [self._next(self._draw_pool()) for _ in range(n)]
+
+    def take_instead(self, row: Row) -> Row:
+        """The next row in place of ``row``, which cannot be used. With probabilities it is of the same source, so that
+        each source has its share of the rows that are used."""
+        return self._next(self._pool_of(row))
+
+    def rows_of_pass(self, row: Row) -> int:
+        """Number of rows in the passes of ``row``: with probabilities those of its source, else all."""
+        return self._size(self._pool_of(row))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the position in the order, and everything that determines the order."""
@@ -106,13 +115,21 @@ class RowOrder:
             "sources": {s.name: {"fingerprint": s.fingerprint, "rows": len(s)} for s in self.sources},
         }
 
-    def _next(self) -> Row:
-        pool = 0
-        if self._cumulative is not None:
-            share = derive_seed(self.seed, "order/source", self.rows_taken) / 2**63
-            # The probabilities may sum to slightly less than 1, so a share can be above the last sum.
-            pool = min(int(np.searchsorted(self._cumulative, share, side="right")), len(self._pools) - 1)
-        size = sum(len(source) for source in self._pools[pool])
+    def _draw_pool(self) -> int:
+        if self._cumulative is None:
+            return 0
+        share = derive_seed(self.seed, "order/source", self.rows_taken) / 2**63
+        # The probabilities may sum to slightly less than 1, so a share can be above the last sum.
+        return min(int(np.searchsorted(self._cumulative, share, side="right")), len(self._pools) - 1)
+
+    def _pool_of(self, row: Row) -> int:
+        return 0 if self._cumulative is None else [source.name for source in self.sources].index(row.source)
+
+    def _size(self, pool: int) -> int:
+        return sum(len(source) for source in self._pools[pool])
+
+    def _next(self, pool: int) -> Row:
+        size = self._size(pool)
         epoch, index = divmod(self._positions[pool], size)
         if self.shuffle:
             if self._orders.get(pool, (-1,))[0] != epoch:
