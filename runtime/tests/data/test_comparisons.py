@@ -169,6 +169,10 @@ def test_the_turns_of_helpsteer2_become_messages(read, chat):
     _, (_, example) = read(chat, "pairs", [HELPSTEER2, HELPSTEER2 | {"prompt": prompt}])
     start = "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>"
     assert texts(chat, example) == [f"{start}good<eos>", f"{start}bad<eos>"]
+    rows = [{"prompt": "q", "response": "a"}, {"prompt": prompt, "response": "good"}]
+    for order in (rows, rows[::-1]):  # HelpSteer2 itself, whose first row has a single turn
+        _, examples = read(chat, "demonstrations", order)
+        assert f"{start}good<eos>" in [text for example in examples for text in texts(chat, example)]
 
 
 def test_a_preference_that_is_missing_is_not_the_margin(read, chat):

@@ -123,16 +123,11 @@ def dialogues(values: Values, chat: bool) -> Values:
 
 
 def dialogue_prompt(values: Values, chat: bool) -> Values:
-    """Converts a prompt that is a dialogue up to an ``Assistant:``, or has the marks of HelpSteer2, to messages, and
-    strips white space around answers to a dialogue. Other prompts are not changed. Without a chat template no prompt is
-    changed."""
+    """Converts a prompt that is a dialogue up to an ``Assistant:`` to messages, and strips white space around answers
+    to it. Other prompts are not changed. Without a chat template no prompt is changed."""
     prompt = values.get("prompt")
     if not chat or not isinstance(prompt, str) or not is_open_dialogue(prompt):
         return values
-    first, *turns = re.split(HELPSTEER, prompt)
-    if turns:
-        messages = zip(("User", *turns[::2]), (first, *turns[1::2]), strict=True)
-        return {**values, "prompt": [{"role": name.lower(), "content": text.strip()} for name, text in messages]}
     answers = {f: v.strip() for f in ("response", "chosen", "rejected") if isinstance(v := values.get(f), str)}
     return {**values, "prompt": _spoken("\n\n" + prompt.strip()[: -len(ASSISTANT)]), **answers}
 
@@ -205,8 +200,12 @@ def is_exchanges(value: Any) -> bool:
 
 
 def conversation(value: Any) -> Any:
-    """Converts a conversation in JSON text to a list, and a single message or turn to a list of one. Other values are
-    returned unchanged."""
+    """Converts a conversation in JSON text or with the marks of HelpSteer2 to a list, and a single message or turn to a
+    list of one. Other values are returned unchanged."""
+    first, *pieces = re.split(HELPSTEER, value) if isinstance(value, str) else [""]
+    if pieces:
+        spoken = zip(("User", *pieces[::2]), (first, *pieces[1::2]), strict=True)
+        return [{"role": name.lower(), "content": text.strip()} for name, text in spoken]
     if isinstance(value, str) and value.lstrip().startswith("[") and ('"role"' in value or '"from"' in value):
         messages = decoded(value)
         return messages if is_messages(messages) or is_turns(messages) else value
@@ -228,9 +227,8 @@ def is_dialogue(value: Any) -> bool:
 
 
 def is_open_dialogue(value: Any) -> bool:
-    """Whether a text is a dialogue that ends where the assistant answers, or a prompt of HelpSteer2."""
-    ends = is_dialogue(value) and value.rstrip().endswith(ASSISTANT)
-    return ends or (isinstance(value, str) and re.search(HELPSTEER, value) is not None)
+    """Whether a text is a dialogue that ends where the assistant answers."""
+    return is_dialogue(value) and value.rstrip().endswith(ASSISTANT)
 
 
 def repeats(conversations: list[Any], prompt: Any) -> bool:
