@@ -85,6 +85,8 @@ def test_each_agent_is_trained_on_its_own_turns_with_its_own_running_mean(shop: 
     for agent in ("first", "second"):
         last = [s["score"] for s in run.samples_of("step-000003.arrow") if s["turns"][0]["agent"] == agent]
         assert run.lines()[-1][f"agent/{agent}/score"] == pytest.approx(statistics.mean(last))
+    games = {tuple(s["index"]): s["info"]["env/digits"] for s in run.samples_of("step-000003.arrow")}
+    assert run.lines()[-1]["env/digits"] == pytest.approx(statistics.mean(games.values())), "each game counts once"
     assert "as first" in shop.command("samples", str(run.path)).said
     assert "generator and trainer agree" in shop.command("doctor", str(run.path)).said
 

@@ -50,6 +50,15 @@ def test_numbers_about_samples_are_averaged_over_the_samples_that_have_them():
     assert info_metrics(groups) == {"env/solved": 0.5, "rollout/calls/add": 2.0}
 
 
+def test_a_sample_of_several_agents_counts_once():
+    """The second of two games ended before y had a turn."""
+    trajectories = []
+    for index, agent, invalid in ((0, "x", 0.0), (0, "y", 0.0), (1, "x", 1.0)):
+        turns = [Turn([1], False, agent=agent), Turn([2], True, agent=agent)]
+        trajectories.append(Trajectory(ROW, turns, (0, index), info={"env/invalid_move": invalid}))
+    assert info_metrics([Group(ROW, 0, trajectories)]) == {"env/invalid_move": 0.5}
+
+
 def test_failed_samples_count_with_the_lowest_reward_which_is_at_most_0():
     def groups(*rewards):
         return [Group(ROW, n, [Trajectory(ROW, [], (n, 0), reward=r)]) for n, r in enumerate(rewards)]

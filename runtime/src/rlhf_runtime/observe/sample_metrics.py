@@ -133,8 +133,11 @@ def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """``env/KEY`` and ``rollout/KEY``: means of the numbers in ``Trajectory.info``, over the samples that have them.
     ``agent/AGENT/score``: the mean score of each agent, if the policy plays several."""
     numbers: defaultdict[str, list[float]] = defaultdict(list)
+    first_agents: dict[tuple[int, int], str] = {}
     for trajectory in (t for group in groups for t in group.trajectories):
-        for name, value in trajectory.info.items():
+        # The trajectories of a sample's agents have the same numbers, and an agent without a turn has no trajectory.
+        is_first = first_agents.setdefault(trajectory.index, trajectory.agent) == trajectory.agent
+        for name, value in trajectory.info.items() if is_first else ():
             numbers[name].append(value)
         if trajectory.agent and trajectory.score is not None:
             numbers[f"agent/{trajectory.agent}/score"].append(trajectory.score)
