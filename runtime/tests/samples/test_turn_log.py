@@ -6,7 +6,8 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf.ops.experts import drop_repeated
+from rlhf.types import ExpertRecord, GenerationRequest, Sampling, Turn
 from rlhf_runtime.samples.sample_context import TurnLog
 
 FIRST, SECOND, THIRD = (GenerationRequest(array("i", [5] * n), n, Sampling(max_new_tokens=8)) for n in (1, 2, 3))
@@ -59,3 +60,25 @@ def test_entries_make_an_equal_log(log: TurnLog) -> None:
     assert [number for number, _, _ in copy.entries()] == [0, 1, 2]
     assert copy.find(1, SECOND) == turn(1)
     assert copy.find(1, OTHER_IDS) is None
+
+
+def test_a_turn_stays_as_it_was_sampled(log: TurnLog) -> None:
+    """A rollout sets the reward and the end of a turn. In the resumed sample, another turn may be its last one."""
+    for _ in range(2):
+        last = log.find(2, THIRD)
+        assert last == turn(2)
+        last.reward, last.score, last.finish = 1.0, 1.0, "length"
+    new = turn(3)
+    log.add(3, THIRD, new)
+    new.reward, new.finish = 1.0, "length"
+    assert [value for _, _, value in log.entries()] == [turn(number) for number in range(4)]
+    assert TurnLog(log.entries()).find(3, THIRD) == turn(3)
+
+
+def test_experts_that_the_end_of_the_sample_removes_are_removed_here_too(log: TurnLog) -> None:
+    prompt, observation = Turn([5], False), Turn([6], False)
+    answers = [replace(turn(3), experts=ExpertRecord(bytes(tokens), 1, 4, 1)) for tokens in (1, 3)]
+    for number, answer in enumerate(answers, 3):
+        log.add(number, THIRD, answer)
+    drop_repeated([prompt, answers[0], observation, answers[1]])
+    assert [len(value.experts.choices) for _, _, value in log.entries()[3:] if value.experts] == [1, 2]

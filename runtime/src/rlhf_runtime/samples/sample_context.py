@@ -310,27 +310,37 @@ class TurnLog:
 
     A resumed sample runs its rollout from the beginning, and its environment gets the same actions. As long as the
     contexts are the same, the turns come from here. From the first different context on they are sampled again.
+
+    A turn stays here as it was sampled, because the rollout sets rewards and ends of turns anew in the resumed sample.
     """
 
     def __init__(self, turns: Iterable[tuple[int, int, Turn]] = ()) -> None:
         """``turns``: (number, checksum of its context, turn)."""
-        self._turns = {number: (context, turn) for number, context, turn in turns}
+        self._turns: dict[int, tuple[int, Turn, Turn]] = {}
+        """{number: (checksum of the context, the turn without its experts, the rollout's object)}. The experts are the
+        object's, because the run cuts repeated tokens from them when the sample has ended."""
+        for number, context, turn in turns:
+            self._turns[number] = context, replace(turn, experts=None), turn
 
     def find(self, number: int, request: GenerationRequest) -> Turn | None:
         """Turn ``number``, if it was sampled before for the same context."""
-        context, turn = self._turns.get(number, (-1, None))
-        if turn is not None and context != checksum(request):
+        if number not in self._turns:
+            return None
+        context, turn, latest = self._turns[number]
+        if context != checksum(request):
             # Later turns answer contexts that contain this one.
             self._turns = {n: earlier for n, earlier in self._turns.items() if n < number}
             return None
-        return turn
+        self._turns[number] = context, turn, replace(turn, experts=latest.experts)
+        return self._turns[number][2]
 
     def add(self, number: int, request: GenerationRequest, turn: Turn) -> None:
-        self._turns[number] = checksum(request), turn
+        self._turns[number] = checksum(request), replace(turn, experts=None), turn
 
     def entries(self) -> list[tuple[int, int, Turn]]:
         """(number, checksum of its context, turn), in order."""
-        return [(number, context, turn) for number, (context, turn) in sorted(self._turns.items())]
+        turns = sorted(self._turns.items())
+        return [(number, context, replace(turn, experts=o.experts)) for number, (context, turn, o) in turns]
 
 
 def checksum(request: GenerationRequest) -> int:
