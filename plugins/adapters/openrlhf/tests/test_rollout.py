@@ -10,7 +10,7 @@ import rlhf
 from pydantic import ValidationError
 from rlhf.errors import PluginInvalid, RolloutError
 from rlhf.plugins import Plugins
-from rlhf.types import Image, Row, Sampling, Turn
+from rlhf.types import Image, Row, Sampling, Trajectory, Turn
 from rlhf_testing.scripted_rollout import ScriptedContext
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
@@ -80,6 +80,9 @@ def test_turns_are_what_was_sampled(file, model: str) -> None:
     turns, context = run(file(EXECUTOR), model)
     assert [t.sampled for t in turns] == [False, True, False, True]  # what follows the last action is left out
     assert turns[0].ids == context.encode_prompt(ROW).ids
+    sample = Trajectory(ROW, turns, (0, 0))
+    texts = (sample.prompt_text, sample.completion)
+    assert texts == ("2+2=", f"{turns[1].text}!{turns[3].text}"), "the texts that rewards read"
     assert [(t.logprobs, t.versions) for t in turns[1::2]] == [(c.turn.logprobs, ((0, 0),)) for c in context.calls]
     assert [c.number for c in context.calls] == [0, 1]
     assert list(context.calls[1].context) == [i for t in turns[:3] for i in t.ids]

@@ -103,7 +103,7 @@ class ExecutorEngine:
         for start, end in result["action_ranges"]:
             turn = self._find(tokens, start, end)
             if start > position:
-                turns.append(Turn(tokens[position:start], sampled=False))
+                turns.append(self._context(tokens[position:start]))
             turns.append(turn)
             position = end
         if not turns:
@@ -116,6 +116,11 @@ class ExecutorEngine:
         if result.get("truncated"):
             turns[-1].finish = "length"
         return turns
+
+    def _context(self, ids: list[int]) -> Turn:
+        """Tokens that were not sampled, with their text, which rewards read."""
+        text = self._ctx.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Turn(ids, sampled=False, text=text)
 
     def _find(self, tokens: list[int], start: int, end: int) -> Turn:
         """A copy of the turn whose tokens are at ``start:end``. The last turn may be cut at the end of the tokens."""
