@@ -455,6 +455,25 @@ def test_the_value_of_a_source_of_step_rewards_is_one_of_the_rewards_that_count_
     assert batch.tok["advantages"][batch.tok["loss_mask"]].tolist() == pytest.approx([1.0 + 8.0, -1.0, 0.0])
 
 
+def test_a_reward_that_the_rollout_gives_is_one_of_the_rewards_that_count_separately():
+    """Without an environment. The standardised rewards are -1, 0, 1 of the rollout, twice 0, 1, -1 of a, and 0 of b."""
+    row = Row({"prompt": "?"}, "data", 0)
+    samples = [
+        Trajectory(
+            row,
+            [Turn([1], False), Turn([2], True, [-0.5], reward=given)],
+            (0, number),
+            rewards={"a": RewardResult(a), "b": RewardResult(3.0)},
+            reward=given + 2 * a + 3.0,
+        )
+        for number, (given, a) in enumerate([(-10.0, 0.0), (0.0, 0.5), (10.0, -0.5)])
+    ]
+    algorithm = build(GDPO, run=RunOptions(weights={"a": 2.0, "b": 1.0}))
+    batch, _ = algorithm.credit(algorithm.assemble([Group(row, 0, samples)])[0])
+    sums = torch.tensor([-1.0, 2.0, -1.0])
+    torch.testing.assert_close(batch.tok["advantages"][batch.tok["loss_mask"]], sums / sums.std())
+
+
 def test_shaping_applies_in_order_and_is_reported():
     shaping = ShapingConfig(overlong_buffer=4, overlong_max=6, overlong_factor=2.0, stop_properly=0.5)
     algorithm = build(shaping=shaping)

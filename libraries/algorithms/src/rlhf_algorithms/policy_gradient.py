@@ -386,11 +386,13 @@ class PolicyGradient(Algorithm[Group]):
     @property
     def source_weights(self) -> Mapping[str, float]:
         """{reward source: weight} if the advantage treats each source separately; else empty. Sources with ``credit =
-        "step"`` are in it, because their results may also have a value for the whole answer."""
+        "step"`` are in it, because their results may also have a value for the whole answer. So is ``env`` without an
+        environment, because a rollout may give rewards to turns, too."""
         if not reads(self.advantage, "sources"):
             return {}
-        steps = {name: weight for name, weight in self.run.step_sources.items() if name != ENV}
-        return {**self.run.weights, **steps}
+        steps = self.run.step_sources
+        turns = {} if ENV in steps else {ENV: 1.0}
+        return {**turns, **self.run.weights, **{name: weight for name, weight in steps.items() if name != ENV}}
 
     @property
     def _remembers(self) -> bool:
