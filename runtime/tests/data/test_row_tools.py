@@ -131,3 +131,18 @@ def test_messages_alone_are_not_the_recorded_prompt_of_a_row_with_tools(tokenize
     for tools, prompt in (([ADD], None), ([], [ASK])):
         row = Row({**ROWS["prompts"], "tools": tools}, "rows", 0)
         assert template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0))) == prompt
+
+
+@pytest.mark.parametrize("form", sorted({*ROWS} - {"prompts"}))
+def test_answers_of_the_data_follow_the_tools_of_their_row_whatever_the_rollout_shows(tokenizer_with, form):
+    """Such as demonstrations of calls, in a run that is evaluated with the rollout ``tools``."""
+    template = Template(tokenizer_with(HERMES), DataSection())
+    row = {**ROWS[form], "tools": [ADD]}
+    expected = tokens(template, form, row)
+    template.shows_tools = False
+    assert tokens(template, form, row) == expected
+    if form == "demonstrations":
+        ((ids, mask),) = expected
+        prompt, answer = template.encode_answer(Row(row, "rows", 0))
+        assert [*prompt.ids, *answer.ids] == ids[: len(prompt.ids) + len(answer.ids)]
+        assert len(prompt.ids) == mask.index(True)

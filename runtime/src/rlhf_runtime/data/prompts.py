@@ -74,7 +74,8 @@ class Prompts:
         self.require_text = False
         """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self.shows_tools = True
-        """Whether prompts show the tools of their rows. A rollout that encodes messages shows its own tools."""
+        """Whether prompts that the policy answers show the tools of their rows. A rollout that encodes messages shows
+        its own tools. Answers of the data always follow the tools of their row."""
         self._prompts: dict[tuple[str, int], tuple[Row, Turn, memoryview]] = {}
         self._cached_bytes = 0
 
@@ -84,7 +85,7 @@ class Prompts:
         cached_row, turn, _ = self._prompts.get(key, (row, None, None))
         # Training and evaluation data may have sources with the same name, whose layouts have other folders of images.
         if turn is None or cached_row.layout is not row.layout or cached_row.columns != row.columns:
-            turn = self._prompt_turn(row)
+            turn = self._prompt_turn(row, self.shows_tools)
             self._cached_bytes += sum(len(image.data) for image in turn.images)
             if len(self._prompts) >= _CACHED_PROMPTS or self._cached_bytes > _CACHED_BYTES:
                 self._prompts.clear()
@@ -103,7 +104,7 @@ class Prompts:
         cells = self._cells(row)
         if self.chat is None:
             return self._plain_prompt(cells)
-        return [*self._read_prompt(cells)[0]] if self._chat_of(cells) is self.chat else None
+        return [*self._read_prompt(cells)[0]] if self._chat_of(cells, self.shows_tools) is self.chat else None
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with the environment's first observation. If the prompt ends with a user message, the
@@ -119,7 +120,7 @@ class Prompts:
             messages[-1] = {**messages[-1], "content": with_text(content, f"\n\n{text}") if content else text}
         else:
             messages.append({"role": "user", "content": text})
-        opened = self._chat_of(cells).text(messages, answer=True)
+        opened = self._chat_of(cells, self.shows_tools).text(messages, answer=True)
         return [self.images.turn(self.tokens.ids(opened), images, as_people_read(messages))]
 
     def opening_ids(self, row: Row, text: str) -> list[int]:
@@ -163,11 +164,11 @@ class Prompts:
         layout = cast(SourceLayout | None, row.layout)  # TrainData gave it to the row
         return Cells(row, layout or self.layout)
 
-    def _chat_of(self, cells: Cells) -> ChatTemplate:
-        """The chat template with the tools of the row."""
-        return self._row_tools.template(cells.tools() if self.shows_tools else ())
+    def _chat_of(self, cells: Cells, shows_tools: bool = True) -> ChatTemplate:
+        """The chat template, with the tools of the row or without them."""
+        return self._row_tools.template(cells.tools() if shows_tools else ())
 
-    def _prompt_turn(self, row: Row) -> Turn:
+    def _prompt_turn(self, row: Row, shows_tools: bool) -> Turn:
         cells = self._cells(row)
         if self.chat is None:
             text = self._plain_prompt(cells)
@@ -179,7 +180,7 @@ class Prompts:
         has_text = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
         if self.require_text and not has_text and not images:
             raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
-        chat = self._chat_of(cells)
+        chat = self._chat_of(cells, shows_tools)
         chat.check(messages, row.source)
         return self.images.turn(self.tokens.ids(chat.text(messages, answer=True)), images)
 

@@ -61,7 +61,8 @@ class Template(Prompts):
     def answer_span(self, row: Row, sequence: TokenSequence) -> tuple[int, int]:
         """Start and end (exclusive) of the tokens of an answer that is used as a sample. Raises DataError: the answer
         contains an image, whose tokens no policy samples."""
-        if [image.start for image in sequence.images] != [image.start for image in self.encode_prompt(row).images]:
+        prompt = self.encode_prompt(row) if self.shows_tools else self._prompt_turn(row, shows_tools=True)
+        if [image.start for image in sequence.images] != [image.start for image in prompt.images]:
             raise DataError(
                 "the answer contains an image, but it is used as a sample, and sampled answers contain no images"
             )
