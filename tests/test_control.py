@@ -96,6 +96,45 @@ def test_a_change_is_kept_where_the_next_step_fails(shop: Workshop):
     assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-4, 1e-4]
 
 
+class AfterThree(Observer):
+    """Divides the learning rate by ten after the third step that it has seen."""
+
+    steps = 0
+
+    def run_started(self, info):
+        self.control = info.control
+
+    def step_finished(self, step, metrics):
+        self.steps += 1
+        if self.steps == 3:
+            self.control.change("trainer.lr", 1e-4)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_an_observer_keeps_its_state_where_the_next_step_fails(shop: Workshop):
+    down = shop.folder / "down"
+
+    async def judge(prompt, completion, row):
+        if down.exists():
+            raise ConnectionError("the judge is down")
+        return await score(prompt, completion, row)
+
+    def watch(step, metrics, control):
+        if step == 2:
+            down.touch()
+
+    with pytest.raises(RolloutError, match="the judge is down"):
+        train(shop, "out", steps=4, reward=judge, observers=[AfterThree, watch])
+    down.unlink()
+    resumed = train(shop, "out", steps=4, reward=judge, observers=[AfterThree], resume=True)
+    assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-3, 1e-4]
+
+
 def test_a_role_with_its_own_learning_rate_is_changed_by_its_name(shop: Workshop):
     def watch(step, metrics, control):
         if step == 1:

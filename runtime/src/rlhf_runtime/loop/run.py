@@ -261,8 +261,9 @@ class Run:
         if not saved:
             self.saves.hold(steps_done, is_best)
         self.reports.tell(steps_done, metrics)
-        if self.control.apply() and not saved:
-            self.saves.hold(steps_done, is_best)
+        self.control.apply()
+        if not saved:
+            self.saves.hold(steps_done, is_best)  # with what the observers changed, and with their own state
         # Read once. A signal that comes later is handled after the next step, which then saves a checkpoint.
         self._stopping = self._stops(steps_done)
         last, is_asked = self._is_last(steps_done), self.control.take_save()
