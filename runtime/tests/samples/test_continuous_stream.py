@@ -16,7 +16,7 @@ from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.samples import continuous_stream
-from rlhf_runtime.samples.continuous_stream import AT_ONCE, ContinuousStream
+from rlhf_runtime.samples.continuous_stream import AT_ONCE, ChosenRows, ContinuousStream
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 
@@ -264,6 +264,36 @@ def test_engines_are_repaired_on_the_main_thread_while_nothing_ends(stream, monk
     source.start(0)
     assert [group.row.index for group in source.take(0).groups] == [0, 1]
     assert set(engine.repaired_on) == {threading.main_thread()}
+
+
+def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -> None:
+    """A curriculum chooses the rows of a batch together. The checkpoint is saved when the first of them is answered."""
+
+    class Chosen(ChosenRows):
+        def take(self, batches: int, pending: int, room: int) -> list[Row]:
+            return self._rows.take(room)
+
+        def finish(self, step: int, groups: Any) -> dict[str, float]:
+            return {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class Saves(Engine):
+        state: dict[str, Any] | None = None
+
+        async def answer(self, request: GenerationRequest) -> Turn:
+            if self.state is None:
+                self.state, _ = await source._snapshot(lambda: None)
+            return await super().answer(request)
+
+    engine, many = Saves(100), 10 * AT_ONCE
+    source = stream(engine, batch_size=many, total_steps=1, staleness=0)
+    source.chosen_rows = Chosen(source.rows, None, many)  # type: ignore[arg-type]
+    source.start(0)
+    source.take(0)
+    assert engine.state is not None
+    assert (len(engine.state["pending"]), engine.state["counts"]["prompts"]) == (many, many)
 
 
 def test_samples_go_on_while_many_groups_are_started(stream: Callable[..., ContinuousStream]) -> None:

@@ -186,9 +186,10 @@ class ContinuousStream(Stream):
                 if self.chosen_rows is None
                 else self.chosen_rows.take(self.batches_taken, len(self.pending), room)
             )
-            # A checkpoint may be saved during sleep(): a row that was taken must be in a pending group by then.
+            # A checkpoint may be saved during sleep(): a row that was taken must be counted and in a pending group by
+            # then.
+            self._counts["prompts"] += len(rows)
             for pending in [self._add(row, version) for row in rows]:
-                self._counts["prompts"] += 1
                 self._launch(pending, requests)
                 started += 1
                 if started % AT_ONCE == 0:
