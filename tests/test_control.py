@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.errors import ConfigError, RolloutError
+from rlhf.errors import ConfigError, RolloutError, SyncError
 from rlhf.interfaces import Observer
+from rlhf_plugin_local.generator import TransformersGenerator
 
 from tests.runs import Workshop
 from tests.test_python import OPTIONS, finished, score, train
@@ -133,6 +134,32 @@ def test_an_observer_keeps_its_state_where_the_next_step_fails(shop: Workshop):
     down.unlink()
     resumed = train(shop, "out", steps=4, reward=judge, observers=[AfterThree], resume=True)
     assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-3, 1e-4]
+
+
+class Early(Observer):
+    """Asks for another learning rate when it gets the samples of the second step."""
+
+    def run_started(self, info):
+        self.control = info.control
+
+    def rollouts_finished(self, step, groups):
+        if step == 2:
+            self.control.change("trainer.lr", 1e-4)
+
+
+def test_a_change_is_kept_where_the_sync_of_its_step_fails(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    load = TransformersGenerator.load
+
+    def refuse(self, module, version):
+        if version == 2:
+            raise SyncError("the canaries differ")
+        return load(self, module, version)
+
+    with monkeypatch.context() as patch, pytest.raises(SyncError, match="the canaries differ"):
+        patch.setattr(TransformersGenerator, "load", refuse)
+        train(shop, "out", observers=[Early])
+    resumed = train(shop, "out", observers=[Early], resume=True)
+    assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-4]
 
 
 def test_a_role_with_its_own_learning_rate_is_changed_by_its_name(shop: Workshop):

@@ -48,8 +48,7 @@ class Control(RunControl):
         self._stop, self._trainers, self._note = stop, trainers, note
         self._waiting: dict[str, Any] = {}
         self._save = False
-        self.changes: dict[str, Any] = {}
-        """{option: value} of every option that was changed, in this process and before a resume."""
+        self._changed: dict[str, Any] = {}
 
     # ---------------------------------------------------------------------------- what observers call
 
@@ -76,6 +75,12 @@ class Control(RunControl):
 
     # ------------------------------------------------------------------------------- what the run calls
 
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """{option: value} of every option that was changed, in this process and before a resume, or that changes at the
+        end of the step. The step may not reach its end in this process."""
+        return self._changed | self._waiting
+
     def apply(self) -> bool:
         """Apply the requested options on every rank, between two steps. Returns whether there were any."""
         waiting, self._waiting = self._waiting, {}
@@ -85,7 +90,7 @@ class Control(RunControl):
             for trainer, field in self._trainers_of(option):
                 trainer.config = trainer.with_value(field, value)
                 trainer.role.every("change", trainer.config)
-            self.changes[option] = value
+            self._changed[option] = value
             self._note(f"{option} changed from {old_value} to {value}")
         return bool(waiting)
 
