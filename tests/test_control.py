@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.errors import ConfigError, RolloutError, SyncError
+from rlhf.errors import ConfigError, RlhfError, RolloutError, SyncError
 from rlhf.interfaces import Observer
 from rlhf_plugin_local.generator import TransformersGenerator
 
@@ -136,6 +136,23 @@ def test_an_observer_keeps_its_state_where_the_next_step_fails(shop: Workshop):
     assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-3, 1e-4]
 
 
+def test_an_observer_is_told_by_the_resume_where_another_one_failed_before_it(shop: Workshop):
+    down = shop.folder / "down"
+    down.touch()
+
+    def send(step, metrics, control):
+        if step == 2 and down.exists():
+            raise ConnectionError("the server is down")
+
+    with pytest.raises(RlhfError, match="the server is down"):
+        train(shop, "out", steps=4, observers=[send, AfterThree])
+    down.unlink()
+    resumed = train(shop, "out", steps=4, observers=[send, AfterThree], resume=True)
+    assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-3, 1e-4]
+    baseline = train(shop, "whole", steps=4, observers=[send, AfterThree])
+    assert finished(resumed).lines() == finished(baseline).lines()
+
+
 class Early(Observer):
     """Asks for another learning rate when it gets the samples of the second step."""
 
@@ -155,9 +172,10 @@ def test_a_change_is_kept_where_the_sync_of_its_step_fails(shop: Workshop, monke
             raise SyncError("the canaries differ")
         return load(self, module, version)
 
-    with monkeypatch.context() as patch, pytest.raises(SyncError, match="the canaries differ"):
+    with monkeypatch.context() as patch:
         patch.setattr(TransformersGenerator, "load", refuse)
-        train(shop, "out", observers=[Early])
+        with pytest.raises(SyncError, match="the canaries differ"):
+            train(shop, "out", observers=[Early])
     resumed = train(shop, "out", observers=[Early], resume=True)
     assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-4]
 

@@ -220,7 +220,8 @@ class RunState:
         self.updates = 0
         """Number of steps that changed weights, including those before a resume."""
         self.unfinished: Metrics | None = None
-        """The metrics of the last step, if the checkpoint was saved because its sync or its evaluation failed."""
+        """The metrics of the last step, if the checkpoint was saved because its sync, its evaluation or an observer
+        failed."""
 
     def collect(self, step: int, unfinished: Metrics | None = None) -> State:
         """The current state. It may be written later, as long as the weights do not change."""

@@ -244,13 +244,14 @@ class Run:
         """The end of a step, in the process that ran it or in the process that resumes after it.
 
         Args:
-            saved: whether the step has a checkpoint, because its sync or evaluation failed.
+            saved: whether the step has a checkpoint, because its sync, its evaluation or an observer failed.
         """
         self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
+        # Until every observer was told, a resume ends the step once more, or an observer would miss it. The checkpoint
+        # of a resumed step is complete already, so nothing is held for rescue() here and below.
+        if not saved:
+            self.saves.hold(steps_done, unfinished=metrics)  # including metrics of the sync
         if self.evaluation is not None and self._evaluates(steps_done):
-            # The checkpoint of a resumed step is complete already, so nothing is held for rescue() here and below.
-            if not saved:
-                self.saves.hold(steps_done, unfinished=metrics)  # including metrics of the sync
             try:
                 metrics |= self._evaluate(self.evaluation, steps_done)
                 is_best = self.evaluation.best.update(steps_done, metrics)[0] and section.save_best
@@ -258,8 +259,6 @@ class Run:
                 self.reports.record(steps_done, metrics)  # the step itself is complete
                 raise
         self.reports.record(steps_done, metrics)
-        if not saved:
-            self.saves.hold(steps_done, is_best)
         self.reports.tell(steps_done, metrics)
         self.control.apply()
         if not saved:

@@ -63,7 +63,7 @@ class Saves:
         """Remember the state after step ``steps_done``, so that :meth:`rescue` can save it.
 
         Args:
-            unfinished: the step's metrics, if its sync or its evaluation may still fail.
+            unfinished: the step's metrics, if its sync, its evaluation or an observer may still fail.
         """
         self._intact, self._intact_changes = self._state.collect(steps_done, unfinished), self._changes()
         self._intact_best = self._mark() if best else None
