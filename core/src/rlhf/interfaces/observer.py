@@ -84,7 +84,8 @@ class Observer(Component):
         """Called with the groups that the step trains on (online only)."""
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called with the step's line of ``metrics.jsonl``. ``step`` is 1 for the first finished step."""
+        """Called with the step's line of ``metrics.jsonl``. ``step`` is 1 for the first finished step. If an observer
+        raises, a resume calls all of them again, with the state from before."""
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Called when a checkpoint is complete on disk."""
