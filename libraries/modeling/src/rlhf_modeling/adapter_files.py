@@ -59,9 +59,11 @@ def write_adapter(
         files |= head_bias(model, files["score.weight"].dtype)
     base = base_of(spec)
     hub = hub_name(base)
+    # A model that was loaded from a token classifier stays one.
+    of_tokens = "TokenClassification" in (classifier or type(model.module).__name__)
     kinds = {"lm": "CAUSAL_LM"}
     config = peft.LoraConfig(
-        task_type=kinds.get(model.kind, "SEQ_CLS" if classifier is None else "TOKEN_CLS"),
+        task_type=kinds.get(model.kind, "TOKEN_CLS" if of_tokens else "SEQ_CLS"),
         base_model_name_or_path=str(Path(base).expanduser().absolute()) if hub is None else hub.name,
         revision=None if hub is None else hub.revision,
         r=lora.rank,

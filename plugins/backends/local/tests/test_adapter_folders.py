@@ -17,7 +17,7 @@ from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 KINDS = {
     "plain": LoraOptions(rank=4),
@@ -161,6 +161,25 @@ def test_a_reward_model_that_peft_wrote_is_read_with_its_head(tmp_path, make_tra
     trainer = make_trainer(folder, head="scalar", **options)
     assert torch.equal(trainer.loaded_model.head.weight, head)
     assert not trainer.facts().random_head
+
+
+def test_an_adapter_of_a_token_classifier_stays_one(tmp_path, make_trainer):
+    """Its head has a bias, which a sequence classifier would not have."""
+    lora, place = LoraOptions(rank=4), tiny_model(tmp_path / "base")
+    for number in range(3):
+        trainer, out = make_trainer(place, head="classes:2", lora=lora), tmp_path / str(number)
+        torch.nn.init.ones_(trainer.loaded_model.head.weight)
+        if trainer.loaded_model.head.bias is not None:
+            torch.nn.init.ones_(trainer.loaded_model.head.bias)
+        out.mkdir()
+        trainer.export(out)
+        place = out / "adapter" if number < 1 else out
+        shutil.copyfile(out / "config.json", out / "adapter" / "config.json")  # as the run does
+        ids = torch.arange(3, 12)[None]
+        by_peft = peft.AutoPeftModelForTokenClassification.from_pretrained(out / "adapter", num_labels=2)
+        with torch.no_grad():
+            expected = AutoModelForTokenClassification.from_pretrained(out)(ids).logits
+            torch.testing.assert_close(by_peft(ids).logits, expected, atol=1e-5, rtol=0)
 
 
 def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batch):
