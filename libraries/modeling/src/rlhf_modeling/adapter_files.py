@@ -70,7 +70,7 @@ def write_adapter(
         lora_alpha=alpha(lora),
         lora_dropout=lora.dropout,
         target_modules=_targets(model.module),
-        modules_to_save=_whole_modules(files, lora) or None,
+        modules_to_save=_whole_modules(model.module, files, lora) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         bias="none",
@@ -248,7 +248,13 @@ def _targets(module: nn.Module) -> list[str]:
     return layers if unclear or stacked else sorted(ends)
 
 
-def _whole_modules(files: Mapping[str, Tensor], lora: LoraOptions) -> list[str]:
-    parts = [name.split(".")[:-1] for name in saved_whole(files)]
-    options = lora.modules_to_save or ()
-    return sorted({next((part for part in module if part in options), module[-1]) for module in parts})
+def _whole_modules(module: nn.Module, files: Mapping[str, Tensor], lora: LoraOptions) -> list[str]:
+    """The fully trained modules. PEFT takes every module whose name ends with one of these texts, so the last part of a
+    name is used only if no other module's name ends with it (as ``q_norm`` does with ``norm``)."""
+    options, names = lora.modules_to_save or (), set()
+    for parts in (name.split(".")[:-1] for name in saved_whole(files)):
+        depth = next((number for number, part in enumerate(parts, 1) if part in options), len(parts))
+        names.add(".".join(parts[:depth]))
+    ends = {name.rpartition(".")[2] for name in names}
+    others = [name for name, _ in module.named_modules() if name not in names and name.endswith(tuple(ends))]
+    return sorted(names if others else ends)

@@ -23,6 +23,7 @@ KINDS = {
     "plain": LoraOptions(rank=4),
     "dora": LoraOptions(rank=4, alpha=12, use_dora=True, use_rslora=True, targets=("q_proj", "down_proj")),
     "saved": LoraOptions(rank=4, modules_to_save=("embed_tokens",)),
+    "norms": LoraOptions(rank=4, modules_to_save=("norm", "embed_tokens")),
 }
 
 
