@@ -14,13 +14,20 @@ from rlhf_hub.published import model_folder, weights_of
 from torch import nn
 
 from rlhf_modeling.adapter_files import adapter_headers, base_of, saved_whole
-from rlhf_modeling.adapters import adaptable, alpha, matching, scaling
+from rlhf_modeling.adapters import adaptable, alpha, matching, saved_modules, scaling
 from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.skeleton import skeleton
 from rlhf_modeling.state import named_tensors
 
-_OTHER_FORM = ("rank_pattern", "alpha_pattern", "layer_replication")
+_OTHER_FORM = (
+    "rank_pattern", "alpha_pattern", "layer_replication", "alora_invocation_tokens", "use_qalora", "kasa_config",
+    "monteclora_config", "use_bdlora", "arrow_config",
+)  # fmt: skip
+"""Fields of PEFT's settings with which a layer computes something else than W + s B A, or has another rank."""
+_OWN_START = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave W as it is. With others (``pissa``, ``olora``) PEFT subtracts the initial
+product from W, also when it loads the adapter."""
 
 
 def check_adapter(spec: ModelSpec, lora: LoraOptions | None) -> None:
@@ -104,10 +111,14 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
     kind."""
     config = adapter.config
     merge = f"or merge the adapter first and train a new one: rlhf merge {adapter.folder} NEW_FOLDER"
-    if config.get("peft_type") != "LORA" or any(config.get(name) for name in _OTHER_FORM):
+    other = [name for name in _OTHER_FORM if config.get(name)]
+    other += ["init_lora_weights"] if config.get("init_lora_weights") not in _OWN_START else []
+    if config.get("peft_type") != "LORA" or other:
+        fields = "".join(f", {name} = {config[name]!r}" for name in other)
         raise ModelError(
-            f"the adapter {adapter.folder} (peft_type {config.get('peft_type')!r}) cannot be trained: only LORA with "
-            f"the same rank in all layers is supported. Remove trainer.lora, {merge}"
+            f"the adapter {adapter.folder} (peft_type {config.get('peft_type')!r}{fields}) cannot be trained: only "
+            "LORA with the same rank in all layers, beside the base's own weights, is supported. Remove trainer.lora, "
+            f"{merge}"
         )
     options: dict[str, Any] = {
         "rank": lora.rank, "alpha": alpha(lora), "use_rslora": lora.use_rslora, "use_dora": lora.use_dora
@@ -139,8 +150,12 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
             f"trainer.lora.targets = {ends}, {merge}"
         )
     modules = {name.rpartition(".")[0].rpartition(".")[2] for name in saved_whole(shapes)} - {"score"}
-    if modules and not lora.modules_to_save:
+    saved = saved_modules(module, lora.modules_to_save or (), None, ())
+    trained = {id(parameter) for name in saved for parameter in module.get_submodule(name).parameters()}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    # A frozen one would keep the adapter's values, but the new adapter would not have them.
+    if frozen := [name for name in saved_whole(shapes) if name in parameters and id(parameters[name]) not in trained]:
         raise ConfigError(
-            f"the adapter {adapter.folder} of role {spec.role.name!r} has fully trained modules. Set "
-            f"trainer.lora.modules_to_save = {sorted(modules)}, {merge}"
+            f"the adapter {adapter.folder} of role {spec.role.name!r} has fully trained modules, e.g. {frozen[0]!r}. "
+            f"Set trainer.lora.modules_to_save = {sorted(modules)}, {merge}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import peft
 import pytest
@@ -198,6 +199,28 @@ def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batc
         batch = make_batch([27])
         batch.ids_N[:] = ids
         torch.testing.assert_close(logprobs(trainer, batch)[2:], expected[1:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"alora_invocation_tokens": [5]}])
+def test_an_adapter_beside_another_base_than_its_own_is_not_trained(tmp_path, make_trainer, options):
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["v_proj"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "base")), config)
+    model.save_pretrained(tmp_path / "foreign")
+    trained = TorchTrainer.Config(device="cpu", lora=LoraOptions(rank=2, alpha=4, targets=("v_proj",)))
+    with pytest.raises(ModelError, match=f"{next(iter(options))} = .* cannot be trained"):
+        TorchTrainer.check(trained, spec(tmp_path / "foreign"), "cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_module_that_the_adapter_has_trained_is_trained_on(tmp_path, exported, tied):
+    """Otherwise the next adapter would lack its values."""
+    both, single = (LoraOptions(rank=4, modules_to_save=names) for names in (("embed_tokens", "lm_head"), ("lm_head",)))
+    exported(both, tiny_model(tmp_path / "base", tied=tied), tmp_path / "out", steps=1)
+    with (
+        nullcontext() if tied else pytest.raises(ConfigError, match=r"modules_to_save = \['embed_tokens', 'lm_head'\]")
+    ):
+        trained = TorchTrainer.Config(device="cpu", lora=single)
+        TorchTrainer.check(trained, spec(tmp_path / "out" / "adapter"), "cpu")
 
 
 def test_an_adapter_that_unties_the_head_is_refused(tmp_path, make_trainer):
