@@ -62,14 +62,19 @@ def write_adapter(
     # A model that was loaded from a token classifier stays one.
     of_tokens = "TokenClassification" in (classifier or type(model.module).__name__)
     kinds = {"lm": "CAUSAL_LM"}
+    targets = _targets(model.module)
+    ends = {name.rpartition(".")[2] for name in targets}
+    misread = {end for end in ends if _taken_for_experts(model.module, end)}
+    as_weights = [name for name in targets if name.rpartition(".")[2] in misread]
     config = peft.LoraConfig(
         task_type=kinds.get(model.kind, "TOKEN_CLS" if of_tokens else "SEQ_CLS"),
         base_model_name_or_path=str(Path(base).expanduser().absolute()) if hub is None else hub.name,
         revision=None if hub is None else hub.revision,
         r=lora.rank,
         lora_alpha=alpha(lora),
-        lora_dropout=lora.dropout,
-        target_modules=_targets(model.module),
+        lora_dropout=0.0 if as_weights else lora.dropout,  # which PEFT refuses beside target_parameters
+        target_modules=[name for name in targets if name not in as_weights],
+        target_parameters=[f"{name}.weight" for name in as_weights] or None,
         modules_to_save=_whole_modules(model.module, files, lora) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -246,6 +251,23 @@ def _targets(module: nn.Module) -> list[str]:
     unclear = {name.rpartition(".")[2] for name in linear_layers if name not in layers} & ends
     stacked = any(parameter.dim() > 2 for parameter in module.parameters())
     return layers if unclear or stacked else sorted(ends)
+
+
+def _taken_for_experts(module: nn.Module, target: str) -> bool:
+    """Whether PEFT would put the adapter of a layer beside the stacked experts. It does this for some mixtures, also if
+    the layer is dense or a shared expert: its files may be of an older transformers, in which experts were layers."""
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # older versions convert nothing
+        return False
+    config = peft.LoraConfig(target_modules=[target])
+    try:
+        convert_peft_config_for_transformers(config, module, None)
+    except ValueError:  # it stacks gate and up, so it refuses one of them alone
+        return True
+    return target not in (config.target_modules or ())
 
 
 def _whole_modules(module: nn.Module, files: Mapping[str, Tensor], lora: LoraOptions) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from rlhf.errors import ConfigError, TrainingError
@@ -16,6 +17,8 @@ from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_architectures import tiny_architecture
 
 LORA = LoraOptions(rank=4)
 
@@ -112,6 +115,26 @@ def test_a_mixture_with_a_dense_layer_gets_adapters_beside_linear_layers_only(tm
     merged = make_trainer(path)
     merged.load_weights(trainer.weights())
     assert torch.allclose(logprobs(merged, batch), logprobs(trainer, batch), atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [None, ("gate_proj", "q_a_proj")])
+def test_peft_adds_the_adapters_of_a_shared_expert_to_it_and_not_to_the_stacked_experts(
+    tmp_path, make_trainer, make_batch, nll, targets
+):
+    path, ids = tmp_path / "model", torch.arange(3, 40)[None]
+    tiny_architecture(path, "deepseek_v3")  # a dense layer, then experts with a shared one
+    trainer, batch = make_trainer(path, lora=LoraOptions(rank=4, targets=targets), lr=0.05), make_batch([9], loss=nll)
+    for _ in range(3):
+        trainer.update([batch], nll, {}, {})
+    trainer.export(tmp_path / "export")
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (path, tmp_path / "export"))
+    with torch.no_grad():
+        start, expected = base(ids).logits, merged(ids).logits
+        by_peft = peft.PeftModel.from_pretrained(base, tmp_path / "export" / "adapter")
+        torch.testing.assert_close(by_peft(ids).logits, expected, atol=1e-4, rtol=0)
+    assert (start - expected).abs().max() > 0.1
+    frozen = make_trainer(tmp_path / "export" / "adapter", trained=False)
+    assert torch.allclose(logprobs(frozen, batch), logprobs(trainer, batch), atol=1e-5)
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path, make_trainer):
