@@ -185,6 +185,7 @@ def test_schedules_warm_up_and_clipping():
     assert "schedule" not in trainer, "constant is the default"
     assert "warmup_ratio" not in trainer, "constant has no warm-up in OpenRLHF"
     assert trainer["max_grad_norm"] == 1e9, "0 turns clipping off there"
+    assert rl("--actor.lr_scheduler inverse_sqrt")["trainer"]["schedule"] == "inverse_sqrt"
     trainer = rl("--actor.lr_scheduler constant_with_warmup --actor.lr_warmup_ratio 0.1")["trainer"]
     assert trainer["warmup_ratio"] == 0.1
 
@@ -257,6 +258,7 @@ def test_rows_of_supervised_runs():
 @pytest.mark.parametrize(
     ("flags", "telling"),
     [
+        ("--actor.lr_scheduler inverse_sqrt --actor.lr_warmup_ratio 0", r"actor\.lr_scheduler.*without a warm-up"),
         ("--actor.adam.learning_rate 1", r"line 1: .*actor\.adam\.learning_rate is unknown"),
         ("--acter.adam.lr 1", r"actor\.adam\.lr"),
         ("--model.beta 0.1", r"model\.beta is an option of other entry points"),

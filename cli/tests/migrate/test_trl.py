@@ -141,6 +141,7 @@ def test_schedules_and_adapters():
     assert run["trainer"]["min_lr_ratio"] == 0.2
     assert run["trainer"]["warmup_ratio"] == 0.1
     assert grpo("--warmup_steps 20")["trainer"]["warmup_steps"] == 20
+    assert grpo("--warmup_steps 20 --lr_scheduler_type inverse_sqrt")["trainer"]["schedule"] == "inverse_sqrt"
     assert grpo("--train_sampling_strategy sequential")["data"]["shuffle"] is False
     assert grpo("--use_liger_kernel")["trainer"]["kernels"] == "liger"
     assert "kernels" not in grpo("--use_liger_kernel --dtype bfloat16")["trainer"], "liger takes norms in fp32 only"
@@ -300,6 +301,7 @@ def test_recipes_of_open_r1(tmp_path):
         ("--per_device_train_batch_size 0", "per_device_train_batch_size 0: it must be at least 1"),
         ("--gradient_accumulation_steps 0", "gradient_accumulation_steps 0: it must be at least 1"),
         ("--use_vllm --vllm_tensor_parallel_size 0", "vllm_tensor_parallel_size 0: it must be at least 1"),
+        ("--lr_scheduler_type inverse_sqrt", "without a warm-up, inverse_sqrt of transformers falls over 10,000 steps"),
         ("--fp16", "fp16"),
         ("--optim adafactor", "adafactor"),
         ("--repetition_penalty 1.1", "repetition_penalty"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
-from rlhf_cli.migrate.draft import Draft
+from rlhf_cli.migrate.draft import INVERSE_SQRT, Draft
 from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, supervised
 from rlhf_cli.migrate.rows import FrameworkOptions, rows_of, table, value_of
 from rlhf_cli.migrate.shell import Start, flags
@@ -321,6 +321,8 @@ def _sampling(draft: Draft) -> None:
 def _trainer(draft: Draft, target: str, source: str) -> None:
     """Warm-up and clipping of a role."""
     s = draft.source
+    if s[f"{source}lr_scheduler"] == "inverse_sqrt" and not s[f"{source}lr_warmup_ratio"]:
+        raise s.refused(f"{source}lr_scheduler", INVERSE_SQRT)
     if s[f"{source}lr_scheduler"] == "constant":
         draft.set(f"{target}trainer.warmup_ratio", 0.0, f"{source}lr_warmup_ratio", note="constant has no warm-up")
     else:

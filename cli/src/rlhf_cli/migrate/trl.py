@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from rlhf_cli.migrate.draft import Draft
+from rlhf_cli.migrate.draft import INVERSE_SQRT, Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
 
 NAME = "TRL"
@@ -187,6 +187,8 @@ def _trainer(draft: Draft) -> None:
         raise s.refused("lr_scheduler_kwargs", f"rlhf has no equivalent of {', '.join(options)}")
     warmup = s["warmup_steps"] or s["warmup_ratio"] or 0
     name = "warmup_steps" if s["warmup_steps"] or s["warmup_ratio"] is None else "warmup_ratio"
+    if schedule == "inverse_sqrt" and not warmup:
+        raise s.refused("lr_scheduler_type", INVERSE_SQRT)
     if schedule == "constant":
         draft.unread |= dict.fromkeys(("warmup_steps", "warmup_ratio"), "constant has no warm-up in TRL")
     elif warmup >= 1:
