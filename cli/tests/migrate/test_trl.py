@@ -22,6 +22,14 @@ GRPOTrainer(model="some/model", args=args, reward_funcs=[torch.nn])
 """
 
 
+OTHER_MEANS = (
+    *(f"--loss_type {name}" for name in ("grpo", "dr_grpo", "sapo")),
+    "--loss_type luspo --importance_sampling_level sequence",
+    "--top_entropy_quantile 0.2",
+)
+"""Losses that are no mean over all tokens, which TRL's entropy bonus is in any case."""
+
+
 def values(source, **variables):
     return tomllib.loads(migrate("trl", source, variables, PLUGINS))
 
@@ -295,6 +303,7 @@ def test_recipes_of_open_r1(tmp_path):
     [
         ("--learning_rat 1", "learning_rate"),
         ("--use_adaptive_entropy true", "use_adaptive_entropy"),
+        *((f"--entropy_coef 0.01 {loss}", "TRL's bonus is the mean entropy") for loss in OTHER_MEANS),
         ("--use_adaptive_entropy true --entropy_coef 0.1 --entropy_coef_min 0.01", "entropy_coef_min"),
         ("--num_generations 3", "num_generations"),
         ("--num_generations 0", "num_generations 0: it must be at least 1"),

@@ -44,6 +44,8 @@ AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_sum_constant",
 }
+MEANS_OF_TOKENS = ("dapo", "bnpo", "cispo", "vespo")
+"""Loss types that are a mean over the tokens of the optimizer batch."""
 OWN_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """Rewards that TRL's script selects by name."""
 PROMPT_ROOM = 2048
@@ -340,6 +342,13 @@ def _loss(draft: Draft) -> None:
     if s["use_adaptive_entropy"] and (not s["entropy_coef"] or s["entropy_coef_min"]):
         name = "entropy_coef_min" if s["entropy_coef_min"] else "use_adaptive_entropy"
         raise s.refused(name, "the initial coefficient (entropy_coef) must be above 0, and its minimum must be 0")
+    if s["entropy_coef"] and (level == "sequence" or kind not in MEANS_OF_TOKENS or s["top_entropy_quantile"] < 1):
+        raise s.refused(
+            "entropy_coef",
+            "TRL's bonus is the mean entropy of the tokens that the loss trains on; here it is averaged like the loss, "
+            f"over all tokens. Both are equal only at the level token, with the losses {', '.join(MEANS_OF_TOKENS)} "
+            "and without top_entropy_quantile",
+        )
     if s["beta"]:
         draft.copy("algorithm.kl.coef", "beta")
         draft.set("algorithm.kl.where", "loss", "beta")
