@@ -98,7 +98,8 @@ def test_defaults_that_differ_are_written():
         ),
         (f"{A}.actor.policy_loss.loss_mode=geo_mean", "loss", {"use": "gmpo", "clip_low": 0.2, "clip_high": 0.2}),
         (
-            f"{A}.actor.policy_loss.loss_mode=clip_cov {A}.actor.policy_loss.clip_cov_ub=7 {A}.actor.clip_ratio=1.0",
+            f"{A}.actor.policy_loss.loss_mode=clip_cov {A}.actor.policy_loss.clip_cov_ub=7 "
+            f"{A}.actor.clip_ratio_low=1.0 {A}.actor.clip_ratio_high=1.0",
             "loss",
             {"use": "covariance", "high": 7.0, "clip_low": 1.0, "clip_high": 1.0},
         ),
@@ -134,6 +135,32 @@ def test_defaults_that_differ_are_written():
 )
 def test_algorithms_losses_and_kl(overrides, part, expected):
     assert values(f"{A}.rollout.n=4 {overrides}")["algorithm"][part] == expected
+
+
+def test_clip_ratio_alone_has_no_effect_as_in_verl():
+    """verl's bounds are those of clip_ratio_low and clip_ratio_high, which are 0.2 in its configuration."""
+    command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {A}.actor.clip_ratio=0.1"
+    text = migrate("verl", command, {}, PLUGINS)
+    assert "clip_low" not in tomllib.loads(text)["algorithm"]["loss"], "0.2 is the default"
+    assert "# To do: verl since 0.3 does not read actor_rollout_ref.actor.clip_ratio where" in text
+    loss = tomllib.loads(migrate("verl", f"{command} {A}.actor.clip_ratio_low=null", {}, PLUGINS))["algorithm"]["loss"]
+    assert (loss["clip_low"], "clip_high" in loss) == (0.1, False)
+
+
+@pytest.mark.parametrize(("part", "section"), [(f"{A}.actor", "trainer"), ("critic", "critic.trainer")])
+def test_gradients_are_clipped_at_the_bound_of_the_optimizer(part, section):
+    def bound(overrides):
+        command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {overrides}"
+        text = migrate("verl", command, {}, PLUGINS)
+        run = tomllib.loads(text)
+        for name in section.split("."):
+            run = run[name]
+        return run.get("max_grad_norm", 1.0), f"verl reads {part}.grad_clip until 0.7 only" in text
+
+    assert bound("") == (1.0, False)
+    assert bound(f"{part}.optim.clip_grad=0.3") == (0.3, False)
+    assert bound(f"{part}.grad_clip=0.5") == (0.5, True)
+    assert bound(f"{part}.grad_clip=0.5 {part}.optim.clip_grad=0.3") == (0.3, False)
 
 
 def test_engines_of_sglang_become_those_of_vllm_with_a_note():

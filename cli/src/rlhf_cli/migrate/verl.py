@@ -180,10 +180,16 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     if draft.values.get("algorithm.loss.aggregation") == "seq_sum_constant":
         name = f"{ACTOR}.loss_scale_factor" if s[f"{ACTOR}.loss_scale_factor"] else "data.max_response_length"
         draft.copy("algorithm.loss.max_length", name)
+    clip = f"{ACTOR}.clip_ratio"
     for side in ("low", "high") if use != "sapo" and treatment != "kl" else ():
-        name = f"{ACTOR}.clip_ratio_{side}" if s[f"{ACTOR}.clip_ratio_{side}"] is not None else f"{ACTOR}.clip_ratio"
+        name = f"{clip}_{side}" if s[f"{clip}_{side}"] is not None else clip
         bound = min(s[name], 1.0) if (use, side) == ("cispo", "low") else s[name]  # a ratio is never below 0
         draft.set(f"algorithm.loss.clip_{side}", bound, name)
+        if s[clip] != s[name] and name not in s.user_values:
+            draft.remarks.append(
+                f"verl since 0.3 does not read {clip} where {name} is not null, and it is {s[name]} by default: the "
+                f"file has that value as loss.clip_{side}"
+            )
     if treatment == "kl":
         bounds = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
         draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov does not clip the ratio" for name in bounds}
@@ -219,6 +225,16 @@ def _trainer(draft: Draft, updates: int) -> None:
         draft.set(f"{section}.schedule", schedule, name)
         if schedule == "cosine_with_min":
             draft.set(f"{section}.min_lr_ratio", s[ratio] or 0.0, ratio)
+    clips = {"trainer": (f"{OPTIM}.clip_grad", f"{ACTOR}.grad_clip")}
+    if "critic" in draft.conditions:
+        clips["critic.trainer"] = ("critic.optim.clip_grad", "critic.grad_clip")
+    for section, (name, old) in clips.items():
+        if old in s.user_values and name not in s.user_values:
+            draft.copy(f"{section}.max_grad_norm", old)
+            if s[old] != s[name]:
+                draft.remarks.append(f"verl reads {old} until 0.7 only; since 0.8 it clips at {name}, 1 by default")
+        else:
+            draft.copy(f"{section}.max_grad_norm", name)
     steps = s[f"{OPTIM}.lr_warmup_steps"]
     if steps is not None and steps > 0:
         note = f"verl counts steps of the run, of {updates} optimizer steps each"
