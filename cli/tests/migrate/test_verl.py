@@ -137,6 +137,18 @@ def test_algorithms_losses_and_kl(overrides, part, expected):
     assert values(f"{A}.rollout.n=4 {overrides}")["algorithm"][part] == expected
 
 
+@pytest.mark.parametrize("start", ["recipe.dapo.main_dapo", "verl.trainer.main_ppo --config-name=dapo_trainer"])
+def test_defaults_of_main_dapo(start):
+    buffer = "reward_model.overlong_buffer"
+    command = f"python3 -m {start} {A}.model.path=M data.train_files=d.parquet {buffer}.enable=True {buffer}.len=64"
+    run = tomllib.loads(migrate("verl", f"{command} {buffer}.penalty_factor=0.5", {}, PLUGINS))
+    shaping = {"overlong_buffer": 64, "overlong_factor": 0.5, "overlong_max": 512}
+    assert run["algorithm"]["shaping"] == shaping, "its reward manager is dapo"
+    assert run["observer"][0]["project"] == "verl-dapo"
+    run = tomllib.loads(migrate("verl", command, {}, PLUGINS))
+    assert run["algorithm"]["shaping"]["overlong_factor"] == 0, "no punishment unless a factor is set"
+
+
 def test_clip_ratio_alone_has_no_effect_as_in_verl():
     """verl's bounds are those of clip_ratio_low and clip_ratio_high, which are 0.2 in its configuration."""
     command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {A}.actor.clip_ratio=0.1"

@@ -49,7 +49,7 @@ def read(start: Start) -> FrameworkOptions:
     """The overrides of a command, and the file of its ``--config-name``. Items that cannot be read are recorded as
     problems."""
     groups, script = table("verl"), start.script
-    source = FrameworkOptions(NAME, groups, rows_of(groups, ("main_ppo",)), "main_ppo")
+    source = FrameworkOptions(NAME, groups, rows_of(groups, ("main_ppo",)), start.entry)
     source.origin = f"{start.entry} ({start.location})"
     if not OWN_ENTRY.fullmatch(start.word):
         source.remarks.append(
@@ -71,6 +71,8 @@ def read(start: Start) -> FrameworkOptions:
         name = file.get("--config-name", "ppo_trainer").removesuffix(".yaml")
         if "megatron" in name:
             raise ConfigError(f"{script}: --config-name {name}: the configurations for Megatron are not read")
+        if name == "dapo_trainer":
+            source.entry = "main_dapo"
         if name not in OWN_CONFIGS:
             overrides = [*_of_config(Path(file.get("--config-path", "."), f"{name}.yaml")), *overrides]
     for key, text, location in overrides:
