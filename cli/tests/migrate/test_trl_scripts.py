@@ -123,6 +123,19 @@ def test_forms_of_configurations_and_models(script, text, key, expected):
     assert run[section][name] == expected
 
 
+@pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
+def test_training_arguments_have_defaults_of_their_own(script, name):
+    """SFTTrainer converts them to an SFTConfig with all their values, of which three have other defaults."""
+    run = script(f"SFTTrainer(args={name}(output_dir='o'))")
+    assert (run["trainer"]["lr"], run["policy"]["dtype"]) == (5e-5, "fp32")
+    assert run["policy"].get("gradient_checkpointing", False) is False
+    assert f"{name}'s learning_rate" in run["text"]
+    run = script(f"SFTTrainer(args={name}(learning_rate=1e-5, bf16=True, gradient_checkpointing=True))")
+    assert (run["trainer"]["lr"], run["policy"]["dtype"]) == (1e-5, "bf16")
+    assert run["policy"]["gradient_checkpointing"] is True
+    assert script("SFTTrainer(args=SFTConfig())")["trainer"]["lr"] == 2e-5
+
+
 def test_what_changes_in_a_way_that_is_not_read_is_refused_or_named(script):
     with pytest.raises(ConfigError, match=r"line 3: .*--set learning_rate=VALUE"):
         script("o = SFTConfig()\nif x:\n    o.learning_rate = 1\nSFTTrainer(args=o)")

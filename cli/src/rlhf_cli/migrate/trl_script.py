@@ -50,6 +50,9 @@ WRAPPERS = ("get_peft_model", "prepare_model_for_kbit_training", "to", "cuda")
 FAST_MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 """Configurations that trainers used before they had their own."""
+ARGUMENT_DEFAULTS = {"learning_rate": 5e-5, "bf16": False, "gradient_checkpointing": False}
+"""Defaults of transformers' TrainingArguments that differ from those of TRL's configurations. SFTTrainer takes them
+over; the other trainers need a configuration of their own."""
 OF_TRAINER = ("args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "peft_config", "reward_funcs")
 """Arguments of trainers that are read elsewhere, or belong to the model."""
 TO_DO: Mapping[str, str] = {
@@ -75,6 +78,10 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
     start, entry = _start(values, trainers, script)
     source = fields_of(entry)
     source.origin = f"{entry} ({script})"
+    if name_of(start) in ARGUMENTS[:2]:
+        for name, value in ARGUMENT_DEFAULTS.items():
+            option = OptionValue(value, f"{name_of(start)}'s {name}", f"{script}, line {start.lineno}")
+            source.user_values[name] = option
     if name_of(start) in (*CONFIGS, *ARGUMENTS):
         _take_call(source, values, start)
     chosen = [call for call in trainers if any(values.node(k.value) is start for k in call.keywords)] or trainers
