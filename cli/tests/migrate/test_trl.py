@@ -157,6 +157,13 @@ def test_schedules_and_adapters():
     assert lora == {"rank": 8, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
 
 
+def test_masked_answers_that_trl_still_counts_are_a_note():
+    command, note = "trl grpo --model_name_or_path M --dataset_name d --mask_truncated_completions", "still counts"
+    assert note in migrate("trl", f"{command} --loss_type dr_grpo", {}, PLUGINS)
+    assert note in migrate("trl", command.replace("grpo", "rloo"), {}, PLUGINS)
+    assert note not in migrate("trl", command, {}, PLUGINS), "the mean over tokens has none of their tokens"
+
+
 def test_rewards_by_name():
     rewards = grpo("--reward_funcs accuracy_reward my.rewards.short --reward_weights 1 0.5")["reward"]
     assert [(r["use"], r.get("weight", 1)) for r in rewards] == [

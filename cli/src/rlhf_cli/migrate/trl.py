@@ -84,6 +84,8 @@ def convert(source: FrameworkOptions) -> Draft:
     _data(draft)
     if online:
         _loss(draft) if source.entry == "grpo" else _rloo(draft, updates)
+        if source["loss_type"] not in MEANS_OF_TOKENS:
+            draft.notes["algorithm.mask_truncated"] = "TRL's mean over answers still counts the masked ones, as 0"
         _sampling(draft)
         _rewards(draft)
         if source["beta"] and source["sync_ref_model"]:
