@@ -180,6 +180,14 @@ def test_algorithms_losses_and_kl(flags, part, expected):
     assert rl(flags)["algorithm"][part] == expected
 
 
+def test_margins_are_read_by_the_losses_that_read_them_in_openrlhf():
+    flags = "--model.model_name_or_path M --data.dataset d.jsonl --model.margin_loss_enable"
+    assert values(flags, "train_rm")["data"]["margin"] == "margin"
+    run = values(f"{flags} --model.loss_type logexp", "train_rm")
+    assert run["algorithm"]["loss"]["loss_type"] == "logexp"
+    assert "margin" not in run["data"], "LogExpLoss takes the margin and does not use it"
+
+
 def test_schedules_warm_up_and_clipping():
     trainer = rl("--actor.lr_scheduler constant --actor.max_norm 0")["trainer"]
     assert "schedule" not in trainer, "constant is the default"

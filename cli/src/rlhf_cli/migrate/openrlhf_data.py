@@ -131,6 +131,9 @@ def supervised(draft: Draft) -> None:
     if s.entry == "rm":
         kind = s["model.loss_type"]
         draft.set("algorithm.loss.loss_type", "sigmoid" if kind == "sigmoid" else "logexp", "model.loss_type")
+        if kind != "sigmoid" and draft.values.pop("data.margin", None):
+            names = draft.causes.pop("data.margin")
+            draft.unread |= dict.fromkeys(names, "OpenRLHF's logexp does not read the margin")
     if s.entry == "dpo" and s["model.ipo_enable"]:
         draft.set("algorithm.loss.loss_type", "ipo", "model.ipo_enable")
         draft.set("algorithm.loss.ipo", "sum", "model.ipo_enable")
