@@ -164,6 +164,16 @@ def test_masked_answers_that_trl_still_counts_are_a_note():
     assert note not in migrate("trl", command, {}, PLUGINS), "the mean over tokens has none of their tokens"
 
 
+@pytest.mark.parametrize(
+    ("command", "dropout"),
+    [("sft", 0.05), ("dpo", 0), ("dpo --lora_dropout 0.1", 0), ("dpo --disable_dropout false", 0.05), ("grpo", 0.05)],
+)
+def test_the_dropout_of_adapters_is_off_with_disable_dropout(command, dropout):
+    """TRL sets the probability of every dropout of the model to 0, those of the adapters included."""
+    lora = values(f"trl {command} --model_name_or_path M --dataset_name d.jsonl --use_peft")["trainer"]["lora"]
+    assert lora.get("dropout", 0) == dropout
+
+
 def test_rewards_by_name():
     rewards = grpo("--reward_funcs accuracy_reward my.rewards.short --reward_weights 1 0.5")["reward"]
     assert [(r["use"], r.get("weight", 1)) for r in rewards] == [

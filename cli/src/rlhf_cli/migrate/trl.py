@@ -239,6 +239,8 @@ def _model(draft: Draft) -> None:
     if not s["use_peft"]:
         return
     draft.copy("trainer.lora.rank", "lora_r", "use_peft")
+    if s["disable_dropout"]:
+        draft.set("trainer.lora.dropout", 0.0, "disable_dropout", note="TRL turns the adapters' dropout off too")
     targets = s["lora_target_modules"]
     if targets is None:
         note = "PEFT's choice for most models"
