@@ -266,6 +266,7 @@ def test_rows_of_supervised_runs():
 @pytest.mark.parametrize(
     ("flags", "telling"),
     [
+        ("--pretrain_data d", "pretrain_data d: an additional loss on pretraining data is not supported"),
         ("--actor.lr_scheduler inverse_sqrt --actor.lr_warmup_ratio 0", r"actor\.lr_scheduler.*without a warm-up"),
         ("--actor.adam.learning_rate 1", r"line 1: .*actor\.adam\.learning_rate is unknown"),
         ("--acter.adam.lr 1", r"actor\.adam\.lr"),

@@ -192,6 +192,11 @@ def test_pairs_and_labels():
     )
     assert run["algorithm"]["loss"] == {"loss_type": ["sigmoid", "sft"], "beta": 0.2}
     assert run["data"]["eval"] == [{"path": "d.jsonl", "split": "test"}]
+    dpo = "trl dpo --model_name_or_path M --dataset_name d.jsonl --num_processes 2"
+    run = values(f"{dpo} --reference_free true")
+    assert run["algorithm"]["loss"] == {"reference_free": True}
+    assert "reference" not in run["placement"]
+    assert "reference" in values(dpo)["placement"]
     reward = values("trl reward --model_name_or_path M --dataset_name d.jsonl --center_rewards_coefficient 0.01")
     assert reward["algorithm"]["use"] == "reward_model"
     assert reward["algorithm"]["loss"]["center_coef"] == 0.01
@@ -328,6 +333,9 @@ def test_recipes_of_open_r1(tmp_path):
         ("--gradient_accumulation_steps 0", "gradient_accumulation_steps 0: it must be at least 1"),
         ("--use_vllm --vllm_tensor_parallel_size 0", "vllm_tensor_parallel_size 0: it must be at least 1"),
         ("--lr_scheduler_type inverse_sqrt", "without a warm-up, inverse_sqrt of transformers falls over 10,000 steps"),
+        ("--use_vllm --vllm_structured_outputs_regex x", "answers cannot be restricted to a pattern"),
+        ("--use_peft --lora_target_parameters experts.gate_up_proj", "adapters are of linear layers"),
+        ("--use_peft --load_in_4bit --bnb_4bit_quant_type fp4", "only nf4 is supported"),
         ("--fp16", "fp16"),
         ("--optim adafactor", "adafactor"),
         ("--repetition_penalty 1.1", "repetition_penalty"),
@@ -341,9 +349,11 @@ def test_what_means_nothing_here_is_refused(flags, telling):
         grpo(flags)
 
 
-def test_packed_batches_are_refused():
+def test_packed_batches_and_clipped_rewards_are_refused():
     with pytest.raises(ConfigError, match="packing"):
         values("trl sft --packing")
+    with pytest.raises(ConfigError, match="reward_clip_range"):
+        values("trl rloo --reward_clip_range 0 1")
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])

@@ -52,6 +52,7 @@ def migrate(
     fields = _trl(source, read_settings) if framework == "trl" else module.read(_start(source, read_settings, module))
     fields.replace({name: value for name, value in settings.items() if name not in read_settings.read_names})
     fields.check(allow_unknown)
+    fields.refuse_by_table()
     try:
         draft: Draft = module.convert(fields)
     except (TypeError, KeyError):

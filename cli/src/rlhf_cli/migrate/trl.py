@@ -389,8 +389,6 @@ def _rloo(draft: Draft, updates: int) -> None:
         )
     if s["normalize_advantages"]:
         raise s.refused("normalize_advantages", "rlhf has no equivalent")
-    if s["reward_clip_range"]:
-        raise s.refused("reward_clip_range", "TRL clips rewards before the baseline, which is not supported")
     note = "the gradient of TRL's one ratio per answer, at the first optimizer step"
     draft.set("algorithm.loss.aggregation", "seq_mean_token_sum", note=note)
     draft.unread |= dict.fromkeys(("epsilon", "epsilon_high"), "with one optimizer step per batch nothing is clipped")
@@ -455,12 +453,6 @@ def _offline(draft: Draft) -> None:
     if s["max_length"]:
         draft.copy("data.max_tokens", "max_length")
     draft.set("data.too_long", "drop", note="longer rows are dropped and counted; TRL truncates them")
-    if s["packing"]:
-        raise s.refused(
-            "packing",
-            "a batch of packed sequences holds an unknown number of rows; give the rows per step "
-            "with packing false. Rows are computed without padding in any case",
-        )
     if s.entry == "sft":
         if s["assistant_only_loss"]:
             draft.set("data.loss_on", "assistant", "assistant_only_loss")
@@ -489,7 +481,7 @@ def _placement(draft: Draft, processes: int, online: bool) -> None:
     if processes > 1:
         draft.set("trainer.use", "fsdp")
         draft.set("placement.policy.ranks", processes, note=_processes(processes))
-        if s.entry in ("dpo", "kto") or (online and s["beta"]):
+        if (s.entry in ("dpo", "kto") and not s["reference_free"]) or (online and s["beta"]):
             draft.set("placement.reference.ranks", processes)
             draft.set("placement.reference.share", "policy")
     if online:

@@ -119,7 +119,6 @@ def _flat(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def convert(source: FrameworkOptions) -> Draft:
     """The run file for these keys. Raises ConfigError for a value that has no counterpart."""
-    source.refuse_by_table()
     draft, s = Draft(source), source
     estimator = s["algorithm.adv_estimator"]
     loggers = s["trainer.logger"] if "trainer.logger" in s.user_values else ["console", "wandb"]
