@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_cli.migrate.draft import INVERSE_SQRT, Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
+from rlhf_cli.migrate.trl_data import rows_of_data
 
 NAME = "TRL"
 EXAMPLE = "grpo after trl, or grpo.py"
@@ -46,6 +47,8 @@ AGGREGATIONS = {
 }
 MEANS_OF_TOKENS = ("dapo", "bnpo", "cispo", "vespo")
 """Loss types that are a mean over the tokens of the optimizer batch."""
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+"""Loss types of DPO that read ``label_smoothing``."""
 OWN_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """Rewards that TRL's script selects by name."""
 PROMPT_ROOM = 2048
@@ -81,7 +84,7 @@ def convert(source: FrameworkOptions) -> Draft:
     _run(draft, updates)
     _trainer(draft)
     _model(draft)
-    _data(draft)
+    rows_of_data(draft)
     if online:
         _loss(draft) if source.entry == "grpo" else _rloo(draft, updates)
         if source["loss_type"] not in MEANS_OF_TOKENS:
@@ -247,54 +250,6 @@ def _model(draft: Draft) -> None:
         draft.set("trainer.lora.targets", ["q_proj", "v_proj"], "lora_target_modules", note=note)
     elif targets != ["all-linear"]:
         draft.set("trainer.lora.targets", targets, "lora_target_modules")
-
-
-def _data(draft: Draft) -> None:
-    s = draft.source
-    if s["chat_template"]:
-        draft.unread["chat_template"] = 'see "To do" at the top'
-        draft.remarks.append("save the text of chat_template as a file, and set data.chat_template to it")
-    if s["dataset_mixture"]:
-        _mixture(draft)
-        return
-    if not s["dataset_name"]:
-        options = "data.train and data.eval" if s["eval_strategy"] != "no" else "data.train"
-        draft.remarks.append(f"name the data: {options}, and the columns if they are not recognised")
-        return
-    subset = {"subset": s["dataset_config"]} if s["dataset_config"] else {}
-    for use, option in {"train": "dataset_train_split", "eval": "dataset_test_split"}.items():
-        if use == "train" or s["eval_strategy"] != "no":
-            name, bracket, part = str(s[option]).partition("[")
-            if bracket and not re.fullmatch(r":\d+\]", part):
-                raise s.refused(option, "only the first N rows of a split are supported (train[:N]); name the split")
-            split = {} if name == "train" else {"split": name}
-            limit = {"max_rows": int(part[1:-1])} if bracket else {}
-            names = ["dataset_name", option, *(["dataset_config"] if subset else [])]
-            draft.set(f"data.{use}", [{"path": s["dataset_name"], **split, **subset, **limit}], *names)
-
-
-def _mixture(draft: Draft) -> None:
-    """The datasets of Open-R1's ``dataset_mixture``."""
-    s, name = draft.source, "dataset_mixture"
-    datasets = s[name].get("datasets")
-    if not isinstance(datasets, list) or not all(
-        isinstance(d, dict) and isinstance(d.get("id"), str) for d in datasets
-    ):
-        raise s.refused(name, "it needs a list of datasets, each with an id")
-    options = {"path": "id", "subset": "config", "split": "split"}
-    sources = [{option: d[field] for option, field in options.items() if d.get(field)} for d in datasets]
-    ids = [source["path"] for source in sources]
-    for number, (source, dataset) in enumerate(zip(sources, datasets, strict=True)):
-        if ids.count(source["path"]) > 1:
-            source["name"] = f"{source['path'].rpartition('/')[2]}_{number}"
-        if dataset.get("weight") not in (None, 1):
-            draft.remarks.append(
-                f"dataset_mixture takes a share of {dataset['weight']} of the rows of {source['path']}; here all rows "
-                f"are read: set max_rows of data.train.{number} to that many rows"
-            )
-    if s[name].get("test_split_size") or s["eval_strategy"] != "no":
-        draft.remarks.append("name held-out rows as data.eval; no rows are split off")
-    draft.set("data.train", sources, name)
 
 
 # ---------------------------------------------------------------------------------------- algorithms
@@ -469,6 +424,22 @@ def _offline(draft: Draft) -> None:
             kinds = [*kinds, "sft"]
             draft.set("algorithm.loss.loss_weights", [1.0] * (len(kinds) - 1) + [s["rpo_alpha"]], "rpo_alpha")
         draft.set("algorithm.loss.loss_type", kinds[0] if len(kinds) == 1 else kinds, "loss_type")
+        _smoothing(draft, kinds)
+
+
+def _smoothing(draft: Draft, kinds: Sequence[str]) -> None:
+    """Label smoothing of DPO, for the loss types that read it in TRL."""
+    s, text = draft.source, "TRL 1.16 does not read it with sigmoid, as earlier versions did"
+    if not s["label_smoothing"]:
+        return
+    if not set(kinds) & {*SMOOTHED}:
+        draft.unread["label_smoothing"] = f"only {', '.join(SMOOTHED)} read it in TRL 1.16"
+        if "sigmoid" in kinds:
+            draft.remarks.append(f"label_smoothing: {text}; set algorithm.loss.label_smoothing for conservative DPO")
+    elif "sigmoid" in kinds:
+        raise s.refused("label_smoothing", f"{text}; here sigmoid would read it too")
+    else:
+        draft.copy("algorithm.loss.label_smoothing", "label_smoothing")
 
 
 def _placement(draft: Draft, processes: int, online: bool) -> None:
