@@ -266,6 +266,8 @@ def test_rows_of_supervised_runs():
 @pytest.mark.parametrize(
     ("flags", "telling"),
     [
+        ("--actor.optim muon", r"actor\.optim muon: the rate of Muon means something else"),
+        ("--critic.optim muon --critic.muon.lr 0.01", r"critic\.optim muon"),
         ("--pretrain_data d", "pretrain_data d: an additional loss on pretraining data is not supported"),
         ("--actor.lr_scheduler inverse_sqrt --actor.lr_warmup_ratio 0", r"actor\.lr_scheduler.*without a warm-up"),
         ("--actor.adam.learning_rate 1", r"line 1: .*actor\.adam\.learning_rate is unknown"),

@@ -36,7 +36,6 @@ REFUSED_ENTRIES = {
 }
 NEEDS: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
-    "critic_muon": "only with critic.optim muon",
     "critic_min_lr": "only with a critic and the schedule cosine_with_min_lr",
     "reference": "no reference model is loaded, because algo.kl.init_coef is 0",
     "adaptive_kl": "only with algo.kl.target",
@@ -45,7 +44,6 @@ NEEDS: Mapping[str, str] = {
     "correction": "no importance correction is on",
     "filter": "only with algo.dynamic_filtering_enable",
     "lora": "only with ds.lora.rank",
-    "muon": "only with muon",
     "min_lr": "only with the schedule cosine_with_min_lr",
     "reward_model": "only with a reward model that no reward.remote_url or agent replaces",
     "overlong": "only with reward.overlong_buffer_len",
@@ -104,7 +102,6 @@ def _conditions(s: FrameworkOptions) -> dict[str, Any]:
     scheduler = "actor.lr_scheduler" if s.entry == "rl" else "lr_scheduler"
     return {
         "critic": critic,
-        "critic_muon": critic and s["critic.optim"] == "muon",
         "critic_min_lr": critic and s["critic.lr_scheduler"] == "cosine_with_min_lr",
         "reference": s["algo.kl.init_coef"],
         "adaptive_kl": s["algo.kl.init_coef"] and s["algo.kl.target"] is not None,
@@ -113,7 +110,6 @@ def _conditions(s: FrameworkOptions) -> dict[str, Any]:
         "correction": correction and s["actor.policy_loss_type"] == "ppo",
         "filter": s["algo.dynamic_filtering_enable"],
         "lora": s["ds.lora.rank"],
-        "muon": "muon" in (s["actor.optim"], s["optim"]),
         "min_lr": s[scheduler] == "cosine_with_min_lr",
         "reward_model": s["reward.model_name_or_path"] and not (s["reward.remote_url"] or s["train.agent_func_path"]),
         "overlong": s["reward.overlong_buffer_len"] is not None,
