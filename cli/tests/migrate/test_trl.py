@@ -354,6 +354,10 @@ def test_recipes_of_open_r1(tmp_path):
         ("--repetition_penalty 1.1", "repetition_penalty"),
         ("--generation_kwargs '{\"x\": 1}'", "generation_kwargs"),
         ("--gradient_accumulation_steps 3 --steps_per_generation 2", "gradient_accumulation_steps"),
+        *(
+            (f"--gradient_accumulation_steps 4 --steps_per_generation 1 {statistic}", "gradient_accumulation_steps")
+            for statistic in ("--scale_rewards batch", "--multi_objective_aggregation normalize_then_sum")
+        ),
         ("--packing", "packing is an option of other entry points"),
     ],
 )

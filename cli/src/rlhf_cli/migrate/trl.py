@@ -121,9 +121,11 @@ def _batches(draft: Draft, processes: int) -> int:
     generated = s["steps_per_generation"] or (s["generation_batch_size"] or 0) // (device * processes) or accumulated
     names = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"]
     names += [name for name in ("steps_per_generation", "generation_batch_size") if name in s.user_values]
+    # TRL takes these statistics over one generation, even if an optimizer step has several.
+    over_batch = s["scale_rewards"] == "batch" or s["multi_objective_aggregation"] == "normalize_then_sum"
     if generated % accumulated == 0:
         samples, minibatches = device * processes * generated, generated // accumulated
-    elif accumulated % generated == 0 and passes == 1 and s["scale_rewards"] != "batch":
+    elif accumulated % generated == 0 and passes == 1 and not over_batch:
         samples, minibatches = device * processes * accumulated, 1  # several generations with the same weights
     else:
         raise s.refused(
