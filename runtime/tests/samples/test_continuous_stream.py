@@ -76,6 +76,22 @@ class ThreeTurns(Rollout):
         return turns
 
 
+class NoRoom(Rollout):
+    """The first sample ends after its first answer, whose ``finish`` it changes. The second one goes on."""
+
+    name = "no_room"
+
+    async def run(self, row: Row, seed: int, ctx: Any) -> list[Turn]:
+        turns = [ctx.encode_prompt(row)]
+        turns.append(await ctx.generate(list(turns), ctx.sampling))
+        if ctx.index[1] == 0:
+            ctx.report("no_room", float(turns[1].finish == "stop"))
+            turns[1].finish = "length"
+            return turns
+        turns.append(ctx.encode_observation("?"))
+        return [*turns, await ctx.generate(list(turns), ctx.sampling, 1)]
+
+
 class Scorer:
     async def score(self, group: Group, trained_on: bool = True) -> None:
         for trajectory in group.trajectories:
@@ -212,6 +228,21 @@ def test_turns_after_a_changed_observation_are_sampled_again(resumed) -> None:
         for old, new in zip(old_group, sampled(group), strict=True):
             assert new[0] == old[0], "the prompt is the same"
             assert all(turn.ids[0] > 500 for turn in new[1:]), "the observation before them is another"
+
+
+def test_a_rollout_that_changes_its_turns_takes_the_same_course_after_a_resume(stream, main) -> None:
+    """The first sample had ended when the checkpoint was saved, but its group had not."""
+    engine = Engine(100, held={2: 1, 3: 1})
+    first = stream(engine, NoRoom())
+    first.start(0)
+    whole = first.take(0).groups
+    main.run(engine.until_held(2))
+    second = stream(Engine(500, version=1), NoRoom())
+    second.restore(*first.snapshot())
+    second.start(1)
+    for group in [*whole, *second.take(1).groups]:
+        assert group.trajectories[0].info == {"rollout/no_room": 1.0}
+        assert group.trajectories[0].turns[1].finish == "length"
 
 
 def test_groups_are_numbered_on_after_a_resume(resumed) -> None:
