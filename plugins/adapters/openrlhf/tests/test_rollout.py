@@ -111,6 +111,7 @@ def test_no_reward_leaves_it_to_the_rewards_and_a_cut_answer_is_truncated(file, 
     cut += "        result['action_ranges'][-1] = (ranges[-1][0], len(tokens))\n        return result"
     turns, context = run(file(EXECUTOR.replace("        return result", cut)), model)
     assert (list(turns[-1].ids), turns[-1].finish) == ([context.calls[1].turn.ids[0] % 10 + 5], "length")
+    assert turns[-1].text == context.tokenizer.decode(list(turns[-1].ids)), "without the tokens that were cut"
     assert list(turns[-1].logprobs) == list(context.calls[1].turn.logprobs)[:1]
 
 

@@ -103,7 +103,8 @@ class ExecutorEngine:
         for start, end in result["action_ranges"]:
             turn = self._find(tokens, start, end)
             if start > position:
-                turns.append(self._context(tokens[position:start]))
+                context = tokens[position:start]
+                turns.append(Turn(context, sampled=False, text=self._text(context)))
             turns.append(turn)
             position = end
         if not turns:
@@ -117,10 +118,10 @@ class ExecutorEngine:
             turns[-1].finish = "length"
         return turns
 
-    def _context(self, ids: list[int]) -> Turn:
-        """Tokens that were not sampled, with their text, which rewards read."""
-        text = self._ctx.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Turn(ids, sampled=False, text=text)
+    def _text(self, ids: list[int]) -> str:
+        """The text that rewards read."""
+        text: str = self._ctx.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
     def _find(self, tokens: list[int], start: int, end: int) -> Turn:
         """A copy of the turn whose tokens are at ``start:end``. The last turn may be cut at the end of the tokens."""
@@ -130,7 +131,8 @@ class ExecutorEngine:
                 if len(ids) == len(turn.ids):
                     return replace(turn)
                 assert turn.logprobs is not None
-                return replace(turn, ids=turn.ids[: len(ids)], logprobs=turn.logprobs[: len(ids)], finish="length")
+                logprobs = turn.logprobs[: len(ids)]
+                return replace(turn, ids=turn.ids[: len(ids)], logprobs=logprobs, finish="length", text=self._text(ids))
         raise RolloutError(
             f"execute() returned the action range ({start}, {end}), but llm_engine.generate() did not sample these "
             "tokens after the preceding tokens. Put the sampled tokens into observation_tokens as they are, without "
