@@ -235,12 +235,12 @@ def test_a_rollout_that_changes_its_turns_takes_the_same_course_after_a_resume(s
     engine = Engine(100, held={2: 1, 3: 1})
     first = stream(engine, NoRoom())
     first.start(0)
-    whole = first.take(0).groups
+    first_groups = first.take(0).groups
     main.run(engine.until_held(2))
     second = stream(Engine(500, version=1), NoRoom())
     second.restore(*first.snapshot())
     second.start(1)
-    for group in [*whole, *second.take(1).groups]:
+    for group in [*first_groups, *second.take(1).groups]:
         assert group.trajectories[0].info == {"rollout/no_room": 1.0}
         assert group.trajectories[0].turns[1].finish == "length"
 

@@ -48,7 +48,7 @@ class Control(RunControl):
         self._stop, self._trainers, self._note = stop, trainers, note
         self._waiting: dict[str, Any] = {}
         self._save = False
-        self._changed: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     # ---------------------------------------------------------------------------- what observers call
 
@@ -79,7 +79,7 @@ class Control(RunControl):
     def changes(self) -> Mapping[str, Any]:
         """{option: value} of every option that was changed, in this process and before a resume, or that changes at the
         end of the step. The step may not reach its end in this process."""
-        return self._changed | self._waiting
+        return self._values | self._waiting
 
     def apply(self) -> bool:
         """Apply the requested options on every rank, between two steps. Returns whether there were any."""
@@ -90,7 +90,7 @@ class Control(RunControl):
             for trainer, field in self._trainers_of(option):
                 trainer.config = trainer.with_value(field, value)
                 trainer.role.every("change", trainer.config)
-            self._changed[option] = value
+            self._values[option] = value
             self._note(f"{option} changed from {old_value} to {value}")
         return bool(waiting)
 
