@@ -20,8 +20,9 @@ class ReplayCommand(Command):
 
     Nothing is sampled for training: tokens, log-probs, rewards and the order of batches are those in RUN's rollouts/.
     The run file is RUN's own. So a run whose samples depended on the clock can be repeated. With one rank of the same
-    trainer it ends with the same weights, bit for bit. Dotted flags change where it runs, for example --launcher.use
-    local. Options that the plugin of such a flag does not have are left out with a note.
+    trainer it ends with the same weights, bit for bit, unless RUN was resumed with more steps: its learning rates are
+    then those of a run that had so many steps from the start. Dotted flags change where it runs, for example
+    --launcher.use local. Options that the plugin of such a flag does not have are left out with a note.
     """
 
     name = "replay"
