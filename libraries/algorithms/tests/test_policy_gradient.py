@@ -461,12 +461,12 @@ def test_a_reward_that_the_rollout_gives_is_one_of_the_rewards_that_count_separa
     samples = [
         Trajectory(
             row,
-            [Turn([1], False), Turn([2], True, [-0.5], reward=given)],
+            [Turn([1], False), Turn([2], True, [-0.5], reward=turn_reward)],
             (0, number),
             rewards={"a": RewardResult(a), "b": RewardResult(3.0)},
-            reward=given + 2 * a + 3.0,
+            reward=turn_reward + 2 * a + 3.0,
         )
-        for number, (given, a) in enumerate([(-10.0, 0.0), (0.0, 0.5), (10.0, -0.5)])
+        for number, (turn_reward, a) in enumerate([(-10.0, 0.0), (0.0, 0.5), (10.0, -0.5)])
     ]
     algorithm = build(GDPO, run=RunOptions(weights={"a": 2.0, "b": 1.0}))
     batch, _ = algorithm.credit(algorithm.assemble([Group(row, 0, samples)])[0])
