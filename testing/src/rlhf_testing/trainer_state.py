@@ -222,7 +222,7 @@ class TrainerStateChecks:
 
     def test_use_view(self) -> None:
         """Between ``use_view(view)`` and ``use_view("live")`` (``HasViews``) the trainer computes with that view.
-        Afterwards its state is unchanged."""
+        Afterwards its state is unchanged. The tensors of a view keep its values after the last one was read."""
         if not issubclass(self.cls, HasViews):
             return
         for config in self.grid():
@@ -232,6 +232,9 @@ class TrainerStateChecks:
             for view in (v for v in trainer.facts().views if v != "live"):
                 label = f"{self.label(config)} use_view({view!r}):"
                 weights = weights_of(trainer, view)
+                if isinstance(trainer, SendsWeights):
+                    tensors = dict(trainer.weights(view))  # as a bucket holds them
+                    same_weights(weights, tensors, f"{label} tensors of weights({view!r}), after the last was read:")
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
                 trainer.use_view(view)
                 expect(trainer.current_view == view, f"{label} current_view is {trainer.current_view!r}")

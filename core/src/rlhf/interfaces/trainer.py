@@ -170,7 +170,8 @@ class SendsWeights(Ability):
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face parameter name, whole tensor), in a fixed order and in the stored number format.
 
-        Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing.
+        Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing. The tensors keep their
+        values until the next step or :meth:`HasViews.use_view`, also those of another view than ``live``.
 
         Args:
             view: one of :attr:`TrainerFacts.views`. If ``Trainer.adapters`` says that they can be sent, also

@@ -443,6 +443,20 @@ def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, 
             trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_exported_average_of_a_process_reward_model(folder, tmp_path, stage):
+    """The bias of its head is written after the last weight, when the live weights are back in the model."""
+    model_spec = replace(spec(folder), role=RoleSpec("policy", "classes:2", True))
+    policy = trainer(model_spec, stage=stage, ema_decay=0.5)
+    policy.update([batch(0, ValueLoss())], ValueLoss(), {}, {})
+    average = {name: values.clone() for name, values in policy.weights("ema")}
+    assert apart(dict(policy.weights()), average) > 1e-4
+    policy.export(tmp_path / "model", "ema")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == {*average, "score.bias"}
+    assert all(torch.equal(exported[name], values) for name, values in average.items())
+
+
 def test_the_planned_storage_is_what_a_rank_holds(folder):
     """Compares the figures for ``rlhf plan`` with the tensors that exist between steps."""
     for stage, options in ((0, {}), (2, {}), (3, {"ema_decay": 0.5}), (3, {"offload_optimizer": "cpu"})):

@@ -48,11 +48,15 @@ class ShardedWeights(PackedTrainer):
 
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Weights on rank 0, or on every rank with ``every_rank``. They are detached, on the trainer's device, tied
-        weights once (under the embedding's name), adapters merged. Other ranks take part and yield nothing. Tensors
-        that are whole on a rank share memory with the model, so copy them if they must outlive the next step."""
+        weights once (under the embedding's name), adapters merged. Other ranks take part and yield nothing. Live
+        tensors that are whole on a rank share memory with the model, so copy them if they must outlive the next
+        step."""
         with self._guard("weights"), self._view(view):
             if view != ADAPTERS:
-                yield from self._stream(every_rank, merge=self.merges(view))
+                tensors = self._stream(every_rank, merge=self.merges(view))
+                # The end of another view puts the live values into the same memory, and readers hold the last tensors
+                # beyond it: a bucket, or an export that adds a tensor of its own.
+                yield from tensors if view in ("live", PARTS) else ((name, t.clone()) for name, t in tensors)
             for name in self.parameters if view in (ADAPTERS, PARTS) else ():
                 tensor = self._full_tensor(name)
                 if self.spec.rank == 0 or every_rank:
