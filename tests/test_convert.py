@@ -46,6 +46,8 @@ def test_a_gguf_file_becomes_a_folder_with_the_weights_that_it_stands_for(archit
     assert all(torch.equal(tensors[name], weights[name]) for name in weights)
     generation = json.loads((tmp_path / "new/generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["pad_token_id"]) == ([EOS, TURN], PAD)
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"], "transformers 4 reads the first name only"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
     assert tokenizer.convert_ids_to_tokens(tokenizer("abba<eos>")["input_ids"]) == ["ab", "b", "a", "<eos>"]
     assert tokenizer.chat_template == TEMPLATE
@@ -81,6 +83,8 @@ def test_a_folder_of_bin_weights_is_converted_with_its_settings(sharded, say, tm
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "new" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
     assert not (tmp_path / "new/pytorch_model.bin.index.json").exists()
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "new")
 
 

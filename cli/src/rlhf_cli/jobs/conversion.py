@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.errors import ConfigError, ModelError
 from rlhf_hub.other_formats import BIN_FILES, is_gguf, refuse_other_formats
+from rlhf_hub.published import add_older_names
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.data.tokenizer import load_tokenizer
 
@@ -73,6 +74,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
             require_shapes(source, module, skeleton)
             expected = outputs(module, source)
             model.save(module, place)
+            add_older_names(place)
             # safetensors writes files that only their owner may read.
             for path in place.glob("*.safetensors"):
                 path.chmod(0o644)
