@@ -278,5 +278,5 @@ def _whole_modules(module: nn.Module, files: Mapping[str, Tensor], lora: LoraOpt
         depth = next((number for number, part in enumerate(parts, 1) if part in options), len(parts))
         names.add(".".join(parts[:depth]))
     ends = {name.rpartition(".")[2] for name in names}
-    others = [name for name, _ in module.named_modules() if name not in names and name.endswith(tuple(ends))]
-    return sorted(names if others else ends)
+    clashes = [name for name, _ in module.named_modules() if name not in names and name.endswith(tuple(ends))]
+    return sorted(names if clashes else ends)

@@ -214,8 +214,8 @@ def test_an_adapter_beside_another_base_than_its_own_is_not_trained(tmp_path, ma
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_module_that_the_adapter_has_trained_is_trained_on(tmp_path, exported, tied):
     """Otherwise the next adapter would lack its values."""
-    both, single = (LoraOptions(rank=4, modules_to_save=names) for names in (("embed_tokens", "lm_head"), ("lm_head",)))
-    exported(both, tiny_model(tmp_path / "base", tied=tied), tmp_path / "out", steps=1)
+    pair, single = (LoraOptions(rank=4, modules_to_save=names) for names in (("embed_tokens", "lm_head"), ("lm_head",)))
+    exported(pair, tiny_model(tmp_path / "base", tied=tied), tmp_path / "out", steps=1)
     with (
         nullcontext() if tied else pytest.raises(ConfigError, match=r"modules_to_save = \['embed_tokens', 'lm_head'\]")
     ):
