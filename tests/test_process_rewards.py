@@ -339,3 +339,13 @@ def test_evaluations_report_the_aggregate_beside_the_reward(
     (line,) = run.lines()
     assert line["eval/reward"] == 0.0
     assert 0 < line["eval/score"] < 1
+
+
+def test_an_outcome_reward_model_that_starts_from_a_process_reward_model_has_no_separator(
+    shop: Workshop, trained: dict[str, Finished]
+) -> None:
+    """With one, the reward ``model`` would refuse it as a process reward model."""
+    start = trained["lm"].path / "model"
+    assert "step_separator" in json.loads((start / "config.json").read_text())
+    run = shop.train("reward_model", "outcome", run={"steps": 1}, policy={"model": str(start)}, **OFFLINE)
+    assert "step_separator" not in json.loads((run.path / "model" / "config.json").read_text())

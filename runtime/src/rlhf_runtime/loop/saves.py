@@ -186,9 +186,11 @@ class ModelFiles:
         model_config = self._algorithm.model_config()
         if self._algorithm.data == "steps":
             model_config = {STEP_SEPARATOR: self._config.data.step_separator, **model_config}
-        if model_config:
-            config = path / "config.json"
-            write_json(config, {**read_json(config), **model_config})
+        old_config = read_json(path / "config.json")
+        # The separator of the model that the run started from marks a process reward model.
+        new_config = {name: value for name, value in old_config.items() if name != STEP_SEPARATOR} | model_config
+        if new_config != old_config:
+            write_json(path / "config.json", new_config)
         _complete_adapter(path)
 
     def write_role(self, role: Role, path: Path) -> None:
