@@ -1,6 +1,7 @@
 """A rollout that encodes messages: which answer is parsed, and whether it is closed before what follows."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 from rlhf.interfaces import Generator, Proof, Rollout
@@ -112,3 +113,33 @@ def test_only_turns_that_were_generated_for_the_sample_can_be_parsed(main, templ
     trajectory, _ = run(main, template, foreign=True)
     assert trajectory.status == "failed"
     assert "parse_answer() takes a turn that generate() of the same sample returned" in trajectory.error
+
+
+class Halts(Says):
+    """Keeps the requests."""
+
+    def generate(self, requests):
+        self.requests = list(requests)
+        yield from super().generate(requests)
+
+
+class Asks(Rollout):
+    name = "asks"
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_messages([ASK])
+        sampling = replace(ctx.sampling, stop=("x", "<|im_start|>"), stop_token_ids=(9,))
+        return [prompt, await ctx.generate([prompt], sampling)]
+
+
+def test_a_special_token_as_stop_string_of_a_rollout_ends_an_answer(main, template):
+    """It is not in the text of an answer, in which stop strings are searched."""
+    tokenizer = copy.deepcopy(template.tokenizer)
+    tokenizer.add_tokens("<|im_start|>", special_tokens=True)
+    special = Template(tokenizer, DataSection())
+    generator = Halts(special, "b")
+    rollouts = Rollouts(Asks(), generator, special, Scorer(), main)
+    rollouts.run([Row({}, "rows", 0)], 0, RolloutSettings(Sampling(), 1, "sample", 0, 1000, 5.0))
+    [request] = generator.requests
+    assert request.sampling.stop == ("x",)
+    assert request.sampling.stop_token_ids == (9, tokenizer.convert_tokens_to_ids("<|im_start|>"))

@@ -20,6 +20,7 @@ from rlhf.errors import RlhfError
 from rlhf.requests import check_sampling
 from rlhf.types import Sampling
 from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.data.tokenizer import check_stops, with_stop_tokens
 from tinker import __version__ as VERSION
 from tinker import types
 from tinker.types.try_again_response import TryAgainResponse
@@ -46,8 +47,9 @@ class Served:
 
     name: str
     """Name of the base model for clients."""
-    tokenizer: str
-    """Folder or hub name."""
+    tokenizer_id: str
+    """Folder or hub name of the tokenizer, for clients."""
+    tokenizer: Any
     vocabulary: int
     longest: int
     """Largest number of tokens of a sequence, prompt and answer together."""
@@ -152,7 +154,7 @@ class TrainingApplication:
     async def _info(self, request: web.Request) -> web.Response:
         body = types.GetInfoRequest.model_validate_json(await request.read())
         served = self._served
-        data = types.ModelData(model_name=served.name, tokenizer_id=served.tokenizer)
+        data = types.ModelData(model_name=served.name, tokenizer_id=served.tokenizer_id)
         return _json(
             types.GetInfoResponse(
                 model_data=data, model_id=body.model_id, is_lora=True, lora_rank=served.rank, model_name=served.name
@@ -303,6 +305,8 @@ class TrainingApplication:
             stop=tuple(texts), ignore_eos=params.stop is not None,
         )  # fmt: skip
         check_sampling(sampling)
+        sampling = with_stop_tokens(sampling, served.tokenizer)
+        check_stops(sampling.stop, served.tokenizer)
         return SampleQuestion(prompt, sampling, body.num_samples, params.seed, bool(body.prompt_logprobs))
 
     async def _answer(self, source: str, question: SampleQuestion) -> bytes:

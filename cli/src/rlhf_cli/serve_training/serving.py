@@ -43,8 +43,9 @@ def serve(
         models = TrainedModels(policy, name, folder)
         longest = plugins_of_run.config.data.max_tokens
         path = policy.role.spec.path
-        tokenizer = str(Path(path).absolute()) if Path(path).is_dir() else path
-        served = Served(name, tokenizer, policy.role.facts.vocabulary, longest, policy.adapter_rank)
+        tokenizer_id = str(Path(path).absolute()) if Path(path).is_dir() else path
+        vocabulary = policy.role.facts.vocabulary
+        served = Served(name, tokenizer_id, plugins_of_run.tokenizer, vocabulary, longest, policy.adapter_rank)
         main = MainThread(stop)
         try:
             main.run(_serve(TrainingApplication(served, access, main, models), access, stop, announce, main))

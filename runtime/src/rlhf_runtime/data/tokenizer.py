@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.tokens import Tokens
+from rlhf.types import Sampling
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import require_folder, settings_of, tokenizer_folder
 
@@ -130,6 +131,15 @@ def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
                 "tokens, so this would never stop an answer. Answers already end at the end tokens of tokenizer, chat "
                 "template and generation_config.json; add the token to eos_token_id there, or remove it here."
             )
+
+
+def with_stop_tokens(sampling: Sampling, tokenizer: Any) -> Sampling:
+    """``sampling`` with the ids of its stop strings that are special tokens. The text of an answer has no special
+    tokens (:class:`TokenDecoder`), so as strings they would never stop it."""
+    special = special_tokens(tokenizer)
+    ids = [special[stop] for stop in sampling.stop if stop in special]
+    stops = tuple(stop for stop in sampling.stop if stop not in special)
+    return replace(sampling, stop=stops, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ids))))
 
 
 def special_tokens_in(text: str, tokenizer: Any) -> list[str]:

@@ -20,6 +20,7 @@ from rlhf.types.images import joined_images
 
 from rlhf_runtime.data.messages import Messages
 from rlhf_runtime.data.template import Template
+from rlhf_runtime.data.tokenizer import with_stop_tokens
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.rewards.scoring import Scorer, combine
 from rlhf_runtime.samples.episodes import Episode
@@ -200,6 +201,8 @@ class SampleContext(RolloutContext):
                 f"{len(ids)} tokens of context leave no room to answer within data.max_tokens = {self.max_tokens}"
             )
         room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
+        if sampling.stop != self.sampling.stop:  # of an environment or a program; those of the run file are checked
+            sampling = with_stop_tokens(sampling, self.tokenizer)
         sampling = replace(sampling, max_new_tokens=room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
         images = joined_images((len(t.ids), t.images) for t in turns[start:])
