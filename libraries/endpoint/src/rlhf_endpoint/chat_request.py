@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf.errors import ConfigError
 from rlhf.interfaces import RolloutContext
+from rlhf.requests import check_sampling
 from rlhf.types import Sampling, Turn
 
 from rlhf_endpoint.config import ProgramConfig
@@ -97,13 +99,22 @@ def read_sampling(
         raise invalid("stop", stop, "a string or a list of strings, none of them empty")
     sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
     if config.sampling == "request":
-        sampling = replace(sampling, temperature=_temperature(body, sampling))
+        # Neither an evaluation nor the greedy answer to a prompt, which the run samples greedily in any case.
+        trained = ctx.training and ctx.sampling.temperature > 0
+        sampling = replace(sampling, temperature=_temperature(body, sampling, trained))
         for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := body.get(name)) is not None:
-                if isinstance(value, bool) or value not in (default, getattr(ctx.sampling, name)):
+                is_number = type(value) in (int, float)
+                if trained and (not is_number or value not in (default, getattr(ctx.sampling, name))):
                     raise _other_distribution(name, value, f"{default} or the run's {getattr(ctx.sampling, name)}")
+                if not is_number:
+                    raise invalid(name, value, "a number")
                 option: dict[str, Any] = {name: type(default)(value)}
                 sampling = replace(sampling, **option)
+        try:
+            check_sampling(sampling)
+        except ConfigError as error:
+            raise ApiError(400, str(error), code="invalid_value") from error
         for name in ("presence_penalty", "frequency_penalty"):
             if body.get(name) not in (None, 0):
                 raise _other_distribution(name, body[name], "0")
@@ -112,12 +123,12 @@ def read_sampling(
     return sampling, stops
 
 
-def _temperature(body: Mapping[str, Any], sampling: Sampling) -> float:
+def _temperature(body: Mapping[str, Any], sampling: Sampling, trained: bool) -> float:
     value = body.get("temperature")
     if value is None:
         return sampling.temperature
-    if type(value) not in (int, float) or not 0 < value <= 2:
-        raise _other_distribution("temperature", value, "above 0, at most 2")
+    if type(value) not in (int, float) or not 0 <= value <= 2 or (trained and value == 0):
+        raise _other_distribution("temperature", value, "above 0, at most 2" if trained else "0 to 2")
     return float(value)
 
 

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from rlhf.types import Sampling
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.endpoint import ENDED_LIMIT, Endpoint
 from rlhf_endpoint.session import Session
@@ -189,6 +190,22 @@ note(task, *ask(base_url, api_key, stop=["is"], n=2, max_completion_tokens=6))
 def test_the_run_may_decide_how_is_sampled(lab, program):
     trajectory = lab.one(program("ask(base_url, api_key, temperature=0, top_p=0.1)", sampling="run"))
     assert [t.temperature for t in trajectory.turns if t.sampled] == [1.0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"purpose": "eval", "sampling": Sampling(12, 0.0)}, {"greedy": True}],
+    ids=["evaluation", "greedy answer"],
+)
+def test_a_request_with_the_runs_top_p_is_answered_where_nothing_is_trained_on(lab, program, wire, settings):
+    # The laboratory compares log-probs with those over all tokens.
+    run = {"sampling": Sampling(12, top_p=0.9999999), **settings}
+    body = "note(task, ask(base_url, api_key, temperature=0.7, top_p=0.9999999)[0])"
+    [group] = lab.groups(program(body), [{"wire": wire.path}], **run)
+    assert {line[0] for line in wire()} == {200}
+    if "purpose" in run:
+        [turn] = [t for t in group.trajectories[0].turns if t.sampled]
+        assert turn.temperature == 0.7
 
 
 def test_a_repeated_request_gets_the_answer_that_it_got(lab, program, wire):
