@@ -265,9 +265,9 @@ def test_samples_stop_and_seeds_repeat(model, service) -> None:
     assert stopped.tokens == first[: first.index(first[4]) + 1]
     text = AutoTokenizer.from_pretrained(model).decode([first[4]])
     assert draw(1, seed=3, stop=text)[0].tokens == stopped.tokens
-    ended = next(s for s in draw(64, seed=3) if s.stop_reason == "stop").tokens
-    texts = [AutoTokenizer.from_pretrained(model).decode(ended[-1:]), "no such text"]
-    assert ended in [s.tokens for s in draw(64, seed=3, stop=texts)], "a special token is not in the text of an answer"
+    answer = next(s for s in draw(64, seed=3) if s.stop_reason == "stop").tokens
+    texts = [AutoTokenizer.from_pretrained(model).decode(answer[-1:]), "no such text"]
+    assert answer in [s.tokens for s in draw(64, seed=3, stop=texts)], "a special token is not in the text of an answer"
     with pytest.raises(tinker.TinkerError, match="contains the special token '<eos>'"):
         draw(1, stop=[f"a{texts[0]}"])
     with pytest.raises(tinker.TinkerError, match="num_samples = 0"):
