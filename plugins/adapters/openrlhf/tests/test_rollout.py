@@ -9,8 +9,9 @@ import pytest
 import rlhf
 from pydantic import ValidationError
 from rlhf.errors import PluginInvalid, RolloutError
+from rlhf.ops.experts import check_records
 from rlhf.plugins import Plugins
-from rlhf.types import Image, Row, Sampling, Trajectory, Turn
+from rlhf.types import ExpertRecord, Image, Row, Sampling, Trajectory, Turn
 from rlhf_testing.scripted_rollout import ScriptedContext
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
@@ -113,6 +114,21 @@ def test_no_reward_leaves_it_to_the_rewards_and_a_cut_answer_is_truncated(file, 
     assert (list(turns[-1].ids), turns[-1].finish) == ([context.calls[1].turn.ids[0] % 10 + 5], "length")
     assert turns[-1].text == context.tokenizer.decode(list(turns[-1].ids)), "without the tokens that were cut"
     assert list(turns[-1].logprobs) == list(context.calls[1].turn.logprobs)[:1]
+
+
+def test_a_cut_answer_has_the_experts_and_versions_of_its_own_tokens(file, model: str, monkeypatch) -> None:
+    async def generate(self, turns, sampling: Sampling, turn_number: int = 0) -> Turn:
+        tokens = len(turns[0].ids)
+        record = ExpertRecord(bytes(range(tokens + 2)), layers=1, experts=99, chosen=1)
+        return Turn([7, 8, 9], True, [-0.5, -0.6, -0.7], ((0, 4), (2, 5)), "stop", text="xyz", experts=record)
+
+    monkeypatch.setattr(Context, "generate", generate)
+    cut = "        result['observation_tokens'] = tokens[:ranges[0][1] - 1]\n"
+    cut += "        result['action_ranges'] = [(ranges[0][0], ranges[0][1] - 1)]\n        return result"
+    turns, _ = run(file(EXECUTOR.replace("        return result", cut)), model)
+    assert (list(turns[1].ids), turns[1].versions) == ([7, 8], ((0, 4),))
+    assert turns[1].experts.choices == bytes(range(len(turns[0].ids) + 1)), "without the last of its tokens"
+    check_records(turns, None)
 
 
 def test_scores_and_logs_of_the_result_are_kept(file, model: str) -> None:

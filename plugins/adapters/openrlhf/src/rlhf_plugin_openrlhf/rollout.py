@@ -123,6 +123,17 @@ class ExecutorEngine:
         text: str = self._ctx.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def _cut(self, turn: Turn, count: int) -> Turn:
+        """The first ``count`` tokens of a turn."""
+        assert turn.logprobs is not None
+        ids, logprobs, experts = turn.ids[:count], turn.logprobs[:count], turn.experts
+        versions = tuple(version for version in turn.versions if version[0] < count)
+        if experts is not None:  # it ends before the last token of the turn
+            left = max(0, experts.tokens - (len(turn.ids) - count))
+            experts = replace(experts, choices=experts.choices[: left * experts.token_bytes])
+        text = self._text(list(ids))
+        return replace(turn, ids=ids, logprobs=logprobs, versions=versions, experts=experts, finish="length", text=text)
+
     def _find(self, tokens: list[int], start: int, end: int) -> Turn:
         """A copy of the turn whose tokens are at ``start:end``. The last turn may be cut at the end of the tokens."""
         for prompt, turn in self._sampled:
@@ -130,9 +141,7 @@ class ExecutorEngine:
             if prompt == tokens[:start] and ids == tokens[start:end] and ids and (cut or len(ids) == len(turn.ids)):
                 if len(ids) == len(turn.ids):
                     return replace(turn)
-                assert turn.logprobs is not None
-                logprobs = turn.logprobs[: len(ids)]
-                return replace(turn, ids=turn.ids[: len(ids)], logprobs=logprobs, finish="length", text=self._text(ids))
+                return self._cut(turn, len(ids))
         raise RolloutError(
             f"execute() returned the action range ({start}, {end}), but llm_engine.generate() did not sample these "
             "tokens after the preceding tokens. Put the sampled tokens into observation_tokens as they are, without "
