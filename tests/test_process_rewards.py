@@ -331,7 +331,8 @@ def test_a_token_classification_model_is_read_with_its_bias(shop: Workshop, mode
 def test_evaluations_report_the_aggregate_beside_the_reward(
     shop: Workshop, model: Path, trained: dict[str, Finished]
 ) -> None:
-    """With credit at tokens the reward of an answer is 0. The run must not report that nothing was learnt."""
+    """With credit at tokens the reward of an answer is 0. The run must not report that nothing was learnt, nor choose
+    its best step by these rewards."""
     path = trained["classes"].path / "model"
     reward = [{"use": "prm", "model": str(path), "credit": "step", "without_steps": "last_token"}]
     data = {"eval": [{"path": str(shop.data), "name": "held_out", "max_rows": 3}]}
@@ -339,6 +340,8 @@ def test_evaluations_report_the_aggregate_beside_the_reward(
     (line,) = run.lines()
     assert line["eval/reward"] == 0.0
     assert 0 < line["eval/score"] < 1
+    best = json.loads((run.path / "checkpoints" / "best.json").read_text())
+    assert (best["metric"], best["value"]) == ("eval/score", line["eval/score"])
 
 
 def test_an_outcome_reward_model_that_starts_from_a_process_reward_model_has_no_separator(

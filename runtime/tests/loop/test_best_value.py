@@ -40,13 +40,24 @@ def test_other_metrics_improve_upwards(metric):
     assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, False, True]
 
 
-def test_pass_at_1_is_preferred_over_reward_and_this_over_loss():
-    numbers = {"eval/loss": 2.0, "eval/reward": 0.3, "eval/pass@1": 0.5}
-    for metric in ("eval/pass@1", "eval/reward", "eval/loss"):
+def test_pass_at_1_is_preferred_over_score_this_over_reward_and_this_over_loss():
+    numbers = {"eval/loss": 2.0, "eval/reward": 0.3, "eval/score": 0.4, "eval/pass@1": 0.5}
+    for metric in ("eval/pass@1", "eval/score", "eval/reward", "eval/loss"):
         tracker = BestTracker()
         tracker.update(1, numbers)
         assert tracker.metric == metric
         del numbers[metric]
+
+
+@pytest.mark.parametrize(("metric", "prefix"), [("score", ""), ("eval/score", ""), ("gsm/score", "gsm/")])
+def test_an_evaluation_without_a_score_has_scores_equal_to_its_rewards(metric, prefix):
+    tracker, score, reward = BestTracker(metric), f"eval/{prefix}score", f"eval/{prefix}reward"
+    evaluations = [{reward: 0.2}, {reward: 0.9, score: 0.1}, {reward: 0.9, score: 0.5}, {reward: 0.4}, {reward: 0.6}]
+    results = [tracker.update(step, numbers)[0] for step, numbers in enumerate(evaluations)]
+    assert results == [True, False, True, False, True]
+    assert (tracker.metric, tracker.value) == (score, 0.6)
+    with pytest.raises(ConfigError, match="agent/first/score"):
+        BestTracker("agent/first/score").update(1, {"eval/reward": 0.2})
 
 
 def test_nan_never_improves():

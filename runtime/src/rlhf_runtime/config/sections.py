@@ -208,7 +208,7 @@ class EvalSection(ComponentConfig):
     ``model/``. ``live``: the trained weights."""
     metric: str | None = None
     """Evaluation metric that selects the best checkpoint, with or without the prefix ``eval/``, such as ``reward`` or
-    ``env/KEY``. Default: the first that exists of pass@1, reward and loss."""
+    ``env/KEY``. Default: the first that exists of pass@1, score, reward and loss."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Direction in which the metric improves; ``auto``: down for losses, up for other metrics."""
     patience: Count | None = None

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 
-DEFAULT_METRICS = ("eval/pass@1", "eval/reward", "eval/loss")
-"""The default of ``eval.metric`` is the first of these metrics that the evaluation has."""
+DEFAULT_METRICS = ("eval/pass@1", "eval/score", "eval/reward", "eval/loss")
+"""The default of ``eval.metric`` is the first of these metrics that the evaluation has. The score is before the reward,
+because the reward of an evaluation has no step rewards: it is always 0 if the run has no others."""
 _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl", "truncated", "unscored")
 
 
@@ -17,7 +18,7 @@ class BestTracker:
     """Follows one metric over the evaluations.
 
     Args:
-        metric: its name, with or without ``eval/``; None: the first of pass@1, reward and loss that exists.
+        metric: its name, with or without ``eval/``; None: the first of pass@1, score, reward and loss that exists.
         mode: ``max``, ``min`` or ``auto``. ``auto`` decides by the metric's name: ``min`` for losses, terms of losses
             (``loss/<term>``), divergences and the shares of truncated or unscored answers, ``max`` for all others.
         patience: stop after this many evaluations in a row without improvement; None: never.
@@ -47,13 +48,11 @@ class BestTracker:
         """
         has_earlier, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
         try:
-            self.metric = self._find(metrics)
+            self.metric, value = self._find(metrics)
         except ConfigError:
             if not (unscored == 1 or (has_earlier and (unscored > 0 or is_number_of_samples(self.metric or "")))):
                 raise
             value = math.nan
-        else:
-            value = float(metrics[self.metric])
         sign = 1.0 if self._direction() == "max" else -1.0
         improved = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
         if improved:
@@ -109,11 +108,17 @@ class BestTracker:
         *front, last = (self.metric or "").split("/")
         return "min" if "loss" in front or last.endswith(_LOWER_IS_BETTER) else "max"
 
-    def _find(self, metrics: Mapping[str, float]) -> str:
+    def _find(self, metrics: Mapping[str, float]) -> tuple[str, float]:
+        """The name of the metric and its value."""
         candidates = DEFAULT_METRICS if self.metric is None else (self.metric, f"eval/{self.metric}")
         for name in candidates:
             if name in metrics:
-                return name
+                return name, float(metrics[name])
+        name = f"eval/{(self.metric or '').removeprefix('eval/')}"
+        reward = f"{name.removesuffix('/score')}/reward"
+        # An evaluation has no score if each is equal to the answer's reward (evaluation_metrics).
+        if name.endswith("/score") and reward in metrics:
+            return name, float(metrics[reward])
         present = sorted(name for name in metrics if name.startswith("eval/")) or sorted(metrics)
         if self.metric is None:
             raise ConfigError(
