@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from rlhf_runtime.report.recorded_samples import read_samples
 
 from tests.runs import Say, Workshop
+from tests.test_self_play import game
 
 MARKUP = "<script>alert(1)</script>"
 ROWS = [
@@ -125,6 +127,21 @@ def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: 
     assert any(truncated)
     assert "It holds samples of steps 1 to 2" in say("rewards", "try", run, "--step", 7)[2]
     assert "already has answers" in say("rewards", "try", run, "--data", "x.jsonl")[2]
+
+
+def test_each_agent_of_a_recorded_game_is_a_group_as_in_the_run(shop: Workshop, say: Say) -> None:
+    size = "async def score(completions, **columns):\n    return [float(len(completions)) for _ in completions]\n"
+    rewards = [{"use": f"file:{shop.file('size.py', size)}:score", "name": "size"}]
+    run = shop.train("grpo", "run", **(game(shop, "rae") | {"reward": rewards}))
+    code, stdout, err = say("rewards", "try", run.path, "--probes", 0)
+    assert code == 0, err
+    [reward] = lines(stdout, "Rewards")[-1:]
+    samples = list(run.samples_of("step-000003.arrow"))
+    assert float(reward[2]) == pytest.approx(run.lines()[-1]["reward/size/mean"], abs=1e-3)
+    groups = Counter((sample["group"], sample["turns"][0]["agent"]) for sample in samples)
+    compared = sum(count > 1 for count in groups.values())
+    assert reward[-1] == f"{compared} of {compared}"
+    assert compared > 4, "no second agent had several turns"
 
 
 @pytest.mark.parametrize(

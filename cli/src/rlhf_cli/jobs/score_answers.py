@@ -130,14 +130,16 @@ def score_answers(
 
 async def score_groups(scorer: Scorer, groups: Sequence[Group], on_end: Callable[[], None]) -> None:
     """Score all groups concurrently: a server or worker processes get all of them, and a model reads them together. The
-    time for which a reward waits for a model does not count towards its deadline.
+    time for which a reward waits for a model does not count towards its deadline. As in a run, the samples of each
+    agent are scored as a group of their own.
 
     Args:
         on_end: called after each group.
     """
 
     async def score(group: Group) -> None:
-        await scorer.score(group)
+        for samples_of_agent in group.by_agent().values():
+            await scorer.score(samples_of_agent)
         on_end()
 
     await asyncio.gather(*map(score, groups))

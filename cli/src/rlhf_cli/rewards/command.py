@@ -50,6 +50,7 @@ class RewardsTryCommand(Command):
             raise ConfigError(f"--probes {args.probes}: the number of rows must be at least 0.")
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load, look_for_models
+        from rlhf_runtime.config.runfile import RunFile
         from rlhf_runtime.report.recorded_samples import samples_file
 
         flags = overrides(args, {"data": "data.eval"})
@@ -60,7 +61,9 @@ class RewardsTryCommand(Command):
         config = load(path, [flag for flag in flags if flag not in reward_flags], algorithm="score")
         if run is not None:
             data = config.data.model_copy(update={"eval": config.data.train})
-            config = config.model_copy(update={"data": data, "env": None})
+            # The samples exist already: a rollout of episodes would ask for the environment.
+            rollout = RunFile.model_fields["rollout"].default
+            config = config.model_copy(update={"data": data, "env": None, "rollout": rollout})
         if reward_flags:  # they replace the run's rewards, whose options do not apply to them
             config = config.model_copy(update={"reward": load(None, reward_flags, algorithm="score").reward})
         if not config.data.eval:

@@ -82,7 +82,9 @@ def _summary(trial: Trial) -> list[tuple[str, ...]]:
 def _constant(trial: Trial, name: str) -> tuple[int, int]:
     """(groups in which all answers have one value, groups with several values)."""
     groups = [
-        [v for t in group.trajectories if (v := value_of(t.rewards.get(name))) is not None] for group in trial.groups
+        [v for t in of_agent.trajectories if (v := value_of(t.rewards.get(name))) is not None]
+        for group in trial.groups
+        for of_agent in group.by_agent().values()
     ]
     compared = [values for values in groups if len(values) > 1]
     return sum(min(values) == max(values) for values in compared), len(compared)
