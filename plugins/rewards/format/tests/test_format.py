@@ -88,6 +88,14 @@ def test_a_tag_that_the_chat_template_opens_belongs_to_the_answer(form: dict) ->
     assert opened("<think>\n", "a", pattern="a") == 1.0, "a pattern without the tag goes on to match"
 
 
+def test_an_answer_of_several_turns_is_opened_by_the_text_before_the_first() -> None:
+    parts = [("2+2=<think>", False), ("sum</think>", True), ("<answer>4</answer>", True)]
+    turns = [Turn([1], sampled=sampled, text=text) for text, sampled in parts]
+    row = Row({}, "data", 0)
+    reward = FormatReward(FormatReward.Config(template="<think>{...}</think><answer>{...}</answer>"))
+    assert [r.value for r in reward.score(Group(row, 0, [Trajectory(row, turns, (0, 0))]))] == [1.0]
+
+
 def test_the_texts_that_answers_must_have() -> None:
     assert list(FormatReward(FormatReward.Config(template=THINK)).texts()) == [
         "<think>", "</think>", "<answer>", "</answer>",

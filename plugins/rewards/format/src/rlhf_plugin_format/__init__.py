@@ -80,6 +80,8 @@ class FormatReward(Reward):
         text = trajectory.answer if on_answer else trajectory.completion
         sampled = [n for n, turn in enumerate(trajectory.turns) if turn.sampled]
         first = sampled[-1 if on_answer else 0] if sampled else 0
+        while first and trajectory.turns[first - 1].sampled:  # an answer may be several turns
+            first -= 1
         opening = _OPENING.search(trajectory.turns[first - 1].text) if first else None
         return self._matches(text) or (opening is not None and self._matches(opening[0] + text))
 
