@@ -194,3 +194,19 @@ def test_a_format_with_special_tokens_is_refused_before_models_are_loaded(shop: 
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     tokenizer.save_pretrained(model)
     refused(shop.run("rloo", "run", "--dry-run", **changes), "reward 'format'", "special token '</think>'")
+
+
+def test_functions_in_worker_processes_get_the_prompt_of_the_data_as_those_in_the_run_do(shop: Workshop) -> None:
+    """The prompt stands in a column of another name, as text and as messages."""
+    body = "    return [10 * len(p) + isinstance(c, list) for p, c in zip(prompts, completions)]\n"
+    code = f"def size(prompts, completions):\n{body}"
+    files = {"plain": shop.file("plain.py", code), "coroutine": shop.file("coroutine.py", f"async {code}")}
+    rewards = [{"use": f"file:{path}:size", "name": name} for name, path in files.items()]
+    template = shop.file(
+        "chat.jinja", "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}answer: "
+    )
+    for number, question in enumerate(("1+2=", [{"role": "user", "content": "1+2="}])):
+        data = {"train": str(shop.rows("questions.jsonl", [{"question": question}])), "chat_template": str(template)}
+        run = shop.train("rloo", f"run{number}", run={"steps": 1}, data=data | {"batch_size": 1}, reward=rewards)
+        values = [{name: result["value"] for name, result in s["rewards"].items()} for s in run.samples()]
+        assert values == [dict.fromkeys(files, [40.0, 11.0][number])] * len(values), question

@@ -19,6 +19,19 @@ class RowLayout(Protocol):
         """Name of the column that holds ``field``, for messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadFields:
+    """A layout for a single row whose fields were read before."""
+
+    fields: Mapping[str, Any]
+
+    def read(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(self.fields)
+
+    def name(self, field: str) -> str:
+        return field
+
+
 class Columns(dict[str, Any]):
     """The columns of a row by name. A dotted name that is not a column, such as ``reward_model.ground_truth``, refers
     to a value inside a column that holds a table, or a table as JSON text. The KeyError for a missing column lists the

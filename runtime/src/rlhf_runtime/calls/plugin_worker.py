@@ -33,6 +33,7 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Row
+from rlhf.types.rows import ReadFields
 
 from rlhf_runtime.calls import isolation
 from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
@@ -302,12 +303,17 @@ MOST_COPIED = 64 << 20
 """Maximum bytes of a class defined in this process, with everything that it uses, when it is copied to a worker."""
 
 
+def _reduce_row(row: Row) -> tuple[type[Row], tuple[Any, ...]]:
+    layout = None if row.layout is None else ReadFields(row.layout.read(row.columns))
+    return Row, (row.columns, row.source, row.index, layout)
+
+
 class _RequestPickler(pickle.Pickler):
-    dispatch_table = copyreg.dispatch_table | {Row: lambda row: (Row, (row.columns, row.source, row.index))}
+    dispatch_table = copyreg.dispatch_table | {Row: _reduce_row}
 
 
 def request(method: str, arguments: tuple[Any, ...]) -> bytes:
-    """The bytes of a call. Rows are sent without their layout, because only the run reads it and another Python cannot
+    """The bytes of a call. Rows are sent with their fields instead of their layout, because another Python cannot
     import its class."""
     buffer = io.BytesIO()
     _RequestPickler(buffer).dump((method, arguments))
