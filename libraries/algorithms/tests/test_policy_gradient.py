@@ -436,6 +436,19 @@ def test_step_sources_reach_the_batch():
     assert algorithm.assemble(groups)[0].tok["step_reward"].sum() == 6.0
 
 
+def test_steps_without_a_step_reward_report_0_so_that_no_curve_leaves_them_out():
+    groups = fabricate.groups(0)
+    plain, subject = build(), build(run=RunOptions(step_sources={"fabricated": 2.0}))
+    metrics = subject.credit(subject.assemble(groups)[0])[1]
+    assert (metrics["reward/steps"], metrics["reward/total"]) == (0.0, metrics["reward/mean"])
+    assert not {"reward/steps", "reward/total"} & {*plain.credit(plain.assemble(groups)[0])[1]}
+    groups[0].trajectories[0].rewards["fabricated"].steps = ((1, 0, 3.0),)
+    batch = subject.assemble(groups)[0]
+    metrics = subject.credit(batch)[1]
+    assert metrics["reward/steps"] == pytest.approx(6.0 / batch.units)
+    assert metrics["reward/total"] == pytest.approx(metrics["reward/mean"] + 6.0 / batch.units)
+
+
 def test_the_value_of_a_source_of_step_rewards_is_one_of_the_rewards_that_count_separately():
     """Its step rewards are at their tokens, so they are not in it."""
     results = [(0.0, 5.0, 8.0), (0.0, -5.0, 0.0), (0.0, 0.0, 0.0)]

@@ -300,6 +300,9 @@ class PolicyGradient(Algorithm[Group]):
         if self.scale is not None and said_N is not None:
             batch = self.scale.targets(batch, said_N)
             metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
+        if self.run.step_sources and "reward/mean" in metrics:
+            # Also where all step rewards are 0: without these steps, means and minima of the curve would be too high.
+            metrics = {"reward/steps": 0.0, "reward/total": metrics["reward/mean"]} | metrics
         if self.teacher.is_used:
             batch, teacher_metrics = with_teacher(batch, self.config.teacher.coef)
             metrics |= teacher_metrics
