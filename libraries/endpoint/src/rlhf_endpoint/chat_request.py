@@ -104,12 +104,9 @@ def read_sampling(
         sampling = replace(sampling, temperature=_temperature(body, sampling, trained))
         for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := body.get(name)) is not None:
-                is_number = type(value) in (int, float)
-                if trained and (not is_number or value not in (default, getattr(ctx.sampling, name))):
+                if trained and (isinstance(value, bool) or value not in (default, getattr(ctx.sampling, name))):
                     raise _other_distribution(name, value, f"{default} or the run's {getattr(ctx.sampling, name)}")
-                if not is_number:
-                    raise invalid(name, value, "a number")
-                option: dict[str, Any] = {name: type(default)(value)}
+                option: dict[str, Any] = {name: _number(name, value, type(default))}
                 sampling = replace(sampling, **option)
         try:
             check_sampling(sampling)
@@ -127,9 +124,22 @@ def _temperature(body: Mapping[str, Any], sampling: Sampling, trained: bool) -> 
     value = body.get("temperature")
     if value is None:
         return sampling.temperature
-    if type(value) not in (int, float) or not 0 <= value <= 2 or (trained and value == 0):
-        raise _other_distribution("temperature", value, "above 0, at most 2" if trained else "0 to 2")
+    in_range = type(value) in (int, float) and 0 <= value <= 2
+    if trained and not (in_range and value):
+        raise _other_distribution("temperature", value, "above 0, at most 2")
+    if not in_range:
+        raise invalid("temperature", value, "a number from 0 to 2")
     return float(value)
+
+
+def _number(name: str, value: Any, kind: type[int] | type[float]) -> int | float:
+    try:
+        number = kind(value) if type(value) in (int, float) else None
+    except (OverflowError, ValueError):  # infinity or NaN as an integer, or too many digits
+        number = None
+    if number is None or number != value:
+        raise invalid(name, value, "an integer" if kind is int else "a number")
+    return number
 
 
 def _other_distribution(name: str, value: Any, allowed: str) -> ApiError:

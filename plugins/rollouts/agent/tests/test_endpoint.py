@@ -208,6 +208,17 @@ def test_a_request_with_the_runs_top_p_is_answered_where_nothing_is_trained_on(l
         assert turn.temperature == 0.7
 
 
+def test_wrong_values_where_nothing_is_trained_on_are_refused_as_such(lab, program, wire):
+    body = """
+for field in ({"top_k": 2.5}, {"top_k": 1e400}, {"top_p": 10**400}, {"min_p": "x"}, {"top_p": 2}, {"temperature": -1}):
+    status, answer = ask(base_url, api_key, **field)[:2]
+    note(task, status, "training" in str(answer))
+note(task, ask(base_url, api_key, top_k=0.0)[0], False)
+"""
+    lab.one(program(body), {"wire": wire.path}, purpose="eval")
+    assert wire() == [[400, False]] * 6 + [[200, False]]
+
+
 def test_a_repeated_request_gets_the_answer_that_it_got(lab, program, wire):
     body = """
 first = ask(base_url, api_key)
