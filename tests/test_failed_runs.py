@@ -22,11 +22,11 @@ from tests.test_bad_input import refused
 
 
 def test_finished_steps_are_saved_when_an_evaluation_fails(shop: Workshop) -> None:
-    """Only an evaluation shows whether a reward gives a score. The first evaluation is after two steps."""
+    """Only an evaluation shows which numbers its samples report. The first evaluation is after two steps."""
     evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2}}
-    wrong = {**evaluated, "eval": {"every": 2, "metric": "score"}}
+    wrong = {**evaluated, "eval": {"every": 2, "metric": "env/solved"}}
     broken = shop.run("rloo", "broken", **wrong)
-    refused(broken, "eval.metric is 'score', which the evaluation does not report; it reports", "pass@1")
+    refused(broken, "eval.metric is 'env/solved', which the evaluation does not report; it reports", "pass@1")
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     assert [line["step"] for line in broken.lines()] == [1, 2]
     retry = shop.train("rloo", "broken", "--resume", **evaluated)

@@ -186,10 +186,12 @@ def test_an_error_in_a_stream_names_its_rank(pair, brief_grace, rank):
             pair.call("world_size", [()] * 2)
 
 
-def test_an_error_of_a_rank_in_an_abandoned_stream_is_raised_by_the_next_call(pair, brief_grace):
-    stream = pair.stream("breaks_off", 1, 2)
+def test_an_error_of_a_rank_in_an_abandoned_stream_is_raised_by_the_next_call(pair, brief_grace, tmp_path):
+    marker = tmp_path / "marker"
+    stream = pair.stream("breaks_off", 1, 2, str(marker))
     next(stream)
     stream.close()
+    marker.touch()
     with pytest.raises(TrainingError, match=r"policy rank 1 .*breaks_off\(\) raised ValueError: no more after 2"):
         pair.call("world_size", [()] * 2)
 

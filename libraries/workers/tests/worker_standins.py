@@ -94,9 +94,12 @@ class OddTrainer(CountingTrainer):
     def how_many(self) -> int:
         return self.made
 
-    def breaks_off(self, rank: int, after: int) -> Iterator[int]:
+    def breaks_off(self, rank: int, after: int, marker: str = "") -> Iterator[int]:
+        """The rank ``rank`` fails after ``after`` items, once the file ``marker`` exists."""
         yield from range(after)
         if self.spec.rank == rank:
+            while marker and not Path(marker).exists():
+                time.sleep(0.05)
             raise ValueError(f"no more after {after}")
         time.sleep(60.0 if rank else 0.0)
 
