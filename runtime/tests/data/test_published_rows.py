@@ -8,7 +8,7 @@ import pytest
 from rlhf.errors import ConfigError, DataError
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM = {"role": "system", "content": "s"}
+SYSTEM, B = {"role": "system", "content": "s"}, {**A, "content": "b"}
 TALK = json.dumps([SYSTEM, Q, A])
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 PROMPT, ANSWERED = "<|user|>q<eos><|assistant|>", "<|user|>q<eos><|assistant|>a<eos>"
@@ -45,6 +45,11 @@ def text(data, form):
         ("demonstrations", {"messages": TALK}, INSTRUCTED + ANSWERED),
         ("demonstrations", {"conversations": json.dumps(TURNS)}, ANSWERED),
         ("prompts", {"prompt": json.dumps([SYSTEM, Q]), "answer": "1"}, INSTRUCTED + PROMPT),
+        # answers as JSON text of messages, but not an answer that is other JSON
+        ("pairs", {"prompt": "q", "chosen": json.dumps([A]), "rejected": json.dumps([B])}, ANSWERED),
+        ("pairs", {"prompt": "q", "chosen": json.dumps([Q, A]), "rejected": json.dumps([Q, B])}, ANSWERED),
+        ("demonstrations", {"prompt": "q", "response": json.dumps([A])}, ANSWERED),
+        ("demonstrations", {"prompt": "q", "response": '[{"role": 1}]'}, ANSWERED.replace("a<", '[{"role": 1}]<')),
         # SWE-rebench-openhands-trajectories
         ("demonstrations", {"trajectory": [SYSTEM, Q, A], "resolved": 1}, INSTRUCTED + ANSWERED),
         # Capybara, the Cauldron and FineVision, COIG

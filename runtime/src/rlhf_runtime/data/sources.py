@@ -68,6 +68,7 @@ class SourceLayout:
         values = {f: columns[c] for f, c in self.columns.items() if c in columns}
         if self.chat:
             values |= {f: convert.conversation(values[f]) for f in ("messages", "prompt") if f in values}
+            values |= {f: convert.answer(values[f]) for f in ("chosen", "rejected", "response") if f in values}
         values = convert.without_repeated_prompt(values) if self.full_conversations else values
         return CONVERSIONS[self.conversion][1](values, self.chat) if self.conversion else values
 
