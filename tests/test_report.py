@@ -19,7 +19,7 @@ from rlhf.errors import ConfigError
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.data.image_files import image_size
-from rlhf_runtime.report.page import SAMPLES, RecordedGroup, answer_rows, chosen, report
+from rlhf_runtime.report.page import SAMPLES, report
 from rlhf_testing.image_models import drawing, tiny_image_model
 
 from tests.runs import REWARD, Finished, Workshop
@@ -293,26 +293,6 @@ def test_a_hundred_thousand_samples_fit_on_a_page(shop: Workshop, tmp_path: Path
     assert (section["total"], section["shown"]) == (100_000, SAMPLES)
     assert {1, 1000} <= {sample["step"] for sample in section["samples"]}
     assert 0 < section["with_tokens"] < len(section["samples"])
-
-
-def test_the_samples_of_a_large_run_are_whole_groups_from_end_to_end() -> None:
-    groups = [RecordedGroup(step, ("rows", step * 4 % 300 + n), range(4 * n, 4 * n + 4))
-              for step in range(1, 101) for n in range(4)]  # fmt: skip
-    picked = chosen(groups, 200)
-    assert 0.8 * 200 <= sum(len(group.rows) for group in picked) <= 200
-    assert picked == chosen(groups, 200)
-    assert {1, 100} <= {group.step for group in picked}
-    prompts = [group.prompt for group in picked]
-    assert sum(prompts.count(prompt) > 1 for prompt in {*prompts}) >= 5
-    assert chosen(groups, 1600) == groups
-
-
-def test_the_answers_of_a_large_evaluation_are_those_to_whole_prompts_of_all_sources(tmp_path: Path) -> None:
-    (tmp_path / "step-000001.jsonl").write_text("{}\n" * 4000)
-    rows = answer_rows(tmp_path / "step-000001.jsonl", 4)
-    assert len(rows) == 100
-    assert {row // 4 * 4 + n for row in rows for n in range(4)} == rows
-    assert (min(rows), max(rows)) == (0, 3999)
 
 
 # ------------------------------------------------------------------------------------------- in a browser

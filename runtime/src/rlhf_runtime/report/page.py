@@ -173,11 +173,7 @@ class ShownSamples:
         files = [
             (step, "training", record.path / f"rollouts/step-{step:06d}.arrow", rows[step]) for step in sorted(rows)
         ]
-        size = record.option("eval.samples")
-        answers = [
-            (step, "evaluation", path, answer_rows(path, size if isinstance(size, int) else 1))
-            for step, path in evaluations(record.path)
-        ]
+        answers = [(step, "evaluation", path, answer_rows(path)) for step, path in evaluations(record.path)]
         # A large run has more tokens than can be shown: the first and last files come first, the others in any order.
         middle = [*files[1:-1], *answers[1:-1]]
         order = [*files[:1], *answers[:1], *files[1:][-1:], *answers[1:][-1:]]
@@ -299,18 +295,17 @@ def evaluations(run: Path) -> list[tuple[int, Path]]:
     return spread(sorted((int(path.stem.split("-")[1]), path) for path in files), EVALUATIONS)
 
 
-def answer_rows(path: Path, size: int) -> set[int]:
-    """At most about :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts of each source.
-
-    Args:
-        size: answers to a prompt.
-    """
+def answer_rows(path: Path) -> set[int]:
+    """About :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts of each source."""
     try:
-        count = path.read_bytes().count(b"\n")
+        lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:  # reading the answers reports the error
         return set()
-    prompts = spread(range(0, count, size), max(1, ANSWERS // size))
-    return {line for first in prompts for line in range(first, first + size)}
+    groups = [line.partition(b",")[0] for line in lines]  # a line begins with the number of its group
+    starts = [number for number, group in enumerate(groups) if number == 0 or group != groups[number - 1]]
+    prompts = list(itertools.pairwise([*starts, len(lines)])) if lines else []
+    shown = spread(prompts, max(1, ANSWERS * len(prompts) // max(1, len(lines))))
+    return {line for first, last in shown for line in range(first, last)}
 
 
 def spread(values: Sequence[T], limit: int) -> list[T]:
