@@ -68,7 +68,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "best": None if record.best is None else [record.best.metric, record.best.value, record.best.step],
         "curves": curves(lines),
         "headline": shown_metrics({name for line in lines for name in line}),
-        "phases": [phase for phase in PHASES if phase not in ("save", "export")],
+        "phases": phase_times(lines),
         "left_out": left_out(lines),
         "notes": [str(note) for note in _list(record.end.get("notes"))],
         "options": record.options,
@@ -101,8 +101,7 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """``steps``; ``metrics``: {name: a number or None for each step}; ``every``: number of steps that are averaged in a
     point; ``not_finite``: {name: number of values that no curve can show}."""
     names = {name: None for line in lines for name in line if name != "step"}
-    size = math.ceil(len(lines) / POINTS) or 1
-    parts = [lines[start : start + size] for start in range(0, len(lines), size)]
+    parts = _points(lines)
     metrics: dict[str, list[float | None]] = {}
     not_finite: dict[str, int] = {}
     for name in names:
@@ -115,9 +114,33 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "steps": [part[-1]["step"] for part in parts],
         "metrics": metrics,
-        "every": size,
+        "every": max(map(len, parts), default=1),
         "not_finite": not_finite,
     }
+
+
+def phase_times(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """{phase, or ``step`` for the whole step: mean seconds of the steps in each point of the curves}. A step without a
+    phase counts as 0 seconds of it. None if no step of the point has a time."""
+    times: dict[str, list[float | None]] = {}
+    for phase in ("step", *(phase for phase in PHASES if phase not in ("save", "export"))):
+        times[phase] = []
+        for part in _points(lines):
+            timed = [line for line in part if line["step"] > 0 and _finite(line.get("time/step")) is not None]
+            seconds = [_finite(line.get(f"time/{phase}")) or 0.0 for line in timed]
+            times[phase].append(_short(fmean(seconds)) if seconds else None)
+    return times
+
+
+def _points(lines: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
+    """The lines of each point of a curve."""
+    size = math.ceil(len(lines) / POINTS) or 1
+    return [lines[start : start + size] for start in range(0, len(lines), size)]
+
+
+def _finite(value: Any) -> float | None:
+    number = as_number(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
@@ -125,7 +148,7 @@ def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     sums: defaultdict[str, float] = defaultdict(float)
     for line in lines:
         for name, value in line.items():
-            if (number := as_number(value)) is None or not math.isfinite(number):
+            if (number := _finite(value)) is None:
                 continue
             if name in LEFT_OUT or name.endswith("/skipped"):
                 sums[name] += number

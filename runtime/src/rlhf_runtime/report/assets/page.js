@@ -237,19 +237,19 @@ function showCurves() {
 // --------------------------------------------------------------------------------------- time of a step
 
 function phaseTimes(run) {
-  const values = (name) => run.curves.metrics[`time/${name}`] ?? [];
-  const at = run.curves.steps.map((_, n) => n).filter((n) => run.curves.steps[n] > 0 && typeof values("step")[n] === "number");
-  const rows = run.phases.map((phase) => [phase, at.map((n) => values(phase)[n] ?? 0)]);
+  const { step, ...parts } = run.phases;
+  const at = step.map((_, n) => n).filter((n) => step[n] !== null);
+  const rows = Object.entries(parts).map(([phase, values]) => [phase, at.map((n) => values[n])]);
   const phases = new Map(rows.filter(([, list]) => list.some((value) => value > 0)));
   const inner = phases.get("annotate");
   if (inner && phases.has("learn")) phases.set("learn", phases.get("learn").map((value, n) => Math.max(0, value - inner[n])));
-  const whole = at.map((n) => values("step")[n]);
+  const whole = at.map((n) => step[n]);
   phases.set("other", whole.map((value, n) => Math.max(0, value - [...phases.values()].reduce((sum, list) => sum + list[n], 0))));
   return { steps: at.map((n) => run.curves.steps[n]), phases, whole };
 }
 
 function showTimes() {
-  const timed = runs.filter((run) => run.steps > 0 && run.curves.metrics["time/step"]);
+  const timed = runs.filter((run) => run.phases.step.some((value) => value !== null));
   if (!timed.length) return;
   section("time", "Time of a step", timed.map((run) => {
     const { steps, phases, whole } = phaseTimes(run);

@@ -1,0 +1,25 @@
+"""The facts about a run on its page."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf_runtime.report.run_facts import POINTS, curves, phase_times
+
+
+def test_the_times_of_phases_are_means_over_all_steps_of_a_point() -> None:
+    """Also of phases that few steps have: the shares of a step sum to 1."""
+    lines = [{"step": 0, "time/evaluate": 9.0, "time/step": 9.0}]
+    for step in range(1, 5 * POINTS):
+        line = {"step": step, "time/generate": 1.0, "time/step": 1.0}
+        lines.append(line | ({"time/evaluate": 20.0, "time/step": 21.0} if step % 10 == 9 else {}))
+    times = phase_times(lines)
+    assert len(curves(lines)["steps"]) == len(times["step"]) == POINTS
+    assert (times["step"][:2], times["generate"][:2], times["evaluate"][:2]) == ([1.0, 5.0], [1.0, 1.0], [0.0, 4.0])
+    parts = [times[phase] for phase in times if phase != "step"]
+    assert [sum(point) for point in zip(*parts, strict=True)] == pytest.approx(times["step"])
+
+
+def test_steps_without_times_have_no_phases() -> None:
+    assert phase_times([]) == {name: [] for name in phase_times([])}
+    lines = [{"step": 0, "time/step": 1.0}, {"step": 1, "time/step": float("nan")}, {"step": 2}]
+    assert {tuple(values) for values in phase_times(lines).values()} == {(None, None, None)}
