@@ -162,9 +162,10 @@ class ShownSamples:
         self._max_samples, self._tokens = SAMPLES // runs, TOKENS // runs
 
     def samples(self, record: RunRecord, number: int) -> dict[str, Any]:
-        """``samples`` of the run with this number; ``total``: number of samples that were trained on; ``shown``: number
-        of samples returned; ``with_tokens``: samples with tokens; ``texts`` of tokens by id; ``note`` about the numbers
-        of tokens."""
+        """``samples`` of the run with this number; ``steps``: number of steps from which they are chosen, and of all
+        steps with samples; ``total``: number of samples that these chosen steps were trained on; ``shown``: number of
+        them that are returned; ``with_tokens``: samples with tokens; ``texts`` of tokens by id; ``note`` about the
+        numbers of tokens."""
         steps = recorded_steps(record.path)
         groups = recorded_groups(record, spread(steps, STEPS))
         rows: defaultdict[int, set[int]] = defaultdict(set)

@@ -559,9 +559,9 @@ function sampled(run) {
   const { total, shown, with_tokens: tokens, samples: list, steps } = run.samples;
   const answers = list.length - shown;
   const parts = [];
-  if (shown < total) parts.push(`${number(shown)} of the ${number(total)} samples that were trained on are on this page: whole groups of the first `
-    + "and last step, of prompts that occurred more than once, and others chosen at random.");
-  if (steps[0] < steps[1]) parts.push(`They are chosen from ${number(steps[0])} of ${number(steps[1])} steps.`);
+  const some = steps[0] < steps[1] ? ` in ${number(steps[0])} of the ${number(steps[1])} steps` : "";
+  if (some || shown < total) parts.push(`${number(shown)} of the ${number(total)} samples that were trained on${some} are on this page: whole groups `
+    + "of the first and last step, of prompts that occurred more than once, and others chosen at random.");
   if (answers) parts.push(`${many(answers, "answer")} of evaluations are on this page: all answers to some prompts, at most about 100 of each of at most 8 evaluations.`);
   if (tokens < list.length) parts.push(`${number(tokens)} of all samples on this page have tokens with log-probs.`);
   return parts.length ? make("p", { class: "faint" }, runs.length > 1 ? `${run.label}: ` : "", parts.join(" ")) : null;
