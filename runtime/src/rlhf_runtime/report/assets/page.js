@@ -440,8 +440,9 @@ function sampleView(sample, withPrompt = true) {
     make("div", {}, `${name} ${value === null ? "does not apply" : number(value)}`, sample.findings?.[name] ? `: ${sample.findings[name]}` : ""));
   const turns = sample.turns.some((turn) => turn.ids) ? tokenView(sample) : sample.turns.map((turn) =>
     make("div", { class: `text-block ${turn.speaker}` }, pictures(turn.images), turn.text));
-  const marks = sample.turns.filter((turn) => turn.reward !== undefined || turn.score !== undefined).map((turn, n) =>
-    `turn ${n + 1}: ${[["reward", turn.reward], ["score", turn.score]].filter(([, v]) => v !== undefined).map(([k, v]) => `${k} ${number(v)}`).join(", ")}`);
+  const marks = sample.turns.filter((turn) => turn.speaker === "policy").map((turn, n) =>
+    [`turn ${n + 1}`, Object.entries({ reward: turn.reward, score: turn.score }).filter(([, v]) => v !== undefined)])
+    .filter(([, values]) => values.length).map(([name, values]) => `${name}: ${values.map(([k, v]) => `${k} ${number(v)}`).join(", ")}`);
   const info = Object.entries(sample.info ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   return make("div", { class: "sample" },
     facts([
