@@ -1,7 +1,7 @@
 import io
 
 import pytest
-from rlhf_runtime.observe.progress import Progress
+from rlhf_runtime.observe.progress import Progress, shown_metrics
 
 
 class Terminal(io.StringIO):
@@ -99,6 +99,13 @@ def test_what_is_shown_of_a_step(metrics, line):
     out = io.StringIO()
     Progress(1, stream=out).step(1, metrics)
     assert out.getvalue() == f"step=1/1 {line} left=0:00:00\n"
+
+
+def test_the_metrics_of_a_whole_run_that_are_shown_are_those_of_its_steps():
+    """For `rlhf show`, the page of a run and the card of its model."""
+    names = ["policy/loss", "math/reward/mean", "reward/length/mean", "chat/reward/mean", "eval/reward"]
+    assert shown_metrics(names) == ["math/reward/mean", "chat/reward/mean", "policy/loss"]
+    assert shown_metrics(names, ["loss"]) == ["policy/loss"]
 
 
 def test_a_divergence_or_loss_that_is_always_0_is_not_shown():

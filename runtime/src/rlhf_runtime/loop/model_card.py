@@ -16,7 +16,7 @@ from rlhf.secrets import redact
 from rlhf_hub.hub import hub_name
 
 from rlhf_runtime.checkpoint import read_json
-from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.observe.progress import shown_metrics
 from rlhf_runtime.output.metrics import read_metrics
 
 CARD = "README.md"
@@ -95,14 +95,13 @@ def _card(
 
 def _results(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A table of the headline metrics, with their curves."""
-    available = {name for line in lines for name in line}
-    names = [next((name for name in choices if name in available), None) for choices in HEADLINE.values()]
-    names += sorted(name for name in available if name.startswith("eval/"))
-    if not any(names):
+    available = {name: None for line in lines for name in line}
+    names = [*shown_metrics(available), *sorted(name for name in available if name.startswith("eval/"))]
+    if not names:
         yield "No step was recorded."
         return
     yield "| metric | first | last | curve |\n|---|---|---|---|"
-    for name in dict.fromkeys(name for name in names if name is not None):
+    for name in dict.fromkeys(names):
         values = [float(line[name]) for line in lines if name in line]
         yield f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {curve(values)} |"
 

@@ -250,18 +250,11 @@ class Progress:
 
     def _values(self, metrics: Mapping[str, float], headline: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
         values = {}
-        for label, names in headline.items():
-            name = next((n for n in names if n in metrics), None)
-            if name is not None:
-                value = float(metrics[name])
-                constant = label in _TELLS_NOTHING_AT_ZERO and label not in self._last_values
-                if not (constant and abs(value) < _ABOUT_ZERO):
-                    values[label] = value
-                continue
-            for metric in metrics if label == "reward" else ():  # an algorithm of several members reports one for each
-                member, _, rest = metric.partition("/")
-                if rest in names and member != "reward":
-                    values[f"{member} reward"] = float(metrics[metric])
+        for label, name in labelled_metrics(metrics, headline).items():
+            value = float(metrics[name])
+            constant = label in _TELLS_NOTHING_AT_ZERO and label not in self._last_values
+            if not (constant and abs(value) < _ABOUT_ZERO):
+                values[label] = value
         return values
 
     def _left(self) -> str:
@@ -295,8 +288,23 @@ def shown_metrics(names: Collection[str], labels: Iterable[str] = HEADLINE) -> l
     Args:
         labels: labels of the display.
     """
-    metrics = (next((name for name in HEADLINE[label] if name in names), None) for label in labels)
-    return [name for name in metrics if name is not None]
+    return list(labelled_metrics(names, {label: HEADLINE[label] for label in labels}).values())
+
+
+def labelled_metrics(names: Collection[str], headline: Mapping[str, tuple[str, ...]] = HEADLINE) -> dict[str, str]:
+    """{label: the metric that it shows} of those of ``names`` that ``headline`` has. An algorithm of several members
+    reports a reward for each of them, with the label ``MEMBER reward``."""
+    metrics: dict[str, str] = {}
+    for label, choices in headline.items():
+        name = next((name for name in choices if name in names), None)
+        if name is not None:
+            metrics[label] = name
+            continue
+        for name in names if label == "reward" else ():
+            member, _, rest = name.partition("/")
+            if rest in choices and member != "reward":
+                metrics[f"{member} reward"] = name
+    return metrics
 
 
 def step_seconds(metrics: Mapping[str, float], default: float) -> float:

@@ -32,7 +32,7 @@ class MetricRows(list[dict[str, Any]]):
     """The lines of ``metrics.jsonl``: one dict per step, with ``step`` and every metric. A notebook shows a table."""
 
     def _repr_html_(self) -> str:
-        columns = ["step", *shown_metrics({name for row in self for name in row})]
+        columns = ["step", *shown_metrics({name: None for row in self for name in row})]
         shown_rows = min(len(self), SHOWN_ROWS)
         rows = [self[i * (len(self) - 1) // max(1, shown_rows - 1)] for i in range(shown_rows)]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)

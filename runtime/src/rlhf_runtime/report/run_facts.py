@@ -67,7 +67,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "total_steps": record.total_steps,
         "best": None if record.best is None else [record.best.metric, record.best.value, record.best.step],
         "curves": curves(lines),
-        "headline": shown_metrics({name for line in lines for name in line}),
+        "headline": shown_metrics({name: None for line in lines for name in line}),
         "phases": phase_times(lines),
         "left_out": left_out(lines),
         "notes": [str(note) for note in _list(record.end.get("notes"))],
