@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rlhf_runtime.report.run_facts import POINTS, curves, phase_times
+from rlhf_runtime.report.run_facts import LEFT_OUT, POINTS, curves, left_out, phase_times
 
 
 def test_the_times_of_phases_are_means_over_all_steps_of_a_point() -> None:
@@ -23,3 +23,14 @@ def test_steps_without_times_have_no_phases() -> None:
     assert phase_times([]) == {name: [] for name in phase_times([])}
     lines = [{"step": 0, "time/step": 1.0}, {"step": 1, "time/step": float("nan")}, {"step": 2}]
     assert {tuple(values) for values in phase_times(lines).values()} == {(None, None, None)}
+
+
+def test_what_the_members_of_an_algorithm_leave_out_is_counted() -> None:
+    line = {"stream/filtered": 1.0, "math/pairs/tied_groups": 2.0, "eval/pairs/left_out": 5.0, "math/length/mean": 3.0}
+    counts = left_out([{"step": 1, "data/dropped": 1.0, **line}, {"step": 2, "data/dropped": 4.0, **line}])
+    assert {name: count for name, count, _ in counts} == {
+        "data/dropped": 4.0,
+        "stream/filtered": 2.0,
+        "math/pairs/tied_groups": 4.0,
+    }
+    assert counts[-1][2] == LEFT_OUT["pairs/tied_groups"]

@@ -146,17 +146,23 @@ def _finite(value: Any) -> float | None:
 def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """[metric, count, meaning] of everything that was left out of training."""
     sums: defaultdict[str, float] = defaultdict(float)
+    meanings: dict[str, str] = {}
     for line in lines:
         for name, value in line.items():
-            if (number := _finite(value)) is None:
-                continue
-            if name in LEFT_OUT or name.endswith("/skipped"):
-                sums[name] += number
-            elif name in LEFT_OUT_SO_FAR:
-                sums[name] = number
-    words = {**LEFT_OUT_SO_FAR, **LEFT_OUT}
-    skipped = "optimizer steps were skipped: a loss or gradient was not finite; their batches are in skipped/"
-    return [[name, count, words.get(name, skipped)] for name, count in sums.items() if count]
+            meaning = LEFT_OUT_SO_FAR.get(name) or _meaning(name)
+            if meaning and (number := _finite(value)) is not None:
+                sums[name] = number if name in LEFT_OUT_SO_FAR else sums[name] + number
+                meanings[name] = meaning
+    return [[name, count, meanings[name]] for name, count in sums.items() if count]
+
+
+def _meaning(name: str) -> str:
+    """The meaning of a metric's sum over the steps, also of a metric of one member of an algorithm
+    (``MEMBER/pairs/tied_groups``); empty if the metric does not count what was left out."""
+    if name.endswith("/skipped"):
+        return "optimizer steps were skipped: a loss or gradient was not finite; their batches are in skipped/"
+    start, _, rest = name.partition("/")
+    return LEFT_OUT.get(name) or (LEFT_OUT.get(rest, "") if start != "eval" else "")
 
 
 def _options_changed(record: RunRecord) -> dict[str, str] | None:
