@@ -43,7 +43,7 @@ def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:
             completion=t.completion,
             reward=t.reward,
             rewards=", ".join(
-                f"{name} {'none' if r.value is None else format(r.value, 'g')}" for name, r in t.rewards.items()
+                f"{name} {'none' if r.total is None else format(r.total, 'g')}" for name, r in t.rewards.items()
             ),
             status=t.status,
             tokens=t.sampled_tokens,

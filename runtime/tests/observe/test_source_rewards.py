@@ -42,6 +42,13 @@ def test_numbers_of_info_and_rewards_of_an_environment():
     }
 
 
+def test_process_rewards_are_part_of_the_value_of_their_source_except_those_of_a_teacher():
+    steps = RewardResult(None, steps=((1, 0, 0.5), (1, 2, 0.25)))
+    samples = [sample(prm=steps, t=steps), sample(prm=RewardResult(1.0, steps=((1, 0, 1.0),))), sample()]
+    metrics = source_metrics([Group(ROW, 0, samples)], {"t": ("data",)})
+    assert metrics == {"reward/prm/mean": (0.75 + 2.0) / 2, "reward/prm/std": 0.625}
+
+
 def test_numbers_about_samples_are_averaged_over_the_samples_that_have_them():
     samples = [sample(), sample(), sample()]
     samples[0].info = {"env/solved": 1.0, "rollout/calls/add": 2.0}

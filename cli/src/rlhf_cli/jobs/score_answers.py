@@ -61,9 +61,7 @@ class ScoreTotals:
 
 def value_of(result: RewardResult | None) -> float | None:
     """The value of a reward, including its steps; None if it did not apply, or failed."""
-    if result is None or (result.value is None and not result.steps):
-        return None
-    return (result.value or 0.0) + sum(value for _, _, value in result.steps)
+    return None if result is None else result.total
 
 
 def score_answers(

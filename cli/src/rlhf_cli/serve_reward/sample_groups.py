@@ -214,8 +214,8 @@ def answer_of(samples: Sequence[Trajectory], sources: Sequence[str]) -> dict[str
 def _logs(sample: Trajectory, has_prefix: bool) -> dict[str, float]:
     log: dict[str, float] = {}
     for source, result in sample.rewards.items():
-        if has_prefix and result.value is not None:
-            log[source] = result.value
+        if has_prefix and (value := result.total) is not None:
+            log[source] = value
         for key, value in result.info.items():
             if type(value) in (int, float) and math.isfinite(value):
                 log[f"{source}/{key}" if has_prefix else key] = value

@@ -48,11 +48,8 @@ def source_reward(trajectory: Trajectory, source: str, steps_placed: bool = Fals
         turns = [turn.reward for turn in trajectory.turns if turn.sampled and turn.reward is not None]
         return math.fsum(turns) if turns else math.nan
     result = trajectory.rewards.get(source)
-    if result is None or (result.value is None and (steps_placed or not result.steps)):
-        return math.nan
-    if steps_placed:
-        return float(result.value or 0.0)
-    return (result.value or 0.0) + math.fsum(value for _, _, value in result.steps)
+    value = None if result is None else result.value if steps_placed else result.total
+    return math.nan if value is None else float(value)
 
 
 def greedy_reward(trajectory: Trajectory) -> float:

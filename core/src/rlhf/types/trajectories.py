@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,6 +108,13 @@ class RewardResult:
     """((turn, token in turn, value), ...): process rewards."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values stored with the sample. The means of numbers are the metrics ``reward/SOURCE/info/KEY``."""
+
+    @property
+    def total(self) -> float | None:
+        """The value and its process rewards in one number; None if the source is not applicable."""
+        if self.value is None and not self.steps:
+            return None
+        return (self.value or 0.0) + math.fsum(value for _, _, value in self.steps)
 
 
 Status = Literal["ok", "truncated", "failed"]

@@ -14,7 +14,7 @@ from rlhf.errors import RlhfError, boundary
 from rlhf.interfaces import GENERATOR, Observer, Place
 from rlhf.ops.batch import Batch
 from rlhf.process_memory import peak_memory
-from rlhf.types import Annotation
+from rlhf.types import Annotation, RunOptions
 from rlhf.types.arrays import float_array
 
 from rlhf_runtime.checkpoint import CheckpointStore
@@ -306,13 +306,13 @@ class Reports:
         save: bool,
         show: bool,
         prompt_of: TellPrompt,
-        step_sources: Mapping[str, float],
+        options: RunOptions,
     ) -> Metrics:
         """Write the groups that a step trained on, show them on the terminal, and pass them to observers.
 
         Args:
             prompt_of: returns the prompt of a trajectory, which is written with its answer.
-            step_sources: sources of step rewards (``RunOptions.step_sources``).
+            options: the rewards of the run.
 
         Returns the counts of the step's prompts and the means of its samples.
         """
@@ -327,8 +327,8 @@ class Reports:
         self.observe("rollouts_finished", steps_done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
         counts |= {"stream/version": float(ready.version)} | ready.curriculum_metrics
-        counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0), step_sources)
-        return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
+        counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0), options.step_sources)
+        return counts | source_metrics(ready.groups, options.teachers) | info_metrics(ready.groups)
 
     def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:
         """After a trained role's first update, report once the parameters that got no gradient or did not change. If

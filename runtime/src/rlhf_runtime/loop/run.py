@@ -225,7 +225,7 @@ class Run:
                 self.config.checkpoint.save_rollouts,
                 show,
                 self.data.template.prompt_of,
-                self.algorithm.run.step_sources,
+                self.algorithm.run,
             )
         elif self.data.chosen is not None:
             metrics |= self.data.chosen.metrics()

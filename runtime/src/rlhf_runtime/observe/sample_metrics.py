@@ -159,10 +159,15 @@ def failure_metrics(groups: Iterable[Group], failed: float, step_sources: Mappin
     return {"reward/mean_with_failed": (math.fsum(rewards) + failed * lowest) / (len(rewards) + failed)}
 
 
-def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values, over the samples to which the source
-    applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is 1 or 0).
-    The source ``env`` is the environment. Its value is the sum of the rewards of a sample's turns."""
+def source_metrics(groups: Iterable[Group], teachers: Collection[str] = ()) -> dict[str, float]:
+    """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values with their process rewards, over the
+    samples to which the source applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in
+    ``RewardResult.info`` (a bool is 1 or 0). The source ``env`` is the environment. Its value is the sum of the rewards
+    of a sample's turns.
+
+    Args:
+        teachers: sources whose process rewards are log-probs (``RunOptions.teachers``).
+    """
     values: defaultdict[str, list[float]] = defaultdict(list)
     infos: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (t for group in groups for t in group.trajectories):
@@ -170,8 +175,8 @@ def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
         if turns:
             values[ENV].append(math.fsum(turns))
         for source, result in trajectory.rewards.items():
-            if result.value is not None:
-                values[source].append(result.value)
+            if (value := result.total) is not None and source not in teachers:
+                values[source].append(value)
             for key, value in result.info.items():
                 if isinstance(value, bool | int | float) and math.isfinite(value):
                     infos[f"{source}/info/{key}"].append(float(value))

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, DataError, brief, did_you_mean
 from rlhf.ops.sample_values import ENV
+from rlhf.types import RewardResult
 
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
@@ -54,8 +55,8 @@ class RecordedSample:
     turns: list[RecordedTurn]
     reward: float | None
     rewards: dict[str, float | None]
-    """{name of the reward: value before its weight}; None if the reward did not apply. ``env``: rewards of an
-    environment."""
+    """{name of the reward: value with its process rewards, before its weight}; None if the reward did not apply.
+    ``env``: rewards of an environment."""
     status: str
     error: str
     length: int
@@ -212,7 +213,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
             for turn in turns[first:]
         ],
         reward=_reward(line["reward"]),
-        rewards={name: _reward(result["value"]) for name, result in line["rewards"].items()} | _of_environment(turns),
+        rewards={name: _total(result) for name, result in line["rewards"].items()} | _of_environment(turns),
         status=line["status"],
         error=line["error"],
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
@@ -220,6 +221,11 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
         agent=agent_of(turns),
         findings={name: dict(result["info"]) for name, result in line["rewards"].items() if result.get("info")},
     )
+
+
+def _total(result: Mapping[str, Any]) -> float | None:
+    """:attr:`rlhf.types.RewardResult.total` of a recorded result."""
+    return RewardResult(_reward(result["value"]), steps=tuple(result.get("steps") or ())).total
 
 
 def _of_environment(turns: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
