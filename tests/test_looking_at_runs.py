@@ -146,6 +146,20 @@ def test_a_failed_run_says_why_and_the_command_that_is_shown_continues_it(shop, 
     assert "sampling.top_p" not in text  # the resume read it from config.toml, where every option is
 
 
+def test_the_command_that_is_shown_continues_a_run_that_was_stopped_by_its_options(shop, capsys):
+    stopped = shop.train("rloo", "stopped", run={"steps": 3, "stop_after": 1})
+    text = called(capsys, "show", stopped.path)
+    (command,) = [line.strip() for line in text.splitlines() if line.strip().startswith("rlhf train")]
+    called(capsys, *shlex.split(command)[1:])
+    assert "stopped: finished" in called(capsys, "show", stopped.path)
+    held_out = {"data": {"eval": str(shop.data)}, "eval": {"every": 1, "metric": "prompts", "patience": 1}}
+    impatient = shop.train("rloo", "impatient", **held_out)
+    text = called(capsys, "show", impatient.path)
+    assert "2 of 3 steps" in text
+    assert "Try the model" in text  # a resume would stop again at once
+    assert "--resume" not in text
+
+
 def test_a_run_whose_checkpoints_cannot_be_read_says_so(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
     edit_start(run, "ended")

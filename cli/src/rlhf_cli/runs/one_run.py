@@ -167,9 +167,9 @@ def _print_end(console: Console, record: RunRecord) -> None:
 def next_step(record: RunRecord) -> tuple[str, str] | None:
     """(possible next action for the run, its command or the reason); None for a run that is still running."""
     state, model, config = record.state[0], record.path / "model", record.path / "config.toml"
-    if state == "finished" and model.is_dir():
+    if record.is_complete and model.is_dir():
         return "Try the model", f"rlhf generate --model {shlex.quote(str(model))} --prompt TEXT"
-    if state not in ("stopped", "failed") or not config.is_file():
+    if state not in ("stopped", "failed") or record.is_complete or not config.is_file():
         return None
     try:
         newest = CheckpointStore(record.path).newest()
@@ -183,7 +183,10 @@ def next_step(record: RunRecord) -> tuple[str, str] | None:
         )
     moved = Path(str(record.option("run.output", ""))).resolve() != record.path.resolve()
     output = f" --output {shlex.quote(str(record.path))}" if moved else ""
-    return f"Continue {start}", f"rlhf train {shlex.quote(str(config))}{output} --resume"
+    last = record.option("run.stop_after")
+    ends_here = state == "stopped" and type(last) is int and last <= record.steps_done
+    further = f" --run.stop_after {record.total_steps}" if ends_here else ""
+    return f"Continue {start}", f"rlhf train {shlex.quote(str(config))}{output} --resume{further}"
 
 
 def _print_heading(console: Console, text: str) -> None:

@@ -146,10 +146,26 @@ class RunRecord:
         step = self.last.get("step", 0)
         return step if isinstance(step, int) else 0
 
-    @cached_property
+    @property
     def best(self) -> BestEvaluation | None:
         """The best evaluation by ``eval.metric`` and ``eval.mode``; None if there is none yet."""
-        tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
+        tracker = self._evaluations
+        if tracker.value is None or tracker.step is None or tracker.metric is None:
+            return None
+        return BestEvaluation(tracker.metric, tracker.value, tracker.step)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a resume has nothing to do: all steps are done, or ``eval.patience`` ended the run."""
+        state, _ = self.state
+        return state == "finished" or (state == "stopped" and self._evaluations.exhausted)
+
+    @cached_property
+    def _evaluations(self) -> BestTracker:
+        """The evaluations so far, followed as the run does."""
+        patience = self.option("eval.patience")
+        patience = patience if type(patience) is int and patience > 0 else None
+        tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"), patience)
         for number, raw in enumerate(self.lines):
             line = self.line(number) if b'"eval/' in raw else {}
             try:
@@ -157,9 +173,7 @@ class RunRecord:
                     tracker.update(line["step"], line)
             except (ConfigError, TypeError, ValueError):  # this evaluation does not have the metric
                 continue
-        if tracker.value is None or tracker.step is None or tracker.metric is None:
-            return None
-        return BestEvaluation(tracker.metric, tracker.value, tracker.step)
+        return tracker
 
     @property
     def state(self) -> tuple[str, str]:
