@@ -146,7 +146,7 @@ def _print_files(console: Console, record: RunRecord) -> None:
     if exports := _numbers(record.path / "exports"):
         facts["exports"] = _steps(exports)
     if models := sorted(path.name for path in record.path.glob("model*") if path.is_dir()):
-        facts["final model"] = ", ".join(str(record.path / name) for name in models)
+        facts["models"] = ", ".join(str(record.path / name) for name in models)
     if samples := _numbers(record.path / "rollouts"):
         facts["samples"] = f"{_steps(samples)}; `rlhf samples {record.path} --worst 5` shows some"
     if skipped := _numbers(record.path / "skipped"):
