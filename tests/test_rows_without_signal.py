@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf.errors import TrainingError
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
@@ -15,7 +16,7 @@ from rlhf_algorithms.kl import WithKL
 from rlhf_algorithms.policy_losses import CISPO, GSPO, SAPO, PolicyLoss, PPOLoss, ReinforceLoss
 from rlhf_plugin_local.launcher import LocalGroup
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
-from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.roles import Role, with_signal
 from torch import Tensor
 
 from tests.runs import PROMPTS, Finished, Workshop
@@ -70,6 +71,18 @@ def test_all_samples_are_computed_for_an_entropy_and_for_a_kl_term_in_the_loss()
     assert PPOLoss().signal() == ("advantages",)
     assert WithKL(PPOLoss(), "k3").signal() == ()
     assert [PPOLoss(PPOLoss.Config(entropy_coef=coef)).signal() for coef in (0.0, 0.1)] == [(), ()]
+
+
+def test_a_signal_that_is_no_column_of_the_loss_is_refused() -> None:
+    """A string instead of a tuple names ten columns that do not exist, so no unit would have a signal."""
+
+    class Text(PPOLoss):
+        def signal(self) -> Any:
+            return "advantages"
+
+    loss = Text()
+    with pytest.raises(TrainingError, match=r"signal\(\) of loss 'ppo' names \['a', .* write \(\"advantages\",\)"):
+        with_signal(batch(STEPS[0], loss), loss)
 
 
 def left_out(run: Finished) -> list[float]:

@@ -233,6 +233,11 @@ def with_signal(batch: Batch, loss: Loss) -> Batch:
     columns = loss.signal()
     if not columns:
         return batch
+    if unknown := [name for name in columns if name not in loss.columns()]:  # no unit would have a signal
+        raise TrainingError(
+            f"signal() of loss {loss.name!r} names {unknown}; columns() declares only {[*loss.columns()]}. A string in "
+            'place of a tuple is read letter by letter: write ("advantages",)'
+        )
     signal_U = torch.zeros(batch.units, dtype=torch.bool)
     for name in columns:
         if batch.has(name):
