@@ -286,3 +286,43 @@ def test_token_rewards_are_zero_outside_the_own_tokens():
     poisoned = batch.with_column("tok", "step_reward", torch.where(batch.tok["loss_mask"], 0.0, nan), over=None)
     R_N = pipeline.token_rewards(poisoned, batch.unit["reward"], kl_N, 0.5)
     assert R_N.tolist() == [0, 0, -0.5, 0.5, 0, 0, -0.5, 0, -0.5, -0.5]
+
+
+def test_what_a_baseline_or_turn_credit_returns_is_refused_if_it_is_not_one_value_each():
+    class Twice(Centered):
+        def baseline(self, r_N, group_N):
+            return torch.cat([r_N, r_N])
+
+    class Listed(Centered):
+        def baseline(self, r_N, group_N):
+            return r_N.tolist()
+
+    class NoReturns(Centered):
+        def returns(self, R_NA, mask_NA, values_NA, boot_N):
+            return R_NA, None
+
+    class TurnList(Centered):
+        def turn_credit(self, reward_M, state_M, trajectory_M):
+            return reward_M.tolist()
+
+    one_each = r"baseline\(\) of advantage 'centered' must return one value for each of the 2 rewards, a tensor of "
+    with pytest.raises(TrainingError, match=one_each + r"shape \(2,\), got shape \(4,\)"):
+        credit(two(), Twice())
+    with pytest.raises(TrainingError, match=one_each + r"shape \(2,\), got list"):
+        credit(two(), Listed())
+    with pytest.raises(TrainingError, match=r"two tensors of shape \(2, 3\), got tuple of shape \(2, 3\), NoneType"):
+        credit(two(), NoReturns())
+    turns = two().with_column("tok", "turn", torch.zeros(two().tokens, dtype=torch.int64))
+    for name in ("state", "turn_reward"):
+        turns = turns.with_column("tok", name, turns.tok["turn"].to(torch.float64 if "_" in name else torch.int64))
+    with pytest.raises(TrainingError, match=r"turn_credit\(\) of advantage 'centered' .* got list in place of"):
+        credit(turns, TurnList())
+
+
+@pytest.mark.parametrize("mode", ["mean", None])
+def test_an_unknown_normalisation_is_refused(mode):
+    class Unknown(Centered):
+        normalise = mode
+
+    with pytest.raises(TrainingError, match=rf"normalise is {mode!r}; allowed: 'none', 'center', 'whiten'"):
+        credit(two(), Unknown())

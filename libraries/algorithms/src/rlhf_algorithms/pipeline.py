@@ -40,6 +40,8 @@ Shaper = Callable[[Tensor, Batch], Tensor]
 Metrics = dict[str, float]
 
 MIN_VARIANCE = 1e-8
+NORMALISATIONS = ("none", "center", "whiten")
+"""What :attr:`Advantage.normalise` may be."""
 BLOCK, BLOCK_WITH_VALUES = 2**18, 2**22
 """Maximum number of values in a matrix [U, A] that an advantage receives. The first fits into a processor's cache. With
 values, the recursion goes from token to token and costs time per token position, so a block should hold many
@@ -113,7 +115,7 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[str, float] | None = None) -> Tensor:
     """Stage 4: subtract the baseline of the advantage."""
     sources = {name: (weight, batch.unit[f"reward.{name}"]) for name, weight in (weights or {}).items()}
-    return baseline_of(
+    values_U: object = baseline_of(
         advantage,
         r_U,
         batch.unit["group"],
@@ -123,6 +125,12 @@ def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[s
         key_N=batch.unit.get("key"),
         sample_N=batch.unit["sample"],
     )
+    if not isinstance(values_U, Tensor) or values_U.shape != r_U.shape:
+        raise TrainingError(
+            f"baseline() of advantage {advantage.name!r} must return one value for each of the {len(r_U)} rewards, a "
+            f"tensor of shape {tuple(r_U.shape)}, got {_kind_of(values_U)}"
+        )
+    return values_U
 
 
 def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:
@@ -183,10 +191,11 @@ def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | N
     R_UA, mask_UA = compress(block, R_N)
     values_UA = compress(block, block.column("old_values").float())[0] if advantage.needs_values else None
     estimates = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
-    if not isinstance(estimates, tuple) or len(estimates) != 2:
+    if not isinstance(estimates, tuple) or len(estimates) != 2 or not all(isinstance(e, Tensor) for e in estimates):
+        parts = ", ".join(map(_kind_of, estimates)) if isinstance(estimates, tuple) else ""
         raise TrainingError(
             f"returns() of advantage {advantage.name!r} must return (advantages, returns), two tensors of shape "
-            f"{tuple(mask_UA.shape)}, got {type(estimates).__name__}"
+            f"{tuple(mask_UA.shape)}, got {type(estimates).__name__}{parts and f' of {parts}'}"
         )
     flat: list[Tensor] = []
     for label, estimate_UA in zip(("advantages", "returns"), estimates, strict=True):
@@ -219,7 +228,12 @@ def add_turn_credit(batch: Batch, advantage: Advantage, r_U: Tensor, advantages_
     last_M = torch.ones_like(unit_M, dtype=torch.bool)
     last_M[:-1] = unit_M[1:] != unit_M[:-1]
     reward_M[last_M] += left_U[unit_M[last_M]]
-    credit_M = advantage.turn_credit(reward_M, state_M, unit_M)
+    credit_M: object = advantage.turn_credit(reward_M, state_M, unit_M)
+    if not isinstance(credit_M, Tensor):
+        raise TrainingError(
+            f"turn_credit() of advantage {advantage.name!r} must return {len(unit_M)} finite values, got "
+            f"{_kind_of(credit_M)} in place of a tensor"
+        )
     if credit_M.shape != unit_M.shape or not bool(credit_M.isfinite().all()):
         raise TrainingError(
             f"turn_credit() of advantage {advantage.name!r} must return {len(unit_M)} finite values, got shape "
@@ -242,6 +256,8 @@ def bootstrap_values(batch: Batch) -> Tensor | None:
 def normalise(values_N: Tensor, mask_N: Tensor, mode: Literal["none", "center", "whiten"]) -> Tensor:
     """Stage 8: subtract the mean over all tokens under the mask; ``whiten`` also divides by the square root of their
     population variance, clamped at 1e-8. float32 [N], 0 where masked."""
+    if mode not in NORMALISATIONS:
+        raise TrainingError(f"Advantage.normalise is {mode!r}; allowed: {', '.join(map(repr, NORMALISATIONS))}")
     if mode == "none":
         return torch.where(mask_N, values_N, 0.0).float()
     values = masked(values_N, mask_N).double()
@@ -304,6 +320,11 @@ def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
         explained = 1 - _std(returns_A - values_A) ** 2 / spread if spread > 0 else 0.0
         metrics |= {"value/mean": _mean(values_A), "value/explained_variance": explained}
     return metrics
+
+
+def _kind_of(value: object) -> str:
+    """Type of what an advantage returned, for messages; of a tensor its shape."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _kl(batch: Batch, kl: KLPenalty) -> Tensor:
