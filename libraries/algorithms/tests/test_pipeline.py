@@ -319,6 +319,20 @@ def test_what_a_baseline_or_turn_credit_returns_is_refused_if_it_is_not_one_valu
         credit(turns, TurnList())
 
 
+def test_a_baseline_that_works_in_place_changes_no_metric_of_the_rewards():
+    class InPlace(Centered):
+        def baseline(self, r_N, group_N):
+            r_N -= r_N.mean()
+            return r_N
+
+    batch, metrics = credit(two(), InPlace())
+    other, expected = credit(two(), Centered())
+    assert torch.equal(batch.tok["advantages"], other.tok["advantages"])
+    assert metrics == expected
+    assert metrics["reward/mean"] == 0.5
+    assert batch.unit["reward"].tolist() == two().unit["reward"].tolist(), "finish() reads it for running statistics"
+
+
 @pytest.mark.parametrize("mode", ["mean", None])
 def test_an_unknown_normalisation_is_refused(mode):
     class Unknown(Centered):

@@ -115,9 +115,10 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[str, float] | None = None) -> Tensor:
     """Stage 4: subtract the baseline of the advantage."""
     sources = {name: (weight, batch.unit[f"reward.{name}"]) for name, weight in (weights or {}).items()}
+    # A copy, because r_U may be the batch's own column: an estimator that works in place would change the metrics.
     values_U: object = baseline_of(
         advantage,
-        r_U,
+        r_U.clone(),
         batch.unit["group"],
         own_tokens_N=batch.unit["own_tokens"],
         sources=sources,
