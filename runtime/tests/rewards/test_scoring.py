@@ -149,6 +149,10 @@ def test_steps_alone_are_a_reward(make_group) -> None:
             lambda g: g.row["gold"],  # the place is the plugin's line, not Row's
             r"raised KeyError: .*no column 'gold'; columns present: .* \(.*test_scoring.py:\d+\)",
         ),
+        (
+            lambda g: (g.trajectories.reverse(), values(1.0, 2.0)(g))[1],
+            r"changed group.trajectories, .* Sort or filter a copy, such as sorted\(group.trajectories, key=...\)",
+        ),
         (lambda g: 1 / 0, r"raised ZeroDivisionError: division by zero \(.*test_scoring.py:\d+\)"),
     ],
 )
@@ -160,6 +164,19 @@ def test_a_wrong_answer_fails_the_whole_group(make_group, make, message: str) ->
         assert (trajectory.reward, trajectory.score) == (None, None)
         assert re.search(r"RewardError: reward 'giving' \(in process\): score\(\) " + message, trajectory.error)
         assert "row 7" not in trajectory.error, "the message about a failed sample names it"
+
+
+def test_a_reward_that_sorts_the_samples_changes_no_value_of_another_reward(make_group) -> None:
+    async def slow(self, group):
+        await asyncio.sleep(0.01)  # the other reward has its results by then
+        group.trajectories.sort(key=lambda t: t.answer, reverse=True)
+        return [RewardResult(1.0) for t in group.trajectories]
+
+    sorter = type("Sorter", (Reward,), {"name": "sorter", "score": slow})
+    group = make_group("a", "b")
+    score([active(giving(values(1.0, 2.0)), "first"), active(sorter)], group)
+    assert [t.answer for t in group.trajectories] == ["a", "b"]
+    assert [t.rewards["first"].value for t in group.trajectories] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -394,6 +411,8 @@ class Sync(Reward):
             return [RewardResult(float("nan")) for t in group.trajectories]
         if mode == "short":
             return []
+        if mode == "empty":
+            group.trajectories.clear()
         if mode == "object":
             return [RewardResult(1.0, info={"x": object()}) for t in group.trajectories]
         return [RewardResult(self.config.scale * len(t.answer), steps=((1, 0, 0.5),), info={"words": self.config.words})
@@ -421,6 +440,7 @@ def test_a_plain_reward_runs_in_a_worker_with_its_config(sync, make_group) -> No
         ("loop", "score() took longer than its deadline of 1 s; its worker process was killed"),
         ("nan", "RewardResult(value=nan); allowed: a finite number"),
         ("short", "returned 0 results for 1 trajectories"),
+        ("empty", "changed group.trajectories"),
         ("object", "info.x is a object, which JSON cannot hold. Allowed: dict with text keys, list, str"),
     ],
 )

@@ -46,7 +46,8 @@ class RewardHost:
         self._reward = cls(config)
 
     def score(self, group: Group) -> Any:
-        return results_to_json(check_results(self._reward.score(group), group.trajectories))
+        trajectories = [*group.trajectories]
+        return results_to_json(check_results(self._reward.score(group), trajectories, group.trajectories))
 
 
 class EnvHost:

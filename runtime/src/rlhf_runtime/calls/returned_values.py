@@ -32,9 +32,20 @@ def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[s
     return tuple(names)
 
 
-def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
+def check_results(
+    results: object, trajectories: Sequence[Trajectory], after: Sequence[Trajectory] | None = None
+) -> list[RewardResult | str]:
     """One checked result per trajectory, or a text that says what is wrong with the result. Raises InvalidResult if the
-    list itself is wrong. A shorter or longer list is never broadcast or truncated."""
+    list itself is wrong. A shorter or longer list is never broadcast or truncated.
+
+    Args:
+        after: ``Group.trajectories`` of the reward's own copy of the group, after the call.
+    """
+    if after is not None and [*map(id, after)] != [*map(id, trajectories)]:
+        raise InvalidResult(
+            "changed group.trajectories, so that it is not clear which trajectory each result is for; allowed: results "
+            "in the order of the call. Sort or filter a copy, such as sorted(group.trajectories, key=...)"
+        )
     if not isinstance(results, list | tuple):
         raise InvalidResult(f"returned {brief(results)}; allowed: a list with one RewardResult per trajectory")
     if len(results) != len(trajectories):
