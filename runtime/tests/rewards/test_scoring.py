@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
@@ -199,6 +200,7 @@ def test_a_reward_that_sorts_the_samples_changes_no_value_of_another_reward(make
         (RewardResult(1.0, steps=((1, 3, 1.0),)), "a step reward for token 3 of turn 1, which has 3 tokens"),
         (RewardResult(1.0, steps=((1, 0, math.nan),)), "a step reward with value (nan)"),
         (RewardResult(1.0, steps=((1, 1.0),)), "allowed: (turn, token in turn, value)"),
+        (RewardResult(1.0, steps=((1, 0.0, 1.0),)), "value), the first two as integers"),
         (RewardResult(1.0, steps=None), "RewardResult(steps=NoneType None); allowed: a tuple of step rewards"),
         (RewardResult(1.0, steps=((1, 0, 10**1000),)), "a step reward with value (int 1000"),
         (RewardResult(1.0, info=[1]), "RewardResult(info=list [1]); allowed: a dict"),
@@ -230,6 +232,13 @@ def test_info_of_a_reward_may_hold_other_values_than_numbers(make_group) -> None
     group = make_group("a")
     score([active(giving(lambda g: [RewardResult(1.0, info={"ratio": math.inf})]))], group)
     assert (group.trajectories[0].status, group.trajectories[0].reward) == ("ok", 1.0)
+
+
+def test_positions_of_step_rewards_may_be_integers_of_numpy(make_group) -> None:
+    group = make_group("a")
+    score([active(giving(lambda g: [RewardResult(1.0, steps=((np.int64(1), np.int32(2), np.float32(0.5)),))]))], group)
+    assert group.trajectories[0].rewards["giving"].steps == ((1, 2, 0.5),)
+    assert all(type(position) is int for position in group.trajectories[0].rewards["giving"].steps[0][:2])
 
 
 def test_a_tensor_is_refused_with_what_to_write(make_group) -> None:

@@ -215,9 +215,11 @@ def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:
 
 
 def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, float]:
-    if not (isinstance(step, tuple | list) and len(step) == 3 and all(type(i) is int for i in step[:2])):
-        raise InvalidResult(f"returned the step reward {brief(step)}; allowed: (turn, token in turn, value)")
-    turn, token, value = step
+    if not (isinstance(step, tuple | list) and len(step) == 3 and all(map(_is_integer, step[:2]))):
+        raise InvalidResult(
+            f"returned the step reward {brief(step)}; allowed: (turn, token in turn, value), the first two as integers"
+        )
+    turn, token, value = int(step[0]), int(step[1]), step[2]
     if not 0 <= turn < len(trajectory.turns) or not trajectory.turns[turn].sampled:
         allowed = [i for i, t in enumerate(trajectory.turns) if t.sampled]
         raise InvalidResult(f"returned a step reward for turn {turn}; allowed: the sampled turns {allowed}")
@@ -285,6 +287,11 @@ def _number(label: str, value: object) -> float:
         text = value if isinstance(value, float) else brief(value)
         raise InvalidResult(f"returned {label}{text}); allowed: a finite number")
     return float(value)
+
+
+def _is_integer(value: object) -> bool:
+    """Whether ``value`` is an integer, also of another library such as numpy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_finite(value: numbers.Real | int) -> bool:
