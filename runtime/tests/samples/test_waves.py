@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rlhf.errors import RolloutError, WorkerError
 from rlhf.interfaces import Env, Generator, Proof, Rollout
@@ -560,3 +561,20 @@ def test_a_rollout_reports_finite_numbers_only(main, value):
 
     [group], _ = run(main, rows(1), Reports(), samples=1, abort_on_failure=False)
     assert "allowed: a finite number" in group.trajectories[0].error
+
+
+def test_a_rollout_may_report_numbers_of_numpy_and_names_them_by_text(main):
+    class Reports(Turns):
+        def __init__(self, name):
+            super().__init__()
+            self.reported = name
+
+        async def run(self, row, seed, ctx):
+            ctx.report(self.reported, np.float32(0.5))
+            return await super().run(row, seed, ctx)
+
+    [group], _ = run(main, rows(1), Reports("share"), samples=1)
+    assert group.trajectories[0].info == {"rollout/share": 0.5}
+    for name in (3, ""):
+        [group], _ = run(main, rows(1), Reports(name), samples=1, abort_on_failure=False)
+        assert f"reports np.float32(0.5) as {name!r}; allowed: a name, as text" in group.trajectories[0].error

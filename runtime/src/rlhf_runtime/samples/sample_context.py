@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -261,8 +262,11 @@ class SampleContext(RolloutContext):
                 clock.reschedule(loop.time() + self._remaining)
 
     def report(self, name: str, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RolloutError(f"the rollout reports {value!r:.60} as {name!r}; allowed: a finite number")
+        if not isinstance(name, str) or not name:
+            raise RolloutError(f"the rollout reports {value!r:.60} as {name!r}; allowed: a name, as text")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+            hint = " (write .item())" if hasattr(value, "item") and not isinstance(value, numbers.Real) else ""
+            raise RolloutError(f"the rollout reports {value!r:.60} as {name!r}; allowed: a finite number{hint}")
         self._reported[name] = float(value)
 
     def numbers(self) -> dict[str, float]:
