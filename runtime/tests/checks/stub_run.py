@@ -21,13 +21,25 @@ class AnyLauncher:
     name, capabilities = "any", frozenset({"answers"})
 
 
-def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_roles=(), scored=True, **classes):
+def stub_run(
+    flags,
+    algorithm,
+    *,
+    needs_env=False,
+    replays_env=False,
+    reward_roles=(),
+    scored=True,
+    limits=(None, None),
+    **classes,
+):
     """``classes``: of the generator, trainer, launcher and curriculum. There is a generator or curriculum only if it is
-    given."""
+    given. ``limits``: ``concurrency`` of the rollout and of each reward."""
     config = load(None, flags)
     sampled = algorithm.data == "prompts" or config.reward or config.env is not None
     rollout: Any = (
-        SimpleNamespace(needs_env=needs_env, replays_env=replays_env, observes=needs_env or replays_env)
+        SimpleNamespace(
+            needs_env=needs_env, replays_env=replays_env, observes=needs_env or replays_env, concurrency=limits[0]
+        )
         if sampled
         else None
     )
@@ -37,7 +49,7 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
         kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls), config=None) for kind, cls in selected.items()
     }
     selections: Any = {"algorithm": algorithm}
-    values = SimpleNamespace(is_teacher=False)
+    values = SimpleNamespace(is_teacher=False, concurrency=limits[1])
     rewards: Any = [SimpleNamespace(name=r.label, sources=r.sources, instance=values) for r in config.reward]
     return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, Commits())
 

@@ -89,6 +89,14 @@ def test_an_algorithms_conflicts_with_the_shape_of_the_run_are_reported(flags, n
     assert shape in messages([*BASE, *flags], Shaped(), needs_env=needs_env)
 
 
+@pytest.mark.parametrize("limit", [0, -1, 2.5])
+def test_a_concurrency_with_which_no_sample_would_start_is_refused(limit):
+    message = messages(BASE, limits=(limit, limit))
+    for owner in ("rollout 'single_turn'", "reward 'math'"):
+        assert f"{owner} has concurrency = {limit}; allowed: None, or an integer of at least 1" in message
+    check(BASE, Fake(), limits=(1, 3))
+
+
 def test_an_evaluation_of_equal_answers_is_refused():
     data = ("data.eval", "b.jsonl")
     assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])

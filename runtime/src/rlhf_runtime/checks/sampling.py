@@ -188,6 +188,18 @@ def environment(run: RunPlugins) -> list[str]:
     return _agents(run)
 
 
+def concurrency(run: RunPlugins) -> list[str]:
+    """Numbers of concurrent samples or calls with which a rollout or a reward would wait forever."""
+    limits = {f"reward {reward.name!r}": reward.instance.concurrency for reward in run.rewards}
+    if run.rollout is not None:
+        limits[f"rollout {run.config.rollout.use!r}"] = run.rollout.concurrency
+    return [
+        f"{owner} has concurrency = {limit!r}; allowed: None, or an integer of at least 1. Report this to its author."
+        for owner, limit in limits.items()
+        if limit is not None and (not isinstance(limit, int) or limit < 1)
+    ]
+
+
 def _agents(run: RunPlugins) -> list[str]:
     """Problems of an environment in which the policy plays several agents."""
     agents, rollout, needs = played(run), run.rollout, run.algorithm.needs()
