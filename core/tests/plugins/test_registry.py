@@ -15,7 +15,7 @@ from rlhf.errors import (
     PluginNotFound,
     PluginVersionMismatch,
 )
-from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
+from rlhf.interfaces import Backend, ComponentConfig, Loss, Observer, Reward
 from rlhf.plugins import Entry, Plugins, importing, installed
 from rlhf.plugins.installed import entries
 from rlhf.plugins.requirements import unmet_optional
@@ -478,6 +478,13 @@ def test_a_registered_class_conflicts_like_a_distribution(site):
         plugins.register("reward", type("Other", (Mine,), {}))
 
 
+class Late(Observer):
+    name = "late"
+
+    async def step_finished(self, step, metrics):
+        pass
+
+
 @pytest.mark.parametrize(
     ("kind", "cls", "message"),
     [
@@ -490,6 +497,7 @@ def test_a_registered_class_conflicts_like_a_distribution(site):
             "has a Config, but a backend has no",
         ),
         ("loss", type("L", (Loss,), {"name": "l"}), "does not define __call__, outputs, reduce"),
+        ("observer", Late, "Late.step_finished is `async def`, but nothing awaits it: write `def step_finished`"),
     ],
 )
 def test_register_checks_the_class(kind, cls, message):

@@ -7,6 +7,7 @@ same name. Therefore each module has its own manager, unknown hooks are an error
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import traceback
 from types import ModuleType
@@ -110,8 +111,28 @@ def check_class(kind: str, cls: Any, label: str) -> type[Any]:
     if owners:
         missing = "; ".join(f"{', '.join(names)}, which every {owner} must have" for owner, names in owners.items())
         raise PluginInvalid(f"{label}: {_path(cls)} does not define {missing}")
+    for name in _never_awaited(kind, cls):
+        raise PluginInvalid(f"{label}: {_path(cls)}.{name} is `async def`, but nothing awaits it: write `def {name}`")
     result: type[Any] = cls
     return result
+
+
+def _never_awaited(kind: str, cls: type[Any]) -> list[str]:
+    """Methods that are ``async def`` although the kind's interface has them as plain ``def`` only. A call of one would
+    do nothing."""
+    from rlhf.interfaces import interface
+
+    names = []
+    for name, declared in inspect.getmembers_static(interface(kind), inspect.isfunction):
+        result = str(declared.__annotations__.get("return"))
+        method = inspect.getattr_static(cls, name)
+        if not inspect.iscoroutinefunction(declared) and "Awaitable" not in result and _is_async(method):
+            names.append(name)
+    return names
+
+
+def _is_async(method: object) -> bool:
+    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
 
 
 def _check_config(kind: str, cls: type[Any], label: str) -> None:
