@@ -98,6 +98,18 @@ def test_tokens_of_images_are_not_trained_on_and_the_answer_is(data, family):
             assert spans | trained == set(range(len(sequence.ids)))
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_images_after_the_last_trained_answer_are_left_out_with_their_messages(data, family):
+    later = [*USER, {**ANSWER, "weight": 0}]
+    names = ["red.png", "blue.jpg"]
+    row = {"messages": [*USER, ANSWER, *later], "images": [*names, *names]}
+    rows = [row, {"messages": [*USER, ANSWER], "images": names}]
+    demos = data(rows, "demonstrations", family, loss_on="assistant")
+    sequences = [example.sequences[0] for example in demos.examples(demos.take(2))]
+    assert sequences[0] == sequences[1]
+    assert [i.data for i in sequences[0].images] == [RED, BLUE]
+
+
 def test_both_answers_of_a_pair_follow_the_images(data):
     pairs = data([{"prompt": USER, "chosen": "a", "rejected": "b", "images": ["red.png", "blue.jpg"]}], "pairs")
     first, second = pairs.examples(pairs.take(1))[0].sequences

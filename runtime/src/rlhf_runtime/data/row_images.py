@@ -107,6 +107,10 @@ class RowImages:
             self._read(message, images)
         return sum(image is None or image is MARKED for image in images)
 
+    def placeholders(self, ids: Sequence[int]) -> int:
+        """Number of placeholders among the tokens of a text."""
+        return 0 if self.tokens is None else ids.count(self.tokens.placeholder)
+
     def marks(self, count: int) -> str:
         """The placeholders of ``count`` images in plain text."""
         return (self._mark or "") * count

@@ -250,10 +250,12 @@ class Template(Prompts):
         chat.check(messages, cells.row.source, render)
         ids, mask = self._masked(render.text, [*render.answers.values()])
         # A sample ends with the answer's end token. Text that a template writes after it is dropped: samples do not
-        # have it, so it must not be trained on, and scores must not be read there.
+        # have it, so it must not be trained on, and scores must not be read there. Neither do the messages after it,
+        # if the weights of their answers are 0.
         last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
         end = self._missing_end(render.text[: render.answers[trained[-1]][1]])
-        return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], images)
+        kept = images[: len(images) - self.images.placeholders(ids[last:])]
+        return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], kept)
 
     def _missing_end(self, text: str) -> list[int]:
         """The end token of the answer at the end of a render, if the template writes none. It is added because a sample
