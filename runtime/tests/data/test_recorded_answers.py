@@ -7,6 +7,7 @@ from rlhf.errors import DataError
 from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data import export
 from rlhf_runtime.data.image_files import image_file
 from rlhf_runtime.data.recorded_answers import RecordedAnswer, read_answers
 from rlhf_runtime.data.template import Template
@@ -65,8 +66,22 @@ def test_answers_to_images_are_rows_with_these_images(tmp_path):
     result = read_answers([write(tmp_path / "step-000001.arrow", trajectory, prompt=lambda t: messages)])
     part = result.groups[0][0].prompt[0]["content"][0]
     assert image_file(part["image_url"]["url"], None) == image.data
-    result = read_answers([write(tmp_path / "f.jsonl", trajectory)])
-    assert result.left_out == {"with images in plain text": 1}
+    assert result.groups[0][0].images == ()
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<image>hi", [{"role": "user", "content": "<image>"}, {"role": "user", "content": [{"type": "image"}]}]]
+)
+def test_images_of_placeholders_in_a_prompts_texts_are_in_a_column(tmp_path, prompt):
+    pictures = [drawing(8, 6), drawing(6, 8)]
+    samples = [sample((0, 0), "yes"), sample((0, 1), "no", score=1.0, reward=1.0)]
+    for trajectory in samples:
+        trajectory.turns[0].images = tuple(Image(data, n, 1, [9]) for n, data in enumerate(pictures))
+    groups = read_answers([write(tmp_path / "f.jsonl", *samples, prompt=lambda t: prompt)]).groups
+    for form in (export.demonstrations, export.scored, export.labels, export.best, export.pairs, export.conditional):
+        row = form(groups).rows[0]
+        assert form is export.conditional or row["prompt"] == prompt
+        assert [image_file(url, None) for url in row["images"]] == pictures
 
 
 def test_samples_that_are_not_answers_are_counted(tmp_path):

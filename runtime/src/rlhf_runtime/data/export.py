@@ -2,7 +2,8 @@
 
 Each function takes answers by prompt. It returns the rows, and {reason: number} of the answers and prompts that it left
 out. This project and TRL recognise the column names without options. If the prompt is a list of messages, answers are
-lists of one message. Otherwise they are text.
+lists of one message. Otherwise they are text. Rows have the column ``images`` if texts of their prompts have
+placeholders of images.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def pairs(groups: Groups, min_gap: float = 0.0) -> ExportedRows:
             export.left_out["prompts whose best and worst answers are equal texts"] += 1
         else:
             chosen, rejected = _completion(best), _completion(worst)
-            row = {"prompt": best.prompt, "chosen": chosen, "rejected": rejected}
+            row = {**_question(best), "chosen": chosen, "rejected": rejected}
             export.rows.append({**row, "score_chosen": _score(best), "score_rejected": _score(worst)})
     return export
 
@@ -109,8 +110,8 @@ def conditional(groups: Groups, condition: str = CONDITION) -> ExportedRows:
     mean, deviation = math.fsum(rewards) / len(rewards), statistics.stdev(rewards)
     for answer, reward in zip(answers, rewards, strict=True):
         z = (reward - mean) / deviation
-        prompt = conditioned(answer.prompt, z, condition)
-        export.rows.append({"prompt": prompt, "completion": _completion(answer), "reward": z})
+        question = _question(answer) | {"prompt": conditioned(answer.prompt, z, condition)}
+        export.rows.append({**question, "completion": _completion(answer), "reward": z})
     return export
 
 
@@ -156,7 +157,11 @@ def _score(answer: RecordedAnswer) -> float:
 
 
 def _row(answer: RecordedAnswer) -> dict[str, Any]:
-    return {"prompt": answer.prompt, "completion": _completion(answer)}
+    return {**_question(answer), "completion": _completion(answer)}
+
+
+def _question(answer: RecordedAnswer) -> dict[str, Any]:
+    return {"prompt": answer.prompt, **({"images": [*answer.images]} if answer.images else {})}
 
 
 def _completion(answer: RecordedAnswer) -> str | list[dict[str, str]]:

@@ -12,6 +12,8 @@ from typing import Any
 from rlhf.errors import CheckpointError, DataError
 
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
+from rlhf_runtime.data.image_files import data_url
+from rlhf_runtime.data.messages import places
 from rlhf_runtime.data.row_images import with_urls
 
 Prompt = str | list[Mapping[str, Any]]
@@ -34,6 +36,9 @@ class RecordedAnswer:
     completion: str
     reward: float | None
     """None if it has no reward."""
+    images: tuple[str, ...] = ()
+    """The prompt's images as ``data:`` URLs, for a column, if placeholders in its texts stand for some of them.
+    Otherwise the parts of its messages hold them."""
 
 
 @dataclass(slots=True)
@@ -74,10 +79,14 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                 if reason:
                     record.left_out[reason] += 1
                     continue
-                prompt, images = line["prompt"], line["turns"][0].get("images") or ()
-                if images:
-                    prompt = with_urls(prompt, [b64decode(image["data"]) for image in images])
-                members.append(RecordedAnswer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
+                prompt, urls = line["prompt"], tuple[str, ...]()
+                if images := [b64decode(image["data"]) for image in line["turns"][0].get("images") or ()]:
+                    if isinstance(prompt, list) and places(prompt) == len(images):
+                        prompt = with_urls(prompt, images)
+                    else:
+                        urls = tuple(map(data_url, images))
+                text = line["turns"][1]["text"]
+                members.append(RecordedAnswer(line["sample"], prompt, text, line["reward"], urls))
         except CheckpointError as cause:
             raise DataError(f"{cause}. {RECORDED}") from cause
         except (KeyError, IndexError, TypeError) as cause:
@@ -96,8 +105,6 @@ def _unusable(line: Mapping[str, Any], truncated: bool) -> str:
         return "of several turns"
     if line["prompt"] is None:
         return "with more in their context than the row's prompt"
-    if isinstance(line["prompt"], str) and turns[0].get("images"):
-        return "with images in plain text"
     if not turns[1]["text"].strip():
         return "without text"
     if not truncated and (line["status"] == "truncated" or turns[1]["finish"] == "length"):
