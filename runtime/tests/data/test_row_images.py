@@ -405,6 +405,21 @@ def test_an_observation_with_images_is_a_users_message(data, family):
         template.observations.encode("look", images=[b"x"])
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_messages_for_programs_have_a_part_for_each_placeholder_of_a_text(data, family):
+    mark = {"qwen2_5_vl": "<|image_pad|>", "llava": "<image>"}[family]
+    talk = [{"role": "user", "content": f"a{mark}b"}, ANSWER, {"role": "user", "content": [PLACE]}]
+    rows = data([{"prompt": talk, "images": ["red.png", "blue.jpg"]}], family=family)
+    [row] = rows.take(1)
+    if family == "qwen2_5_vl":  # whose template writes other tokens around a part
+        with pytest.raises(DataError, match="differently from the placeholder in the prompt"):
+            rows.template.prompt_messages(row)
+        return
+    turn = rows.template.messages.encode(rows.template.prompt_messages(row))
+    assert replace(turn, messages=(), text="") == replace(rows.template.encode_prompt(row), text="")
+    assert [i.data for i in turn.images] == [RED, BLUE]
+
+
 def test_a_chat_with_images_goes_on_token_by_token(data):
     rows = data([{"prompt": USER, "images": ["red.png", "blue.jpg"]}])
     [row] = rows.take(1)

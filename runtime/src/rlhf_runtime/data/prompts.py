@@ -129,11 +129,20 @@ class Prompts:
         return [i for turn in self.encode_opening(row, separated) for i in turn.ids]
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
-        """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs. Raises DataError."""
+        """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs in parts. Raises DataError."""
         # Raises DataError if prompts are plain text.
         _ = self.messages
         cells = self._cells(row)
-        return as_api_writes(with_urls(*self._read_prompt(cells)))
+        messages, images = self._read_prompt(cells)
+        prompt = self.images.in_parts(messages)
+        if prompt != messages:
+            chat = self._chat_of(cells, self.shows_tools)
+            if chat.text(prompt, answer=True) != chat.text(messages, answer=True):
+                raise DataError(
+                    "the rollout reads prompts as messages with images in parts, but the chat template writes a part "
+                    "{type: image} differently from the placeholder in the prompt's text. Write the image as a part"
+                )
+        return as_api_writes(with_urls(prompt, images))
 
     @cached_property
     def messages(self) -> ChatMessages:

@@ -68,7 +68,10 @@ class RowImages:
         conversation = [self._read(message, images) for message in messages]
         column = self._column(cells)
         if column and not images:
-            conversation = [self._read(_with_parts(message), images) for message in messages]
+            conversation = [
+                self._read(message if message["role"] == "assistant" else _with_parts(message, COMMON_MARK), images)
+                for message in messages
+            ]
         free = [n for n, image in enumerate(images) if image is None or image is MARKED]
         user = next((i for i, m in enumerate(conversation) if m["role"] == "user"), None)
         if column and not free and user is not None:
@@ -99,6 +102,10 @@ class RowImages:
     def marked(self, text: str) -> bool:
         """Whether a text contains the placeholder of an image."""
         return self._mark is not None and self._mark in text
+
+    def in_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of :meth:`of_messages`, with a part for each placeholder in their texts."""
+        return [dict(m) if self._mark is None else _with_parts(m, self._mark) for m in messages]
 
     def places_in(self, answer: str | Sequence[Mapping[str, Any]]) -> int:
         """Number of places for images in an answer (a text, or messages of a row) that contain no image."""
@@ -171,13 +178,20 @@ class RowImages:
         return files
 
 
-def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A text message with a part for each :data:`COMMON_MARK`. An answer is not changed."""
-    texts = message["content"].split(COMMON_MARK)
-    if message["role"] == "assistant" or len(texts) == 1:
-        return message
-    parts = [part for text in texts for part in (PLACE, {"type": "text", "text": text}) if part.get("text") != ""]
-    return {**message, "content": parts[1:]}
+def _with_parts(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """A message with a part for each ``mark`` in its texts."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not any(mark in part["text"] for part in parts if not is_image(part)):
+        return {**message}
+    result: list[Mapping[str, Any]] = []
+    for part in parts:
+        if is_image(part):
+            result.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(mark)):
+            result += [PLACE] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": result}
 
 
 def with_urls(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
