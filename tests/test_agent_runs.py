@@ -6,6 +6,7 @@ import json
 
 import pytest
 from rlhf_cli.main import main
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_testing.tiny import tiny_model
 
 from tests.continuous import simulated
@@ -54,6 +55,37 @@ def test_a_run_learns_from_what_an_agent_returned(shop):
         assert [t["sampled"] for t in sample["turns"]] == [False, True] * 2
         assert sample["turns"][-1]["reward"] == sample["reward"]
     assert_same_run(shop.train("grpo", "again", **config), run)  # samples depend on the seed, not on time
+
+
+COLD = """
+import json
+import urllib.error
+import urllib.request
+
+
+def run(task, base_url, api_key):
+    body = {"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}], "max_tokens": 6}
+    head = {"Authorization": "Bearer " + api_key, "Content-Type": "application/json"}
+    for temperature in (0.001, 0.7):
+        data = json.dumps({**body, "temperature": temperature}).encode()
+        try:
+            urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", data, head)).close()
+        except urllib.error.HTTPError as error:
+            assert (temperature, error.code) == (0.001, 400)
+            assert "temperature is 0.001; it must be 0 (greedy) or from 0.01 to 2.0" in error.read().decode()
+        else:
+            assert temperature == 0.7
+    return 1.0
+"""
+
+
+def test_a_temperature_that_the_generator_does_not_sample_at_is_an_error_of_the_api(shop, monkeypatch):
+    """The generator would refuse the whole wave."""
+    monkeypatch.setattr(TransformersGenerator, "temperatures", (0.01, 2.0))
+    config = with_agent(shop, run={"steps": 1}, rollout={"program": f"file:{shop.file('cold.py', COLD)}:run"})
+    run = shop.train("grpo", "cold", **config)
+    assert [sample["status"] for sample in run.samples()].count("failed") == 0
+    assert len(list(run.samples())) == 4 * 3
 
 
 def test_a_continuous_stream_of_agents(shop):

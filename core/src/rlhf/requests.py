@@ -8,18 +8,19 @@ from rlhf.errors import ConfigError
 from rlhf.types import GenerationRequest, Sampling
 
 
-def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
+def check_sampling(sampling: Sampling, temperatures: tuple[float, float] = (0.0, math.inf)) -> None:
     """Raises :class:`~rlhf.errors.ConfigError`, with field, value and range, for values outside their range.
 
     Args:
-        lowest_temperature: the generator does not sample exactly at temperatures below it, except at 0 (greedy).
+        temperatures: lowest and highest temperature at which the generator samples exactly, besides 0 (greedy).
     """
-    s = sampling
-    at_least = f"finite and at least {lowest_temperature}" if lowest_temperature else "a positive finite number"
-    temperature = s.temperature == 0 or (0 < s.temperature < math.inf and s.temperature >= lowest_temperature)
+    s, (low, high) = sampling, temperatures
+    at_least = f"finite and at least {low}" if low else "a positive finite number"
+    positive = at_least if high == math.inf else f"from {low} to {high}"
+    temperature = s.temperature == 0 or (0 < s.temperature < math.inf and low <= s.temperature <= high)
     rules = (
         ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
-        ("temperature", s.temperature, temperature, f"0 (greedy) or {at_least}"),
+        ("temperature", s.temperature, temperature, f"0 (greedy) or {positive}"),
         ("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]; 1 turns it off"),
         ("top_k", s.top_k, s.top_k >= 0, "at least 0; 0 turns it off"),
         ("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]; 0 turns it off"),

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -280,6 +281,20 @@ def test_a_request_that_no_generator_accepts_fails_only_its_own_sample(main):
     groups, _ = run(main, rows(1, 1), Odd(), generator=Checks(), abort_on_failure=False)
     assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
     assert "sampling.stop is ('',)" in groups[0].trajectories[1].error
+
+
+def test_a_request_that_the_runs_generator_refuses_fails_only_its_own_sample(main):
+    class Cold(Turns):
+        async def run(self, row, seed, ctx):
+            sampling = replace(ctx.sampling, temperature=0.001) if ctx.index[1] else ctx.sampling
+            prompt = ctx.encode_prompt(row)
+            return [prompt, await ctx.generate([prompt], sampling)]
+
+    check = partial(check_sampling, temperatures=(0.01, 2.0))
+    rollouts = Rollouts(Cold(), CountingGenerator(), PlainTemplate(), OneForAll(), main, check=check)
+    groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
+    assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
+    assert "temperature is 0.001; it must be 0 (greedy) or from 0.01 to 2.0" in groups[0].trajectories[1].error
 
 
 def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):

@@ -17,7 +17,6 @@ import numpy as np
 from aiohttp import web
 from pydantic import ValidationError
 from rlhf.errors import RlhfError
-from rlhf.requests import check_sampling
 from rlhf.types import Sampling
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.data.tokenizer import check_stops, with_stop_tokens
@@ -54,6 +53,8 @@ class Served:
     longest: int
     """Largest number of tokens of a sequence, prompt and answer together."""
     rank: int
+    check_sampling: Callable[[Sampling], None]
+    """Refuses what the generator cannot sample."""
 
 
 class TrainingApplication:
@@ -304,7 +305,7 @@ class TrainingApplication:
             tokens, params.temperature, params.top_p, max(params.top_k, 0), stop_token_ids=tuple(stop_ids),
             stop=tuple(texts), ignore_eos=params.stop is not None,
         )  # fmt: skip
-        check_sampling(sampling)
+        served.check_sampling(sampling)
         sampling = with_stop_tokens(sampling, served.tokenizer)
         check_stops(sampling.stop, served.tokenizer)
         return SampleQuestion(prompt, sampling, body.num_samples, params.seed, bool(body.prompt_logprobs))

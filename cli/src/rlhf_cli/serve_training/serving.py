@@ -45,7 +45,8 @@ def serve(
         path = policy.role.spec.path
         tokenizer_id = str(Path(path).absolute()) if Path(path).is_dir() else path
         vocabulary = policy.role.facts.vocabulary
-        served = Served(name, tokenizer_id, plugins_of_run.tokenizer, vocabulary, longest, policy.adapter_rank)
+        tokenizer, check = plugins_of_run.tokenizer, plugins_of_run.check_sampling
+        served = Served(name, tokenizer_id, tokenizer, vocabulary, longest, policy.adapter_rank, check)
         main = MainThread(stop)
         try:
             main.run(_serve(TrainingApplication(served, access, main, models), access, stop, announce, main))

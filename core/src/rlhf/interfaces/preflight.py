@@ -5,6 +5,7 @@ Every method has a default. A trainer or generator overrides those that it can a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -87,6 +88,9 @@ class TrainerPreflight(Preflight):
 class GeneratorPreflight(Preflight):
     """Class methods of generators."""
 
+    temperatures: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    """Lowest and highest temperature at which it samples exactly, besides 0 (greedy)."""
+
     @classmethod
     def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
         """Why an engine cannot compute with its base and separate ``spec.adapters``, as far as this is known before the
@@ -138,7 +142,16 @@ class GeneratorPreflight(Preflight):
 
         Raises CapabilityError, ConfigError, or PluginError if the engine is not installed.
         """
+        for sampling in samplings:
+            cls.check_sampling(config, sampling)
+
+    @classmethod
+    def check_sampling(cls, config: Any, sampling: Sampling) -> None:
+        """Refuse sampling parameters with which the generator cannot sample exactly. A run calls this for each request
+        of a rollout, so that a refused request fails only its own sample. The default checks the range of each value.
+
+        Raises ConfigError or CapabilityError.
+        """
         from rlhf.requests import check_sampling
 
-        for sampling in samplings:
-            check_sampling(sampling)
+        check_sampling(sampling, cls.temperatures)

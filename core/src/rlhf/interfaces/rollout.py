@@ -186,6 +186,15 @@ class RolloutContext(ABC):
         """
         return
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse sampling parameters with which the run's generator cannot sample exactly, as :meth:`generate` does.
+
+        Raises ConfigError or CapabilityError.
+        """
+        from rlhf.requests import check_sampling
+
+        check_sampling(sampling)
+
     @abstractmethod
     async def open_env(self) -> Env:
         """Return a new environment, whose calls have deadlines. The runtime closes it when the sample ends."""

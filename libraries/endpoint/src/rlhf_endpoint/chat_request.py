@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.errors import ConfigError
+from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import RolloutContext
-from rlhf.requests import check_sampling
 from rlhf.types import Sampling, Turn
 
 from rlhf_endpoint.config import ProgramConfig
@@ -109,8 +108,8 @@ def read_sampling(
                 option: dict[str, Any] = {name: _number(name, value, type(default))}
                 sampling = replace(sampling, **option)
         try:
-            check_sampling(sampling)
-        except ConfigError as error:
+            ctx.check_sampling(sampling)
+        except (ConfigError, CapabilityError) as error:
             raise ApiError(400, str(error), code="invalid_value") from error
         for name in ("presence_penalty", "frequency_penalty"):
             if body.get(name) not in (None, 0):

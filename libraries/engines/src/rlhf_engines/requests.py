@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from rlhf.errors import ConfigError, ModelError
-from rlhf.requests import check_request, check_sampling
+from rlhf.requests import check_request
 from rlhf.types import Finish, GenerationRequest, Turn
 from rlhf_modeling.stop_strings import StopScanner
 
@@ -19,19 +19,16 @@ def check_fits(
     vocabulary: int,
     longest: int,
     images: int,
-    lowest_temperature: float,
     has_base: bool = False,
 ) -> None:
-    """Refuse a request that the engine cannot sample exactly. Raises ConfigError with request, value and range.
+    """Refuse a request that does not fit into the engine. Raises ConfigError with request, value and range.
 
     Args:
         vocabulary: token ids must be below it.
         longest: maximum number of tokens, prompt and answer together.
         images: maximum number of images per request.
-        lowest_temperature: see :func:`rlhf.requests.check_sampling`.
         has_base: see :func:`rlhf.requests.check_request`.
     """
-    check_sampling(request.sampling, lowest_temperature)
     if len(request.images) > images:
         raise ConfigError(
             f"request {i} has {len(request.images)} images, but the engine was started for {images}. Raise "

@@ -17,7 +17,6 @@ from rlhf.interfaces import Generator, GeneratorSpec, TakesTensors
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import EngineMemory, ModelSize, PhaseMemory, SamplingWork
-from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf.weights.bucket import Bucket
 from rlhf_modeling.arithmetic import computes_bf16
@@ -47,8 +46,6 @@ class ServerGenerator(TakesTensors, Generator):
     Config: ClassVar[type[ComponentConfig]] = EngineServersConfig
     engine: ClassVar[str]
     """The engine's name, for messages."""
-    lowest_temperature: ClassVar[float]
-    """See :func:`rlhf.requests.check_sampling`."""
     tokens: ClassVar[tuple[str, ...]] = ("token_env",)
     """Options that name an environment variable with a token."""
 
@@ -64,8 +61,7 @@ class ServerGenerator(TakesTensors, Generator):
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        for sampling in samplings:
-            check_sampling(sampling, cls.lowest_temperature)
+        super().check(config, spec, samplings, device)
         for option in cls.tokens:
             variable = getattr(config, option)
             if variable is not None and not os.environ.get(variable):
@@ -139,7 +135,8 @@ class ServerGenerator(TakesTensors, Generator):
         return self._draw_turns(requests)
 
     def _check(self, i: int, request: GenerationRequest) -> None:
-        check_fits(i, request, self.vocabulary, self.longest, 0, self.lowest_temperature)
+        self.check_sampling(self.config, request.sampling)
+        check_fits(i, request, self.vocabulary, self.longest, 0)
 
     def _open(self, i: int, request: GenerationRequest) -> OpenRequest:
         return OpenRequest(i, request, self.spec.decode, self.version, self.engine)

@@ -11,7 +11,7 @@ from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
 from rlhf.plugins import Plugins
-from rlhf.types import Needs, RoleSpec, RunOptions
+from rlhf.types import Needs, RoleSpec, RunOptions, Sampling
 from rlhf_hub.hub import Commits
 from rlhf_hub.processors import reads_images
 from rlhf_hub.published import pinned
@@ -70,6 +70,11 @@ class RunPlugins:
     def generator_class(self) -> type[Generator] | None:
         """None if the run has no generator."""
         return self.parts[GENERATOR].resolved.cls if GENERATOR in self.parts else None
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse sampling parameters with which the run's generator cannot sample exactly."""
+        if self.generator_class is not None:
+            self.generator_class.check_sampling(self.parts[GENERATOR].config, sampling)
 
     @property
     def evaluation(self) -> EvalSection:

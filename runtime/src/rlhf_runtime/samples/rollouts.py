@@ -12,6 +12,7 @@ from functools import partial
 from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import EnginePool, Env, Generator, Rollout
 from rlhf.ops.experts import drop_repeated
+from rlhf.requests import check_sampling
 from rlhf.seeds import derive_seed
 from rlhf.types import ExpertLayers, Group, Row, Trajectory, Turn
 from rlhf.types.needs import GREEDY_REWARD
@@ -25,7 +26,7 @@ from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.failures import describe
 from rlhf_runtime.samples.requests import Requests, SingleRequests, Waves
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
-from rlhf_runtime.samples.sample_context import SampleContext, TurnLog
+from rlhf_runtime.samples.sample_context import CheckSampling, SampleContext, TurnLog
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
 """Errors of the generator or of its weights, not of one sample. They end the run regardless of ``on_failed_sample``."""
@@ -55,11 +56,13 @@ class Rollouts:
         timeline: Timeline = NO_TIMELINE,
         experts: ExpertLayers | None = None,
         agents: Sequence[str] = (),
+        check: CheckSampling = check_sampling,
     ) -> None:
         """
         Args:
             experts: expert layers of the policy, if recorded experts are replayed.
             agents: agents that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+            check: refuses what the generator cannot sample.
         """
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
@@ -68,7 +71,7 @@ class Rollouts:
         """Largest number of live samples, if the environment or the rollout has such a limit."""
         self.pool = pool
         """The generator, if requests are sent individually instead of in waves."""
-        self.timeline, self.experts, self.agents = timeline, experts, agents
+        self.timeline, self.experts, self.agents, self.check = timeline, experts, agents, check
         self.sampled_tokens = 0
         """Number of tokens sampled for all training samples that have ended, including turns that the rollout did not
         return."""
@@ -189,7 +192,9 @@ class Rollouts:
             return [Trajectory(row, self.template.encode_answer(row), index)]
         open_env = partial(self._env, slice)
         needs_base = self.rollout.needs_base
-        context = SampleContext(self.template, open_env, index, settings, requests, self.scorer, log, slice, needs_base)
+        context = SampleContext(
+            self.template, open_env, index, settings, requests, self.scorer, log, slice, needs_base, self.check
+        )
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"
         trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()

@@ -28,6 +28,9 @@ from rlhf_runtime.samples.episodes import Episode
 from rlhf_runtime.samples.requests import Requests
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings, greedy_sampling
 
+CheckSampling = Callable[[Sampling], None]
+""":meth:`Generator.check_sampling` of the run's generator with its options."""
+
 
 class SampleContext(RolloutContext):
     """One sample's view of the run."""
@@ -43,11 +46,12 @@ class SampleContext(RolloutContext):
         log: TurnLog,
         slice: Slice,
         needs_base: bool = False,
+        check: CheckSampling = check_sampling,
     ) -> None:
-        """``needs_base``: :attr:`Rollout.needs_base`."""
+        """``needs_base``: :attr:`Rollout.needs_base`. ``check``: refuses what the generator cannot sample."""
         self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
         self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
-        self._needs_base = needs_base
+        self._needs_base, self._check = needs_base, check
         self.gives_rewards = False
         """Whether the rollout scores answers itself."""
         self._envs: list[Env] = []
@@ -72,6 +76,9 @@ class SampleContext(RolloutContext):
     @property
     def tokenizer(self) -> Any:
         return self._template.tokenizer
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        self._check(sampling)
 
     def encode_prompt(self, row: Row) -> Turn:
         return self._template.encode_prompt(row)
@@ -159,7 +166,7 @@ class SampleContext(RolloutContext):
                 "the rollout asks for turns of the base model, but it declares needs_base = False; set it to True"
             )
         for _, sampling in requests:
-            check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
+            self._check(sampling)  # checked here so that only this sample fails, not the other samples of its wave
             if training and self.training and not self._settings.is_greedy(self.index[1]):
                 _check_distribution(sampling, self.sampling)
         batch = {

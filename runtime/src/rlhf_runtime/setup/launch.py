@@ -135,6 +135,7 @@ def launch_sampler(
         timeline=timeline,
         experts=roles["policy"].facts.experts,
         agents=episodes.agents if episodes is not None else (),
+        check=prepared.check_sampling,
     )
     return Sampler(rollouts, weights, phases)
 

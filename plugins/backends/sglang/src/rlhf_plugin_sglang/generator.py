@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
@@ -39,18 +40,20 @@ class SglangServerGenerator(ServerGenerator):
     capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds", "top_p", "top_k", "stop"})
     Config = SglangServersConfig
     engine = "SGLang"
-    lowest_temperature = 1e-6  # SGLang is greedy below it
+    temperatures = (1e-6, math.inf)  # SGLang is greedy below it
     tokens = ("token_env", "admin_token_env")
 
     @classmethod
-    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        super().check(config, spec, samplings, device)
-        for sampling in samplings:
-            _check_min_p(sampling)
+    def check_sampling(cls, config: Any, sampling: Sampling) -> None:
+        super().check_sampling(config, sampling)
+        if sampling.min_p:
+            raise ConfigError(
+                f"sampling.min_p is {sampling.min_p}; generator 'sglang_server' does not support it, because a "
+                "seeded request with min_p ends SGLang's server. Set it to 0, or sample with `vllm_server`."
+            )
 
     def _check(self, i: int, request: GenerationRequest) -> None:
         super()._check(i, request)
-        _check_min_p(request.sampling)
         check_support(i, request.sampling, self.vocabulary, min(server.facts["mask"] for server in self._servers))
 
     def _server(self, url: str) -> SglangServer:
@@ -77,14 +80,6 @@ class SglangServerGenerator(ServerGenerator):
 
     def _unusable(self, facts: dict[str, Any]) -> str:
         return unusable(facts, self.spec, self.config.sync)
-
-
-def _check_min_p(sampling: Sampling) -> None:
-    if sampling.min_p:
-        raise ConfigError(
-            f"sampling.min_p is {sampling.min_p}; generator 'sglang_server' does not support it, because a "
-            "seeded request with min_p ends SGLang's server. Set it to 0, or sample with `vllm_server`."
-        )
 
 
 def check_support(i: int, sampling: Sampling, vocabulary: int, limit: int) -> None:

@@ -13,7 +13,6 @@ from rlhf.errors import CapabilityError, ModelError, boundary
 from rlhf.interfaces import GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
-from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf_engines.requests import check_fits
 
@@ -23,12 +22,12 @@ from rlhf_plugin_vllm.engine.adapters import refusal
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
 from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
 from rlhf_plugin_vllm.engine.quantization import check_quantization
-from rlhf_plugin_vllm.engine.speculative import check_speculative
+from rlhf_plugin_vllm.engine.speculative import check_speculative, check_speculative_sampling
 from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import Platform, current_platform
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.requests import (
-    LOWEST_TEMPERATURE,
+    TEMPERATURES,
     VllmRequest,
     sampling_parameters,
     scoring_parameters,
@@ -50,6 +49,7 @@ class VllmGenerator(WeightLoading):
     """
 
     name = "vllm"
+    temperatures = TEMPERATURES
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images", "base", "experts"}
@@ -77,13 +77,12 @@ class VllmGenerator(WeightLoading):
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        for sampling in samplings:
-            check_sampling(sampling, LOWEST_TEMPERATURE)
+        super().check(config, spec, samplings, device)
         _check_kept_keys(config, spec)
         _check_adapters(config, spec, device)
         platform = current_platform() if device is not None else None
         _check_records(config, spec, platform)
-        _check_speculative(config, spec, platform, samplings)
+        _check_speculative(config, spec, platform)
         _check_quantization(config, spec, platform)
         if platform is not None:
             check_platform(config, platform)
@@ -92,6 +91,11 @@ class VllmGenerator(WeightLoading):
                 check_cpu_config(spec.path, text_config(spec))
             else:
                 engine_precision(config, spec, platform)
+
+    @classmethod
+    def check_sampling(cls, config: Any, sampling: Sampling) -> None:
+        super().check_sampling(config, sampling)
+        check_speculative_sampling(config, sampling)
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config: VllmGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]
@@ -121,9 +125,9 @@ class VllmGenerator(WeightLoading):
         return self._exhaust(dict(enumerate(requests)))
 
     def _check(self, i: int, request: GenerationRequest) -> None:
-        limits = self.engine.vocabulary, self.longest, self.engine.images, LOWEST_TEMPERATURE
+        self.check_sampling(self.config, request.sampling)
+        limits = self.engine.vocabulary, self.longest, self.engine.images
         check_fits(i, request, *limits, has_base=self.spec.adapters is not None)
-        check_speculative(self.config, self.spec, [request.sampling])
 
     def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
         self._ready("sample", is_exclusive=True)
@@ -287,11 +291,9 @@ def _check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, platfo
         check_quantization(config, spec, platform, expert_count(text_config(spec)))
 
 
-def _check_speculative(
-    config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None, samplings: Sequence[Sampling] = ()
-) -> None:
+def _check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None) -> None:
     if config.speculative is None:
         return
-    check_speculative(config, spec, samplings)
+    check_speculative(config, spec)
     if platform is not None:
         require(platform.distribution, "generator.speculative", "samples with it in a way that is not tested")

@@ -12,8 +12,9 @@ from rlhf.types import ExpertLayers, ExpertRecord, GenerationRequest, Turn
 from rlhf_engines.requests import NewTokens, OpenRequest
 
 ENGINE = "vLLM"
-LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one, and would report log-probs at it."""
+TEMPERATURES = 0.01, 2.0
+"""vLLM raises lower temperatures to the first one, and would report log-probs at it. It refuses higher ones than the
+second."""
 
 
 def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]) -> Any:

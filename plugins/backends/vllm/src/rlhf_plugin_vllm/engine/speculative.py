@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf.errors import CapabilityError
@@ -12,14 +12,22 @@ from rlhf.types import Sampling
 from rlhf_plugin_vllm.config import SpeculativeConfig, VllmGeneratorConfig
 
 
-def check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, samplings: Sequence[Sampling]) -> None:
-    """Raises CapabilityError if the distribution of samples would change, or if no test proves that it does not."""
+def check_speculative_sampling(config: VllmGeneratorConfig, sampling: Sampling) -> None:
+    """Raises CapabilityError if speculative decoding would change the distribution of samples."""
+    _refuse(config, {"sampling.min_p: vLLM would accept tokens that it excludes": sampling.min_p > 0})
+
+
+def check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
+    """Raises CapabilityError if no test proves that the distribution of samples stays the same."""
     refused = {
-        "sampling.min_p: vLLM would accept tokens that it excludes": any(s.min_p > 0 for s in samplings),
         "generator.pipeline_parallel > 1, with which the samples are not tested": config.pipeline_parallel > 1,
         "images in the rows, with which the samples are not tested": spec.max_images > 0,
         "trainer.router_replay, with which the records of experts are not tested": spec.experts is not None,
     }
+    _refuse(config, refused)
+
+
+def _refuse(config: VllmGeneratorConfig, refused: Mapping[str, bool]) -> None:
     for reason, applies in refused.items():
         if applies and config.speculative is not None:
             raise CapabilityError(

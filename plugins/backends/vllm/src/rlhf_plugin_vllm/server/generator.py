@@ -8,7 +8,7 @@ from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest
 from rlhf_engines.server_generator import ServerGenerator, refusal
 
-from rlhf_plugin_vllm.requests import ENGINE, LOWEST_TEMPERATURE
+from rlhf_plugin_vllm.requests import ENGINE, TEMPERATURES
 from rlhf_plugin_vllm.server.client import VllmServer
 
 
@@ -25,7 +25,7 @@ class VllmServerGenerator(ServerGenerator):
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds", "top_p", "top_k", "min_p", "stop"})
     engine = ENGINE
-    lowest_temperature = LOWEST_TEMPERATURE
+    temperatures = TEMPERATURES
 
     def _server(self, url: str) -> VllmServer:
         token = self._token("token_env")
