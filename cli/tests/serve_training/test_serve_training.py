@@ -239,6 +239,27 @@ def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) 
     assert scored[-1] == pytest.approx(logprob, abs=TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_the_base_stays_with_an_engine(tmp_path) -> None:
+    """The engine has a copy of the weights, with the adapters of the model that was sampled last."""
+    pytest.importorskip("vllm")
+    model, prompt = tiny_model(tmp_path / "model", head_dim=32), [20, 30, 40]
+    engine = ("generator.use", "vllm"), ("generator.kv_cache_gib", "0.0625"), ("generator.max_sequences", "8")
+    with serving(model, tmp_path / "served", *engine) as address, connected(address) as service:
+        client, base = trained(service), service.create_sampling_client(base_model="tiny").result()
+        client.forward_backward([datum(k, "cross_entropy") for k in range(4)], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        of_model, of_base, repeat = (greedy(c, prompt, include_prompt_logprobs=True) for c in (sampler, base, sampler))
+        assert repeat.sequences[0].logprobs == of_model.sequences[0].logprobs
+        tokens = of_base.sequences[0].tokens
+        logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([[*prompt, *tokens]])).logits[0]
+        plain = logits.log_softmax(-1)[2:-1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        assert of_base.sequences[0].logprobs == pytest.approx(plain, abs=TOLERANCE)
+        assert of_base.prompt_logprobs[1:] != pytest.approx(of_model.prompt_logprobs[1:], abs=1e-3)
+
+
 def test_weights_without_a_name_are_kept_for_the_last_eight_sampling_clients(service) -> None:
     client, prompt = trained(service), [20, 30]
     samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(9)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from rlhf.errors import TrainingError
-from rlhf.interfaces import RestartsOptimizer
+from rlhf.interfaces import RestartsOptimizer, TakesModule
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
@@ -218,23 +218,27 @@ class TrainedModels:
         Args:
             source: a checkpoint, or :data:`BASE`.
         """
-        if source == BASE:
-            self._role.every("use_view", "base")  # without the adapters that the trainer holds
-        else:
+        if source != BASE:
             self.facts(source)
             self._show(checkpoint_folder(self._folder, source))
-        try:
-            prompts = [
-                self._prompt_logprobs(question.ids) if question.prompt_logprobs else None for question in questions
-            ]
-            return list(zip(self._draw(source, questions), prompts, strict=True))
-        finally:
-            if source == BASE:
+        elif not isinstance(self._policy.generator, TakesModule):
+            self._show(self._new)  # an engine gets the adapters that the trainer holds; initial ones change nothing
+        else:
+            self._role.every("use_view", "base")  # without the adapters that the trainer holds
+            try:
+                return self._answer(BASE, questions)
+            finally:
                 self._role.every("use_view", "live")
+        return self._answer(str(self._weights), questions)
 
-    def _draw(self, source: str, questions: Sequence[SampleQuestion]) -> list[list[Drawn]]:
-        weights = BASE if source == BASE else str(self._weights)
+    def _answer(self, weights: str, questions: Sequence[SampleQuestion]) -> list[tuple[list[Drawn], Array | None]]:
+        """Answers with the weights that the trainer holds, whose name is ``weights``."""
+        prompts = [self._prompt_logprobs(question.ids) if question.prompt_logprobs else None for question in questions]
+        return list(zip(self._draw(weights, questions), prompts, strict=True))
+
+    def _draw(self, weights: str, questions: Sequence[SampleQuestion]) -> list[list[Drawn]]:
         if weights != self._sampler_weights:
+            self._sampler_weights = ""  # in case the push fails
             self._policy.weights.push(self._policy.weights.version + 1)
             self._sampler_weights = weights
         requests, owners = [], []
