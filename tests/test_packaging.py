@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 
@@ -103,6 +105,27 @@ def test_entry_point_resolves_to_a_class_of_its_name(member, kind, name):
     resolved = Plugins.discover().resolve(kind, f"{member.name}/{name}")
     assert resolved.cls.name == name
     assert resolved.cls.__module__.split(".")[0] == member.package
+
+
+def test_entry_points_load_without_frameworks_except_those_of_mathematics():
+    """Every command may load all of them."""
+    program = """
+import sys
+from importlib.metadata import entry_points
+
+def frameworks(*names):
+    return [name for name in names if name in sys.modules]
+
+kinds = sys.argv[1:]
+hooks = {(k, p.name): getattr(p.load(), f"rlhf_register_{k}") for k in kinds for p in entry_points(group=f"rlhf.{k}")}
+assert len(hooks) > 50
+assert frameworks("torch", "transformers", "mlflow", "tensorboard", "wandb") == []
+for kind, name in hooks:
+    if kind not in ("advantage", "launcher", "trainer", "generator"):
+        hooks[kind, name]()
+assert frameworks("torch", "transformers", "mlflow", "tensorflow") == []
+"""
+    subprocess.run([sys.executable, "-c", program, *sorted({*KINDS} - {"algorithm", "loss"})], check=True)
 
 
 @every_entry

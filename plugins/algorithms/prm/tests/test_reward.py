@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from rlhf.errors import ConfigError, ModelError
@@ -243,8 +241,3 @@ def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
 def test_the_role_follows_the_model(model, settings: dict, head: str) -> None:
     (spec,) = ProcessReward(ProcessReward.Config(model=model(**settings), role="judge")).roles()
     assert (spec.name, spec.head, spec.trained) == ("judge", head, False)
-
-
-def test_importing_it_imports_no_torch() -> None:
-    code = "import sys, rlhf_plugin_prm.reward; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

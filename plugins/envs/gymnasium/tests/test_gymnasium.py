@@ -8,7 +8,6 @@ import pytest
 from gymnasium import spaces
 from pydantic import ValidationError
 from rlhf.errors import EnvError
-from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_gymnasium import GymnasiumEnv, as_text, cannot_be_text, plain
 
@@ -22,10 +21,6 @@ def play(*actions: str, seed: int = 0, columns=None, **config) -> tuple[str, lis
     steps = [game.step(action) for action in actions]
     game.close()
     return opening, steps
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("env", "gymnasium").cls is GymnasiumEnv
 
 
 def test_an_episode_is_shown_as_the_environment_draws_it() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import EnvError
-from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_number_game import NumberGame
 
@@ -47,10 +46,6 @@ async def bisect(game: NumberGame, hidden: int) -> tuple[float, int]:
 def fewest(n: int) -> int:
     """Minimum over all policies of the number of questions, summed over all n hidden numbers."""
     return 0 if n == 0 else n + min(fewest(k) + fewest(n - 1 - k) for k in range(n))
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("env", "number_game").cls is NumberGame
 
 
 def test_answers_and_rewards() -> None:

@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 from reasoning_gym.factory import DATASETS
 from rlhf.errors import EnvError
-from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_reasoning_gym import ReasoningGym
 from rlhf_plugin_reasoning_gym.task import GymEntry
@@ -26,10 +25,6 @@ def answer(text: str, seed: int = 0, columns=None, **config) -> EnvStep:
     game = ReasoningGym(ReasoningGym.Config(**config))
     game.reset(row(**columns or {}), seed)
     return game.step(text)
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("env", "reasoning_gym").cls is ReasoningGym
 
 
 def test_every_task_is_drawn_and_its_own_answer_scores_1_and_another_less() -> None:

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from rlhf.errors import RewardError
-from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_reasoning_gym import ReasoningGymReward
 from rlhf_plugin_reasoning_gym.__main__ import rows
@@ -27,10 +26,6 @@ def command(*words: str, **environment: str) -> subprocess.Popen[str]:
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     program = [sys.executable, "-m", "rlhf_plugin_reasoning_gym", *words]
     return subprocess.Popen(program, env=clean | environment, stdout=subprocess.PIPE, text=True)
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("reward", "reasoning_gym").cls is ReasoningGymReward
 
 
 def test_the_command_writes_the_questions_of_worker_processes() -> None:

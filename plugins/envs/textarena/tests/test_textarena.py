@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, EnvError
-from rlhf.plugins import Plugins
 from rlhf.seeds import derive_seed
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_textarena import TextArena
@@ -37,10 +36,6 @@ def bisect(**config) -> EnvStep:
         if step.done:
             return step
         low, high = (middle + 1, high) if "higher" in step.observation else (low, middle - 1)
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("env", "textarena").cls is TextArena
 
 
 def test_a_game_alone_tells_each_message_once_and_gives_its_reward_at_the_end() -> None:

@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-from rlhf.plugins import Plugins
 from rlhf_plugin_code import reward
 from rlhf_plugin_code.checks import CodeCheck
 from rlhf_plugin_code.reward import CodeReward
@@ -31,11 +30,6 @@ class TestCode(RewardContract):
 class TestCodeCheck(CheckContract):
     check = CodeCheck
     finds = ["code"]
-
-
-def test_they_are_found_by_name() -> None:
-    assert Plugins.discover().resolve("reward", "code").cls is CodeReward
-    assert Plugins.discover().resolve("check", "code").cls is CodeCheck
 
 
 def test_as_many_programs_run_as_the_control_group_has_cores(monkeypatch) -> None:

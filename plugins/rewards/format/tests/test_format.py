@@ -6,7 +6,6 @@ import time
 
 import pytest
 from pydantic import ValidationError
-from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_format import FormatReward
 
@@ -31,10 +30,6 @@ def group(*answers: str) -> Group:
 
 def values(*answers: str, **config) -> list[float | None]:
     return [r.value for r in FormatReward(FormatReward.Config(**config)).score(group(*answers))]
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("reward", "format").cls is FormatReward
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from reward_server import RewardServer, lengths
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import RewardContext, Tokens
-from rlhf.plugins import Plugins
 from rlhf.proxies import exempt_loopback
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_http import HttpReward, servers
@@ -56,10 +55,6 @@ def closed() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}/"
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("reward", "http").cls is HttpReward
 
 
 def test_a_group_is_one_request_with_queries_prompts_and_labels(server) -> None:

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 from pydantic import ValidationError
-from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_length import LengthReward
 
@@ -25,10 +24,6 @@ def values(*lengths: int, **config) -> list[float | None]:
 
     group = Group(row, 0, [trajectory(i, n) for i, n in enumerate(lengths)])
     return [r.value for r in asyncio.run(LengthReward(LengthReward.Config(**config)).score(group))]
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("reward", "length").cls is LengthReward
 
 
 def test_a_range_a_floor_and_a_ceiling() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import RewardError
-from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_math import MathReward
 from rlhf_plugin_math.equivalence import equivalent
@@ -30,10 +29,6 @@ def group(*answers: str, **columns) -> Group:
 
 def values(config: dict, *answers: str, **columns) -> list[float | None]:
     return [r.value for r in MathReward(MathReward.Config(**config)).score(group(*answers, **columns))]
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("reward", "math").cls is MathReward
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Generator, Proof
-from rlhf.plugins import Plugins
 from rlhf.types import Row, Sampling, Turn
 from rlhf_plugin_tools.options import McpServer, ToolsConfig
 from rlhf_plugin_tools.rollout import UNREADABLE, ToolsRollout
@@ -94,10 +93,6 @@ def play(template, config, *texts, samples=1, max_tokens=4000, max_new_tokens=50
 
 def config(*names: str, **options) -> ToolsConfig:
     return ToolsConfig(functions=addresses(*names), **options)
-
-
-def test_it_is_found_by_name() -> None:
-    assert Plugins.discover().resolve("rollout", "tools").cls is ToolsRollout
 
 
 def test_the_tokens_are_those_of_the_templates_render(template) -> None:
