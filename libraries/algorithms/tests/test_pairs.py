@@ -12,6 +12,7 @@ import torch
 from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
+from rlhf_algorithms.pair_learning import PairLearning
 from rlhf_algorithms.pairs import hinge_loss, logistic_loss, pack_pairs, pair_metrics
 
 
@@ -30,6 +31,19 @@ def test_a_pair_with_an_empty_answer_is_left_out():
     first = pair([True], [False, True])  # nothing predicts a first token
     assert pack_pairs([half, full, first]).units == 1
     assert pack_pairs([half, first]) is None
+
+
+class Pairs(PairLearning):
+    name = "pairs"
+
+
+def test_an_algorithm_counts_what_is_left_out_and_needs_only_a_policy():
+    algorithm, full, half = Pairs(), pair([False, True], [False, True]), pair([False, True], [False])
+    batch, metrics = algorithm.assemble([full, half, half])
+    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
+    assert algorithm.assemble([half]) == (None, {})
+    assert algorithm.assemble([full])[1] == {}
+    assert [(r.name, r.trained) for r in algorithm.needs().roles] == [("policy", True)]
 
 
 def test_a_margin_becomes_a_column():

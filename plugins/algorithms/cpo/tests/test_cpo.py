@@ -133,15 +133,3 @@ def test_log_probs_at_the_extremes(loss_type, alpha, chosen, rejected):
 def test_an_option_without_effect_is_refused(config, message):
     with pytest.raises(ValidationError, match=re.escape(message)):
         CPOLoss.Config(**config)
-
-
-def test_no_reference_model_is_held():
-    assert [(r.name, r.trained) for r in CPO(parts={"loss": CPOLoss()}).needs().roles] == [("policy", True)]
-
-
-def test_pairs_with_an_empty_answer_are_left_out_and_counted():
-    algorithm = CPO(parts={"loss": CPOLoss()})
-    batch, metrics = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
-    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
-    assert algorithm.assemble([pair(rejected=0)]) == (None, {})
-    assert algorithm.assemble([pair()])[1] == {}

@@ -116,11 +116,3 @@ def test_log_probs_at_the_extremes(chosen: float, rejected: float):
     assert gradient[2] >= 0 >= gradient[0]
     if rejected >= chosen:  # far apart the other way round nothing is left to learn
         assert gradient[2] > 0
-
-
-def test_pairs_with_an_empty_answer_are_left_out_and_counted():
-    algorithm = ORPO(parts={"loss": ORPOLoss()})
-    batch, metrics = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
-    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
-    assert algorithm.assemble([pair(rejected=0)]) == (None, {})
-    assert algorithm.assemble([pair()])[1] == {}

@@ -74,15 +74,3 @@ def test_log_probs_at_the_extremes(chosen: float, rejected: float, loss: float):
 def test_smoothing_a_hinge_is_refused():
     with pytest.raises(ValidationError, match=r"label_smoothing = 0\.1 has no effect with loss_type = 'hinge'"):
         SimPOLoss.Config(loss_type="hinge", label_smoothing=0.1)
-
-
-def test_no_reference_model_is_held():
-    assert [(r.name, r.trained) for r in SimPO(parts={"loss": SimPOLoss()}).needs().roles] == [("policy", True)]
-
-
-def test_pairs_with_an_empty_answer_are_left_out_and_counted():
-    algorithm = SimPO(parts={"loss": SimPOLoss()})
-    batch, metrics = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
-    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
-    assert algorithm.assemble([pair(rejected=0)]) == (None, {})
-    assert algorithm.assemble([pair()])[1] == {}
