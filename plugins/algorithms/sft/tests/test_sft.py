@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conformance of algorithm and loss, assembly, and the numbers on a tiny model."""
+"""Supervised fine-tuning: assembly, and the numbers on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,6 @@ from rlhf.types import LossOutput, Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_sft import DFT, MEAN_LOGPROB, NLL, SFT
-from rlhf_testing.algorithm import AlgorithmContract
-from rlhf_testing.loss import LossContract
-
-
-class TestAlgorithm(AlgorithmContract):
-    algorithm = SFT
-
-
-class TestLoss(LossContract):
-    loss = NLL
-    data = "demonstrations"
-    configs = (NLL.Config(), NLL.Config(reduce="seq_mean_token_mean"))
-
-    def statement(self, x_BT):
-        nll_BT = -x_BT["logprobs"] * x_BT.mask_BT
-        if x_BT.config.reduce == "seq_mean_token_mean":
-            return (nll_BT.sum(1) / x_BT.mask_BT.sum(1).clamp(min=1)).sum() / x_BT.mask_BT.any(1).sum()
-        return nll_BT.sum() / x_BT.mask_BT.sum()
 
 
 def example(mask, index=0):
@@ -35,7 +17,7 @@ def example(mask, index=0):
 
 
 def test_rows_without_a_trained_token_are_left_out():
-    algorithm = TestAlgorithm().build(SFT.Config())
+    algorithm = SFT(parts={"loss": NLL()})
     batch = algorithm.assemble([example([False, True, True]), example([True, False]), example([False, False, True])])[0]
     assert batch.units == 2  # the second row's only trained token is its first, which nothing predicts
     assert batch.tok["loss_mask"].tolist() == [False, True, True, False, False, True]
@@ -43,7 +25,7 @@ def test_rows_without_a_trained_token_are_left_out():
 
 
 def test_only_a_policy_is_needed_and_trained_once():
-    algorithm = TestAlgorithm().build(SFT.Config())
+    algorithm = SFT(parts={"loss": NLL()})
     needs, (update,) = algorithm.needs(), algorithm.updates(0)
     assert [(r.name, r.trained) for r in needs.roles] == [("policy", True)]
     assert (update.role, update.loss, update.epochs, update.minibatches) == ("policy", "loss", 1, 1)
@@ -70,7 +52,7 @@ def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
     model = AutoModelForCausalLM.from_pretrained(str(tiny_model(tmp_path))).eval()
     rows = [example([False, True]), example([False, False, True, True, True]), example([False] * 3 + [True] * 2)]
     loss = NLL(NLL.Config(reduce=reduce))
-    batch = weigh(TestAlgorithm().build(SFT.Config()).assemble(rows)[0], loss.reduce())
+    batch = weigh(SFT(parts={"loss": NLL()}).assemble(rows)[0], loss.reduce())
     means, counts, logprobs = [], [], []
     with torch.no_grad():
         for r in rows:
