@@ -5,12 +5,30 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rlhf.interfaces import LendsHead, SendsWeights, SharesModule, Trainer
+from rlhf.interfaces import Algorithm, LendsHead, SendsWeights, SharesModule, Trainer
+from rlhf.types import Needs, RoleSpec
 from rlhf_hub.hub import Commits
 from rlhf_runtime.checks.order import FIT
 from rlhf_runtime.checks.run import RunPlugins
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.problems import raise_problems
+
+
+class StubAlgorithm(Algorithm):
+    """Trains a policy on nothing. ``needs``: fields of its needs."""
+
+    def __init__(self, **needs):
+        super().__init__()
+        self._needs = Needs(**{"roles": (RoleSpec("policy", trained=True),), **needs})
+
+    def needs(self):
+        return self._needs
+
+    def assemble(self, examples):
+        return None, {}
+
+    def updates(self, step, batch=None):
+        return []
 
 
 class AnyTrainer(LendsHead, SendsWeights, SharesModule, Trainer):

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.interfaces import Algorithm, Curriculum
-from rlhf.types import Needs, RoleSpec
+from rlhf.interfaces import Curriculum
 from rlhf_runtime.checks import sections
 
-from runtime.tests.checks.stub_run import stub_run
+from runtime.tests.checks.stub_run import StubAlgorithm, stub_run
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 
 
-class Sampling(Algorithm):
+class Sampling(StubAlgorithm):
     name = "sampling"
-
-    def needs(self):
-        return Needs((RoleSpec("policy", trained=True),))
-
-    def assemble(self, examples):
-        return None, {}
-
-    def updates(self, step, batch=None):
-        return []
 
 
 class Given(Sampling):

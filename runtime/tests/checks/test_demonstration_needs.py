@@ -2,29 +2,14 @@
 
 import pytest
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm
-from rlhf.types import Needs, RoleSpec
 
-from runtime.tests.checks.stub_run import check
+from runtime.tests.checks.stub_run import StubAlgorithm, check
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl")]
 
 
-class Mixing(Algorithm):
+class Mixing(StubAlgorithm):
     name = "mixing"
-
-    def __init__(self, **needs):
-        super().__init__()
-        self._needs = Needs((RoleSpec("policy", trained=True),), **needs)
-
-    def needs(self):
-        return self._needs
-
-    def assemble(self, examples):
-        return None, {}
-
-    def updates(self, step, batch=None):
-        return []
 
 
 def test_given_answers_without_a_reward_are_accepted():

@@ -10,7 +10,6 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import (
     GENERATOR,
     Advantage,
-    Algorithm,
     Generator,
     GeneratorSpec,
     LendsHead,
@@ -22,30 +21,17 @@ from rlhf.interfaces import (
     TakesTensors,
     Trainer,
 )
-from rlhf.types import Lent, Needs, RoleSpec
+from rlhf.types import Lent, RoleSpec
 from rlhf_runtime.checks.parts import check_base, with_adapters
 
-from runtime.tests.checks.stub_run import check
+from runtime.tests.checks.stub_run import StubAlgorithm, check
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OFFLINE = BASE[:3]
 
 
-class Fake(Algorithm):
+class Fake(StubAlgorithm):
     name = "leave_one_out"
-
-    def __init__(self, **needs):
-        super().__init__()
-        self._needs = Needs(**{"roles": (RoleSpec("policy", trained=True),), **needs})
-
-    def needs(self):
-        return self._needs
-
-    def assemble(self, examples):
-        return None, {}
-
-    def updates(self, step, batch=None):
-        return []
 
 
 class Demonstrations(Fake):
