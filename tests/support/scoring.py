@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rlhf.interfaces import ReadRole, ScoreWithRole, Tokens
@@ -22,8 +23,7 @@ def score_groups(
     credit: Literal["outcome", "step"] = "outcome",
     plugins: Plugins | None = None,
 ) -> None:
-    """Fill ``rewards``, ``reward``, ``score``, ``status`` and ``error`` of the groups' trajectories, one group after
-    another.
+    """:func:`score` by one reward.
 
     Args:
         ref: a reference, as in a run file: a plugin's name or ``file:reward.py``.
@@ -36,14 +36,19 @@ def score_groups(
     resolved = (plugins or Plugins.discover()).resolve("reward", ref)
     config = resolved.cls.Config.model_validate({**resolved.options, **(options or {})})
     active = ActiveReward(resolved.name, resolved, resolved.cls(config), config, deadline=deadline, credit=credit)
-    scorer = Scorer([active], score_with_role=score_with_role, read_role=read_role, tokens=tokens, workers=1)
-    asyncio.run(_score(scorer, groups))
+    score([active], *groups, score_with_role=score_with_role, read_role=read_role, tokens=tokens, workers=1)
 
 
-async def _score(scorer: Scorer, groups: tuple[Group, ...]) -> None:
-    try:
-        await scorer.setup()
-        for group in groups:
-            await scorer.score(group)
-    finally:
-        scorer.close()
+def score(rewards: Sequence[ActiveReward], *groups: Group, trained_on: bool = True, **options: Any) -> None:
+    """Fill ``rewards``, ``reward``, ``score``, ``status`` and ``error`` of the groups' trajectories, all groups at the
+    same time. ``options``: of the scorer."""
+
+    async def scenario() -> None:
+        scorer = Scorer(rewards, **options)
+        try:
+            await scorer.setup()
+            await asyncio.gather(*(scorer.score(group, trained_on) for group in groups))
+        finally:
+            scorer.close()
+
+    asyncio.run(scenario())

@@ -16,8 +16,10 @@ from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.data.sources import SourceLayout
-from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.episodes import Episodes
+
+from tests.support.scoring import score
 
 ADAPTER = """
 from rlhf import hookimpl
@@ -163,16 +165,7 @@ def test_a_file_and_a_reward_run_there_too(from_file, make_group, tmp_path) -> N
     text = "def score(prompt, completion, row):\n    import heavy\n    return float(len(heavy.WORD))\n"
     reward, group = from_file("reward", text), make_group("a")
     python = environment(tmp_path / "there")
-
-    async def scenario() -> None:
-        scorer = Scorer([ActiveReward("far", reward, reward.cls(), python=python)])
-        try:
-            await scorer.setup()
-            await scorer.score(group)
-        finally:
-            scorer.close()
-
-    asyncio.run(scenario())
+    score([ActiveReward("far", reward, reward.cls(), python=python)], group)
     assert (group.trajectories[0].reward, group.trajectories[0].error) == (3.0, "")
 
 

@@ -19,10 +19,11 @@ from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, Row
 from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool
 from rlhf_runtime.config.sections import EnvSection
-from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.episodes import Episodes
 
 from tests import orphans
+from tests.support.scoring import score
 
 REWARD = """
 import os, sys, time, ctypes, subprocess, threading
@@ -319,16 +320,7 @@ RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
 )
 def test_the_answer_of_a_worker_is_checked_on_arrival(from_file, make_group, act: str, message: str) -> None:
     resolved, group = from_file("reward", ANSWERS), make_group("2", act=act)
-
-    async def scenario() -> None:
-        scorer = Scorer([ActiveReward("r", resolved, resolved.cls(None), deadline=20.0)], workers=1)
-        try:
-            await scorer.setup()
-            await scorer.score(group)
-        finally:
-            scorer.close()
-
-    asyncio.run(scenario())
+    score([ActiveReward("r", resolved, resolved.cls(None), deadline=20.0)], group, workers=1)
     (trajectory,) = group.trajectories
     assert trajectory.status == "failed"
     assert re.match("RewardError: reward 'r' ", trajectory.error)

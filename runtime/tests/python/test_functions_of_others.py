@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import pickle
@@ -15,9 +14,10 @@ from rlhf.plugins import Plugins
 from rlhf_runtime.config.components import component_config, select
 from rlhf_runtime.config.sections import Choice, label_of
 from rlhf_runtime.python.components import reward_entries
-from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.rewards.scoring import ActiveReward
 
 from runtime.tests.python.test_reward_functions import group
+from tests.support.scoring import score
 
 TRL = '''
 import re
@@ -89,16 +89,7 @@ def scored(reward, group, **options):
     resolved = plugins.resolve("reward", entry["use"])
     config = component_config(resolved, options, "reward.0")
     instance = select(plugins, "reward", Choice(use=entry["use"], options=options)).build()
-    scorer = Scorer([ActiveReward("unit", resolved, instance, config, deadline=20.0)], workers=1)
-
-    async def score() -> None:
-        try:
-            await scorer.setup()
-            await scorer.score(group)
-        finally:
-            scorer.close()
-
-    asyncio.run(score())
+    score([ActiveReward("unit", resolved, instance, config, deadline=20.0)], group, workers=1)
     if errors := [t.error for t in group.trajectories if t.error]:
         raise RewardError(errors[0])
     return [t.rewards["unit"] for t in group.trajectories]

@@ -15,7 +15,9 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.config.components import component_config
 from rlhf_runtime.data.sources import SourceLayout
 from rlhf_runtime.python.components import reward_class, reward_entries
-from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.rewards.scoring import ActiveReward
+
+from tests.support.scoring import score
 
 
 def group(*answers: str, prompt="1+1=", **columns) -> Group:
@@ -45,17 +47,7 @@ def values(reward, group: Group) -> list[float | None]:
 def scored(reward, group: Group) -> list[float | None]:
     """What a run would compute: by worker processes where the reward is plain ``def``."""
     resolved, instance, config = build(reward)
-    active = ActiveReward("unit", resolved, instance, config, deadline=20.0)
-
-    async def score() -> None:
-        scorer = Scorer([active], workers=1)
-        try:
-            await scorer.setup()
-            await scorer.score(group)
-        finally:
-            scorer.close()
-
-    asyncio.run(score())
+    score([ActiveReward("unit", resolved, instance, config, deadline=20.0)], group, workers=1)
     if errors := [t.error for t in group.trajectories if t.error]:
         raise RewardError(errors[0])
     return [t.rewards["unit"].value for t in group.trajectories]

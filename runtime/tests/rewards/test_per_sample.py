@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 import pytest
-from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.rewards.scoring import ActiveReward
+
+from tests.support import scoring
 
 ASYNC = """
 import asyncio
@@ -44,17 +45,7 @@ def score(prompt, completion, row):
 
 
 def score(resolved, *groups, workers: int = 2, **options) -> None:
-    """Score the groups at the same time."""
-
-    async def scenario() -> None:
-        scorer = Scorer([ActiveReward("judge", resolved, resolved.cls(None), **options)], workers=workers)
-        try:
-            await scorer.setup()
-            await asyncio.gather(*map(scorer.score, groups))
-        finally:
-            scorer.close()
-
-    asyncio.run(scenario())
+    scoring.score([ActiveReward("judge", resolved, resolved.cls(None), **options)], *groups, workers=workers)
 
 
 def test_async_calls_of_a_group_run_together(from_file, make_group) -> None:

@@ -19,6 +19,8 @@ from rlhf_runtime.observe.sample_metrics import evaluation_metrics
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer, combine
 from rlhf_runtime.samples.acceptance import passes
 
+from tests.support.scoring import score
+
 
 def active(cls: type[Reward], name: str = "", **options) -> ActiveReward:
     name = name or cls.name
@@ -33,20 +35,6 @@ def giving(make, name: str = "giving") -> type[Reward]:
         return make(group)
 
     return type("Giving", (Reward,), {"name": name, "score": score})
-
-
-def score(rewards, *groups, trained_on=True, **options):
-    """Score the groups at the same time."""
-
-    async def scenario():
-        scorer = Scorer(rewards, **options)
-        try:
-            await scorer.setup()
-            await asyncio.gather(*(scorer.score(group, trained_on) for group in groups))
-        finally:
-            scorer.close()
-
-    asyncio.run(scenario())
 
 
 def values(*numbers):
