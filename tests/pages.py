@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -19,6 +21,16 @@ def pages() -> list[Path]:
     members = [path for folder in ("[!.]*", "libraries/*", "plugins/*/*") for path in ROOT.glob(f"{folder}/README.md")]
     readmes = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
     return sorted({*outer, *DOCS.rglob("*.md"), *members, *readmes})
+
+
+def script(path: Path) -> ModuleType:
+    """A Python file that no package holds, imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def name_of(path: Path) -> str:

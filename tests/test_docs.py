@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_testing import conformance
 
 from tests.forks import Forks, Place
-from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read, tables
+from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read, script, tables
 
 PLUGINS = Plugins.discover()
 whole_parser = cache(completion.whole_parser)
@@ -192,17 +191,12 @@ def test_python_blocks_compile(page):
 
 @pytest.mark.parametrize("name", ["run_file", "plugins"])
 def test_generated_pages_equal_the_code(name):
-    spec = importlib.util.spec_from_file_location(f"docs_reference_{name}", DOCS / f"reference/{name}.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
+    reference = script(DOCS / f"reference/{name}.py")
     assert read(reference.PAGE) == reference.page(), f"run: python docs/reference/{name}.py"
 
 
 def test_the_pages_of_migrate_equal_the_tables():
-    spec = importlib.util.spec_from_file_location("docs_reference_migrate", DOCS / "reference/migrate.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    for page, text in reference.pages().items():
+    for page, text in script(DOCS / "reference/migrate.py").pages().items():
         assert read(page) == text, "run: python docs/reference/migrate.py"
 
 
@@ -243,11 +237,7 @@ def test_json_blocks_are_json(page):
 
 
 def test_every_page_of_the_site_is_in_its_navigation():
-    spec = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
-    assert spec is not None
-    assert spec.loader is not None
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
+    site = script(DOCS / "conf.py")
     entries = {line for name in site.INDEXES for line in site.navigation(name, read(ROOT / f"{name}.md")).splitlines()}
     sources = {path.relative_to(ROOT) for pattern in site.include_patterns for path in ROOT.glob(pattern)}
     paths = {f"/{path.with_suffix('')}" for path in sources if path.with_suffix("").as_posix() != site.root_doc}

@@ -1,9 +1,7 @@
 """The pages in docs/reference/hooks equal the code."""
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 from rlhf import types
@@ -16,12 +14,10 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_testing.tiny import tiny_tokenizer
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
+from tests.pages import DOCS, ROOT, script
+
 FOLDER = DOCS / "reference/hooks"
-SPEC = importlib.util.spec_from_file_location("docs_reference_hooks", FOLDER.parent / "hooks.py")
-reference = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reference)
+reference = script(FOLDER.parent / "hooks.py")
 
 
 def test_there_is_a_page_for_every_hook_and_for_nothing_else():
@@ -112,14 +108,6 @@ def test_the_page_of_building_blocks_has_every_name_that_authors_import():
     assert len(used) > 15
     assert sorted(used - headings) == []
     assert set(reference.BUILDING) <= headings
-
-
-@pytest.mark.parametrize("page", sorted(p.relative_to(DOCS) for p in DOCS.rglob("*.md")), ids=str)
-def test_links_to_types_resolve(page):
-    headings = re.findall(r"^#+ (.*)$", (FOLDER / "types.md").read_text(encoding="utf-8"), re.MULTILINE)
-    anchors = {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in headings}
-    anchors_of_links = re.findall(r"types\.md#([a-z0-9_-]+)\)", (DOCS / page).read_text(encoding="utf-8"))
-    assert [anchor for anchor in anchors_of_links if anchor not in anchors] == []
 
 
 def test_examples_in_the_pages_are_complete():

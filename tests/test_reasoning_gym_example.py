@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 from rlhf_cli.main import main
+
+from tests.pages import script
 
 pytestmark = pytest.mark.full
 
@@ -17,16 +18,12 @@ SHORT = ("--steps", "2", "--trainer.warmup_steps", "0")
 
 
 def test_the_example_trains_and_no_held_out_word_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("make_reasoning_task", EXAMPLE / "make_task.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    make_task = script(EXAMPLE / "make_task.py")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script, "QUESTIONS", 300)
-    monkeypatch.setattr(script, "HELD_OUT", 20)
+    monkeypatch.setattr(make_task, "QUESTIONS", 300)
+    monkeypatch.setattr(make_task, "HELD_OUT", 20)
     monkeypatch.setattr(sys, "argv", ["make_task.py", "runs/reasoning_gym/task"])
-    script.main()
+    make_task.main()
     names = ("questions.jsonl", "held_out.jsonl")
     lines = [(tmp_path / "runs/reasoning_gym/task" / name).read_text().splitlines() for name in names]
     trained, held_out = ({json.loads(line)["prompt"].lower() for line in part} for part in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from rlhf_runtime.config.load import load
+
+from tests import pages
 
 pytestmark = pytest.mark.full
 
@@ -34,11 +35,7 @@ def script() -> ModuleType:
     """``run.py``, which finds ``make_task.py`` beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(RECIPES))
-        spec = importlib.util.spec_from_file_location("recipes", RECIPES / "run.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = pages.script(RECIPES / "run.py")
         sys.modules.pop("make_task")
     return module
 
