@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import FP32, ModelSize, PhaseMemory, TrainerMemory, TrainerWork
 
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.config import LoraOptions
+from rlhf_modeling.arithmetic import frozen_parameters, saved_parameters
+from rlhf_modeling.config import LoraOptions, TrainingConfig
 from rlhf_modeling.images.memory import patches, recomputed_tower, tower_activations, tower_working
 from rlhf_modeling.quantized import BYTES, Format
 from rlhf_modeling.storage import Storage
@@ -44,6 +46,23 @@ def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded_laye
 
 
 # --------------------------------------------------------------------------------------------- sums
+
+
+def role_memory(
+    storage: Storage, a: Arithmetic, config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork
+) -> TrainerMemory:
+    """:func:`trainer_memory` of a role with the options of its trainer."""
+    return trainer_memory(
+        storage,
+        a,
+        size,
+        work,
+        trained=spec.role.trained,
+        lora=config.lora,
+        saved=saved_parameters(config, spec),
+        frozen=frozen_parameters(config, size),
+        quantization=config.quantization,
+    )
 
 
 def trainer_memory(

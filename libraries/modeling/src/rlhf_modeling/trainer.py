@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.adapter_check import separable_adapters
 from rlhf_modeling.adapters import train_adapters_only
-from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_parameters, saved_parameters
+from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.determinism import determinism, seeded
 from rlhf_modeling.embedding_noise import EmbeddingNoise
@@ -49,7 +49,7 @@ from rlhf_modeling.host_inputs import HostInputs
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.kernel_agreement import disagreement
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.memory import trainer_memory
+from rlhf_modeling.memory import role_memory
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer, set_padding
@@ -86,19 +86,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         cls, config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
         storage = whole_storage(config, device, size, spec.storage)
-        computed = arithmetic(config, spec, size, work, device)
-        trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
-        return trainer_memory(
-            storage,
-            computed,
-            size,
-            work,
-            trained=trained,
-            lora=config.lora,
-            saved=saved,
-            frozen=frozen,
-            quantization=config.quantization,
-        )
+        return role_memory(storage, arithmetic(config, spec, size, work, device), config, spec, size, work)
 
     @classmethod
     def adapters(cls, config: TrainingConfig, spec: ModelSpec) -> LowRankAdapters | None:

@@ -14,11 +14,11 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_hub.adapter_folders import adapter_of
-from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
+from rlhf_modeling.arithmetic import arithmetic
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
-from rlhf_modeling.memory import trainer_memory
+from rlhf_modeling.memory import role_memory
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read_config
@@ -120,18 +120,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         computed = arithmetic(config, spec, size, work, device, config.tensor_parallel, config.sequence_parallel)
         if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; only Liger's kernels
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
-        trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
-        return trainer_memory(
-            divided,
-            computed,
-            size,
-            work,
-            trained=trained,
-            lora=config.lora,
-            saved=saved,
-            frozen=frozen,
-            quantization=config.quantization,
-        )
+        return role_memory(divided, computed, config, spec, size, work)
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)

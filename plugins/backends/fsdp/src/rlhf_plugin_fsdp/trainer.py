@@ -13,8 +13,8 @@ from rlhf.interfaces.memory import FP32, ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
-from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
-from rlhf_modeling.memory import trainer_memory
+from rlhf_modeling.arithmetic import arithmetic
+from rlhf_modeling.memory import role_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
@@ -88,10 +88,7 @@ class FsdpTrainer(ShardedTrainer):
     ) -> TrainerMemory:
         divided = storage(config, spec, size, device)
         computed = replace(arithmetic(config, spec, size, work, device, parts=config.sequence_parallel), casts=False)
-        trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
-        return trainer_memory(
-            divided, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
-        )
+        return role_memory(divided, computed, config, spec, size, work)
 
     def __init__(self, config: FsdpTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)
